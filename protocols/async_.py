@@ -1,0 +1,10 @@
+"""Async: every gradient is applied on arrival (rudra.txt §3.1, eq. 4)."""
+
+from protocols.base import Protocol
+
+
+class Async(Protocol):
+    pass
+
+
+PROTOCOL = Async

@@ -1,0 +1,117 @@
+"""The interface of a protocol, and how one is made from its name."""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from protocols.modulation import MODULATIONS, Modulation
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What a protocol may know of the server's progress.
+
+    Attributes:
+        timestamp: of the server's weights; the number of updates so far.
+        pushed: gradients received so far, for each learner.
+    """
+
+    timestamp: int
+    pushed: Sequence[int]
+
+
+class Protocol:
+    """A rule: asynchronous unless a subclass says otherwise.
+
+    Attributes:
+        ordered: gradients are received and added in learner order, one per learner and update.
+        replayable: a record of the applied gradients determines the weights bit for bit.
+        default_modulation: what `modulation = "auto"` means.
+        gradients_per_update: c.
+        n: the splitting parameter; λ where each gradient is applied alone.
+    """
+
+    ordered: ClassVar[bool] = False
+    replayable: ClassVar[bool] = True
+    default_modulation: ClassVar[str] = "n"
+    modulations: ClassVar[tuple[str, ...]] = tuple(MODULATIONS)
+    modulation: Modulation
+
+    def __init__(self, learners: int) -> None:
+        self.learners = learners
+        self.n = learners
+        self.gradients_per_update = 1
+
+    def update_due(self, pending: int) -> bool:
+        """Whether `pending` gradients, received since the last update, make an update."""
+        return pending >= self.gradients_per_update
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        """Whether a learner that holds the weights of `timestamp` is answered now; else it is asked again after the next update."""
+        return True
+
+
+def make(
+    name: str | Callable[..., Protocol],
+    *,
+    learners: int,
+    minibatch_size: int,
+    n: int | None = None,
+    modulation: str = "auto",
+    reference_batch_size: int = 128,
+    scale_invariant_optimizer: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Protocol:
+    """Makes a protocol ready for use.
+
+    Args:
+        name: a module of this package, or a class (or callable) that gives a `Protocol`.
+        learners: λ.
+        minibatch_size: μ.
+        n: the splitting parameter, for protocols that take one.
+        modulation: a key of `MODULATIONS`, or "auto" for the protocol's own.
+        reference_batch_size: B.
+        scale_invariant_optimizer: name of the job's optimiser if its step ignores the gradient's scale.
+        options: further keyword arguments of the class.
+
+    Raises:
+        ValueError: unknown name, n out of range, or a modulation that does not fit; one line.
+    """
+    if isinstance(name, str):
+        known = shipped()
+        if name not in known:
+            raise ValueError(f"[protocol] name: '{name}' is unknown; valid: {', '.join(known)} or package.module:class")
+        module = importlib.import_module(f"protocols.{known[name]}")
+        factory: Callable[..., Protocol] = module.PROTOCOL
+    else:
+        factory = name
+    arguments = dict(options or {})
+    if n is not None:
+        arguments["n"] = n
+    unknown = set(arguments) - set(inspect.signature(factory).parameters)
+    if unknown:
+        raise ValueError(f"[protocol] {name} takes no {', '.join(sorted(unknown))}")
+    try:
+        protocol = factory(learners, **arguments)
+    except TypeError as error:
+        raise ValueError(f"[protocol] {name}: {error}") from None
+    key = protocol.default_modulation if modulation == "auto" else modulation
+    if key not in protocol.modulations:
+        raise ValueError(f"[protocol] modulation '{key}' does not fit {name}; valid: {', '.join(protocol.modulations)}")
+    if key == "gradient_staleness" and scale_invariant_optimizer:
+        raise ValueError(
+            f"[protocol] modulation 'gradient_staleness' has no effect with {scale_invariant_optimizer}, "
+            "whose step ignores the gradient's scale; use sgd, or modulation 'mean_staleness'"
+        )
+    protocol.modulation = MODULATIONS[key](learners, minibatch_size, protocol.n, reference_batch_size)
+    return protocol
+
+
+def shipped() -> dict[str, str]:
+    """Name -> module of every protocol in this package ("async" is a keyword, so its module is async_)."""
+    modules = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return {m.rstrip("_"): m for m in sorted(modules) if m not in {"base", "modulation"}}

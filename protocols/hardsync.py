@@ -1,0 +1,23 @@
+"""Hardsync: one gradient of every learner makes an update, and nobody runs ahead.
+
+Source: rudra.txt §3.1, eq. 3. Staleness is always zero; the sum is formed in learner order, so the
+result does not depend on who was fastest.
+"""
+
+from protocols.base import Clock, Protocol
+
+
+class Hardsync(Protocol):
+    ordered = True
+    default_modulation = "sqrt"
+    modulations = ("none", "sqrt")
+
+    def __init__(self, learners: int) -> None:
+        super().__init__(learners)
+        self.gradients_per_update = learners
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        return clock.timestamp > timestamp
+
+
+PROTOCOL = Hardsync

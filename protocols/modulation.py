@@ -1,0 +1,77 @@
+"""Learning-rate modulation: what staleness and the number of learners do to the rate.
+
+Source: rudra.txt §3.2 (hardsync and softsync factors), eq. 6, and footnote 3 of §5.1. Staleness below
+one never raises a rate: every divisor is at least 1.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Modulation:
+    """No modulation, and the interface of the others.
+
+    Attributes:
+        learners: λ.
+        minibatch_size: μ.
+        n: splitting parameter of n-softsync; λ for async.
+        reference_batch_size: B, the batch size that the base rate was tuned for.
+    """
+
+    learners: int
+    minibatch_size: int
+    n: int
+    reference_batch_size: int
+
+    def rate_factor(self, mean_staleness: float) -> float:
+        """Factor on the scheduled learning rate of an update whose gradients have this mean staleness."""
+        return 1.0
+
+    def gradient_weight(self, staleness: int) -> float:
+        """Weight of one gradient inside the average, before division by the number of gradients."""
+        return 1.0
+
+
+class Sqrt(Modulation):
+    """α0 · sqrt(λμ/B): the larger the joint batch, the larger the rate (hardsync, §3.2)."""
+
+    def rate_factor(self, mean_staleness: float) -> float:
+        return math.sqrt(self.learners * self.minibatch_size / self.reference_batch_size)
+
+
+class ByN(Modulation):
+    """α0 / n: the nominal staleness of n-softsync (eq. 6)."""
+
+    def rate_factor(self, mean_staleness: float) -> float:
+        return 1.0 / self.n
+
+
+class ByMeanStaleness(Modulation):
+    """α0 / max(1, ⟨σ⟩): the measured staleness of the very gradients that are applied (eq. 6, measured)."""
+
+    def rate_factor(self, mean_staleness: float) -> float:
+        return 1.0 / max(1.0, mean_staleness)
+
+
+class ByGradientStaleness(Modulation):
+    """Each gradient enters the average with weight 1 / max(1, σ) (§5.1, footnote 3).
+
+    An optimiser whose step does not depend on the gradient's scale would undo this: `make` refuses it.
+    """
+
+    def gradient_weight(self, staleness: int) -> float:
+        return 1.0 / max(1, staleness)
+
+
+MODULATIONS: Mapping[str, type[Modulation]] = MappingProxyType(
+    {
+        "none": Modulation,
+        "sqrt": Sqrt,
+        "n": ByN,
+        "mean_staleness": ByMeanStaleness,
+        "gradient_staleness": ByGradientStaleness,
+    }
+)

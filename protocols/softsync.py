@@ -1,0 +1,19 @@
+"""n-softsync: c = floor(λ/n) gradients, of whichever learners, make an update; nobody waits.
+
+Source: rudra.txt §3.1, eq. 5. The server is serial, so "at least c" is exactly c. n = λ is the
+asynchronous rule.
+"""
+
+from protocols.base import Protocol
+
+
+class Softsync(Protocol):
+    def __init__(self, learners: int, n: int = 1) -> None:
+        super().__init__(learners)
+        if not 1 <= n <= learners:
+            raise ValueError(f"[protocol] n = {n}, with {learners} learners; valid: 1 to {learners}")
+        self.n = n
+        self.gradients_per_update = learners // n
+
+
+PROTOCOL = Softsync

@@ -1,0 +1,29 @@
+"""Rudra: distributed training over MPI whose synchronisation you can choose, measure and trust.
+
+>>> import rudra
+>>> job = rudra.Job.load("digits")
+>>> results = rudra.simulate(job)
+>>> results.summary()["final_test_error"]
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rudra import siblings as _siblings  # first: makes sure that protocols and topologies are ours
+from rudra.config import Job, shipped_jobs
+from rudra.errors import RudraError
+
+if TYPE_CHECKING:
+    from rudra.api import run, simulate
+    from rudra.results import Results, open_results
+
+__all__ = ["Job", "Results", "RudraError", "open_results", "run", "shipped_jobs", "simulate"]
+
+_LATE = {"run": "api", "simulate": "api", "open_results": "results", "Results": "results"}
+"""What needs torch or h5py, which `import rudra` does not load."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'rudra' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rudra.{_LATE[name]}"), name)

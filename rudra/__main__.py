@@ -1,0 +1,14 @@
+"""`python -m rudra` and the console script `rudra`."""
+
+import sys
+
+from rudra.cli import main as run
+
+
+def main() -> int:
+    """Runs the command line of this process and returns its exit code."""
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Pictures of one or several runs: test error, and staleness."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rudra.errors import ConfigError
+from rudra.results import open_results
+from rudra.summary import protocol_label
+
+SUFFIXES = (".png", ".svg", ".pdf")
+# Okabe and Ito's colours, which people tell apart whatever their colour vision; after these the lines get dashed.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+_MARKERS = "osD^vPX"
+_MOST_POINTS = 200
+_STYLE: dict[Any, Any] = {
+    "font.size": 13,
+    "axes.titlesize": 14,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 2,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "figure.constrained_layout.w_pad": 0.15,
+    "figure.constrained_layout.h_pad": 0.12,
+    "svg.hashsalt": "rudra",
+}
+
+
+class _Curves(NamedTuple):
+    """What the picture shows of one run."""
+
+    label: str
+    driver: str
+    epoch: NDArray[np.int64]
+    epoch_end_s: NDArray[np.float64]
+    test_error: NDArray[np.float64]
+    update: NDArray[np.int64]
+    mean_staleness: NDArray[np.float64]
+    histogram: NDArray[np.float64]
+
+
+def plot(files: Sequence[str | Path], output: str | Path) -> None:
+    """Draws test error over epochs and over time, staleness over updates, and the staleness histogram.
+
+    Args:
+        files: result files; several are overlaid.
+        output: picture to write (and to replace); its suffix is one of `SUFFIXES`.
+
+    Raises:
+        ConfigError: another suffix, no file given, the picture cannot be written, or matplotlib is missing.
+        ResultsError: a file is not readable as a result file.
+    """
+    output = Path(output)
+    if output.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"{output}: unknown kind of picture '{output.suffix}'; valid: {', '.join(SUFFIXES)}")
+    if not files:
+        raise ConfigError("no result file to plot")
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'rudra[plot]'") from None
+    paths = [Path(file) for file in files]
+    unique = len({path.stem for path in paths}) == len(paths)
+    curves = [_load(path, path.stem if unique else str(path.with_suffix(""))) for path in paths]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(11, 8.2), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)  # no display, no global state
+        _draw(figure, curves)
+        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix.lower())
+        try:
+            figure.savefig(output, metadata=metadata)
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot write the picture: {error.strerror or error}") from None
+
+
+def _load(path: Path, name: str) -> _Curves:
+    with open_results(path) as results:
+        summary, epochs, updates = results.summary(), results.epochs, results.updates
+    tested = epochs[epochs["evaluated"] != 0]
+    counts = np.asarray(summary["staleness_histogram"], float)
+    label = f"{name} ({protocol_label(summary)}, λ = {summary['learners']}, μ = {summary['minibatch_size']})"
+    return _Curves(
+        label=label if summary["status"] == "finished" else f"{label}, {summary['status']}",
+        driver=summary["driver"],
+        epoch=tested["epoch"].astype(np.int64),
+        epoch_end_s=tested["time_s"],
+        test_error=100 * tested["test_error"],
+        update=updates["timestamp"],
+        mean_staleness=updates["mean_staleness"],
+        histogram=100 * counts / max(1.0, counts.sum()),
+    )
+
+
+def _draw(figure: Any, curves: Sequence[_Curves]) -> None:
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    (by_epoch, by_time), (over_updates, histogram) = figure.subplots(2, 2)
+    unit, unit_s = _time_unit(max((c.epoch_end_s.max() for c in curves if len(c.epoch_end_s)), default=0.0))
+    virtual = {c.driver == "simulation" for c in curves}
+    clock = "virtual training time" if virtual == {True} else "training time"
+    remark = "; virtual in simulations" if len(virtual) == 2 else ""
+    lines = []
+    for i, curve in enumerate(curves):
+        look = _look(i)
+        dots = {**look, "marker": _MARKERS[i % len(_MARKERS)], "markevery": max(1, len(curve.epoch) // 20)}
+        lines += by_epoch.plot(curve.epoch, curve.test_error, **dots)
+        by_time.plot(curve.epoch_end_s / unit_s, curve.test_error, **dots)
+        _draw_staleness(over_updates, curve, look, band=len(curves) == 1)
+        _draw_histogram(histogram, curve, look, filled=len(curves) == 1)
+    _describe(by_epoch, "Test error over epochs", "epoch", "test error (%)")
+    _describe(by_time, "Test error over time", f"{clock} ({unit}{remark})", "test error (%)")
+    _describe(over_updates, "Mean staleness over updates", "update", "mean staleness ⟨σ⟩")
+    _describe(histogram, "Staleness of gradients", "staleness σ (updates)", "gradients (%)")
+    for axis in (by_epoch, over_updates, histogram):
+        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    for axis in (by_epoch, by_time, over_updates):
+        axis.set_xlim(left=0)
+    if not any(len(c.epoch) for c in curves):
+        for axis in (by_epoch, by_time):
+            axis.set(xticks=[], yticks=[])
+            axis.text(0.5, 0.5, "no epoch tested", ha="center", va="center", transform=axis.transAxes, color="#666666")
+    if len(curves) == 1:
+        figure.suptitle(curves[0].label)
+    else:
+        names = [c.label for c in curves]
+        figure.legend(lines, names, loc="outside upper center", ncols=1 if max(map(len, names)) > 48 else 2)
+
+
+def _draw_staleness(axis: Any, curve: _Curves, look: dict[str, Any], *, band: bool) -> None:
+    """The curve; for a long run means over blocks of updates, and (if alone) their range as a band."""
+    update, staleness = curve.update, curve.mean_staleness
+    width = -(-len(update) // _MOST_POINTS)
+    if width > 1:
+        starts = np.arange(0, len(update), width)
+        if band:
+            low, high = (f.reduceat(staleness, starts) for f in (np.minimum, np.maximum))
+            axis.fill_between(update[starts], low, high, color=look["color"], alpha=0.2, linewidth=0)
+        sizes = np.diff(np.append(starts, len(update)))
+        update, staleness = update[starts], np.add.reduceat(staleness, starts) / sizes
+    axis.plot(update, staleness, **{**look, "linewidth": 1.5}, marker="o" if len(update) == 1 else None)
+
+
+def _draw_histogram(axis: Any, curve: _Curves, look: dict[str, Any], *, filled: bool) -> None:
+    sigma = np.arange(len(curve.histogram))
+    if filled:
+        axis.bar(sigma, curve.histogram, width=0.9 if len(sigma) < 50 else 1.0, color=look["color"])
+    elif len(sigma):
+        edges = np.append(sigma, len(sigma)) - 0.5
+        axis.stairs(curve.histogram, edges, fill=True, color=look["color"], alpha=0.15)
+        axis.stairs(curve.histogram, edges, **look)
+
+
+def _describe(axis: Any, title: str, x: str, y: str) -> None:
+    axis.set(title=title, xlabel=x, ylabel=y)
+    top = axis.get_ylim()[1]
+    top = top if top > 0.1 else 1.0  # all zero: a line at the bottom, not noise around it
+    axis.set_ylim(-0.01 * top, top)
+
+
+def _look(i: int) -> dict[str, Any]:
+    dashed, colour = divmod(i, len(_COLOURS))
+    return {"color": _COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[dashed % 4]}
+
+
+def _time_unit(longest_s: float) -> tuple[str, float]:
+    return ("s", 1.0) if longest_s < 180 else ("min", 60.0) if longest_s < 3 * 3600 else ("h", 3600.0)

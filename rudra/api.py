@@ -1,0 +1,133 @@
+"""Running and simulating jobs from Python; the command line is a thin skin of this."""
+
+import socket
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rudra import launch
+from rudra.config import Job, cores
+from rudra.errors import RunError
+from rudra.results import Results, check_output, default_output, open_results
+
+ProgressMode = Literal["bar", "lines", "quiet"]
+
+
+def run(
+    job: Job, *, output: str | Path | None = None, force: bool = False, progress: ProgressMode | None = None
+) -> Results:
+    """Runs a job on MPI ranks.
+
+    In a process that mpirun or srun started, this rank takes its part in the job; every rank must make the same
+    call. Elsewhere mpirun is started with as many ranks as the job needs.
+
+    Args:
+        job: what to run.
+        output: result file; by default named after the job and the time.
+        force: replace an existing file.
+        progress: how to show progress; by default a bar on a terminal and plain lines elsewhere.
+
+    Returns:
+        The results, open for reading. On ranks that did not write them too.
+
+    Raises:
+        RudraError: a mistake in the job or the launch, or a run that failed; what was to be said has then been said
+            on stderr, and the error's text is empty.
+    """
+    shown = _progress(progress)
+    if launch.world_size() is not None:
+        from rudra.mpi import run_ranks
+
+        named = None if output is None else Path(output)
+        code, path = run_ranks(job, output=named, progress=shown, overwrite=force)
+    else:
+        path = _output(job, output, force)
+        job = job.resolved(cores=cores())
+        plan = job.make_topology().plan(job.learners)
+        names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
+        payload = {"job": job, "output": path, "progress": shown, "overwrite": force}
+        code = launch.launch(job, path, roles=names, payload=payload, quiet=progress == "quiet")
+    if code:
+        raise _Said(code)
+    return open_results(path)
+
+
+def simulate(
+    job: Job, *, output: str | Path | None = None, force: bool = False, progress: ProgressMode | None = None
+) -> Results:
+    """Runs the same job in this process and in virtual time; arguments and results as `run`."""
+    import torch
+
+    from rudra import data
+    from rudra.executor import TensorHands, make_executors
+    from rudra.flat import sha256
+    from rudra.progress import Progress
+    from rudra.recorder import Recorder, make_writer
+    from rudra.roles import make
+    from rudra.sim import Simulation
+
+    path = _output(job, output, force)
+    job = job.resolved(cores=cores())
+    plan = job.make_topology().plan(job.learners)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.cluster.threads_per_rank or 1)
+    torch.set_flush_denormal(job.cluster.flush_denormals)
+    try:
+        train, test, info = data.load(job.data)
+        executors = make_executors(job, plan, tuple(range(len(plan.roles))), (train, test), info, prefetch=False)
+        server = executors[plan.server]
+        writer = make_writer(
+            path,
+            job,
+            server.layout,
+            server.size,
+            sha256(server.buffer("weights").array),
+            force,
+            driver="simulation",
+            training_samples=info.training_samples,
+            classes=info.classes,
+            hosts=[socket.gethostname()],
+        )
+        with writer:
+            shown = Progress(job, info.training_samples, **_progress(progress))
+            recorder = Recorder(writer, shown, lambda role, buffer: executors[role].buffer(buffer).array)
+            machines = {i: make(i, job, plan, info.training_samples) for i in range(len(plan.roles))}
+            size_bytes = server.buffer("weights").wire.nbytes
+            simulation = Simulation(
+                plan,
+                machines,
+                TensorHands(executors),
+                recorder,
+                job.simulation,
+                size_bytes=size_bytes,
+                seed=job.training.seed,
+            )
+            simulation.run()
+    finally:
+        torch.set_num_threads(threads)
+    return open_results(path)
+
+
+class _Said(RunError):
+    """A run that ended badly and has already said so."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("")
+        self.exit_code = code
+
+
+def _output(job: Job, output: str | Path | None, force: bool) -> Path:
+    path = default_output(job.name, now=datetime.now()) if output is None else Path(output)
+    check_output(path, force)
+    return path
+
+
+def _progress(mode: ProgressMode | None) -> dict[str, Any]:
+    terminal = sys.stderr.isatty()
+    columns = None
+    if terminal:
+        import shutil
+
+        columns = shutil.get_terminal_size().columns
+    return {"mode": mode or ("bar" if terminal else "lines"), "columns": columns}

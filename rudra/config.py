@@ -1,0 +1,323 @@
+"""The job: one immutable, validated description of a run.
+
+A job comes from a TOML file, from the name of a shipped job, or from code. Every table and key is
+declared here once; unknown keys are refused with the list of valid ones, and rules that span tables
+stand together in `Job._check_across_tables`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+import protocols
+import topologies
+from rudra import plugins
+from rudra.errors import ConfigError
+
+Named = str | Callable[..., Any]
+"""The name of something shipped, `package.module:callable`, or (in code) the callable itself."""
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+
+class ModelTable(Table):
+    name: Named = Field("lenet", description="mlp, lenet, cifar10_full, alexnet, or package.module:callable")
+    options: dict[str, Any] = Field({}, description="keyword arguments for the model's factory")
+
+
+class DataTable(Table):
+    name: Any = Field("digits", description="digits, idx, cifar10, or package.module:callable giving (train, test)")
+    path: Path | None = Field(None, description="directory that holds the data files; relative to the working directory")
+    train_limit: int | None = Field(None, ge=1, description="use only the first N training samples")
+    test_limit: int | None = Field(None, ge=1, description="use only the first N test samples")
+    classes: int | None = Field(None, ge=2, description="number of classes, for data that does not tell it")
+    scale: float | None = Field(None, gt=0, description="factor on the inputs after the mean was subtracted")
+    subtract_mean: bool = Field(True, description="subtract the per-pixel mean of the training set")
+    options: dict[str, Any] = Field({}, description="keyword arguments for the user's own callable")
+
+
+class TrainingTable(Table):
+    epochs: int = Field(10, ge=1, description="passes over the training set, counted in applied samples")
+    minibatch_size: int = Field(16, ge=1, description="μ: samples per learner per gradient")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, sampling, dropout and simulated time")
+    warm_start: Path | None = Field(None, description="result file whose final weights to start from")
+    evaluate: bool = Field(True, description="test the weights at each epoch's end")
+    evaluation_batch_size: int = Field(256, ge=1)
+
+
+class OptimizerTable(Table):
+    name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
+    learning_rate: float = Field(0.01, gt=0, description="α0")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
+    weight_decay: float = Field(0.0, ge=0)
+    milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
+    factor: float = Field(0.1, gt=0)
+    options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
+
+    @field_validator("milestones")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(m < 1 for m in value) or list(value) != sorted(set(value)):
+            raise ValueError("must be ascending epochs, each >= 1")
+        return value
+
+    @property
+    def scale_invariant(self) -> bool:
+        """Whether the optimiser's step ignores the scale of its gradients."""
+        return self.name in {"adagrad", "adam", "adamw", "rmsprop"}
+
+    def scheduled(self, epoch: int) -> float:
+        """Learning rate before modulation, after `epoch` completed epochs."""
+        return self.learning_rate * self.factor ** sum(m <= epoch for m in self.milestones)
+
+
+class ProtocolTable(Table):
+    name: Named = Field("softsync", description="hardsync, softsync, async, or package.module:class")
+    n: int | None = Field(None, ge=1, description="softsync: the splitting parameter, 1 <= n <= learners")
+    modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] = Field(
+        "auto", description="how the protocol changes the learning rate; auto is the paper's choice"
+    )
+    reference_batch_size: int = Field(128, ge=1, description="B: the batch size that learning_rate was tuned for")
+    options: dict[str, Any] = Field({}, description="keyword arguments for the user's own protocol")
+
+
+class TopologyTable(Table):
+    name: Named = Field("base", description="base, or package.module:callable")
+    options: dict[str, Any] = Field({}, description="keyword arguments for the user's own topology")
+
+
+class ClusterTable(Table):
+    learners: int | None = Field(None, ge=1, description="λ; without it: 4, or what the launcher's ranks leave")
+    threads_per_rank: int | None = Field(None, ge=1, description="torch threads of a learner; default: cores / learners")
+    device: Literal["cpu"] = Field("cpu", description="where learners compute")
+    flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, changes bits")
+
+
+class SimulationTable(Table):
+    compute_s: float = Field(0.1, gt=0, description="time that a learner takes for one mini-batch")
+    jitter: float = Field(0.1, ge=0, lt=1, description="half-width of the uniform variation of compute_s, as a fraction")
+    slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
+    latency_s: float = Field(1e-5, ge=0, description="of every message")
+    latency_jitter_s: float = Field(0.0, ge=0, description="a random delay up to this is added to every message")
+    bandwidth_bytes_per_s: float = Field(1e10, gt=0)
+    message_s: float = Field(1e-5, ge=0, description="time in which the server handles one message")
+    update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
+    evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
+
+    @field_validator("slowdown")
+    @classmethod
+    def _positive(cls, value: dict[int, float]) -> dict[int, float]:
+        if any(factor <= 0 for factor in value.values()):
+            raise ValueError("factors must be > 0")
+        return value
+
+
+class FaultsTable(Table):
+    non_finite_loss: Literal["stop", "warn"] = Field("stop", description="what a loss of NaN or infinity does to the run")
+    warn_after_s: float = Field(60.0, gt=0, description="a rank that waits longer says for whom and for what")
+    fail_after_s: float | None = Field(None, gt=0, description="a rank that waits longer fails the run")
+
+
+class ResultsTable(Table):
+    minibatches: bool = Field(True, description="record the training error of every mini-batch")
+    flush_s: float = Field(1.0, gt=0, description="how often rows are flushed to the file while it is written")
+    report_s: float = Field(0.25, ge=0, description="how long learners and server gather rows before they send them")
+
+
+class Job(Table):
+    """A run, completely described. Immutable; `resolved` fills in what depends on the ranks."""
+
+    name: str = "job"
+    model: ModelTable = ModelTable()
+    data: DataTable = DataTable()
+    training: TrainingTable = TrainingTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    protocol: ProtocolTable = ProtocolTable()
+    topology: TopologyTable = TopologyTable()
+    cluster: ClusterTable = ClusterTable()
+    simulation: SimulationTable = SimulationTable()
+    faults: FaultsTable = FaultsTable()
+    results: ResultsTable = ResultsTable()
+
+    def __init__(self, **tables: Any) -> None:
+        try:
+            super().__init__(**tables)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_explain(e, type(self)) for e in error.errors())) from None
+
+    @model_validator(mode="after")
+    def _check_across_tables(self) -> Self:
+        self.make_topology()
+        if self.cluster.learners is not None:
+            self.make_protocol()  # raises what does not fit
+            for learner in self.simulation.slowdown:
+                if not 0 <= learner < self.cluster.learners:
+                    raise ValueError(
+                        f"[simulation] slowdown names learner {learner}; valid: 0 to {self.cluster.learners - 1}"
+                    )
+        return self
+
+    @classmethod
+    def load(cls, job: str | Path, overrides: Sequence[str] = ()) -> Job:
+        """Reads a job file or a shipped job.
+
+        Args:
+            job: path of a TOML file, or a name that `shipped_jobs` lists.
+            overrides: texts `table.key=value`; a value is TOML, or a plain string where it is no TOML.
+
+        Raises:
+            ConfigError: no such job, no TOML, an unknown key, a wrong type or a contradiction.
+        """
+        path = _find(job)
+        try:
+            tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+        for override in overrides:
+            _apply(tables, override)
+        try:
+            return cls(**{"name": path.stem, **tables})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def with_(self, **tables: Mapping[str, Any]) -> Job:
+        """A copy in which the given keys of the given tables are replaced and everything is checked again."""
+        merged = {field: getattr(self, field) for field in type(self).model_fields}
+        for table, keys in tables.items():
+            merged[table] = {**_as_dict(merged[table]), **keys}
+        return type(self)(**{k: _as_dict(v) if isinstance(v, Table) else v for k, v in merged.items()})
+
+    def resolved(self, *, learners: int | None = None, threads_per_rank: int | None = None, cores: int = 1) -> Job:
+        """The job with everything filled in that the launch decides: learners and threads."""
+        learners = learners or self.cluster.learners or 4
+        threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // learners)
+        return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
+
+    @property
+    def learners(self) -> int:
+        """λ of a resolved job."""
+        if self.cluster.learners is None:
+            raise ConfigError("[cluster] learners is not resolved yet")
+        return self.cluster.learners
+
+    def make_protocol(self) -> protocols.Protocol:
+        """The job's protocol, for the resolved number of learners."""
+        table = self.protocol
+        return protocols.make(
+            _resolved(table.name),
+            learners=self.learners,
+            minibatch_size=self.training.minibatch_size,
+            n=table.n,
+            modulation=table.modulation,
+            reference_batch_size=table.reference_batch_size,
+            scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,
+            options=table.options,
+        )
+
+    def make_topology(self) -> topologies.Topology:
+        """The job's topology."""
+        return topologies.load(_resolved(self.topology.name), self.topology.options)
+
+    def to_json(self) -> str:
+        """The job as one line of JSON; callables appear as `module:name`."""
+        return json.dumps(self.model_dump(), default=_name_of, sort_keys=True)
+
+
+def shipped_jobs() -> dict[str, Path]:
+    """Name -> TOML file of every job that comes with Rudra, from a checkout or an installed wheel."""
+    checkout = Path(__file__).resolve().parent.parent / "jobs"
+    if (checkout.parent / "setup.cfg").is_file():
+        files = list(checkout.glob("*.toml"))
+    else:
+        listed = importlib.metadata.distribution("rudra").files or []
+        files = [Path(str(f.locate())).resolve() for f in listed if f.parent.name == "jobs" and f.suffix == ".toml"]
+    return {file.stem: file for file in sorted(files)}
+
+
+def _resolved(name: Named) -> Any:
+    return plugins.resolve(name) if isinstance(name, str) and ":" in name else name
+
+
+def _find(job: str | Path) -> Path:
+    path = Path(job)
+    if path.suffix == ".toml" or path.is_file():
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such job file")
+        return path
+    shipped = shipped_jobs()
+    if str(job) not in shipped:
+        near = difflib.get_close_matches(str(job), shipped, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{job}: no such job; {hint}give a TOML file or one of: {', '.join(shipped)}")
+    return shipped[str(job)]
+
+
+def _apply(tables: dict[str, Any], override: str) -> None:
+    target, equals, text = override.partition("=")
+    table, dot, key = target.strip().partition(".")
+    if not (equals and dot and table and key):
+        raise ConfigError(f"--set {override}: must read table.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    place = tables.setdefault(table, {})
+    *outer, last = key.split(".")
+    for part in outer:
+        place = place.setdefault(part, {}) if isinstance(place, dict) else place
+    if not isinstance(place, dict):
+        raise ConfigError(f"--set {override}: {table} is not a table")
+    place[last] = value
+
+
+def _as_dict(table: Any) -> dict[str, Any]:
+    if not isinstance(table, Table):
+        raise ConfigError(f"not a table of a job: {table!r}")
+    return {key: getattr(table, key) for key in table.model_fields_set}
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
+    """One line for one validation error: where, what was wrong, what is allowed."""
+    *tables, key = [str(part) for part in error["loc"]] or [""]
+    for table in tables:
+        field = model.model_fields.get(table)
+        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else f"[{key}]" if key else ""
+    if error["type"] == "extra_forbidden":
+        place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
+        return f"{place} '{key}'; valid: {', '.join(model.model_fields)}"
+    what = error["msg"].removeprefix("Value error, ")
+    what = what[:1].lower() + what[1:]
+    given = "" if error["type"] in {"value_error", "missing"} or not where else f", not {_short(error['input'])}"
+    return f"{where} {what}{given}".strip()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

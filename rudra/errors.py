@@ -1,0 +1,40 @@
+"""Errors that end a command with one line and a fixed exit code.
+
+A user's mistake exits with 2, a run that failed with 1; neither shows a traceback of ours.
+"""
+
+
+class RudraError(Exception):
+    """Base of all errors that Rudra raises on purpose; its text is one readable line."""
+
+    exit_code = 2
+
+
+class ConfigError(RudraError):
+    """A job, a command-line option or an object given to the API is not usable."""
+
+
+class DataError(RudraError):
+    """A data set is missing, damaged, or does not fit the model."""
+
+
+class TopologyError(RudraError):
+    """The ranks there are do not fit the roles that the job needs."""
+
+
+class ProtocolError(RudraError):
+    """A protocol's parameters contradict the job, or a role got an event that its state forbids."""
+
+
+class ResultsError(RudraError):
+    """A result file cannot be created, opened or understood."""
+
+
+class LaunchError(RudraError):
+    """MPI or its launcher is missing or broken."""
+
+
+class RunError(RudraError):
+    """A run started and failed; the text names rank and role."""
+
+    exit_code = 1

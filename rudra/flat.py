@@ -1,0 +1,240 @@
+"""One model, one vector: the form in which weights and gradients travel.
+
+`[parameters | floating-point buffers]`: a gradient has the same layout, and carries in its second part the buffers
+(such as BatchNorm's running statistics) as they were after its mini-batch.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from rudra.errors import ConfigError, DataError
+
+_KEPT = 4  # vectors whose views are kept: two of weights, two of gradients
+_LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Place of one tensor in the flat vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # elements
+    size: int  # elements
+    kind: Literal["parameter", "buffer"]
+
+
+class _LinearInto(torch.autograd.Function):
+    """torch's linear layer, except that the gradient of its weight is written to where it is wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.target = target
+        return functional.linear(inputs, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        to_inputs = gradient.mm(weight) if ctx.needs_input_grad[0] else None
+        to_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        return to_inputs, torch.mm(gradient.t(), inputs, out=ctx.target), to_bias, None
+
+
+class _DirectLinear:
+    """The forward of one large linear layer.
+
+    Such layers hold nearly all of a classic network, and copying their gradients costs more than anything else that
+    Rudra does in a step: fresh memory, a pass over it, and at AlexNet's size a whole model of memory more.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.target: torch.Tensor | None = None
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        target, self.target = self.target, None  # only the first use in a pass: torch adds the others to it
+        if target is None or inputs.dim() != 2 or not torch.is_grad_enabled():
+            return functional.linear(inputs, self.layer.weight, self.layer.bias)
+        output: torch.Tensor = _LinearInto.apply(  # type: ignore[no-untyped-call]
+            inputs, self.layer.weight, self.layer.bias, target
+        )
+        return output
+
+
+class FlatModel:
+    """A module whose parameters and floating-point buffers live in flat vectors that the caller owns.
+
+    Parameters that are not trained, and integer buffers, stay with the module: every rank builds the same ones.
+
+    Args:
+        module: on the CPU, float32. Parameters used at several places are counted once.
+
+    Raises:
+        ConfigError: nothing to train, or a tensor that is not float32.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
+        if not parameters:
+            raise ConfigError("[model] has no parameter to train")
+        for name, tensor in [*parameters, *buffers]:
+            if tensor.dtype != torch.float32:
+                raise ConfigError(f"[model] {name} is {tensor.dtype}; only torch.float32 is supported")
+            if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+                raise ConfigError(f"[model] {name} has no shape yet; call the model once where you make it")
+        self._parameters: list[torch.Tensor] = [p for _, p in parameters]
+        self._buffers: list[torch.Tensor] = [b for _, b in buffers]
+        entries: list[Entry] = []
+        for kind, named in (("parameter", parameters), ("buffer", buffers)):
+            for name, tensor in named:
+                offset = entries[-1].offset + entries[-1].size if entries else 0
+                entries.append(Entry(name, tuple(tensor.shape), offset, tensor.numel(), kind))  # type: ignore[arg-type]
+        self.layout = tuple(entries)
+        self.parameter_count = sum(p.numel() for p in self._parameters)
+        self.size = entries[-1].offset + entries[-1].size
+        self._direct = self._direct_layers()
+        self._sizes = [entry.size for entry in entries]
+        self._views: dict[int, list[torch.Tensor]] = {}  # by address of the vector, which they keep alive
+        self._weights = torch.empty(0)  # the bound vector
+        self._buffers_at = 0  # address of the vector that the module's buffers lie in
+        self._training: bool | None = None
+
+    def bind(self, weights: torch.Tensor) -> None:
+        """Makes the module compute with these weights, without a copy.
+
+        Args:
+            weights: (size,) float32, contiguous. The module reads them until the next `bind`; evaluation and
+                gradients do not change them.
+        """
+        if weights.data_ptr() != self._weights.data_ptr():
+            for parameter, view in zip(self._parameters, self._split(weights), strict=False):
+                parameter.data = view
+            self._weights = weights
+
+    def read_into(self, out: torch.Tensor) -> None:
+        """Copies the current values of all parameters and floating-point buffers to `out`, (size,) float32."""
+        with torch.no_grad():
+            for view, tensor in zip(self._split(out), [*self._parameters, *self._buffers], strict=True):
+                view.copy_(tensor)
+
+    def gradient(self, inputs: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, seed: int) -> tuple[float, int]:
+        """Computes the gradient of the mean cross-entropy at the bound weights.
+
+        Args:
+            inputs: (μ, …) float32.
+            labels: (μ,) int64.
+            out: (size,) float32, contiguous: takes the gradient of every parameter, zero for one that had no part in
+                the output, and behind them the buffers after this mini-batch.
+            seed: of torch's default generator, for dropout and the like.
+
+        Returns:
+            Mean loss, and the number of samples whose most probable class is wrong.
+
+        Raises:
+            DataError: a label is outside the model's classes.
+        """
+        self._mode(training=True)
+        views = self._split(out)
+        if self._buffers:
+            out[self.parameter_count :] = self._weights[self.parameter_count :]
+            self._place_buffers(out, views)
+        torch.default_generator.manual_seed(seed)
+        for index, layer in self._direct.items():
+            layer.target = views[index]
+        output = self.module(inputs)
+        loss = self._loss(output, labels, "mean")
+        self._copy(torch.autograd.grad(loss, self._parameters, allow_unused=True), views)
+        wrong = np.count_nonzero(output.detach().numpy().argmax(1) != labels.numpy())
+        return loss.item(), int(wrong)
+
+    def evaluate_batch(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, int, float]:
+        """Tests the bound weights on one batch.
+
+        Returns:
+            Sum of the losses, samples whose most probable class is wrong, samples whose class is not among the five
+            most probable (NaN where there are five classes or fewer).
+        """
+        self._mode(training=False)
+        if self._buffers:
+            self._place_buffers(self._weights, self._split(self._weights))
+        with torch.no_grad():
+            output = self.module(inputs)
+            loss = self._loss(output, labels, "sum")
+            hits = output.topk(min(5, output.shape[1]), dim=1).indices == labels[:, None]
+        top5 = len(labels) - int(hits.sum()) if output.shape[1] > 5 else math.nan
+        return loss.item(), len(labels) - int(hits[:, 0].sum()), top5
+
+    def _loss(self, output: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        try:
+            return functional.cross_entropy(output, labels, reduction=reduction)
+        except IndexError:
+            wrong = labels[(labels < 0) | (labels >= output.shape[1])]
+            raise DataError(f"a sample has label {int(wrong[0])}; the model's are 0 to {output.shape[1] - 1}") from None
+
+    def _direct_layers(self) -> dict[int, "_DirectLinear"]:
+        """Replaces the forward of large linear layers; by the index of their weight."""
+        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        direct: dict[int, _DirectLinear] = {}
+        for layer in self.module.modules():
+            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+                continue
+            index = places.get(id(layer.weight))
+            if index is not None and index not in direct and layer.weight.numel() >= _LARGE:
+                direct[index] = _DirectLinear(layer)
+                layer.forward = direct[index]  # type: ignore[method-assign, assignment]
+        return direct
+
+    def _copy(self, gradients: Sequence[torch.Tensor | None], views: list[torch.Tensor]) -> None:
+        sources, targets = [], []
+        for index, (gradient, view) in enumerate(zip(gradients, views, strict=False)):
+            if gradient is None:
+                view.zero_()
+            elif index not in self._direct or gradient.data_ptr() != view.data_ptr():
+                sources.append(gradient)
+                targets.append(view)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+
+    def _split(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat vector, shaped as parameters and buffers; those of the latest vectors are kept."""
+        address = vector.data_ptr()
+        views = self._views.get(address)
+        if views is None:
+            parts = torch.split(vector.detach(), self._sizes)
+            views = [part.view(entry.shape) for part, entry in zip(parts, self.layout, strict=True)]
+            if len(self._views) == _KEPT:
+                del self._views[next(iter(self._views))]
+            self._views[address] = views
+        return views
+
+    def _place_buffers(self, vector: torch.Tensor, views: list[torch.Tensor]) -> None:
+        if self._buffers and self._buffers_at != vector.data_ptr():
+            for buffer, view in zip(self._buffers, views[len(self._parameters) :], strict=True):
+                buffer.data = view
+            self._buffers_at = vector.data_ptr()
+
+    def _mode(self, *, training: bool) -> None:
+        if self._training is not training:  # visiting every submodule takes longer than a small layer
+            self.module.train(training)
+            self._training = training
+
+
+def sha256(vector: npt.NDArray[np.float32]) -> str:
+    """Hash of a flat vector, over its values as little-endian float32."""
+    return hashlib.sha256(np.ascontiguousarray(vector, dtype="<f4").data).hexdigest()

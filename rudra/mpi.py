@@ -1,0 +1,549 @@
+"""The MPI driver: roles on real ranks.
+
+One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is
+computed in that thread, because nobody needs the rank meanwhile. Only buffer-mode calls are on the
+training path: a control message is one small eager send, a tensor one transfer from its own buffer into the receiver's.
+Waiting sleeps instead of spinning, since on a full node the core belongs to a rank that computes.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rudra.config import Job, cores
+from rudra.errors import RudraError, RunError, TopologyError
+from rudra.events import (
+    Accumulate,
+    Action,
+    Compute,
+    Copy,
+    Evaluate,
+    Evaluated,
+    Event,
+    Fail,
+    Finish,
+    Halt,
+    Hash,
+    Hashed,
+    Receive,
+    Received,
+    Record,
+    Send,
+    Sent,
+    Started,
+    Update,
+    Warn,
+)
+from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors
+from rudra.messages import CONTROL_BYTES, Message
+from rudra.progress import Progress
+from rudra.recorder import Recorder, make_writer
+from rudra.roles import Machine
+from rudra.results import default_output
+from rudra.roles import make as make_machine
+from topologies import Plan
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CONTROL, TENSOR, CHANNELS = 0, 1, 2
+FAILURE_TAG = 32767  # the largest tag that every MPI has
+RING = 16
+"""Control messages of one role that may arrive before the role looks."""
+
+GRACE_S = 5.0
+"""How long a failing rank leaves the statistics server to save the results."""
+
+
+class Ended(Exception):
+    """The launcher told this rank to end."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A tensor under way, in or out."""
+
+    request: "MPI.Request"
+    role: int
+    buffer: str
+    to: int | None  # None: it comes in
+
+
+class _Ring:
+    """Posted receives for the control messages of one role, taken in the order of arrival."""
+
+    def __init__(self, comm: "MPI.Comm", role: int) -> None:
+        self._buffers = [bytearray(CONTROL_BYTES) for _ in range(RING)]
+        tag = role * CHANNELS + CONTROL
+        self._requests = [comm.Recv_init(b, tag=tag) for b in self._buffers]
+        self._head = 0
+        for request in self._requests:
+            request.Start()
+
+    def take(self) -> Message | None:
+        # Receives match in the order in which they were posted, so only the oldest can be next.
+        request = self._requests[self._head]
+        if not request.Test():
+            return None
+        message = Message.decode(self._buffers[self._head])
+        request.Start()
+        self._head = (self._head + 1) % RING
+        return message
+
+    def close(self) -> None:
+        for request in self._requests:
+            request.Cancel()
+            request.Wait()
+            request.Free()
+
+
+class Rank:
+    """The roles of one rank, driven until they halt.
+
+    Args:
+        comm: of all ranks of the job.
+        plan: who is who.
+        machines: the roles that live here, by id.
+        executors: their hands.
+        recorder: where the statistics server's rows go; None elsewhere.
+        warn_after_s: a wait that is longer is reported.
+        fail_after_s: a wait that is longer ends the run; None: never.
+        oversubscribed: whether other ranks need this core.
+    """
+
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        plan: Plan,
+        machines: dict[int, Machine],
+        executors: dict[int, Executor],
+        recorder: Recorder | None,
+        *,
+        warn_after_s: float = 60.0,
+        fail_after_s: float | None = None,
+        oversubscribed: bool = True,
+    ) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._comm, self._plan = MPI, comm, plan
+        self._machines, self._executors, self._recorder = machines, executors, recorder
+        self._warn_after_s, self._fail_after_s = warn_after_s, fail_after_s
+        self._spin_s = 0.0 if oversubscribed else 50e-6
+        self._rings = {role: _Ring(comm, role) for role in machines}
+        self._transfers: list[_Transfer] = []
+        self._sending: deque[tuple[MPI.Request, bytes]] = deque()
+        self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
+        self._computations: deque[tuple[int, Compute]] = deque()
+        self._evaluation: tuple[int, Iterator[Evaluated | None]] | None = None
+        self._running = set(machines)
+        self._origin = time.perf_counter()
+        self.interrupted = False
+
+    def run(self) -> None:
+        """Serves until every role here has halted.
+
+        Raises:
+            RunError: a role failed, here or (on the statistics server's rank) anywhere.
+            Ended: the launcher told this rank to end.
+        """
+        idle_since: float | None = None
+        warned_s = self._warn_after_s
+        while self._running:
+            if self.interrupted:
+                raise Ended
+            if self._step():
+                idle_since, warned_s = None, self._warn_after_s
+                continue
+            now = time.perf_counter()
+            idle_since = now if idle_since is None else idle_since
+            waited = now - idle_since
+            if waited >= warned_s:
+                self._report_wait(waited)
+                warned_s *= 2
+            if waited >= self._spin_s:
+                time.sleep(min(1e-3, max(20e-6, waited / 8)))
+        self._close()
+
+    def _step(self) -> bool:
+        """Does one piece of work; False if there was none."""
+        if self._events:
+            role, event = self._events.popleft()
+            self._handle(role, event)
+        elif not (self._poll() or self._compute() or self._evaluate()):
+            return False
+        return True
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    def _handle(self, role: int, event: Event) -> None:
+        if role in self._running:
+            for action in self._machines[role].handle(event, self._now()):
+                self._do(role, action)
+
+    def _poll(self) -> bool:
+        """Turns finished requests into events."""
+        for role, ring in self._rings.items():
+            while (message := ring.take()) is not None:
+                self._events.append((role, Received(message)))
+        if self._transfers:
+            finished = self._mpi.Request.Testsome([t.request for t in self._transfers])
+            if finished:
+                self._finished(finished)
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()
+        if self._recorder is not None:
+            self._look_for_failures()
+        return bool(self._events)
+
+    def _finished(self, places: list[int]) -> None:
+        for place in places:
+            transfer = self._transfers[place]
+            executor = self._executors[transfer.role]
+            if transfer.to is not None:
+                if transfer.buffer == "snapshot":
+                    executor.release(transfer.buffer)
+                self._events.append((transfer.role, Sent(transfer.buffer, transfer.to)))
+            else:
+                message = executor.buffer(transfer.buffer).read()
+                self._events.append((transfer.role, Received(message, transfer.buffer)))
+        gone = set(places)
+        self._transfers = [t for i, t in enumerate(self._transfers) if i not in gone]
+
+    def _compute(self) -> bool:
+        if not self._computations:
+            return False
+        role, action = self._computations.popleft()
+        executor = self._executors[role]
+        assert isinstance(executor, LearnerExecutor)
+        self._handle(role, executor.compute(action))
+        return True
+
+    def _evaluate(self) -> bool:
+        if self._evaluation is None:
+            return False
+        role, batches = self._evaluation
+        result = next(batches)
+        if result is not None:
+            self._evaluation = None
+            self._handle(role, result)
+        return True
+
+    def _do(self, role: int, action: Action) -> None:
+        match action:
+            case Send():
+                self._send(role, action)
+            case Receive():
+                wire = self._executors[role].buffer(action.buffer).wire
+                source = self._mpi.ANY_SOURCE if action.source is None else self._plan.roles[action.source].world_rank
+                request = self._comm.Irecv(wire, source, role * CHANNELS + TENSOR)
+                self._transfers.append(_Transfer(request, role, action.buffer, None))
+            case Compute():
+                self._computations.append((role, action))
+            case Accumulate():
+                self._server(role).accumulate(action)
+            case Update():
+                self._server(role).update(action)
+            case Copy():
+                self._executors[role].copy(action)
+            case Hash():
+                self._events.append((role, Hashed(self._executors[role].hash(action.buffer))))
+            case Evaluate():
+                executor = self._executors[role]
+                assert isinstance(executor, StatisticsExecutor)
+                self._evaluation = (role, executor.evaluate(action.buffer))
+            case Record():
+                assert self._recorder is not None
+                self._recorder.record(action)
+            case Finish():
+                assert self._recorder is not None
+                self._recorder.finish(role, action)
+            case Warn():
+                print(f"rudra: {self._who(role)}: {action.text}", file=sys.stderr, flush=True)
+            case Fail():
+                raise RunError(action.text)
+            case Halt():
+                self._running.discard(role)
+
+    def _send(self, role: int, action: Send) -> None:
+        to = self._plan.roles[action.to].world_rank
+        if action.buffer is None:
+            data = action.message.encode()
+            self._sending.append((self._comm.Isend(data, to, action.to * CHANNELS + CONTROL), data))
+            return
+        buffer = self._executors[role].buffer(action.buffer)
+        buffer.write(action.message)
+        request = self._comm.Isend(buffer.wire, to, action.to * CHANNELS + TENSOR)
+        self._transfers.append(_Transfer(request, role, action.buffer, action.to))
+
+    def _server(self, role: int) -> ServerExecutor:
+        executor = self._executors[role]
+        assert isinstance(executor, ServerExecutor)
+        return executor
+
+    def _who(self, role: int) -> str:
+        return f"{self._plan.roles[role].name} (rank {self._plan.roles[role].world_rank})"
+
+    def _report_wait(self, waited: float) -> None:
+        for role in self._running:
+            line = f"has waited {waited:.0f} s for {self._machines[role].waiting_for}"
+            if self._fail_after_s is not None and waited >= self._fail_after_s:
+                raise RunError(line)
+            print(f"rudra: {self._who(role)} {line}", file=sys.stderr, flush=True)
+
+    def _look_for_failures(self) -> None:
+        status = self._mpi.Status()
+        if self._comm.Iprobe(self._mpi.ANY_SOURCE, FAILURE_TAG, status):
+            text = bytearray(status.Get_count(self._mpi.BYTE))
+            self._comm.Recv(text, status.Get_source(), FAILURE_TAG)
+            raise _Reported(text.decode(errors="replace"))
+
+    def _close(self) -> None:
+        """Leaves nothing posted; what was sent is delivered, because every role has said that it is done."""
+        while self._sending:
+            self._sending.popleft()[0].Wait()
+        for transfer in self._transfers:
+            transfer.request.Cancel()
+            transfer.request.Wait()
+        for ring in self._rings.values():
+            ring.close()
+
+
+class _Reported(RunError):
+    """A failure on another rank: exit code and complete text, as that rank sent them."""
+
+    def __init__(self, report: str) -> None:
+        code, _, text = report.partition(" ")
+        super().__init__(text)
+        self.exit_code = int(code)
+
+
+def run_ranks(job: Job, *, output: Path | None, progress: dict[str, Any], overwrite: bool) -> tuple[int, Path]:
+    """Runs this rank's part of a job, to the end.
+
+    Args:
+        job: as given; learners and threads are resolved here from the ranks there are.
+        output: result file, written by the statistics server's rank; None: named after the job and the time.
+        progress: keyword arguments `mode` and `columns` of the progress bar.
+        overwrite: whether an existing file may be replaced.
+
+    Returns:
+        The exit code: 0, 1 (the run failed) or 2 (a mistake in the job or the launch); and the result file.
+    """
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    path: Path = comm.bcast(output or default_output(job.name, now=datetime.now()))
+    try:
+        job, plan = _resolve(job, comm)
+    except RudraError as error:
+        if comm.rank == 0:
+            print(f"rudra: {error}", file=sys.stderr, flush=True)
+        return error.exit_code, path
+    setup = _Setup(comm, job, plan)
+    code = setup.prepare(path, progress, overwrite)
+    return setup.run() if code is None else code, path
+
+
+def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
+    """Fits the job to the ranks there are; every rank comes to the same result."""
+    from mpi4py import MPI
+
+    topology = job.make_topology()
+    left = topology.learners_for(comm.size)
+    learners = job.cluster.learners or left
+    if left < 1:
+        need = topology.plan(job.cluster.learners or 1).ranks
+        raise TopologyError(f"{comm.size} ranks are too few for topology {topology.name}: start {need} or more")
+    plan = topology.plan(learners)
+    if plan.ranks != comm.size:
+        raise TopologyError(
+            f"{learners} learners with topology {topology.name} need {plan.ranks} ranks, but the launcher started "
+            f"{comm.size}: start {plan.ranks}, or set cluster.learners = {left}"
+        )
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    mine = sum(plan.roles[i].kind == "learner" for i in plan.on_rank(comm.rank))
+    threads = max(1, cores() // max(1, node.allreduce(mine)))
+    threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
+    node.Free()
+    return job.resolved(learners=learners, threads_per_rank=threads), plan
+
+
+class _Setup:
+    """Everything from the resolved job to the end of the run, on one rank."""
+
+    def __init__(self, comm: "MPI.Comm", job: Job, plan: Plan) -> None:
+        self._comm, self._job, self._plan = comm, job, plan
+        self._roles = plan.on_rank(comm.rank)
+        self._keeps_results = plan.statistics in self._roles
+        self._executors: dict[int, Executor] = {}
+        self._writer: Any = None
+        self._progress: Any = None
+        self._rank: Rank | None = None
+
+    def prepare(self, output: Path, progress: dict[str, Any], overwrite: bool) -> int | None:
+        """Loads data, builds the model and creates the file; None, or the exit code of the first rank that could not."""
+        for step in (self._load, self._build, lambda: self._open(output, progress, overwrite)):
+            error = self._agree(step)
+            if error is not None:
+                return error
+        return None
+
+    def _agree(self, step: Callable[[], None]) -> int | None:
+        report: tuple[int, str] | None = None
+        try:
+            step()
+        except RudraError as error:
+            report = (error.exit_code, f"rudra: {error}")
+        except Exception as error:
+            line = f"rudra: {self._name} failed at start-up: {type(error).__name__}: {error}"
+            report = (1, f"{line}\n{traceback.format_exc()}")
+        _wait(self._comm.Ibarrier())
+        reports: list[tuple[int, str] | None] = self._comm.allgather(report)
+        first = next((r for r in reports if r is not None), None)
+        if first is None:
+            return None
+        if reports.index(first) == self._comm.rank:
+            print(first[1], file=sys.stderr, flush=True)
+        return first[0]
+
+    @property
+    def _name(self) -> str:
+        names = ", ".join(self._plan.roles[i].name for i in self._roles)
+        return f"{names} (rank {self._comm.rank})"
+
+    def _load(self) -> None:
+        import torch
+
+        from rudra import data
+
+        kinds = {self._plan.roles[i].kind for i in self._roles}
+        learns, serves = "learner" in kinds, "parameter server" in kinds
+        torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
+        torch.set_flush_denormal(self._job.cluster.flush_denormals)
+        if self._keeps_results and not learns:
+            os.nice(10)  # training goes first
+        self._splits: tuple[data.Samples | None, data.Samples | None] = (None, None)
+        if learns or self._keeps_results:
+            train, test, self._info = data.load(self._job.data, train=learns, test=self._keeps_results)
+            self._splits = (train, test)
+
+    def _build(self) -> None:
+        source = self._plan.roles[self._plan.statistics].world_rank
+        self._info = self._comm.bcast(getattr(self, "_info", None), source)
+        prefetch = True
+        self._executors = make_executors(
+            self._job, self._plan, self._roles, self._splits, self._info, prefetch=prefetch
+        )
+
+    def _open(self, output: Path, progress: dict[str, Any], overwrite: bool) -> None:
+        from mpi4py import MPI
+
+        from rudra.flat import sha256
+
+        server = self._plan.roles[self._plan.server].world_rank
+        weights = self._executors[self._plan.server].buffer("weights").array if self._comm.rank == server else None
+        digest: str = self._comm.bcast(None if weights is None else sha256(weights), server)
+        hosts: list[str] = self._comm.allgather(socket.gethostname())
+        if not self._keeps_results:
+            return
+        executor = self._executors[self._plan.statistics]
+        self._writer = make_writer(
+            output,
+            self._job,
+            executor.layout,
+            executor.size,
+            digest,
+            overwrite,
+            driver="mpi",
+            training_samples=self._info.training_samples,
+            classes=self._info.classes,
+            hosts=hosts,
+            mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
+        )
+        self._progress = Progress(self._job, self._info.training_samples, **progress)
+
+    def run(self) -> int:
+        """Drives the roles; returns the exit code, or ends the whole job."""
+        samples = self._info.training_samples
+        machines = {i: make_machine(i, self._job, self._plan, samples) for i in self._roles}
+        recorder = None
+        if self._keeps_results:
+            recorder = Recorder(self._writer, self._progress, lambda r, b: self._executors[r].buffer(b).array)
+        _wait(self._comm.Ibarrier())
+        faults = self._job.faults
+        self._rank = rank = Rank(
+            self._comm,
+            self._plan,
+            machines,
+            self._executors,
+            recorder,
+            warn_after_s=faults.warn_after_s,
+            fail_after_s=faults.fail_after_s,
+            oversubscribed=self._comm.size > cores(),
+        )
+        if self._keeps_results:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, self._interrupt)
+        try:
+            rank.run()
+            for executor in self._executors.values():
+                executor.close()
+            _wait(self._comm.Ibarrier())
+            return 0
+        except Ended:
+            self._save("interrupted", "the launcher ended the job: a rank died, or somebody stopped it")
+            self._comm.Abort(1)
+        except KeyboardInterrupt:
+            time.sleep(GRACE_S)  # the statistics server saves the results and ends everybody
+            self._comm.Abort(1)
+        except _Reported as error:
+            self._give_up(error.exit_code, str(error))
+        except RudraError as error:
+            self._give_up(getattr(error, "exit_code", 1), f"rudra: {self._name}: {error}")
+        except BaseException as error:
+            line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
+            self._give_up(1, f"{line}\n{traceback.format_exc()}")
+        return 1
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._rank is not None:
+            self._rank.interrupted = True
+
+    def _save(self, status: str, reason: str) -> None:
+        with suppress(Exception):
+            self._progress.close()
+        with suppress(Exception):
+            self._writer.fail(status, reason)
+
+    def _give_up(self, code: int, text: str) -> None:
+        """Ends every rank. The statistics server saves the results and speaks; others leave that to it for a while."""
+        if self._keeps_results:
+            self._save("failed", text.partition("\n")[0].removeprefix("rudra: "))
+        else:
+            to = self._plan.roles[self._plan.statistics].world_rank
+            report = f"{code} {text}".encode()
+            request = self._comm.Isend(report, to, FAILURE_TAG)
+            deadline = time.monotonic() + GRACE_S
+            while time.monotonic() < deadline:
+                request.Test()
+                time.sleep(1e-3)
+        print(text, file=sys.stderr, flush=True)
+        self._comm.Abort(code)
+
+
+def _wait(request: "MPI.Request") -> None:
+    """Waits for all ranks without burning a core."""
+    while not request.Test():
+        time.sleep(1e-3)

@@ -1,0 +1,242 @@
+"""What a person sees of a run: one bar (or a line for each epoch) while it lasts, a table at its end."""
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from rudra.summary import protocol_label
+
+if TYPE_CHECKING:
+    from rudra.config import Job
+
+_REDRAW_S = 0.1
+_SHORTEST_BAR = 10
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    monitor_interval = 0  # no thread that redraws; `Progress` does
+
+
+_Bar.set_lock(threading.RLock())  # tqdm's own is shared between processes and needs semaphores of the system
+
+
+class Progress:
+    """Shows how far a run is. Cheap enough to be told of every update.
+
+    Args:
+        job: resolved.
+        training_samples: samples in one epoch.
+        mode: "bar" for a terminal, "lines" (one for each finished epoch) for a batch log, or "quiet".
+        columns: width of the terminal, where `file` cannot tell because it is a pipe to somebody else's.
+        file: where to write; by default stderr.
+    """
+
+    def __init__(
+        self,
+        job: "Job",
+        training_samples: int,
+        *,
+        mode: Literal["bar", "lines", "quiet"],
+        columns: int | None = None,
+        file: TextIO | None = None,
+    ) -> None:
+        self._name, self._epochs, self._mode = job.name, job.training.epochs, mode
+        self._file = sys.stderr if file is None else file
+        self._samples = 0
+        self._rate = 0.0
+        self._epoch = 0
+        self._staleness = 0.0  # summed over the gradients of this epoch
+        self._gradients = 0
+        self._error = ""
+        self._drawn = -np.inf
+        self._columns = columns or _terminal_columns(self._file)
+        self._bar: Any = None
+        if mode == "bar":
+            self._bar = _Bar(
+                total=self._epochs * training_samples,
+                file=self._file,
+                ncols=self._columns,
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}",
+                desc=job.name,
+            )
+
+    def updates(self, rows: NDArray[np.void]) -> None:
+        """Takes note of updates, `records.UPDATE`, in order."""
+        if not len(rows) or self._mode != "bar":
+            return
+        last = rows[-1]
+        if last["epoch"] != self._epoch:
+            rows = rows[rows["epoch"] == last["epoch"]]
+            self._epoch, self._staleness, self._gradients = int(last["epoch"]), 0.0, 0
+        self._samples += int(rows["samples"].sum())
+        self._staleness += float(rows["mean_staleness"] @ rows["gradients"])
+        self._gradients += int(rows["gradients"].sum())
+        if last["time_s"] > 0:
+            self._rate = self._samples / float(last["time_s"])
+        self._draw()
+
+    def epochs(self, rows: NDArray[np.void]) -> None:
+        """Takes note of finished epochs, `records.EPOCH`."""
+        for row in rows:
+            self._error = f"{row['test_error']:.2%}" if row["evaluated"] else "not tested"
+            if self._mode == "lines":
+                rate = row["samples"] / row["time_s"] if row["time_s"] > 0 else 0.0
+                print(
+                    f"{self._name}: epoch {row['epoch']}/{self._epochs}, test error {self._error}, "
+                    f"staleness {row['mean_staleness']:.2f}, {rate:,.0f} samples/s, {duration(row['time_s'])}",
+                    file=self._file,
+                    flush=True,
+                )
+        if self._mode == "bar" and len(rows):
+            self._draw()
+
+    def close(self) -> None:
+        """Leaves the last state on the screen."""
+        if self._bar is not None:
+            self._draw(force=True)
+            self._bar.close()
+            self._bar = None
+
+    def _draw(self, force: bool = False) -> None:
+        now = time.monotonic()
+        if self._bar is None or not (force or now - self._drawn >= _REDRAW_S):
+            return
+        self._drawn = now
+        self._bar.n = min(self._samples, self._bar.total)
+        self._bar.set_description_str(f"epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}", refresh=False)
+        self._bar.set_postfix_str(self._facts(), refresh=False)
+        self._bar.refresh()
+
+    def _facts(self) -> str:
+        """As many facts as fit beside a short bar, the most important first."""
+        facts = [f"test error {self._error}"] if self._error else []
+        if self._gradients:
+            facts.append(f"staleness {self._staleness / self._gradients:.2f}")
+        if self._rate:
+            facts.append(f"{self._rate:,.0f} samples/s")
+        left = self._bar.format_dict
+        if 0 < left["n"] < left["total"]:
+            facts.append(duration(left["elapsed"] / left["n"] * (left["total"] - left["n"])) + " left")
+        room = self._columns - len(self._bar.desc) - len(" 100%|| ") - _SHORTEST_BAR
+        while len(facts) > 1 and len(", ".join(facts)) > room:
+            facts.pop()
+        return ", ".join(facts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `0.42 s`, `12.3 s`, `3:25 min`, `2:03:20 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+
+
+def summary_table(summary: dict[str, Any]) -> str:
+    """The end of a run, or `rudra show`, as short tables; takes `Results.summary()`."""
+    facts = [(name, text) for name, text in _facts(summary) if text]
+    width = max(len(name) for name, _ in facts)
+    lines = [_title(summary), "", *(f"  {name:<{width}}  {text}" for name, text in facts)]
+    for table in (_epochs_table(summary), _learners_table(summary)):
+        if table:
+            lines += ["", *_aligned(table)]
+    return "\n".join(lines)
+
+
+def _title(summary: dict[str, Any]) -> str:
+    learners, size = summary["learners"], summary["minibatch_size"]
+    where = {"mpi": "MPI", "simulation": "virtual time"}.get(summary["driver"], summary["driver"])
+    title = f"{summary['name']}: {protocol_label(summary)}, λ = {learners}, μ = {size}, {where}: {summary['status']}"
+    if summary["status"] == "running":
+        ago = duration(max(0.0, time.time() - summary["flushed_s"]))
+        title += f" (or killed; last written {ago} ago)"
+    return title + (f": {summary['reason']}" if summary["reason"] else "")
+
+
+def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    tested = [(error, epoch) for epoch, error in enumerate(summary["test_error"], 1) if error is not None]
+    error = f"{_percent(tested[-1][0])} after epoch {tested[-1][1]}" if tested else "not tested"
+    if tested and min(tested)[0] < tested[-1][0]:
+        error += f" (best {_percent(min(tested)[0])} after epoch {min(tested)[1]})"
+    planned = summary["planned_epochs"]
+    staleness = "unknown"
+    if summary["mean_staleness"] is not None:
+        staleness = f"mean {summary['mean_staleness']:.2f}, max {summary['max_staleness']}"
+    rate = f", {summary['samples_per_s']:,.0f} samples/s" if summary["samples_per_s"] else ""
+    unused = [f"{summary[name]:,} {name}" for name in ("pending", "discarded", "lost") if summary[name]]
+    return [
+        ("test error", error),
+        ("epochs", f"{summary['epochs']}" + (f" of {planned}" if planned not in (None, summary["epochs"]) else "")),
+        ("training time", duration(summary["wall_time_s"]) + rate),
+        ("updates", f"{summary['updates']:,}"),
+        ("gradients", ", ".join([f"{summary['gradients']:,} applied", *unused])),
+        ("staleness", staleness),
+        ("weights", (summary["weights_sha256"] or "")[:16]),
+    ]
+
+
+def _epochs_table(summary: dict[str, Any], most: int = 12) -> list[list[str]]:
+    count = summary["epochs"]
+    if not count:
+        return []
+    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+    rows = [
+        [
+            str(i + 1),
+            _percent(summary["test_error"][i]),
+            _percent(summary["train_error"][i]),
+            _number(summary["train_loss"][i], ".4f"),
+            _number(summary["epoch_mean_staleness"][i], ".2f"),
+            duration(summary["epoch_end_s"][i] or 0.0),
+        ]
+        for i in map(int, chosen)
+    ]
+    return [["epoch", "test error", "train error", "train loss", "staleness", "time"], *rows]
+
+
+def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
+    learners = summary["learner_times"]
+    if not learners:
+        return []
+    shares = ["compute", "push", "wait", "pull"]
+    head = ["learner", "gradients", *shares]
+    if len(learners) <= most:
+        rows = [(str(row["learner"]), row) for row in learners]
+    else:
+        keys = ["pushed", *(f"{share}_share" for share in shares)]
+        columns = {key: [row[key] or 0 for row in learners] for key in keys}
+        rows = [
+            (name, {key: function(column) for key, column in columns.items()})
+            for name, function in (("least", np.min), ("mean", np.mean), ("most", np.max))
+        ]
+    return [head, *([name, f"{row['pushed']:,.0f}", *(_share(row, s) for s in shares)] for name, row in rows)]
+
+
+def _share(row: dict[str, Any], share: str) -> str:
+    value = row[f"{share}_share"]
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _percent(value: float | None) -> str:
+    return _number(value, ".2%")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  " + "  ".join(text.rjust(w) for text, w in zip(row, widths, strict=True)) for row in table]
+
+
+def _terminal_columns(file: TextIO) -> int:
+    try:
+        return os.get_terminal_size(file.fileno()).columns or 80
+    except (OSError, ValueError, AttributeError):
+        return 80

@@ -1,0 +1,98 @@
+"""Rows of measurement: the same bytes in messages, in memory and in the HDF5 file.
+
+Every dtype here is packed and little-endian, so a row goes over MPI and into a data set as it is.
+"""
+
+import numpy as np
+
+GRADIENT = np.dtype(
+    [
+        ("update", "<i8"),  # timestamp of the weights that this gradient helped to make; -1 on the way to the server
+        ("learner", "<i4"),
+        ("samples", "<i4"),
+        ("step", "<i8"),  # counts the gradients of one learner, from 0
+        ("timestamp", "<i8"),  # of the weights that it was computed from
+        ("staleness", "<i8"),  # server's timestamp on arrival - timestamp
+        ("scale", "<f8"),  # weight inside the average, before division by the number of gradients
+        ("loss", "<f8"),  # mean over the samples
+        ("errors", "<i4"),  # samples whose most probable class is wrong
+        ("pad", "<i4"),
+    ]
+)
+"""One gradient that was applied, in order of application."""
+
+UPDATE = np.dtype(
+    [
+        ("timestamp", "<i8"),  # of the weights after the update: 1, 2, …
+        ("epoch", "<i4"),  # completed epochs before the update
+        ("gradients", "<i4"),
+        ("samples", "<i8"),
+        ("learning_rate", "<f8"),
+        ("mean_staleness", "<f8"),  # eq. 2
+        ("time_s", "<f8"),  # since the start of training
+    ]
+)
+"""One update of the weights."""
+
+MINIBATCH = np.dtype(
+    [
+        ("learner", "<i4"),
+        ("samples", "<i4"),
+        ("step", "<i8"),
+        ("timestamp", "<i8"),
+        ("loss", "<f8"),  # mean over the samples
+        ("errors", "<i4"),  # samples whose most probable class is wrong
+        ("pad", "<i4"),
+        ("time_s", "<f8"),
+    ]
+)
+"""Training error of one mini-batch, as a learner reports it."""
+
+EPOCH = np.dtype(
+    [
+        ("epoch", "<i4"),  # 1, 2, …: the epoch that has ended
+        ("evaluated", "<i4"),  # 0: skipped, because the statistics server was behind
+        ("timestamp", "<i8"),
+        ("samples", "<i8"),  # applied since the start of training
+        ("time_s", "<f8"),  # since the start of training
+        ("mean_staleness", "<f8"),  # over the gradients of this epoch
+        ("learning_rate", "<f8"),  # of the epoch's last update
+        ("train_loss", "<f8"),  # mean over the samples of the gradients applied in this epoch
+        ("train_error", "<f8"),
+        ("test_loss", "<f8"),  # NaN where not evaluated, as the two below
+        ("test_error", "<f8"),
+        ("test_error_top5", "<f8"),  # NaN where there are five classes or fewer
+        ("evaluation_s", "<f8"),  # how long the test took, off the training path
+    ]
+)
+"""One epoch; errors are fractions in 0…1."""
+
+LEARNER = np.dtype(
+    [
+        ("learner", "<i4"),
+        ("world_rank", "<i4"),
+        ("pushed", "<i8"),  # gradients delivered to the server
+        ("samples", "<i8"),
+        ("pulls", "<i8"),  # weights received
+        ("skipped_pulls", "<i8"),  # asked, and the weights were current
+        ("compute_s", "<f8"),
+        ("push_s", "<f8"),
+        ("wait_s", "<f8"),  # from asking for weights to the server's answer
+        ("pull_s", "<f8"),  # transfer of the weights
+    ]
+)
+"""Where one learner's time went."""
+
+TOTALS = np.dtype(
+    [
+        ("timestamp", "<i8"),  # of the final weights = number of updates
+        ("samples", "<i8"),  # applied
+        ("pushed", "<i8"),  # pushed = applied + pending + discarded + lost
+        ("applied", "<i8"),
+        ("pending", "<i8"),
+        ("discarded", "<i8"),
+        ("lost", "<i8"),
+        ("time_s", "<f8"),  # training only: from the common start to the last update
+    ]
+)
+"""The server's closing account."""

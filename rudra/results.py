@@ -1,0 +1,275 @@
+"""Result files: one HDF5 file for each run, readable while it is written.
+
+Layout, format version 1 (all numbers little-endian, all strings of fixed length, UTF-8):
+
+==================  ===================  ===================================================================
+object              rows                 content
+==================  ===================  ===================================================================
+root attributes     -                    `format_version` and what is fixed when the run starts: name, driver
+                                         ("mpi" or "simulation"), job (as resolved, JSON), seed, threads,
+                                         learners, protocol, versions, hosts, initial_weights_sha256, …
+/gradients          applied gradients    `rudra.records.GRADIENT`, in order of application
+/updates            updates              `rudra.records.UPDATE`
+/minibatches        mini-batches         `rudra.records.MINIBATCH`; none if the job says so
+/epochs             finished epochs      `rudra.records.EPOCH`
+/learners           λ, none until the    `rudra.records.LEARNER`
+                    end
+/totals             1, none until the    `rudra.records.TOTALS`
+                    end
+/state              1                    status ("running", "finished", "failed", "interrupted"), reason,
+                                         weights_sha256 (of the final weights), flushed_s (wall clock of the last
+                                         flush, seconds since 1970)
+/weights/final      elements             float32; NaN, and no space in the file, until the end: they count
+                                         once /state has weights_sha256
+/weights/layout     tensors              name, kind ("parameter" or "buffer"), dimensions, shape (the first
+                                         `dimensions` numbers), offset, size: where /weights/final holds what
+==================  ===================  ===================================================================
+
+The writer is in HDF5's single-writer, multiple-reader mode from the first moment, in which neither data sets nor
+attributes can be added: so everything exists from the start, and what changes lives in data sets. What was
+flushed survives a killed writer. Such a file, like one that is still written, opens in SWMR mode only:
+`open_results` takes care of that, `h5py.File(path, "r", swmr=True, locking=False)` does it by hand.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from rudra.errors import ResultsError
+from rudra.summary import summarise
+from rudra.writer import (
+    DATASETS,
+    FORMAT_VERSION,
+    STATE,
+    Kind,
+    ResultsWriter,
+    Rows,
+    check_output,
+    default_output,
+    reason_of,
+)
+
+__all__ = [
+    "FORMAT_VERSION",
+    "LayoutEntry",
+    "Results",
+    "ResultsWriter",
+    "check_output",
+    "default_output",
+    "open_results",
+]
+
+# HDF5 doubles its pause after each of (by default) 100 attempts to read damaged metadata in SWMR mode: for ever.
+_READ_ATTEMPTS = 28
+
+
+class LayoutEntry(NamedTuple):
+    """One tensor in the final weights: elements `offset` to `offset + size`."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+def open_results(path: str | Path) -> "Results":
+    """Opens a result file, be it complete, still written, or left by a killed writer.
+
+    Raises:
+        ResultsError: there is no such file, or it is damaged or no result file.
+    """
+    return Results(Path(path))
+
+
+class Results:
+    """A result file to read. While it is still written (`live`), each access shows what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file, self.live = _open(path)
+        try:
+            with self._reading():
+                self.attributes = {name: _decoded(value) for name, value in self._file.attrs.items()}
+                missing = [name for name in DATASETS if name not in self._file]
+            version = self.attributes.get("format_version")
+            if version is None:
+                raise ResultsError(f"{path}: not a result file of Rudra")
+            if version != FORMAT_VERSION:
+                raise ResultsError(f"{path}: has format version {version}; this Rudra reads {FORMAT_VERSION}")
+            if missing:
+                raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
+        except ResultsError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """The job as resolved: table -> key -> value."""
+        job: dict[str, Any] = json.loads(self.attributes.get("job", "{}"))
+        return job
+
+    @property
+    def gradients(self) -> Rows:
+        """`records.GRADIENT`, in order of application."""
+        return self._rows("gradients")
+
+    @property
+    def updates(self) -> Rows:
+        """`records.UPDATE`."""
+        return self._rows("updates")
+
+    @property
+    def minibatches(self) -> Rows:
+        """`records.MINIBATCH`, as they were reported."""
+        return self._rows("minibatches")
+
+    @property
+    def epochs(self) -> Rows:
+        """`records.EPOCH`."""
+        return self._rows("epochs")
+
+    @property
+    def learners(self) -> Rows:
+        """`records.LEARNER`, shape (λ,); no rows until the run has ended."""
+        return self._read("learners")
+
+    @property
+    def totals(self) -> Rows:
+        """`records.TOTALS`, shape (1,); no rows until the run has ended."""
+        return self._read("totals")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The fields of `STATE`. A killed writer leaves the status "running"."""
+        row = self._read("state")[0]
+        return {name: _decoded(row[name]) for name in STATE.names or ()}
+
+    @property
+    def status(self) -> str:
+        return str(self.state["status"])
+
+    @property
+    def layout(self) -> tuple[LayoutEntry, ...]:
+        """Which tensor is where in `weights`."""
+        return tuple(
+            LayoutEntry(
+                row["name"].decode(),
+                row["kind"].decode(),
+                tuple(int(n) for n in row["shape"][: row["dimensions"]]),
+                int(row["offset"]),
+                int(row["size"]),
+            )
+            for row in self._read("weights/layout")
+        )
+
+    @property
+    def weights(self) -> NDArray[np.float32] | None:
+        """Final flat weights, shape (size,), float32; None if the run did not end well."""
+        digest = self.state["weights_sha256"]
+        if not digest:
+            return None
+        weights: NDArray[np.float32] = self._read("weights/final")
+        if hashlib.sha256(weights.data).hexdigest() != digest:
+            raise ResultsError(f"{self.path}: damaged: the final weights do not match their checksum")
+        return weights
+
+    def state_dict(self) -> dict[str, NDArray[np.float32]]:
+        """Name -> tensor of the final weights (views), in the model's own shapes.
+
+        Raises:
+            ResultsError: the file has no final weights.
+        """
+        weights = self.weights
+        if weights is None:
+            raise ResultsError(f"{self.path}: has no final weights: the run is {self.status}")
+        return {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in self.layout}
+
+    def summary(self) -> dict[str, Any]:
+        """The run in numbers that fit into JSON; None stands for what is not known (yet).
+
+        `mean_staleness`, `max_staleness` and `staleness_histogram` (counts for σ = 0, 1, …) are over the gradients
+        applied; `test_error` has one entry for each epoch, `final_test_error` is the last one that was tested.
+        """
+        return summarise(self)
+
+    def _rows(self, name: Kind) -> Rows:
+        """Rows without those at the end that a cut-off file has room for but no content: all have samples."""
+        rows = self._read(name)
+        filled = np.flatnonzero(rows["samples"])
+        return rows[: filled[-1] + 1 if filled.size else 0]
+
+    def _read(self, name: str) -> NDArray[Any]:
+        with self._reading():
+            dataset = self._file[name]
+            if self.live:
+                dataset.id.refresh()
+            values: NDArray[Any] = dataset[()]
+        return values
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise ResultsError(f"{self.path}: damaged or closed: {reason_of(error)}") from None
+
+
+def _open(path: Path) -> tuple[h5py.File, bool]:
+    """Opens for reading; the second value says that no writer has closed the file."""
+    for attempt in range(5):
+        try:
+            return h5py.File(path, "r", locking="best-effort"), False
+        except FileNotFoundError:
+            raise ResultsError(f"{path}: no such result file") from None
+        except OSError as error:
+            reason = reason_of(error)
+        if "truncated" not in reason:
+            break
+        time.sleep(0.01 * attempt)  # a writer makes a file longer between two looks at it
+    if path.is_dir() or not os.access(path, os.R_OK):
+        raise ResultsError(f"{path}: is a directory or not readable")
+    if "truncated" in reason:
+        raise ResultsError(f"{path}: truncated: part of the file is missing")
+    if "signature" in reason:
+        raise ResultsError(f"{path}: not a result file of Rudra")
+    try:
+        return _open_swmr(path), True
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot read: {reason_of(error)}") from None
+
+
+def _open_swmr(path: Path) -> h5py.File:
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_file_locking(False, True)
+    set_attempts = ctypes.CDLL(h5py.h5p.__file__).H5Pset_metadata_read_attempts  # which h5py does not offer
+    set_attempts.argtypes = [ctypes.c_int64, ctypes.c_uint]
+    set_attempts(access.id, _READ_ATTEMPTS)
+    flags = h5py.h5f.ACC_RDONLY | h5py.h5f.ACC_SWMR_READ
+    return h5py.File(h5py.h5f.open(os.fsencode(path), flags, access))
+
+
+def _decoded(value: Any) -> Any:
+    """A plain Python value of what HDF5 gave back."""
+    array = np.asarray(value)
+    return np.char.decode(array, "utf-8", "replace").tolist() if array.dtype.kind == "S" else array.tolist()

@@ -1,0 +1,77 @@
+"""Which samples a learner draws: pure functions of keys, so that any run, resume or replay draws the same.
+
+Only raw generator output is used: NumPy guarantees those streams across its versions, and nothing above them.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from rudra.errors import DataError
+
+_MASK = 2**64 - 1
+
+
+def mix(*values: int) -> int:
+    """Mixes integers into one key, for generators that take a single seed.
+
+    Args:
+        values: any integers, for example (seed, learner, step); their order matters.
+
+    Returns:
+        63 bits that look random and depend on every value.
+    """
+    key = len(values)
+    for value in values:
+        key = (key ^ (value & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & _MASK
+        key ^= key >> 31
+    return key >> 1
+
+
+class Sampler:
+    """One learner's endless walk through the training set, in a new random order on each pass.
+
+    Args:
+        seed: of the job.
+        stream: the learner's number.
+        population: samples in the training set, below 2**31.
+
+    Raises:
+        DataError: there is no sample to draw.
+    """
+
+    def __init__(self, seed: int, stream: int, population: int) -> None:
+        if not 0 < population < 2**31:
+            raise DataError(f"cannot draw from {population} training samples; there must be 1 to {2**31 - 1}")
+        self.seed = seed
+        self.stream = stream
+        self.population = population
+        self._cached = -1
+        self._permutation = np.empty(0, np.int32)
+
+    def indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """The samples at positions `first` to `first + count - 1` of the walk.
+
+        However a walk is cut into calls, and in whatever order they come, the sequence is the same.
+
+        Returns:
+            (count,) int64, owned by the caller.
+        """
+        result = np.empty(count, np.int64)
+        done = 0
+        while done < count:
+            number, start = divmod(first + done, self.population)
+            part = self._pass(number)[start : start + count - done]
+            result[done : done + len(part)] = part
+            done += len(part)
+        return result
+
+    def _pass(self, number: int) -> npt.NDArray[np.int32]:
+        if number != self._cached:
+            # The low half of the counter is left to the generator, which advances it; the high half names the pass.
+            counter = number << 128
+            bits = np.random.Philox(key=self.seed | self.stream << 64, counter=counter)
+            self._permutation = np.argsort(bits.random_raw(self.population), kind="stable").astype(np.int32)
+            self._cached = number
+        return self._permutation

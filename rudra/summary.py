@@ -1,0 +1,85 @@
+"""A run in numbers: what `rudra show --json` prints, and the name of its protocol for people."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from rudra.results import Results
+
+_TIMES = ("compute_s", "push_s", "wait_s", "pull_s")
+
+
+def summarise(results: "Results") -> dict[str, Any]:
+    """See `Results.summary`."""
+    attributes, job, state = results.attributes, results.job, results.state
+    updates, gradients, epochs, totals = results.updates, results.gradients, results.epochs, results.totals
+    account = {name: int(totals[0][name]) for name in ("pushed", "pending", "discarded", "lost")} if len(totals) else {}
+    samples = int(totals[0]["samples"]) if len(totals) else int(updates["samples"].sum())
+    time_s = float(totals[0]["time_s"]) if len(totals) else float(updates["time_s"][-1]) if len(updates) else 0.0
+    applied = int(totals[0]["applied"]) if len(totals) else len(gradients)
+    staleness = gradients["staleness"]
+    test_error = _numbers(epochs, "test_error")
+    tested = [error for error in test_error if error is not None]
+    return {
+        "name": attributes.get("name"),
+        "driver": attributes.get("driver"),
+        "status": state["status"],
+        "reason": state["reason"] or None,
+        "live": results.live,
+        "flushed_s": state["flushed_s"],
+        "protocol": attributes.get("protocol"),
+        "n": attributes.get("n"),
+        "topology": attributes.get("topology"),
+        "learners": attributes.get("learners"),
+        "minibatch_size": attributes.get("minibatch_size"),
+        "planned_epochs": job.get("training", {}).get("epochs"),
+        "epochs": len(epochs),
+        "updates": int(totals[0]["timestamp"]) if len(totals) else len(updates),
+        "gradients": applied,
+        "samples": samples,
+        "wall_time_s": time_s,
+        "samples_per_s": samples / time_s if time_s > 0 else None,
+        "test_error": test_error,
+        "final_test_error": tested[-1] if tested else None,
+        "test_error_top5": _numbers(epochs, "test_error_top5"),
+        "test_loss": _numbers(epochs, "test_loss"),
+        "train_error": _numbers(epochs, "train_error"),
+        "train_loss": _numbers(epochs, "train_loss"),
+        "epoch_end_s": _numbers(epochs, "time_s"),
+        "epoch_mean_staleness": _numbers(epochs, "mean_staleness"),
+        "mean_staleness": float(staleness.mean()) if len(staleness) else None,
+        "max_staleness": int(staleness.max()) if len(staleness) else None,
+        "staleness_histogram": np.bincount(staleness).tolist(),
+        "pushed": account.get("pushed"),
+        "applied": applied,
+        "pending": account.get("pending"),
+        "discarded": account.get("discarded"),
+        "lost": account.get("lost"),
+        "learner_times": [_times(row, time_s) for row in results.learners],
+        "initial_weights_sha256": attributes.get("initial_weights_sha256"),
+        "weights_sha256": state["weights_sha256"] or None,
+    }
+
+
+def protocol_label(summary: dict[str, Any]) -> str:
+    """The protocol as the paper writes it, such as `2-softsync`."""
+    protocol, n = summary["protocol"] or "unknown protocol", summary["n"]
+    return f"{n}-softsync" if protocol == "softsync" and n is not None else str(protocol)
+
+
+def _numbers(rows: NDArray[np.void], name: str) -> list[float | None]:
+    """A column for JSON, which knows no NaN; errors and losses of the test count only where it was made."""
+    valid = rows["evaluated"] != 0 if name.startswith("test_") else np.ones(len(rows), bool)
+    return [float(x) if ok and math.isfinite(x) else None for x, ok in zip(rows[name], valid, strict=True)]
+
+
+def _times(row: np.void, time_s: float) -> dict[str, Any]:
+    """Where a learner's time went: seconds, and shares of the run's training time; the rest is Rudra's own."""
+    times = {name: float(row[name]) for name in _TIMES}
+    whole = max(time_s, sum(times.values()))
+    shares = {name.removesuffix("_s") + "_share": (t / whole if whole > 0 else None) for name, t in times.items()}
+    counts = {name: int(row[name]) for name in ("learner", "world_rank", "pushed", "samples", "pulls", "skipped_pulls")}
+    return counts | times | shares

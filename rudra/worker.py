@@ -1,0 +1,116 @@
+"""One rank of a run that `rudra.launch` started; runs as a script, and finds Rudra where the launching process did."""
+
+import ctypes
+import io
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class PromptOutput(io.RawIOBase):
+    """Standard error that mpirun passes on at once, although a progress bar ends no line."""
+
+    def __init__(self, descriptor: int, more: bytes) -> None:
+        self._descriptor = descriptor
+        self._more = more
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Any) -> int:
+        piece = bytes(data)
+        os.write(self._descriptor, piece if piece.endswith(b"\n") else piece + self._more)
+        return len(piece)
+
+
+def main(file: str) -> int:
+    """Takes part in the run that `file` describes.
+
+    Args:
+        file: two pickles: `sys.path` of the launching process, and either a dict of the arguments of
+            `rudra.mpi.run_ranks` or something to call without arguments that returns the exit code.
+
+    Returns:
+        Exit code of this rank.
+    """
+    if sys.platform == "linux":  # when mpirun itself is killed it cannot end its ranks
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # the launcher's Ctrl-C: KeyboardInterrupt on every rank
+    with Path(file).open("rb") as stream:
+        sys.path[:] = pickle.load(stream)
+        from rudra.errors import LaunchError
+        from rudra.launch import MORE, world_rank
+
+        buffer = io.BufferedWriter(PromptOutput(2, MORE))
+        sys.stderr = io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True)
+        try:
+            start_mpi()
+        except LaunchError as error:  # the same on every rank
+            if world_rank() == 0:
+                print(f"rudra: {error}", file=sys.stderr)
+            return error.exit_code
+        run = _load(stream)
+    return 1 if run is None else run()
+
+
+def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
+    """What this rank is to run; None if some rank could not load it, of which the first one says why."""
+    from mpi4py import MPI
+
+    run: Callable[[], int] | None = None
+    report = ""
+    try:
+        payload = pickle.load(stream)
+        if callable(payload):
+            run = payload
+        else:
+            from rudra.mpi import run_ranks
+
+            def run() -> int:
+                return run_ranks(**payload)[0]
+    except Exception as error:  # a module of the user's that is not there, or does not work
+        report = f"rudra: rank {MPI.COMM_WORLD.rank} cannot load the job: {type(error).__name__}: {error}\n"
+        report += traceback.format_exc()
+    reports = MPI.COMM_WORLD.allgather(report)
+    first = next((rank for rank, text in enumerate(reports) if text), None)
+    if first == MPI.COMM_WORLD.rank:
+        print(report, end="", file=sys.stderr)
+    return run if first is None else None
+
+
+def start_mpi() -> None:
+    """Starts MPI and checks that the ranks found each other.
+
+    Raises:
+        LaunchError: mpi4py or the MPI library cannot be loaded, or belongs to another MPI than the launcher.
+    """
+    from rudra.errors import LaunchError
+    from rudra.launch import world_size
+
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(f"MPI cannot be used: {reason}; `rudra doctor` says more") from None
+    expected, found = world_size(), MPI.COMM_WORLD.size
+    if expected is not None and expected != found:
+        library = MPI.Get_library_version().split(",")[0].strip("\0\n ")
+        raise LaunchError(
+            f"the launcher started {expected} ranks, but {library} found {found}: "
+            "launcher and MPI library belong to different MPIs; `rudra doctor` says more"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1]))
+    except KeyboardInterrupt:  # before or after the run itself: nobody may wait for this rank in MPI_Finalize
+        os._exit(1)

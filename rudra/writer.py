@@ -1,0 +1,279 @@
+"""The one writer of a result file; `rudra.results` tells the layout."""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from rudra.errors import ResultsError
+from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, TOTALS, UPDATE
+
+FORMAT_VERSION = 1
+
+Rows = NDArray[np.void]
+Kind = Literal["gradients", "updates", "minibatches", "epochs"]
+Status = Literal["finished", "failed", "interrupted"]
+
+GROWING: dict[Kind, np.dtype[np.void]] = {
+    "gradients": GRADIENT,
+    "updates": UPDATE,
+    "minibatches": MINIBATCH,
+    "epochs": EPOCH,
+}
+STATE = np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")])
+DATASETS = (*GROWING, "learners", "totals", "state", "weights/final", "weights/layout")
+_CHUNK_ROWS = 1024
+_CHUNK_WEIGHTS = 1 << 20
+
+
+class EntryLike(Protocol):
+    """What a flat model says of one tensor in its vector."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+def default_output(job_name: str, directory: Path = Path(), now: datetime | None = None) -> Path:
+    """A name made of job and time that no file has yet."""
+    safe_name = re.sub(r"[^\w.-]+", "-", job_name)
+    stem = f"{safe_name}-{now or datetime.now():%Y%m%d-%H%M%S}"
+    path, count = directory / f"{stem}.h5", 1
+    while path.exists():
+        count += 1
+        path = directory / f"{stem}-{count}.h5"
+    return path
+
+
+def check_output(path: Path, force: bool) -> None:
+    """Raises ResultsError if no result file can be made at `path`; `force` allows to replace one."""
+    directory = path.parent
+    if not directory.is_dir():
+        raise ResultsError(f"{path}: directory {directory} does not exist")
+    if path.is_dir():
+        raise ResultsError(f"{path}: is a directory; give the name of a file")
+    if path.exists() and not force:
+        raise ResultsError(f"{path}: exists; give another name or --force")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ResultsError(f"{path}: directory {directory.resolve()} is not writable")
+
+
+class ResultsWriter:
+    """The one writer of a result file.
+
+    Rows are gathered in memory and handed to the operating system every `flush_s`. After `finish`, `fail` or
+    `close` the file is closed. All methods belong to one thread.
+
+    Args:
+        path: the file to make.
+        attributes: what goes into the root attributes: texts, numbers, lists of either; None is left out.
+        layout: the tensors of the flat weights.
+        size: elements of the flat weights.
+        learners: λ.
+        flush_s: rows stay in memory for this long, and then until the next `append` or `flush`.
+        overwrite: replace an existing file. A reader that has the old one open keeps it.
+
+    Raises:
+        ResultsError: the file exists, cannot be made, or (by any method) cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        attributes: Mapping[str, Any],
+        layout: Sequence[EntryLike],
+        size: int,
+        learners: int,
+        flush_s: float,
+        overwrite: bool = False,
+    ) -> None:
+        check_output(path, overwrite)
+        self.path = path
+        self._flush_s = flush_s
+        self._flushed_at = -np.inf
+        self._pending = {kind: bytearray() for kind in GROWING}
+        self._written = dict.fromkeys(DATASETS, 0)
+        self._state = np.zeros(1, STATE)
+        self._state["status"] = b"running"
+        self._broken = False
+        with self._writing():
+            if overwrite:
+                path.unlink(missing_ok=True)
+            self._file = h5py.File(path, "x", libver="latest", locking="best-effort")
+            self._create(attributes, layout, size, learners)
+            self._file.swmr_mode = True
+            self._flush(time.monotonic())
+
+    def _create(self, attributes: Mapping[str, Any], layout: Sequence[EntryLike], size: int, learners: int) -> None:
+        for name, value in {"format_version": FORMAT_VERSION, **attributes}.items():
+            if value is not None:
+                self._file.attrs.create(name, _encoded(value))
+        tables = [(name, dtype, _CHUNK_ROWS) for name, dtype in GROWING.items()]
+        for name, dtype, chunk in [*tables, ("learners", LEARNER, learners), ("totals", TOTALS, 1)]:
+            self._file.create_dataset(name, (0,), dtype, chunks=(chunk,), maxshape=(None,))
+        self._file.create_dataset("state", data=self._state, chunks=(1,), maxshape=(None,))
+        # Only chunked data sets that could grow may be written in SWMR mode; their chunks take no space before.
+        chunks = (max(1, min(size, _CHUNK_WEIGHTS)),)
+        self._file.create_dataset("weights/final", (size,), "<f4", chunks=chunks, maxshape=(None,), fillvalue=np.nan)
+        self._file.create_dataset("weights/layout", data=_layout_rows(layout))
+
+    def append(self, kind: Kind, rows: Rows) -> None:
+        """Takes a copy of rows of `GROWING[kind]`, shape (rows,), and flushes if it is time."""
+        if rows.dtype != GROWING[kind]:
+            raise TypeError(f"rows of {kind} have another dtype: {rows.dtype}")
+        self._pending[kind] += rows.tobytes()
+        self.flush()
+
+    def flush(self, now: float | None = None, *, force: bool = False) -> None:
+        """Hands what was appended to the operating system, if `flush_s` has passed since the last time.
+
+        Worth a call now and then where nothing is appended: the file also says when it was flushed.
+
+        Args:
+            now: `time.monotonic()`, where the caller has it at hand.
+            force: do it at once.
+        """
+        now = time.monotonic() if now is None else now
+        if force or now - self._flushed_at >= self._flush_s:
+            with self._writing():
+                self._flush(now)
+
+    def finish(self, totals: Rows, learners: Rows, weights: NDArray[np.float32], sha256: str) -> None:
+        """Writes the closing account of a complete run and closes the file.
+
+        Args:
+            totals: `records.TOTALS`, shape () or (1,).
+            learners: `records.LEARNER`, shape (λ,).
+            weights: final flat weights, shape (size,), float32; only read.
+            sha256: hex digest of the little-endian bytes of `weights`.
+        """
+        with self._writing():
+            self._flush(time.monotonic())
+            self._file["weights/final"][...] = weights
+            self._file.flush()  # the digest declares the weights valid, so it must not be in the file before them
+        self._state["weights_sha256"] = sha256.encode()
+        self._end("finished", "", totals, learners)
+
+    def fail(self, status: Status, reason: str, totals: Rows | None = None, learners: Rows | None = None) -> None:
+        """Writes all rows there are, and why the run ended early, and closes the file.
+
+        Does nothing if the file is closed already, and does not complain again if it could not be written before.
+        """
+        if self._file:
+            self._end(status, reason, totals, learners)
+
+    def close(self) -> None:
+        """Closes the file. A run that was neither finished nor failed then counts as failed."""
+        self.fail("failed", "the run ended without a result")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        with suppress(ResultsError):  # the first error is the one to report
+            status: Status = "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
+            self.fail(status, str(error) or kind.__name__)
+
+    def _end(self, status: Status, reason: str, totals: Rows | None, learners: Rows | None) -> None:
+        self._state["status"], self._state["reason"] = status.encode(), reason.encode()
+        known = self._broken
+        try:
+            with self._writing():
+                if learners is not None:
+                    self._extend("learners", learners)
+                if totals is not None:
+                    self._extend("totals", np.atleast_1d(totals))
+                self._flush(time.monotonic())
+                self._file.close()
+        except ResultsError:
+            with suppress(Exception):  # closing again what cannot be written tells nothing new
+                self._file.close()
+            if not known:
+                raise
+
+    def _flush(self, now: float) -> None:
+        for kind, pending in self._pending.items():
+            if pending:
+                self._extend(kind, np.frombuffer(pending, GROWING[kind]))
+                self._pending[kind] = bytearray()
+        self._state["flushed_s"] = time.time()
+        self._file["state"][...] = self._state
+        self._file.flush()
+        self._flushed_at = now
+
+    def _extend(self, name: str, rows: Rows) -> None:
+        # Counted here, not taken from the file: an interrupted attempt is repeated at the same place.
+        start, end = self._written[name], self._written[name] + len(rows)
+        dataset = self._file[name]
+        dataset.resize((end,))
+        dataset[start:end] = rows
+        self._written[name] = end
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError) as error:
+            self._broken = True
+            failure = ResultsError(f"{self.path}: cannot write: {reason_of(error)}")
+            failure.exit_code = 1  # the run's failure, not the user's mistake
+            raise failure from None
+
+
+def _layout_rows(layout: Sequence[EntryLike]) -> Rows:
+    length = max([1, *(len(entry.name.encode()) for entry in layout)])
+    dimensions = max([8, *(len(entry.shape) for entry in layout)])
+    rows = np.zeros(
+        len(layout),
+        [
+            ("name", f"S{length}"),
+            ("kind", "S16"),
+            ("dimensions", "<i4"),
+            ("shape", "<i8", (dimensions,)),
+            ("offset", "<i8"),
+            ("size", "<i8"),
+        ],
+    )
+    for row, entry in zip(rows, layout, strict=True):
+        row["name"], row["kind"], row["dimensions"] = entry.name.encode(), entry.kind.encode(), len(entry.shape)
+        row["shape"][: len(entry.shape)] = entry.shape
+        row["offset"], row["size"] = entry.offset, entry.size
+    return rows
+
+
+def _encoded(value: Any) -> NDArray[Any]:
+    """Texts as strings of fixed length: strings of variable length do not survive a killed writer."""
+    array = np.asarray(value)
+    if array.dtype.kind != "U":
+        return array
+    texts: NDArray[Any] = np.char.encode(array, "utf-8")
+    return texts.astype(h5py.string_dtype("utf-8", max(1, texts.dtype.itemsize)))
+
+
+def reason_of(error: Exception) -> str:
+    """The cause within HDF5's text, on one line."""
+    text = " ".join(str(error).split())
+    found = re.search(r"error message = '([^']*)'", text) or re.search(r"\((.*)\)$", text)
+    return found[1] if found else text or type(error).__name__

@@ -1,0 +1,236 @@
+"""Real mpirun: what reaches the user, which exit code, and that nothing is left running."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(90)]
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = ["server", "learner 0", "learner 1"]
+SCRIPT = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from rudra.config import Job
+from rudra.errors import RudraError
+from rudra.launch import launch
+
+def rank_main():
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+    rank = comm.rank
+    print(f"pid {{os.getpid()}}", file=sys.stderr)
+    comm.Barrier()
+    if rank == 0:
+        print("ready", file=sys.stderr)
+{body}
+    comm.Barrier()
+    return 0
+
+try:
+    sys.exit(launch(Job(name="demo"), Path("out.h5"), roles={roles!r}, payload=rank_main))
+except RudraError as error:
+    print(f"rudra: {{error}}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def start(directory: Path, body: str, **options: object) -> subprocess.Popen[bytes]:
+    """Launches three ranks that run `body`, from a script as a user would write it."""
+    script = directory / "script.py"
+    script.write_text(SCRIPT.format(root=str(ROOT), body=textwrap.indent(body, " " * 4), roles=ROLES))
+    return subprocess.Popen(
+        [sys.executable, script.name],
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def finish(process: subprocess.Popen[bytes], said: bytes = b"") -> tuple[int, list[str], list[int]]:
+    """Waits for the end: exit code, lines on standard error without the ranks' process ids, and those ids."""
+    try:
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    lines = (said + rest).decode().split("\n")
+    pids = [int(line.removeprefix("pid ")) for line in lines if re.fullmatch(r"pid \d+", line)]
+    return process.returncode, [line for line in lines if line and not line.startswith("pid ")], pids
+
+
+def read_until(process: subprocess.Popen[bytes], text: bytes) -> bytes:
+    assert process.stderr is not None
+    said = b""
+    while text not in said:
+        piece = os.read(process.stderr.fileno(), 1 << 16)
+        assert piece, f"ended without saying {text!r}: {said!r}"
+        said += piece
+    return said
+
+
+def gone(pids: list[int], within_s: float = 8.0) -> bool:
+    """Whether all processes end within that time."""
+    end = time.monotonic() + within_s
+    while any(map(alive, pids)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)  # another process's end cannot be waited for
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("pass", 0, None),
+        ("if rank == 1: os._exit(1)", 1, "rudra: rank 1 (learner 0) exited with code 1"),
+        ("if rank == 2: os._exit(2)", 2, "rudra: rank 2 (learner 1) exited with code 2"),
+        ("if rank == 2: os._exit(7)", 1, "rudra: rank 2 (learner 1) exited with code 7"),
+        ("if rank == 0: comm.Abort(2)", 2, "rudra: rank 0 (server) ended the run"),
+        (
+            "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)",
+            1,
+            "rudra: rank 1 (learner 0) was killed by signal 9 (SIGKILL); is there enough memory?",
+        ),
+        (
+            "if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)",
+            1,
+            "rudra: rank 1 (learner 0) was killed by signal 11 (SIGSEGV)",
+        ),
+        ("if rank == 1:\n    print('rudra: rank 1: bad', file=sys.stderr)\n    comm.Abort(1)", 1, "rudra: rank 1: bad"),
+    ],
+)
+def test_one_line_says_how_a_run_ended(tmp_path: Path, body: str, code: int, line: str | None) -> None:
+    returned, lines, pids = finish(start(tmp_path, body))
+    lines.remove("ready")
+    assert (returned, lines) == (code, [line] if line else [])
+    assert len(pids) == len(ROLES)
+    assert gone(pids)
+    assert [file.name for file in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_a_progress_bar_is_passed_on_before_its_line_ends(tmp_path: Path) -> None:
+    body = r"""
+if rank == 0:
+    sys.stderr.write("\rbar 1"); sys.stderr.flush()
+    sys.stderr.write("\rbar 2"); sys.stderr.flush()
+    while not Path("seen").exists(): time.sleep(0.01)
+    sys.stderr.write("\rbar 3\n")
+"""
+    process = start(tmp_path, body)
+    said = read_until(process, b"\rbar 1\rbar 2")
+    (tmp_path / "seen").touch()
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert re.sub(rb"pid \d+\n", b"", said + rest) == b"ready\n\rbar 1\rbar 2\rbar 3\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("results", [False, True])
+def test_an_interrupt_reaches_every_rank_and_ends_the_run(tmp_path: Path, number: int, results: bool) -> None:
+    body = f"""
+try:
+    if rank == 0: print("computing", file=sys.stderr)
+    time.sleep(60)
+except KeyboardInterrupt:
+    Path("out.h5").touch() if {results} and rank == 0 else None
+    Path(f"stopped-{{rank}}").touch()
+    comm.Barrier()  # all of them got it
+    sys.exit(1)
+"""
+    process = start(tmp_path, body)
+    said = read_until(process, b"computing\n")
+    while said.count(b"pid ") < len(ROLES):
+        said += read_until(process, b"pid ")
+    process.send_signal(number)
+    code, lines, pids = finish(process, said)
+    kept = "results so far: out.h5" if results else "it had no results yet"
+    assert code == 1
+    assert sorted(lines) == sorted(["ready", "computing", f"rudra: demo: interrupted; {kept}"])
+    assert len(list(tmp_path.glob("stopped-*"))) == len(ROLES)
+    assert gone(pids)
+
+
+def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
+    body = "signal.signal(signal.SIGUSR1, lambda *_: print('asked', file=sys.stderr))\ncomm.Barrier()\n"
+    body += (
+        "print('computing', file=sys.stderr)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: time.sleep(1)"
+    )
+    process = start(tmp_path, body)
+    said = read_until(process, b"computing\n")
+    process.send_signal(signal.SIGINT)
+    said += read_until(process, b"asked\n")
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, _, pids = finish(process, said)
+    assert code == 1
+    assert time.monotonic() - started < 8
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "mpirun"])
+def test_nothing_outlives_a_killed_launcher_or_mpirun(tmp_path: Path, victim: str) -> None:
+    process = start(tmp_path, "time.sleep(60)")
+    said = b""
+    while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
+        said += read_until(process, b"\n")
+    if victim == "launcher":
+        process.kill()
+    else:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+    code, _, pids = finish(process, said)
+    assert code == (-signal.SIGKILL if victim == "launcher" else 1)
+    assert gone(pids)
+
+
+def test_an_mpi_library_that_does_not_load_is_one_line(tmp_path: Path) -> None:
+    process = start(tmp_path, "pass", env={**os.environ, "MPI4PY_LIBMPI": "/no/such/library"})
+    code, lines, _ = finish(process)
+    assert code == 2
+    assert len(lines) == 1
+    assert re.match(r"rudra: MPI cannot be used: .*`rudra doctor` says more", lines[0])
+
+
+def test_a_job_that_the_ranks_cannot_load_is_shown_once(tmp_path: Path) -> None:
+    script = SCRIPT.format(root=str(ROOT), body="    pass", roles=ROLES).replace(
+        "payload=rank_main", "payload=Broken()"
+    )
+    broken = "class Broken:\n    def __reduce__(self): return (int, ('abc',))\n"
+    (tmp_path / "script.py").write_text(broken + script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count(b"rudra: ") == 1
+    assert done.stderr.startswith(b"rudra: rank 0 cannot load the job: ValueError: ")
+    assert done.stderr.count(b"Traceback") == 1
+
+
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "spirals.py").write_text(example)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "spirals.py"], cwd=tmp_path, capture_output=True, text=True, timeout=80, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    error, staleness = done.stdout.split()
+    assert float(error) < 0.2
+    assert int(staleness) >= 1
+    assert (tmp_path / "spirals.h5").is_file()

@@ -1,0 +1,117 @@
+"""Small clusters in virtual time, for tests."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rudra import data, roles, sim
+from rudra.config import Job
+from rudra.events import Finish, Record
+from rudra.executor import Executor, TensorHands, make_executors
+from rudra.roles import Machine
+from topologies import Plan
+
+SAMPLES = 4
+
+
+@dataclass
+class Rows:
+    """Keeps what a statistics server records."""
+
+    tables: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    learners: npt.NDArray[Any] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def record(self, action: Record) -> None:
+        self.tables.setdefault(action.table, []).append(action.rows)
+
+    def finish(self, role: int, action: Finish) -> None:
+        names = action.totals.dtype.names or ()
+        self.totals = dict(zip(names, action.totals[0].item(), strict=True))
+        self.learners = action.learners
+
+    def warn(self, name: str, text: str) -> None:
+        self.warnings.append(f"{name}: {text}")
+
+    def __getitem__(self, table: str) -> npt.NDArray[Any]:
+        return np.concatenate(self.tables[table])
+
+
+def job(protocol: str, learners: int, *, n: int | None = None, epochs: int = 3, seed: int = 0, **tables: Any) -> Job:
+    named = {"name": protocol} | ({} if n is None else {"n": n})
+    training = {"epochs": epochs, "minibatch_size": SAMPLES, "seed": seed, **tables.pop("training", {})}
+    return Job(protocol=named, cluster={"learners": learners}, training=training, **tables).resolved()
+
+
+def validate(machine: Machine) -> None:
+    machine.validate()
+
+
+def timing(job_: Job, training_samples: int) -> Rows:
+    """Runs a job without tensors and checks every invariant after every event."""
+    plan = job_.make_topology().plan(job_.learners)
+    machines = {i: roles.make(i, job_, plan, training_samples) for i in range(len(plan.roles))}
+    rows = Rows()
+    hands = sim.TimingOnly(job_.training.minibatch_size)
+    seed = job_.training.seed
+    simulation = sim.Simulation(
+        plan, machines, hands, rows, job_.simulation, size_bytes=350_000, seed=seed, check=validate
+    )
+    simulation.run()
+    return rows
+
+
+class Guarded(TensorHands):
+    """Real tensors; buffers that nobody may read hold NaN, and a buffer that is lent must not change."""
+
+    def __init__(self, executors: dict[int, Executor]) -> None:
+        super().__init__(executors, poison=True)
+        self._lent: dict[tuple[int, str], list[int]] = {}
+
+    def lent(self, role: int, buffer: str) -> None:
+        self._lent.setdefault((role, buffer), []).append(self.hash(role, buffer))
+
+    def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
+        digest = self._lent[source, source_buffer].pop(0)
+        assert digest == self.hash(source, source_buffer), f"{source_buffer} of role {source} changed in flight"
+        super().transfer(source, source_buffer, to, to_buffer)
+
+
+@dataclass
+class Trained:
+    """What a simulated training leaves."""
+
+    rows: Rows
+    executors: dict[int, Executor]
+    plan: Plan
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.executors[self.plan.server].buffer("weights").vector
+
+
+def train(job_: Job) -> Trained:
+    """Runs a job with real gradients, poisoned buffers and every invariant checked."""
+    plan = job_.make_topology().plan(job_.learners)
+    train_, test, info = data.load(job_.data)
+    torch.set_num_threads(job_.cluster.threads_per_rank or 1)
+    roles_ = tuple(range(len(plan.roles)))
+    executors = make_executors(job_, plan, roles_, (train_, test), info, prefetch=False)
+    machines = {i: roles.make(i, job_, plan, info.training_samples) for i in roles_}
+    rows = Rows()
+    simulation = sim.Simulation(
+        plan,
+        machines,
+        Guarded(executors),
+        rows,
+        job_.simulation,
+        size_bytes=1_000_000,
+        seed=job_.training.seed,
+        check=validate,
+    )
+    simulation.run()
+    return Trained(rows, executors, plan)

@@ -1,0 +1,71 @@
+"""Whole clusters under random interleavings: what must hold whoever is fast and whoever is late."""
+
+from typing import Any
+
+import numpy as np
+from clusters import SAMPLES, job, timing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PROTOCOLS = st.sampled_from(["hardsync", "softsync", "async"])
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[Any, int]:
+    learners = draw(st.integers(1, 7))
+    protocol = draw(PROTOCOLS)
+    n = draw(st.integers(1, learners)) if protocol == "softsync" else None
+    times = st.sampled_from([0.0, 1e-4, 1e-3, 0.05])
+    simulation = {
+        "compute_s": draw(st.sampled_from([1e-3, 0.05])),
+        "jitter": draw(st.sampled_from([0.0, 0.1, 0.9])),
+        "slowdown": {i: draw(st.sampled_from([1.0, 3.0, 20.0])) for i in range(learners)},
+        "latency_s": draw(times),
+        "latency_jitter_s": draw(times),
+        "bandwidth_bytes_per_s": draw(st.sampled_from([1e6, 1e9, 1e13])),
+        "message_s": draw(times),
+        "update_s": draw(times),
+        "evaluation_s": draw(st.sampled_from([0.0, 0.01, 10.0])),
+    }
+    results = {"report_s": draw(st.sampled_from([0.0, 0.25, 100.0]))}
+    run = job(
+        protocol,
+        learners,
+        n=n,
+        epochs=draw(st.integers(1, 4)),
+        seed=draw(st.integers(0, 2**20)),
+        simulation=simulation,
+        results=results,
+        training={"evaluate": draw(st.booleans())},
+    )
+    return run, draw(st.integers(1, 90))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(clusters())
+def test_every_run_ends_and_every_gradient_is_accounted_for(cluster: tuple[Any, int]) -> None:
+    """Invariants are checked after every event; a run in which somebody waits forever raises."""
+    run, training_samples = cluster
+    rows = timing(run, training_samples)
+    totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
+    assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
+    assert totals["pending"] == totals["lost"] == 0
+    assert rows.learners is not None and rows.learners["pushed"].sum() == totals["pushed"]
+    assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1)), "timestamps grow by one"
+    assert totals["applied"] == len(gradients) == updates["gradients"].sum()
+    assert (updates["gradients"] == run.make_protocol().gradients_per_update).all()
+    assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
+    assert (gradients["staleness"] >= 0).all()
+    mean = np.bincount(gradients["update"], gradients["staleness"]) [1:] / updates["gradients"]
+    assert np.allclose(mean, updates["mean_staleness"])
+    # The last update is the first that completes the last epoch.
+    needed = run.training.epochs * training_samples
+    assert totals["samples"] >= needed > totals["samples"] - updates["gradients"][-1] * SAMPLES
+    assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
+    assert epochs["evaluated"][-1] == run.training.evaluate
+    for learner in range(run.learners):
+        steps = gradients["step"][gradients["learner"] == learner]
+        assert np.array_equal(steps, np.arange(len(steps))), "each learner's gradients are applied once and in order"
+    if run.protocol.name == "hardsync":
+        assert (gradients["learner"] == np.tile(np.arange(run.learners), len(updates))).all()
+        assert totals["discarded"] == 0

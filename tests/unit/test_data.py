@@ -1,0 +1,354 @@
+import gzip
+import io
+import lzma
+import os
+import pickle
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from rudra.config import DataTable
+from rudra.data import Split, UserSplit, load
+from rudra.errors import ConfigError, DataError
+from rudra.plugins import call, resolve
+
+REAL = Path(os.environ.get("RUDRA_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
+needs_real_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"no data sets in {REAL}; RUDRA_DATA can name the place")
+BATCH = 10_000
+
+
+def idx(array: np.ndarray[Any, Any], magic: int) -> bytes:
+    return struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def idx_directory(tmp_path: Path) -> Path:
+    """Six training and four test images of 5x4, plain and compressed files mixed."""
+    rng = np.random.default_rng(0)
+    for prefix, count in (("train", 6), ("t10k", 4)):
+        images, labels = rng.integers(0, 256, (count, 5, 4)), np.arange(count) % 3
+        (tmp_path / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images, 2051)))
+        (tmp_path / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels, 2049))
+    return tmp_path
+
+
+def cifar_batch(number: int, **changes: Any) -> bytes:
+    data = np.zeros((BATCH, 3072), np.uint8)
+    data[:, 0] = number
+    labels = [(i + number) % 10 for i in range(BATCH)]
+    return pickle.dumps({b"data": data, b"labels": labels, b"batch_label": b"x", **changes}, protocol=2)
+
+
+@pytest.fixture(scope="session")
+def cifar_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outer directory; batches 1 and 2 and the test are there, one of them as .xz."""
+    outer = tmp_path_factory.mktemp("cifar")
+    inner = outer / "cifar-10-batches-py"
+    inner.mkdir()
+    (inner / "data_batch_1.xz").write_bytes(lzma.compress(cifar_batch(1), preset=0))
+    (inner / "data_batch_2").write_bytes(cifar_batch(2))
+    (inner / "test_batch").write_bytes(cifar_batch(9))
+    return outer
+
+
+def test_digits_are_split_by_class_and_scaled() -> None:
+    train, test, info = load(DataTable(name="digits", subtract_mean=False))
+    assert isinstance(train, Split)
+    assert isinstance(test, Split)
+    assert (info.training_samples, info.test_samples) == (len(train), len(test)) == (1442, 355)
+    assert (info.input_shape, info.classes) == ((1, 8, 8), 10)
+    shares = np.bincount(test.labels) / (np.bincount(train.labels) + np.bincount(test.labels))
+    assert np.all(np.abs(shares - 0.2) < 0.01)
+    x, y = train.batch(np.arange(len(train)))
+    assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+    assert (float(x.min()), float(x.max())) == (0.0, 1.0)
+
+
+def test_batch_subtracts_the_mean_then_scales() -> None:
+    inputs = np.arange(24, dtype=np.uint8).reshape(3, 2, 2, 2)
+    mean = np.full((2, 2, 2), 10, np.float32)
+    x, y = Split(inputs, np.array([5, 6, 7]), mean, 0.5).batch(np.array([2, 0, 2]))
+    assert x.numpy().tolist() == ((inputs[[2, 0, 2]].astype(np.float32) - 10) / 2).tolist()
+    assert y.tolist() == [7, 5, 7]
+    assert x.is_contiguous()
+
+
+def test_idx_reads_plain_and_compressed_and_the_test_gets_the_training_mean(idx_directory: Path) -> None:
+    table = DataTable(name="idx", path=idx_directory, train_limit=3, scale=2.0)
+    train, test, info = load(table)
+    assert (info.training_samples, info.test_samples, info.input_shape) == (3, 4, (1, 5, 4))
+    assert train is not None
+    assert test is not None
+    assert len(train) == 3
+    raw, _, _ = load(table.model_copy(update={"subtract_mean": False, "scale": 1.0}))
+    assert raw is not None
+    mean = raw.batch(np.arange(3))[0].mean(0)
+    torch.testing.assert_close(train.batch(np.arange(3))[0], (raw.batch(np.arange(3))[0] - mean) * 2)
+    alone_train, alone, alone_info = load(table, train=False)
+    assert alone_train is None
+    assert alone is not None
+    assert alone_info == info
+    assert torch.equal(alone.batch(np.arange(4))[0], test.batch(np.arange(4))[0])
+    assert load(table, train=False, test=False) == (None, None, info)
+
+
+Damage = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "train-labels-idx1-ubyte").unlink(), "no file train-labels-idx1-ubyte or .*.gz"),
+        (lambda d: cut(d / "t10k-labels-idx1-ubyte", 2), "t10k-labels-idx1-ubyte: truncated: 2 bytes of data, .* 4"),
+        (lambda d: cut(d / "t10k-labels-idx1-ubyte", 9), "t10k-labels-idx1-ubyte: truncated: 3 bytes, .* 8"),
+        (lambda d: cut(d / "train-images-idx3-ubyte.gz", 20), "train-images-idx3-ubyte.gz: .*truncated or corrupt"),
+        (lambda d: flip(d / "train-images-idx3-ubyte.gz"), "train-images-idx3-ubyte.gz: .*truncated or corrupt"),
+        (lambda d: write(d / "train-images-idx3-ubyte.gz", b"no gzip"), "train-images-idx3-ubyte.gz: .*corrupt"),
+        (lambda d: labels(d, [0, 1]), "train-labels-idx1-ubyte: 2 labels for the 6 images"),
+        (lambda d: labels(d, [0, 1, 2, 11, 0, 1]), "train-labels-idx1-ubyte: sample 3 has label 11; valid: 0 to 9"),
+        (lambda d: write(d / "train-labels-idx1-ubyte", idx(np.zeros(6), 2051)), "begins with 2051, .* 2049"),
+        (lambda d: write(d / "train-labels-idx1-ubyte", idx(np.zeros(6), 2049) + b"x"), "too long: 7 bytes"),
+    ],
+)
+def test_damaged_idx_files_are_named(idx_directory: Path, damage: Damage, message: str) -> None:
+    damage(idx_directory)
+    with pytest.raises(DataError, match=message) as raised:
+        load(DataTable(name="idx", path=idx_directory))
+    assert "\n" not in str(raised.value)
+
+
+def write(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+
+
+def cut(file: Path, off: int) -> None:
+    file.write_bytes(file.read_bytes()[:-off])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 0xFF  # in the checksum
+    file.write_bytes(content)
+
+
+def labels(directory: Path, values: list[int]) -> None:
+    write(directory / "train-labels-idx1-ubyte", idx(np.array(values), 2049))
+
+
+def test_cifar10_opens_only_the_batches_that_the_limit_needs(cifar_directory: Path) -> None:
+    for path in (cifar_directory, cifar_directory / "cifar-10-batches-py"):
+        train, test, info = load(DataTable(name="cifar10", path=path, train_limit=BATCH + 5, subtract_mean=False))
+        assert train is not None
+        assert test is not None
+        assert (len(train), len(test), info.input_shape, info.classes) == (BATCH + 5, BATCH, (3, 32, 32), 10)
+        x, y = train.batch(np.array([0, BATCH]))
+        assert x[:, 0, 0, 0].tolist() == [1.0, 2.0]
+        assert y.tolist() == [1, 2]
+    with pytest.raises(DataError, match="no file data_batch_3 or data_batch_3.xz"):
+        load(DataTable(name="cifar10", path=cifar_directory))
+
+
+def test_cifar10_reads_the_archive_in_any_order(tmp_path: Path, cifar_directory: Path) -> None:
+    archive = tmp_path / "cifar-10-python.tar.gz"
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        for name in ("test_batch", "data_batch_2"):
+            tar.add(cifar_directory / "cifar-10-batches-py" / name, f"cifar-10-batches-py/{name}")
+        member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
+        content = cifar_batch(1)
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    for path in (archive, tmp_path):
+        table = DataTable(name="cifar10", path=path, train_limit=20_000)
+        train, test, _ = load(table)
+        ours, theirs, _ = load(table.model_copy(update={"path": cifar_directory}))
+        for a, b in ((train, ours), (test, theirs)):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a.batch(np.array([3, 9999]))[0], b.batch(np.array([3, 9999]))[0])
+    cut(archive, 5000)
+    with pytest.raises(DataError, match=r"tar.gz: cannot be read, perhaps truncated"):
+        load(table)
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch stolen",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: pickle.dumps(Attack(), protocol=2), "asks for posix.system"),
+        (lambda: cifar_batch(1, extra=np.array([Attack()])), "array of object"),
+        (lambda: cifar_batch(1, extra=np.zeros(2, "i4,f8")), "array of"),
+        (lambda: cifar_batch(1)[:-1000], "truncated or corrupt"),
+        (lambda: pickle.dumps({b"data": 1}), "no CIFAR-10 batch"),
+        (lambda: cifar_batch(1, **{}).replace(b"labels", b"bagels", 1), "no CIFAR-10 batch"),
+        (lambda: pickle.dumps({b"data": np.zeros((9, 3072), np.uint8), b"labels": [0]}, 2), r"shape \(9, 3072\), not"),
+        (lambda: pickle.dumps({b"data": np.zeros((BATCH, 3072), np.uint8), b"labels": [0]}, 2), "1 labels for 10000"),
+        (lambda: pickle.dumps({b"data": np.zeros((BATCH, 3072), np.uint8), b"labels": [10] * BATCH}, 2), "label 10"),
+    ],
+)
+def test_damaged_or_hostile_cifar_batches_do_nothing_but_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Callable[[], bytes], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data_batch_1").write_bytes(content())
+    with pytest.raises(DataError, match=f"data_batch_1: .*{message}") as raised:
+        load(DataTable(name="cifar10", path=tmp_path, train_limit=1), test=False)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "stolen").exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        ({"name": "idx"}, DataError, "needs path"),
+        ({"name": "idx", "path": "/nowhere"}, DataError, "/nowhere: no such file or directory"),
+        ({"name": "cifar10", "path": "."}, DataError, "no data_batch_1 or data_batch_1.xz"),
+        ({"name": "mnist"}, ConfigError, "unknown name 'mnist'; valid: digits, idx, cifar10 or package"),
+        ({"name": "digits", "options": {"size": 9}}, ConfigError, "takes no options, not size"),
+        ({"name": "nowhere.at_all:make"}, ConfigError, "no module 'nowhere'"),
+        ({"name": (1, 2, 3)}, ConfigError, "must give two datasets"),
+        ({"name": (1, 2), "classes": 2}, ConfigError, "the training set, a int, has no length"),
+        ({"name": lambda: ([], []), "classes": 2}, DataError, "has no sample"),
+        ({"name": lambda size: size, "classes": 2}, ConfigError, "missing a required argument: 'size'"),
+        ({"name": ([1], [1]), "classes": 2}, DataError, "training sample 0 is not a pair"),
+        ({"name": ([("a", 1)], [1]), "classes": 2}, DataError, "do not make a batch"),
+        ({"name": "digits", "classes": 5}, DataError, "label 5; valid: 0 to 4"),
+    ],
+)
+def test_mistakes_in_the_data_table(table: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as raised:
+        load(DataTable(**table))
+    assert "\n" not in str(raised.value)
+
+
+def make_pair(count: int, path: Path | None = None) -> tuple[Dataset[Any], Dataset[Any]]:
+    sets = [TensorDataset(torch.arange(4.0 * n).reshape(n, 4), torch.arange(n) % 3) for n in (count, 2)]
+    return sets[0], sets[1]
+
+
+class Told(Dataset[Any]):
+    """Ten samples; gives them singly or, where asked, together."""
+
+    def __init__(self, **told: Any) -> None:
+        self.__dict__.update(told)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((2,), index, dtype=torch.uint8), index % 4
+
+
+def test_users_datasets_by_callable_and_in_code() -> None:
+    table = DataTable(name=make_pair, classes=3, train_limit=5, options={"count": 9}, path=Path("x"))
+    train, test, info = load(table)
+    assert (info.name, info.training_samples, info.test_samples) == ("make_pair", 5, 2)
+    assert (info.input_shape, info.classes) == ((4,), 3)
+    assert train is not None
+    x, y = train.batch(np.array([4, 1]))
+    assert x.tolist() == [[16, 17, 18, 19], [4, 5, 6, 7]]
+    assert y.tolist() == [1, 1]
+    assert test is not None
+    assert load(DataTable(name=make_pair(9), classes=3))[2].training_samples == 9
+    assert load(table, train=False)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("told", "classes"),
+    [
+        ({"classes": ["a", "b", "c", "d"]}, 4),
+        ({"classes": 6}, 6),
+        ({"targets": [0, 3, 1]}, 4),
+        ({"labels": torch.tensor([4, 0])}, 5),
+        ({}, None),
+    ],
+)
+def test_classes_are_told_by_the_training_set(told: dict[str, Any], classes: int | None) -> None:
+    table = DataTable(name=(Told(**told), Told()))
+    if classes is None:
+        with pytest.raises(ConfigError, match="set data.classes"):
+            load(table)
+    else:
+        assert load(table)[2].classes == classes
+    assert load(table.model_copy(update={"classes": 7}))[2].classes == 7
+
+
+def test_a_users_label_out_of_range_is_named() -> None:
+    with pytest.raises(DataError, match=r"test sample 7 has label 3; valid: 0 to 2 \(\[data\] classes\)"):
+        UserSplit(Told(), 3, name="test").batch(np.array([1, 7]))
+
+
+def test_getitems_gives_the_same_batch() -> None:
+    class Together(Told):
+        def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+            return [super(Together, self).__getitem__(index) for index in indices]
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            raise AssertionError("items were taken one by one")
+
+    wanted = np.array([3, 9, 0])
+    (x, y), (x1, y1) = UserSplit(Together(), 4).batch(wanted), UserSplit(Told(), 4).batch(wanted)
+    assert torch.equal(x, x1)
+    assert torch.equal(y, y1)
+    assert x.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("math", "'math' is not of the form"),
+        ("math:", "is not of the form"),
+        ("a b:c", "is not of the form"),
+        ("math:tau.imag.nothing", "math has no attribute 'tau.imag.nothing'"),
+        ("nowhere.inside:x", "no module 'nowhere'"),
+        ("email.nowhere:x", "no module 'email.nowhere'"),
+    ],
+)
+def test_names_that_do_not_resolve(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(name)
+
+
+def test_resolve_follows_dots_and_lets_a_broken_module_speak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("pathlib:Path.name") is Path.name
+    (tmp_path / "broken_plugin.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        resolve("broken_plugin:x")
+
+
+def test_call_offers_only_what_a_signature_names() -> None:
+    assert call(lambda a, b=2: (a, b), "f", {"b": 3}, {"a": 1, "c": 9, "b": 7}) == (1, 3)
+    with pytest.raises(ConfigError, match=r"f: got an unexpected keyword argument 'z'; its parameters: a"):
+        call(lambda a: a, "f", {"z": 3}, {"a": 1})
+
+
+@needs_real_data
+def test_real_fashion_mnist() -> None:
+    train, test, info = load(DataTable(name="idx", path=REAL / "fashion-mnist"))
+    assert (info.training_samples, info.test_samples, info.input_shape) == (60_000, 10_000, (1, 28, 28))
+    assert isinstance(train, Split)
+    assert isinstance(test, Split)
+    assert np.bincount(train.labels).tolist() == [6000] * 10
+    x, _ = train.batch(np.arange(0, 60_000, 7))
+    assert abs(float(x.mean())) < 0.01
+    assert 0.2 < float(x.std()) < 0.4
+
+
+@needs_real_data
+def test_real_cifar10() -> None:
+    train, _, info = load(DataTable(name="cifar10", path=REAL / "cifar-10", train_limit=2000), test=False)
+    assert (info.training_samples, info.test_samples, info.input_shape) == (2000, 10_000, (3, 32, 32))
+    assert isinstance(train, Split)
+    assert train.labels[:5].tolist() == [6, 9, 9, 4, 1]
+    assert abs(float(train.batch(np.arange(2000))[0].mean())) < 0.01

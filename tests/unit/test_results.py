@@ -1,0 +1,461 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from datetime import datetime
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from rudra.errors import ResultsError
+from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, TOTALS, UPDATE
+from rudra.results import check_output, default_output, open_results
+from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, write_run
+
+CHILD = """
+import sys
+from pathlib import Path
+from rudra.errors import ResultsError
+from rudra.records import EPOCH, GRADIENT, UPDATE
+from tests.unit.results_files import *
+
+path = Path(sys.argv[1])
+
+def say(text):
+    print(text, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def child(request, tmp_path):
+    """Starts Python with the given lines after CHILD, and the result file's path as its argument."""
+
+    def start(lines):
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD + textwrap.dedent(lines), str(tmp_path / "run.h5")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+        def reap():
+            process.kill()
+            process.communicate(timeout=30)
+
+        request.addfinalizer(reap)
+        return process
+
+    return start
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "run.h5"
+    with new_writer(path, seed=7, missing=None) as writer:
+        for kind, dtype in (("gradients", GRADIENT), ("updates", UPDATE), ("minibatches", MINIBATCH), ("epochs", EPOCH)):
+            writer.append(kind, rows(dtype, 3, time_s=0.5) if "time_s" in dtype.names else rows(dtype, 3))
+            writer.append(kind, rows(dtype, 1, samples=9))
+        writer.finish(rows(TOTALS, pushed=5)[0], rows(LEARNER, 4, learner=range(4)), WEIGHTS, _sha(WEIGHTS))
+    with open_results(path) as results:
+        assert not results.live
+        assert results.status == "finished"
+        assert (results.attributes["format_version"], results.attributes["seed"]) == (1, 7)
+        assert results.attributes["hosts"] == ["köln", "b"]
+        assert "missing" not in results.attributes
+        assert results.job["protocol"]["n"] == 2
+        for table in (results.gradients, results.updates, results.minibatches, results.epochs):
+            assert table["samples"].tolist() == [16, 16, 16, 9]
+        assert results.learners["learner"].tolist() == [0, 1, 2, 3]
+        assert results.totals["pushed"].tolist() == [5]
+        assert results.weights.tolist() == WEIGHTS.tolist()
+        assert results.layout == LAYOUT
+        tensors = results.state_dict()
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {e.name: e.shape for e in LAYOUT}
+    assert tensors["norm.running_mean"].tolist() == [19, 20, 21, 22]
+
+
+def test_layout_of_the_file_is_the_documented_one(tmp_path):
+    """Whoever changes this changes FORMAT_VERSION and the documentation too."""
+    write_run(tmp_path / "run.h5", updates=10, epochs=1, staleness=1)
+    with h5py.File(tmp_path / "run.h5") as file:
+        found = {}
+        file.visititems(lambda name, item: found.update({name: item.dtype}) if isinstance(item, h5py.Dataset) else None)
+        assert not any(h5py.check_string_dtype(v.dtype) for v in file.values() if isinstance(v, h5py.Dataset))
+        assert all(file.attrs.get_id(name).get_type().get_class() != h5py.h5t.VLEN for name in file.attrs)
+        assert [h5py.check_string_dtype(file.attrs.get_id(n).dtype).length for n in ("name", "driver")] == [6, 3]
+    layout = found.pop("weights/layout")
+    assert layout.names == ("name", "kind", "dimensions", "shape", "offset", "size")
+    assert found == {
+        "gradients": GRADIENT,
+        "updates": UPDATE,
+        "minibatches": MINIBATCH,
+        "epochs": EPOCH,
+        "learners": LEARNER,
+        "totals": TOTALS,
+        "state": np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")]),
+        "weights/final": np.dtype("<f4"),
+    }
+
+
+def test_append_copies(tmp_path):
+    with new_writer(tmp_path / "run.h5", flush_s=60) as writer:
+        row = rows(UPDATE, samples=5)
+        writer.append("updates", row)
+        row["samples"] = 99
+        writer.fail("failed", "")
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.updates["samples"].tolist() == [5]
+
+
+def test_rows_of_another_table_are_refused(tmp_path):
+    with new_writer(tmp_path / "run.h5") as writer, pytest.raises(TypeError, match="gradients"):
+        writer.append("gradients", rows(UPDATE))
+
+
+def test_rows_are_flushed_after_flush_s(tmp_path):
+    with new_writer(tmp_path / "run.h5", flush_s=100) as writer:
+        start = os.times().elapsed  # any clock, for it is only compared with itself after the first flush
+        writer.flush(start, force=True)
+        for now, written in ((start + 99, 0), (start + 100, 2)):
+            writer._pending["updates"] += rows(UPDATE).tobytes()
+            writer.flush(now)
+            assert writer._file["updates"].shape == (written,)
+
+
+@pytest.mark.parametrize(
+    ("leave", "status", "reason"),
+    [
+        (lambda w: w.fail("failed", "learner 3 lost: é" + 2000 * "x"), "failed", "learner 3 lost: é"),
+        (lambda w: w.fail("interrupted", "stopped"), "interrupted", "stopped"),
+        (lambda w: w.close(), "failed", "the run ended without a result"),
+        (lambda w: 1 / 0, "failed", "division by zero"),
+        (lambda w: _raise(KeyboardInterrupt()), "interrupted", "KeyboardInterrupt"),
+    ],
+)
+def test_a_run_without_an_end_keeps_its_rows_and_says_why(tmp_path, leave, status, reason):
+    def run():
+        with new_writer(tmp_path / "run.h5", flush_s=60) as writer:
+            writer.append("updates", rows(UPDATE, 3))
+            leave(writer)
+
+    if status == "failed" and "zero" in reason:
+        pytest.raises(ZeroDivisionError, run)
+    elif reason == "KeyboardInterrupt":
+        pytest.raises(KeyboardInterrupt, run)
+    else:
+        run()
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.status == status
+        assert results.state["reason"].startswith(reason)
+        assert len(results.updates) == 3
+        assert results.weights is None
+        with pytest.raises(ResultsError, match=f"no final weights: the run is {status}"):
+            results.state_dict()
+
+
+def test_fail_after_the_end_changes_nothing(tmp_path):
+    with new_writer(tmp_path / "run.h5") as writer:
+        writer.finish(rows(TOTALS), rows(LEARNER, 4), WEIGHTS, _sha(WEIGHTS))
+        writer.fail("failed", "too late")
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.status == "finished"
+
+
+def test_weights_take_no_space_before_the_end(tmp_path):
+    size = 5_000_000
+    writer = new_writer(tmp_path / "run.h5", size=size, layout=())
+    writer.flush(force=True)
+    assert (tmp_path / "run.h5").stat().st_size < 100_000
+    assert np.isnan(writer._file["weights/final"][[0, -1]]).all()
+    writer.finish(rows(TOTALS), rows(LEARNER, 4), np.ones(size, np.float32), _sha(np.ones(size, np.float32)))
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.weights.sum() == size
+    assert (tmp_path / "run.h5").stat().st_size < 4 * size + 5_000_000
+
+
+def test_another_process_reads_while_it_is_written(tmp_path, child):
+    writer = child("""
+        with new_writer(path) as writer:
+            say("created")
+            writer.append("updates", rows(UPDATE, 3))
+            say("three")
+            writer.append("updates", rows(UPDATE, 2000))
+            writer.append("epochs", rows(EPOCH, evaluated=1, test_error=0.25))
+            say("more")
+            writer.finish(rows(TOTALS, pushed=1), rows(LEARNER, 4), WEIGHTS, sha256(WEIGHTS))
+        say("finished")
+    """)
+    seen = []
+    results = None
+    for _ in range(4):
+        assert writer.stdout.readline()
+        results = results or open_results(tmp_path / "run.h5")
+        seen.append((results.status, len(results.updates), len(results.epochs), results.weights is not None))
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    assert results.live
+    assert seen == [
+        ("running", 0, 0, False),
+        ("running", 3, 0, False),
+        ("running", 2003, 1, False),
+        ("finished", 2003, 1, True),
+    ]
+    assert results.summary()["test_error"] == [0.25]
+    results.close()
+    assert writer.wait(timeout=30) == 0
+    with open_results(tmp_path / "run.h5") as results:
+        assert not results.live
+
+
+def test_what_was_flushed_survives_a_killed_writer(tmp_path, child):
+    writer = child("""
+        writer = new_writer(path, flush_s=60)
+        writer.append("updates", rows(UPDATE, 1500, time_s=2.0))
+        writer.append("gradients", rows(GRADIENT, 3000, staleness=1))
+        writer.flush(force=True)
+        writer.append("updates", rows(UPDATE, 7))
+        say("flushed")
+    """)
+    writer.stdout.readline()
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(timeout=30)
+    with pytest.raises(OSError, match="already open for write"):
+        h5py.File(tmp_path / "run.h5", "r")  # which is why there is a second way to open it
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.live
+        summary = results.summary()
+        assert (len(results.updates), len(results.gradients)) == (1500, 3000)
+    assert (summary["status"], summary["updates"], summary["wall_time_s"]) == ("running", 1500, 2.0)
+    assert summary["staleness_histogram"] == [0, 3000]
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_readable_file(tmp_path, child):
+    writer = child("""
+        writer = new_writer(path)
+        say("created")
+        while True:
+            writer.append("updates", rows(UPDATE, 100, timestamp=1))
+            writer.append("gradients", rows(GRADIENT, 100, update=1))
+    """)
+    writer.stdout.readline()
+    writer.stdin.write("\n")
+    writer.stdin.flush()
+    with open_results(tmp_path / "run.h5") as results:
+        while len(results.updates) < 5000:
+            assert writer.poll() is None
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(timeout=30)
+    with open_results(tmp_path / "run.h5") as results:
+        assert len(results.updates) >= 5000
+        assert (results.updates["timestamp"] == 1).all()
+        assert (results.gradients["update"] == 1).all()
+
+
+@pytest.mark.parametrize("room", [3_000, 60_000, 400_000])
+def test_a_full_disk_is_one_line(tmp_path, child, room):
+    """A limit on the size of files stands for the disk's end: the same failing write."""
+    writer = child("""
+        try:
+            with new_writer(path) as writer:
+                for _ in range(1000):
+                    writer.append("updates", rows(UPDATE, 100))
+        except ResultsError as error:
+            print(error.exit_code, error)
+    """)
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (room, room))
+    said, _ = writer.communicate(timeout=60)
+    assert said == f"1 {tmp_path / 'run.h5'}: cannot write: File too large\n"
+    assert writer.returncode == 0
+    if room > 100_000:
+        with open_results(tmp_path / "run.h5") as results:
+            assert len(results.updates) > 500
+
+
+@pytest.mark.parametrize(
+    ("output", "force", "message"),
+    [
+        ("old.h5", False, "old.h5: exists; give another name or --force"),
+        ("nowhere/a.h5", False, "nowhere/a.h5: directory .*nowhere does not exist"),
+        ("sub", True, "sub: is a directory"),
+        ("old.h5/a.h5", False, "old.h5 does not exist"),
+        pytest.param(
+            "sealed/a.h5",
+            False,
+            "sealed/a.h5: directory .*sealed is not writable",
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere"),
+        ),
+    ],
+)
+def test_impossible_outputs_are_refused(tmp_path, output, force, message):
+    (tmp_path / "old.h5").write_text("old")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sealed").mkdir(mode=0o555)
+    for attempt in (lambda p: check_output(p, force), lambda p: new_writer(p, overwrite=force)):
+        with pytest.raises(ResultsError, match=message) as error:
+            attempt(tmp_path / output)
+        assert "\n" not in str(error.value)
+    assert (tmp_path / "old.h5").read_text() == "old"
+
+
+def test_force_replaces_a_file_and_leaves_it_to_its_readers(tmp_path):
+    write_run(tmp_path / "run.h5", updates=10, epochs=1, staleness=0)
+    with open_results(tmp_path / "run.h5") as old:
+        write_run(tmp_path / "run.h5", updates=20, epochs=1, staleness=0, overwrite=True)
+        assert len(old.updates) == 10
+    with open_results(tmp_path / "run.h5") as new:
+        assert len(new.updates) == 20
+
+
+def test_default_output_never_names_an_existing_file(tmp_path):
+    now = datetime(2024, 5, 6, 7, 8, 9)
+    names = []
+    for _ in range(3):
+        names.append(default_output("a b/c", tmp_path, now))
+        names[-1].touch()
+    assert [n.name for n in names] == [f"a-b-c-20240506-070809{n}.h5" for n in ("", "-2", "-3")]
+
+
+def _foreign(path):
+    with h5py.File(path, "w") as file:
+        file["x"] = 1
+
+
+def _newer(path):
+    with h5py.File(path, "w") as file:
+        file.attrs["format_version"] = 99
+
+
+def _incomplete(path):
+    with h5py.File(path, "w") as file:
+        file.attrs["format_version"] = 1
+
+
+def _cut(path, keep=2):
+    write_run(path, updates=5000, epochs=3, staleness=1)
+    os.truncate(path, path.stat().st_size // keep)
+
+
+def _altered(path):
+    write_run(path, updates=10, epochs=1, staleness=0)
+    with h5py.File(path, "r+") as file:
+        file["weights/final"][3] = 77
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "no such result file"),
+        (lambda path: path.mkdir(), "is a directory"),
+        (lambda path: path.touch(), "not a result file of Rudra"),
+        (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
+        (_foreign, "not a result file of Rudra"),
+        (_newer, "has format version 99; this Rudra reads 1"),
+        (_incomplete, "damaged: gradients, .* missing"),
+        (_cut, "truncated"),
+        (lambda path: _cut(path, keep=10_000), "truncated|not a result file"),
+        (_altered, "damaged: the final weights do not match their checksum"),
+    ],
+)
+def test_unusable_files_are_one_line(tmp_path, make, message):
+    path = tmp_path / "run.h5"
+    make(path)
+    with pytest.raises(ResultsError, match=f"^{path}: .*{message}") as error, open_results(path) as results:
+        results.state_dict()
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_file_of_a_killed_writer_is_refused_at_once(tmp_path, child):
+    """HDF5 by itself would wait for ever until the damage goes away."""
+    writer = child("""
+        writer = new_writer(path)
+        writer.append("updates", rows(UPDATE, 1500))
+        say("flushed")
+    """)
+    writer.stdout.readline()
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(timeout=30)
+    content = bytearray((tmp_path / "run.h5").read_bytes())
+    content[100:] = bytes(len(content) - 100)
+    (tmp_path / "run.h5").write_bytes(content)
+    with pytest.raises(ResultsError, match="run.h5"), open_results(tmp_path / "run.h5") as results:
+        results.summary()
+
+
+def test_summary_of_a_run(tmp_path):
+    path = tmp_path / "run.h5"
+    with new_writer(path, initial_weights_sha256="00ff") as writer:
+        stamps = [1, 2, 3]
+        writer.append("updates", rows(UPDATE, 3, timestamp=stamps, samples=32, time_s=[0.5, 1, 1.5]))
+        writer.append("gradients", rows(GRADIENT, 6, staleness=[0, 0, 1, 3, 1, 1]))
+        described = {"epoch": [1, 2, 3], "evaluated": [1, 0, 1], "test_error": [0.5, np.nan, 0.25]}
+        writer.append("epochs", rows(EPOCH, 3, test_error_top5=np.nan, **described))
+        totals = rows(TOTALS, timestamp=3, samples=96, pushed=10, applied=6, pending=2, discarded=1, lost=1, time_s=2.0)
+        learners = rows(LEARNER, 4, learner=range(4), compute_s=1.0, wait_s=0.5)
+        writer.finish(totals, learners, WEIGHTS, _sha(WEIGHTS))
+    with open_results(path) as results:
+        summary = results.summary()
+    expected = {
+        "name": "digits",
+        "driver": "mpi",
+        "status": "finished",
+        "protocol": "softsync",
+        "n": 2,
+        "learners": 4,
+        "minibatch_size": 16,
+        "epochs": 3,
+        "updates": 3,
+        "gradients": 6,
+        "samples": 96,
+        "wall_time_s": 2.0,
+        "samples_per_s": 48.0,
+        "test_error": [0.5, None, 0.25],
+        "test_error_top5": [None, None, None],
+        "final_test_error": 0.25,
+        "mean_staleness": 1.0,
+        "max_staleness": 3,
+        "staleness_histogram": [2, 3, 0, 1],
+        "pushed": 10,
+        "applied": 6,
+        "pending": 2,
+        "discarded": 1,
+        "lost": 1,
+        "initial_weights_sha256": "00ff",
+        "weights_sha256": _sha(WEIGHTS),
+    }
+    assert {key: summary[key] for key in expected} == expected
+    shares = [summary["learner_times"][3][f"{name}_share"] for name in ("compute", "push", "wait", "pull")]
+    assert shares == [0.5, 0.0, 0.25, 0.0]
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_summary_of_a_run_that_did_nothing(tmp_path):
+    new_writer(tmp_path / "run.h5").close()
+    with open_results(tmp_path / "run.h5") as results:
+        summary = results.summary()
+    json.dumps(summary, allow_nan=False)
+    assert (summary["updates"], summary["gradients"], summary["wall_time_s"]) == (0, 0, 0.0)
+    unknown = ("final_test_error", "mean_staleness", "max_staleness", "samples_per_s", "pushed", "weights_sha256")
+    assert [summary[name] for name in unknown] == [None] * len(unknown)
+
+
+def test_weights_of_another_size_are_refused(tmp_path):
+    with pytest.raises((TypeError, ResultsError)), new_writer(tmp_path / "run.h5") as writer:
+        writer.finish(rows(TOTALS), rows(LEARNER, 4), np.ones(SIZE + 1, np.float32), "")
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.status == "failed"
+
+
+def _sha(weights):
+    import hashlib
+
+    return hashlib.sha256(weights.tobytes()).hexdigest()
+
+
+def _raise(error):
+    raise error

@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rudra.errors import DataError
+from rudra.sampling import Sampler, mix
+
+
+def test_a_pass_draws_every_sample_once_and_each_pass_differs() -> None:
+    sampler = Sampler(seed=3, stream=0, population=50)
+    passes = [sampler.indices(50 * number, 50) for number in range(4)]
+    assert all(sorted(p) == list(range(50)) for p in passes)
+    assert len({tuple(p) for p in passes}) == 4
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=6), stream=st.integers(0, 2**31), seed=st.integers(0, 2**63 - 1))
+def test_any_split_of_a_walk_gives_the_same_sequence(cuts: list[int], stream: int, seed: int) -> None:
+    whole = Sampler(seed, stream, 17).indices(5, sum(cuts))
+    sampler, parts, first = Sampler(seed, stream, 17), [], 5
+    for count in cuts:
+        parts.append((first, count))
+        first += count
+    drawn = {part: sampler.indices(*part) for part in reversed(parts)}  # out of order, as a replay may ask
+    assert whole.dtype == np.int64
+    assert [i for part in parts for i in drawn[part].tolist()] == whole.tolist()
+
+
+def test_the_walk_of_a_job_never_changes() -> None:
+    """A result file must replay with every later version."""
+    assert Sampler(7, 2, 10).indices(0, 20).tolist() == [6, 7, 8, 4, 0, 1, 5, 3, 9, 2, 8, 4, 0, 7, 6, 5, 3, 1, 2, 9]
+
+
+def test_learners_and_seeds_walk_differently() -> None:
+    walks = [tuple(Sampler(seed, stream, 100).indices(0, 100)) for seed in (0, 1) for stream in (0, 1, 2)]
+    assert len(set(walks)) == 6
+
+
+@pytest.mark.parametrize("population", [0, 2**31])
+def test_populations_that_cannot_be_drawn_from_are_refused(population: int) -> None:
+    with pytest.raises(DataError, match=f"cannot draw from {population} "):
+        Sampler(0, 0, population)
+
+
+def test_mixed_keys_are_63_bits_and_tell_every_value_and_order_apart() -> None:
+    keys = [mix(a, b, c) for a in range(8) for b in range(8) for c in (0, 1, 2**62, 2**64 - 1)]
+    keys += [mix(), mix(0), mix(0, 0)]
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= key < 2**63 for key in keys)
+    ones = np.mean([bin(key).count("1") for key in keys])
+    assert 30 < ones < 33
