@@ -39,7 +39,9 @@ class ModelTable(Table):
 
 class DataTable(Table):
     name: Any = Field("digits", description="digits, idx, cifar10, or package.module:callable giving (train, test)")
-    path: Path | None = Field(None, description="directory that holds the data files; relative to the working directory")
+    path: Path | None = Field(
+        None, description="directory that holds the data files; relative to the working directory"
+    )
     train_limit: int | None = Field(None, ge=1, description="use only the first N training samples")
     test_limit: int | None = Field(None, ge=1, description="use only the first N test samples")
     classes: int | None = Field(None, ge=2, description="number of classes, for data that does not tell it")
@@ -100,14 +102,18 @@ class TopologyTable(Table):
 
 class ClusterTable(Table):
     learners: int | None = Field(None, ge=1, description="λ; without it: 4, or what the launcher's ranks leave")
-    threads_per_rank: int | None = Field(None, ge=1, description="torch threads of a learner; default: cores / learners")
+    threads_per_rank: int | None = Field(
+        None, ge=1, description="torch threads of a learner; default: cores / learners"
+    )
     device: Literal["cpu"] = Field("cpu", description="where learners compute")
     flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, changes bits")
 
 
 class SimulationTable(Table):
     compute_s: float = Field(0.1, gt=0, description="time that a learner takes for one mini-batch")
-    jitter: float = Field(0.1, ge=0, lt=1, description="half-width of the uniform variation of compute_s, as a fraction")
+    jitter: float = Field(
+        0.1, ge=0, lt=1, description="half-width of the uniform variation of compute_s, as a fraction"
+    )
     slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
     latency_s: float = Field(1e-5, ge=0, description="of every message")
     latency_jitter_s: float = Field(0.0, ge=0, description="a random delay up to this is added to every message")
@@ -125,7 +131,9 @@ class SimulationTable(Table):
 
 
 class FaultsTable(Table):
-    non_finite_loss: Literal["stop", "warn"] = Field("stop", description="what a loss of NaN or infinity does to the run")
+    non_finite_loss: Literal["stop", "warn"] = Field(
+        "stop", description="what a loss of NaN or infinity does to the run"
+    )
     warn_after_s: float = Field(60.0, gt=0, description="a rank that waits longer says for whom and for what")
     fail_after_s: float | None = Field(None, gt=0, description="a rank that waits longer fails the run")
 

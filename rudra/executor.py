@@ -204,8 +204,13 @@ class TensorHands:
 
 
 def make_executors(
-    job: Job, plan: Plan, roles: tuple[int, ...], splits: tuple[data.Samples | None, data.Samples | None], info: data.DataInfo,
-    *, prefetch: bool,
+    job: Job,
+    plan: Plan,
+    roles: tuple[int, ...],
+    splits: tuple[data.Samples | None, data.Samples | None],
+    info: data.DataInfo,
+    *,
+    prefetch: bool,
 ) -> dict[int, Executor]:
     """Executors of some roles of one process, which share one model.
 

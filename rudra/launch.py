@@ -314,7 +314,9 @@ class _Stopper:
             yield
             return
         before = {
-            number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            number: signal.signal(number, self._stop)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
         }
         try:
             yield

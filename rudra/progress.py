@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 0.1
 _SHORTEST_BAR = 10
+_FORMAT = "{desc} {percentage:3.0f}%|{bar}| "
 
 
 class _Bar(tqdm):  # type: ignore[misc]
@@ -62,7 +63,7 @@ class Progress:
                 total=self._epochs * training_samples,
                 file=self._file,
                 ncols=self._columns,
-                bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}",
+                bar_format=_FORMAT,
                 desc=job.name,
             )
 
@@ -110,7 +111,7 @@ class Progress:
         self._drawn = now
         self._bar.n = min(self._samples, self._bar.total)
         self._bar.set_description_str(f"epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}", refresh=False)
-        self._bar.set_postfix_str(self._facts(), refresh=False)
+        self._bar.bar_format = _FORMAT + self._facts()
         self._bar.refresh()
 
     def _facts(self) -> str:
@@ -131,8 +132,8 @@ class Progress:
 
 def duration(seconds: float) -> str:
     """Seconds for people: `0.42 s`, `12.3 s`, `3:25 min`, `2:03:20 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds >= 9.995 else f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 

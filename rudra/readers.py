@@ -250,7 +250,8 @@ class _Dtype:
             raise DataError(f"its pickle holds an array of {self.dtype}, and only numbers are allowed")
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.dtype = self.dtype.newbyteorder(_text(state[1]))
+        order: Any = _text(state[1])
+        self.dtype = self.dtype.newbyteorder(order)
 
 
 class _Array:

@@ -36,11 +36,14 @@ class Recorder:
 
     def record(self, action: Record) -> None:
         self._writer.append(action.table, action.rows)
-        self._writer.flush()
         if action.table == "updates":
             self._progress.updates(action.rows)
         elif action.table == "epochs":
             self._progress.epochs(action.rows)
+
+    def idle(self) -> None:
+        """Lets rows that wait reach the file; to be called when there is nothing else to do."""
+        self._writer.flush()
 
     def finish(self, role: int, action: Finish) -> None:
         weights = self._weights(role, action.weights)
@@ -76,9 +79,7 @@ def make_writer(
     )
 
 
-def attributes(
-    job: Job, *, driver: str, training_samples: int, classes: int, **extra: Any
-) -> dict[str, Any]:
+def attributes(job: Job, *, driver: str, training_samples: int, classes: int, **extra: Any) -> dict[str, Any]:
     """What the result file says of the run as a whole.
 
     Args:

@@ -35,7 +35,6 @@ import ctypes
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,24 +235,16 @@ class Results:
 
 def _open(path: Path) -> tuple[h5py.File, bool]:
     """Opens for reading; the second value says that no writer has closed the file."""
-    for attempt in range(5):
-        try:
-            return h5py.File(path, "r", locking="best-effort"), False
-        except FileNotFoundError:
-            raise ResultsError(f"{path}: no such result file") from None
-        except OSError as error:
-            reason = reason_of(error)
-        if "truncated" not in reason:
-            break
-        time.sleep(0.01 * attempt)  # a writer makes a file longer between two looks at it
-    if path.is_dir() or not os.access(path, os.R_OK):
-        raise ResultsError(f"{path}: is a directory or not readable")
-    if "truncated" in reason:
-        raise ResultsError(f"{path}: truncated: part of the file is missing")
-    if "signature" in reason:
-        raise ResultsError(f"{path}: not a result file of Rudra")
     try:
-        return _open_swmr(path), True
+        with path.open("rb") as file:
+            head = file.read(12)
+        if len(head) < 12 or not head.startswith(b"\x89HDF\r\n\x1a\n"):
+            raise ResultsError(f"{path}: not a result file of Rudra")
+        if head[8] >= 3 and head[11] & 1:  # HDF5's own mark, set from a file's creation until it is closed
+            return _open_swmr(path), True
+        return h5py.File(path, "r", locking="best-effort"), False
+    except FileNotFoundError:
+        raise ResultsError(f"{path}: no such result file") from None
     except OSError as error:
         raise ResultsError(f"{path}: cannot read: {reason_of(error)}") from None
 

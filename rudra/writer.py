@@ -112,27 +112,21 @@ class ResultsWriter:
         self._written = dict.fromkeys(DATASETS, 0)
         self._state = np.zeros(1, STATE)
         self._state["status"] = b"running"
-        self._broken = False
-        with self._writing():
+        try:
             if overwrite:
                 path.unlink(missing_ok=True)
             self._file = h5py.File(path, "x", libver="latest", locking="best-effort")
-            self._create(attributes, layout, size, learners)
-            self._file.swmr_mode = True
-            self._flush(time.monotonic())
-
-    def _create(self, attributes: Mapping[str, Any], layout: Sequence[EntryLike], size: int, learners: int) -> None:
-        for name, value in {"format_version": FORMAT_VERSION, **attributes}.items():
-            if value is not None:
-                self._file.attrs.create(name, _encoded(value))
-        tables = [(name, dtype, _CHUNK_ROWS) for name, dtype in GROWING.items()]
-        for name, dtype, chunk in [*tables, ("learners", LEARNER, learners), ("totals", TOTALS, 1)]:
-            self._file.create_dataset(name, (0,), dtype, chunks=(chunk,), maxshape=(None,))
-        self._file.create_dataset("state", data=self._state, chunks=(1,), maxshape=(None,))
-        # Only chunked data sets that could grow may be written in SWMR mode; their chunks take no space before.
-        chunks = (max(1, min(size, _CHUNK_WEIGHTS)),)
-        self._file.create_dataset("weights/final", (size,), "<f4", chunks=chunks, maxshape=(None,), fillvalue=np.nan)
-        self._file.create_dataset("weights/layout", data=_layout_rows(layout))
+        except OSError as error:
+            raise ResultsError(f"{path}: cannot create: {reason_of(error)}") from None
+        try:
+            with self._writing():
+                # All stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
+                self._datasets = _create(self._file, attributes, layout, size, learners)
+                self._file.swmr_mode = True
+                self._flush(time.monotonic())
+        except ResultsError:
+            path.unlink(missing_ok=True)
+            raise
 
     def append(self, kind: Kind, rows: Rows) -> None:
         """Takes a copy of rows of `GROWING[kind]`, shape (rows,), and flushes if it is time."""
@@ -166,15 +160,15 @@ class ResultsWriter:
         """
         with self._writing():
             self._flush(time.monotonic())
-            self._file["weights/final"][...] = weights
-            self._file.flush()  # the digest declares the weights valid, so it must not be in the file before them
+            self._datasets["weights/final"][...] = weights
+            self._flush(time.monotonic())  # before the digest, which declares the weights valid
         self._state["weights_sha256"] = sha256.encode()
         self._end("finished", "", totals, learners)
 
     def fail(self, status: Status, reason: str, totals: Rows | None = None, learners: Rows | None = None) -> None:
         """Writes all rows there are, and why the run ended early, and closes the file.
 
-        Does nothing if the file is closed already, and does not complain again if it could not be written before.
+        Does nothing if the file is closed already, be it because it could not be written.
         """
         if self._file:
             self._end(status, reason, totals, learners)
@@ -198,20 +192,14 @@ class ResultsWriter:
 
     def _end(self, status: Status, reason: str, totals: Rows | None, learners: Rows | None) -> None:
         self._state["status"], self._state["reason"] = status.encode(), reason.encode()
-        known = self._broken
-        try:
-            with self._writing():
-                if learners is not None:
-                    self._extend("learners", learners)
-                if totals is not None:
-                    self._extend("totals", np.atleast_1d(totals))
-                self._flush(time.monotonic())
+        with self._writing():
+            if learners is not None:
+                self._extend("learners", learners)
+            if totals is not None:
+                self._extend("totals", np.atleast_1d(totals))
+            self._flush(time.monotonic())
+            if self._file:
                 self._file.close()
-        except ResultsError:
-            with suppress(Exception):  # closing again what cannot be written tells nothing new
-                self._file.close()
-            if not known:
-                raise
 
     def _flush(self, now: float) -> None:
         for kind, pending in self._pending.items():
@@ -219,27 +207,60 @@ class ResultsWriter:
                 self._extend(kind, np.frombuffer(pending, GROWING[kind]))
                 self._pending[kind] = bytearray()
         self._state["flushed_s"] = time.time()
-        self._file["state"][...] = self._state
-        self._file.flush()
+        state = self._datasets["state"]
+        state[...] = self._state
+        state.file.flush()
         self._flushed_at = now
 
     def _extend(self, name: str, rows: Rows) -> None:
         # Counted here, not taken from the file: an interrupted attempt is repeated at the same place.
         start, end = self._written[name], self._written[name] + len(rows)
-        dataset = self._file[name]
+        dataset = self._datasets[name]
         dataset.resize((end,))
         dataset[start:end] = rows
         self._written[name] = end
+
+    def _abandon(self) -> None:
+        """Leaves the file as it is on the disk, like that of a killed writer.
+
+        HDF5 would try to write what it still holds whenever it is touched, and crash; so let it write into the void.
+        """
+        if self._file:
+            void = os.open(os.devnull, os.O_RDWR)
+            os.dup2(void, self._file.id.get_vfd_handle())
+            os.close(void)
+            with suppress(Exception):
+                self._file.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:
-            self._broken = True
+            self._abandon()
             failure = ResultsError(f"{self.path}: cannot write: {reason_of(error)}")
             failure.exit_code = 1  # the run's failure, not the user's mistake
             raise failure from None
+
+
+def _create(
+    file: h5py.File, attributes: Mapping[str, Any], layout: Sequence[EntryLike], size: int, learners: int
+) -> dict[str, h5py.Dataset]:
+    """Makes everything that the file will ever have; the data sets are open."""
+    for name, value in {"format_version": FORMAT_VERSION, **attributes}.items():
+        if value is not None:
+            file.attrs.create(name, _encoded(value))
+    tables = [(name, dtype, _CHUNK_ROWS) for name, dtype in GROWING.items()]
+    made = {
+        name: file.create_dataset(name, (0,), dtype, chunks=(chunk,), maxshape=(None,))
+        for name, dtype, chunk in [*tables, ("learners", LEARNER, learners), ("totals", TOTALS, 1)]
+    }
+    made["state"] = file.create_dataset("state", (1,), STATE, chunks=(1,), maxshape=(None,))
+    # Only chunked data sets that could grow may be written in SWMR mode; their chunks take no space before.
+    chunks = (max(1, min(size, _CHUNK_WEIGHTS)),)
+    final = file.create_dataset("weights/final", (size,), "<f4", chunks=chunks, maxshape=(None,), fillvalue=np.nan)
+    tensors = file.create_dataset("weights/layout", data=_layout_rows(layout))
+    return {**made, "weights/final": final, "weights/layout": tensors}
 
 
 def _layout_rows(layout: Sequence[EntryLike]) -> Rows:

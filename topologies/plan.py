@@ -95,7 +95,9 @@ def load(name: str | Any, options: Mapping[str, Any] | None = None) -> Topology:
     source = name
     if isinstance(name, str):
         if name not in shipped():
-            raise ValueError(f"[topology] name: '{name}' is unknown; valid: {', '.join(shipped())} or package.module:object")
+            raise ValueError(
+                f"[topology] name: '{name}' is unknown; valid: {', '.join(shipped())} or package.module:object"
+            )
         source = importlib.import_module(f"topologies.{name}")
     text = name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
     for function in ("plan", "learners_for"):

@@ -21,7 +21,21 @@ import numpy as np
 
 from rudra import records
 from rudra.config import FaultsTable, ResultsTable
-from rudra.events import Action, Compute, Computed, Fail, Halt, Hash, Hashed, Receive, Received, Send, Sent, Started, Warn
+from rudra.events import (
+    Action,
+    Compute,
+    Computed,
+    Fail,
+    Halt,
+    Hash,
+    Hashed,
+    Receive,
+    Received,
+    Send,
+    Sent,
+    Started,
+    Warn,
+)
 from rudra.messages import Kind, Message
 from rudra.roles.machine import Machine, Outbox
 from topologies import Plan

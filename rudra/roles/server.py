@@ -266,9 +266,7 @@ class ParameterServer(Machine):
         self._epoch_samples += samples
         self._ended = now
         time_s = now - self._began
-        self._outbox.add(
-            Kind.UPDATES, (self.timestamp, self.epoch, len(rows), samples, rate, mean_staleness, time_s)
-        )
+        self._outbox.add(Kind.UPDATES, (self.timestamp, self.epoch, len(rows), samples, rate, mean_staleness, time_s))
         self._free.append(self._accumulator)
         self._accumulator, self._pending, self._units = None, [], 0.0
         while self.state is State.TRAINING and self.samples >= (self.epoch + 1) * self.training_samples:

@@ -43,7 +43,7 @@ except RudraError as error:
 """
 
 
-def start(directory: Path, body: str, **options: object) -> subprocess.Popen[bytes]:
+def start(directory: Path, body: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Launches three ranks that run `body`, from a script as a user would write it."""
     script = directory / "script.py"
     script.write_text(SCRIPT.format(root=str(ROOT), body=textwrap.indent(body, " " * 4), roles=ROLES))
@@ -53,7 +53,7 @@ def start(directory: Path, body: str, **options: object) -> subprocess.Popen[byt
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
-        **options,  # type: ignore[call-overload]
+        env=env,
     )
 
 
@@ -92,7 +92,7 @@ def gone(pids: list[int], within_s: float = 8.0) -> bool:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -147,6 +147,7 @@ if rank == 0:
 def test_an_interrupt_reaches_every_rank_and_ends_the_run(tmp_path: Path, number: int, results: bool) -> None:
     body = f"""
 try:
+    comm.Barrier()  # from here on all of them are inside
     if rank == 0: print("computing", file=sys.stderr)
     time.sleep(60)
 except KeyboardInterrupt:

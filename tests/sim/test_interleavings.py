@@ -56,7 +56,7 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(cluster: tuple[Any, 
     assert (updates["gradients"] == run.make_protocol().gradients_per_update).all()
     assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
     assert (gradients["staleness"] >= 0).all()
-    mean = np.bincount(gradients["update"], gradients["staleness"]) [1:] / updates["gradients"]
+    mean = np.bincount(gradients["update"], gradients["staleness"])[1:] / updates["gradients"]
     assert np.allclose(mean, updates["mean_staleness"])
     # The last update is the first that completes the last epoch.
     needed = run.training.epochs * training_samples

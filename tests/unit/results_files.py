@@ -1,5 +1,6 @@
 """Result files with made-up contents, for the tests of what writes and reads them."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.config import Job
-from rudra.flat import sha256
 from rudra.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.results import LayoutEntry, ResultsWriter
 
@@ -19,6 +19,10 @@ LAYOUT = (
 )
 SIZE = 23
 WEIGHTS = np.arange(SIZE, dtype=np.float32)
+
+
+def sha256(weights: NDArray[np.float32]) -> str:
+    return hashlib.sha256(weights.tobytes()).hexdigest()
 
 
 def new_writer(path: Path, *, flush_s: float = 0.0, **extra: Any) -> ResultsWriter:
@@ -53,7 +57,8 @@ def write_run(path: Path, *, updates: int, epochs: int, staleness: int, finish: 
         last = times[updates * np.arange(1, epochs + 1) // max(1, epochs) - 1] if epochs else 0
         number = np.arange(epochs) + 1
         error = 0.02 + 0.8 / (number + staleness) + random.uniform(0, 0.02, epochs)
-        described = {"epoch": number, "evaluated": 1, "test_error": error, "train_error": 0.9 * error, "train_loss": 2.5 * error}
+        described = {"epoch": number, "evaluated": 1, "test_error": error, "train_error": 0.9 * error}
+        described["train_loss"] = 2.5 * error
         writer.append("epochs", rows(EPOCH, epochs, **described, time_s=last, mean_staleness=staleness))
         if finish:
             totals = rows(TOTALS, timestamp=updates, samples=32 * updates, pushed=2 * updates + 3, applied=2 * updates)

@@ -129,6 +129,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.mpi
 def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)

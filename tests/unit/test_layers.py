@@ -28,6 +28,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/mpi.py": LEARNING | {"mpi4py"},
     "rudra/worker.py": CORE | {"mpi4py"},
     "rudra/results.py": CORE | {"h5py"},
+    "rudra/writer.py": CORE | {"h5py"},
     "rudra/analysis.py": CORE | {"h5py", "matplotlib", "pandas"},
     "rudra/bench": LEARNING | {"mpi4py", "h5py"},
     "rudra/doctor.py": LEARNING | {"h5py"},

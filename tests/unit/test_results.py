@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from rudra.errors import ResultsError
 from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, TOTALS, UPDATE
 from rudra.results import check_output, default_output, open_results
-from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, write_run
+from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 
 CHILD = """
 import sys
@@ -58,10 +59,15 @@ def child(request, tmp_path):
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "run.h5"
     with new_writer(path, seed=7, missing=None) as writer:
-        for kind, dtype in (("gradients", GRADIENT), ("updates", UPDATE), ("minibatches", MINIBATCH), ("epochs", EPOCH)):
+        for kind, dtype in (
+            ("gradients", GRADIENT),
+            ("updates", UPDATE),
+            ("minibatches", MINIBATCH),
+            ("epochs", EPOCH),
+        ):
             writer.append(kind, rows(dtype, 3, time_s=0.5) if "time_s" in dtype.names else rows(dtype, 3))
             writer.append(kind, rows(dtype, 1, samples=9))
-        writer.finish(rows(TOTALS, pushed=5)[0], rows(LEARNER, 4, learner=range(4)), WEIGHTS, _sha(WEIGHTS))
+        writer.finish(rows(TOTALS, pushed=5)[0], rows(LEARNER, 4, learner=range(4)), WEIGHTS, sha256(WEIGHTS))
     with open_results(path) as results:
         assert not results.live
         assert results.status == "finished"
@@ -139,17 +145,9 @@ def test_rows_are_flushed_after_flush_s(tmp_path):
     ],
 )
 def test_a_run_without_an_end_keeps_its_rows_and_says_why(tmp_path, leave, status, reason):
-    def run():
-        with new_writer(tmp_path / "run.h5", flush_s=60) as writer:
-            writer.append("updates", rows(UPDATE, 3))
-            leave(writer)
-
-    if status == "failed" and "zero" in reason:
-        pytest.raises(ZeroDivisionError, run)
-    elif reason == "KeyboardInterrupt":
-        pytest.raises(KeyboardInterrupt, run)
-    else:
-        run()
+    with suppress(ZeroDivisionError, KeyboardInterrupt), new_writer(tmp_path / "run.h5", flush_s=60) as writer:
+        writer.append("updates", rows(UPDATE, 3))
+        leave(writer)
     with open_results(tmp_path / "run.h5") as results:
         assert results.status == status
         assert results.state["reason"].startswith(reason)
@@ -161,7 +159,7 @@ def test_a_run_without_an_end_keeps_its_rows_and_says_why(tmp_path, leave, statu
 
 def test_fail_after_the_end_changes_nothing(tmp_path):
     with new_writer(tmp_path / "run.h5") as writer:
-        writer.finish(rows(TOTALS), rows(LEARNER, 4), WEIGHTS, _sha(WEIGHTS))
+        writer.finish(rows(TOTALS), rows(LEARNER, 4), WEIGHTS, sha256(WEIGHTS))
         writer.fail("failed", "too late")
     with open_results(tmp_path / "run.h5") as results:
         assert results.status == "finished"
@@ -173,7 +171,7 @@ def test_weights_take_no_space_before_the_end(tmp_path):
     writer.flush(force=True)
     assert (tmp_path / "run.h5").stat().st_size < 100_000
     assert np.isnan(writer._file["weights/final"][[0, -1]]).all()
-    writer.finish(rows(TOTALS), rows(LEARNER, 4), np.ones(size, np.float32), _sha(np.ones(size, np.float32)))
+    writer.finish(rows(TOTALS), rows(LEARNER, 4), np.ones(size, np.float32), sha256(np.ones(size, np.float32)))
     with open_results(tmp_path / "run.h5") as results:
         assert results.weights.sum() == size
     assert (tmp_path / "run.h5").stat().st_size < 4 * size + 5_000_000
@@ -284,23 +282,22 @@ def test_a_full_disk_is_one_line(tmp_path, child, room):
         ("nowhere/a.h5", False, "nowhere/a.h5: directory .*nowhere does not exist"),
         ("sub", True, "sub: is a directory"),
         ("old.h5/a.h5", False, "old.h5 does not exist"),
-        pytest.param(
-            "sealed/a.h5",
-            False,
-            "sealed/a.h5: directory .*sealed is not writable",
-            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere"),
-        ),
     ],
 )
 def test_impossible_outputs_are_refused(tmp_path, output, force, message):
     (tmp_path / "old.h5").write_text("old")
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sealed").mkdir(mode=0o555)
     for attempt in (lambda p: check_output(p, force), lambda p: new_writer(p, overwrite=force)):
         with pytest.raises(ResultsError, match=message) as error:
             attempt(tmp_path / output)
         assert "\n" not in str(error.value)
     assert (tmp_path / "old.h5").read_text() == "old"
+
+
+def test_a_directory_that_takes_no_files_is_refused():
+    """Not even from root, whom permissions do not stop."""
+    with pytest.raises(ResultsError, match=r"/proc/run.h5: (directory /proc is not writable|cannot create: )"):
+        new_writer(Path("/proc/run.h5"))
 
 
 def test_force_replaces_a_file_and_leaves_it_to_its_readers(tmp_path):
@@ -351,8 +348,9 @@ def _altered(path):
     ("make", "message"),
     [
         (lambda path: None, "no such result file"),
-        (lambda path: path.mkdir(), "is a directory"),
+        (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.touch(), "not a result file of Rudra"),
+        (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
         (_newer, "has format version 99; this Rudra reads 1"),
@@ -383,7 +381,7 @@ def test_a_damaged_file_of_a_killed_writer_is_refused_at_once(tmp_path, child):
     content = bytearray((tmp_path / "run.h5").read_bytes())
     content[100:] = bytes(len(content) - 100)
     (tmp_path / "run.h5").write_bytes(content)
-    with pytest.raises(ResultsError, match="run.h5"), open_results(tmp_path / "run.h5") as results:
+    with pytest.raises(ResultsError, match=r"run\.h5: "), open_results(tmp_path / "run.h5") as results:
         results.summary()
 
 
@@ -397,7 +395,7 @@ def test_summary_of_a_run(tmp_path):
         writer.append("epochs", rows(EPOCH, 3, test_error_top5=np.nan, **described))
         totals = rows(TOTALS, timestamp=3, samples=96, pushed=10, applied=6, pending=2, discarded=1, lost=1, time_s=2.0)
         learners = rows(LEARNER, 4, learner=range(4), compute_s=1.0, wait_s=0.5)
-        writer.finish(totals, learners, WEIGHTS, _sha(WEIGHTS))
+        writer.finish(totals, learners, WEIGHTS, sha256(WEIGHTS))
     with open_results(path) as results:
         summary = results.summary()
     expected = {
@@ -426,7 +424,7 @@ def test_summary_of_a_run(tmp_path):
         "discarded": 1,
         "lost": 1,
         "initial_weights_sha256": "00ff",
-        "weights_sha256": _sha(WEIGHTS),
+        "weights_sha256": sha256(WEIGHTS),
     }
     assert {key: summary[key] for key in expected} == expected
     shares = [summary["learner_times"][3][f"{name}_share"] for name in ("compute", "push", "wait", "pull")]
@@ -449,12 +447,6 @@ def test_weights_of_another_size_are_refused(tmp_path):
         writer.finish(rows(TOTALS), rows(LEARNER, 4), np.ones(SIZE + 1, np.float32), "")
     with open_results(tmp_path / "run.h5") as results:
         assert results.status == "failed"
-
-
-def _sha(weights):
-    import hashlib
-
-    return hashlib.sha256(weights.tobytes()).hexdigest()
 
 
 def _raise(error):

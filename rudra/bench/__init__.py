@@ -1,0 +1,75 @@
+"""Benchmarks of Rudra itself: each beside its alternative in one run, as ratios, with the physical bound."""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from rudra.bench.report import Report
+from rudra.config import cores
+
+BENCHMARKS = {  # name -> what it compares, and the goal
+    "overhead": (
+        "Rudra's own time per step at one learner, against a plain torch loop",
+        "<= 3 % of the step at μ = 16",
+    ),
+    "ddp": ("hardsync through the server, against torch DDP on gloo", ">= 1.0 times its steps/s at μ = 4, 16, 64"),
+    "pingpong": ("push and pull of a 289 MB model, against raw MPI ping-pong", ">= 0.9 of its bandwidth"),
+    "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),
+    "memory": ("peak memory of learner and server, in model sizes", "learner <= 4; server <= 4, +1 with a snapshot"),
+    "evaluation": ("samples/s with the tests of each epoch's weights on and off", "no goal"),
+    "simulator": ("a simulation, against its bare gradients", "no goal"),
+}
+
+DESCRIPTION = """\
+Measures Rudra against what torch, MPI and memory give on this machine, in one run, as ratios.
+
+The machine should have nothing else to do: compared things take turns, and each ratio is the
+median over the turns, with the smallest and the largest behind it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmarks that the command line names.
+
+    Args:
+        argv: arguments after `rudra bench`.
+
+    Returns:
+        0 whether goals are reached or not; a benchmark that cannot run raises.
+
+    Raises:
+        RudraError: it failed.
+    """
+    listing = [f"  {name:12}{what}\n{'':14}goal: {goal}" for name, (what, goal) in BENCHMARKS.items()]
+    listed = "benchmarks:\n" + "\n".join(listing)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("rudra bench", description=DESCRIPTION, epilog=listed, formatter_class=raw)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which to run; without one they are listed")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that it works, not how fast")
+    parser.add_argument("--json", action="store_true", help="one JSON object per benchmark and line, for scripts")
+    arguments = parser.parse_args(argv)
+    for name in arguments.names:
+        if name not in BENCHMARKS:
+            parser.error(f"no benchmark '{name}'; valid: {', '.join(BENCHMARKS)}")
+    if not arguments.names:
+        print(listed)
+    for name in arguments.names:
+        load = os.getloadavg()[0]
+        if load > 0.3 * cores() and not arguments.quick:
+            print(f"rudra: warning: the machine is busy (load {load:.1f}); figures may be off", file=sys.stderr)
+        report: Report = importlib.import_module(f"rudra.bench.{name}").run(quick=arguments.quick)
+        if arguments.json:
+            print(json.dumps({"benchmark": name, "quick": arguments.quick, **_machine(load), **report.as_dict()}))
+        else:
+            print(f"{name}: {BENCHMARKS[name][0]}\n\n{report.as_text()}\n", flush=True)
+    return 0
+
+
+def _machine(load: float) -> dict[str, Any]:
+    versions = {f"{name}_version": metadata.version(name) for name in ("torch", "numpy", "mpi4py")}
+    return {"cores": cores(), "load": load, "processor": platform.processor() or platform.machine(), **versions}

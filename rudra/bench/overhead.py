@@ -1,0 +1,136 @@
+"""Rudra's own time per step: what is left when torch's, the transfers' and the update's are taken off."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rudra import models
+from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, lenet_job, on_ranks, rest, step_s, train, write_images
+from rudra.bench.report import Goal, Report, spread
+from rudra.config import Job
+from rudra.flat import FlatModel
+from rudra.optim import UpdateRule
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+STEPS = {4: 120, 16: 60, 64: 24}
+PARTS = ("torch", "transfer", "update")
+GOAL_AT = 16
+TAG = 7
+
+
+def run(*, quick: bool) -> Report:
+    """Measures on a server, a statistics server and one learner, async, one torch thread each."""
+    steps = {GOAL_AT: 8} if quick else STEPS
+    _, _, learner = on_ranks(measure, steps=steps, rounds=1 if quick else 15)
+    taken = {size: {name: np.array(learner[str(size)][name]) for name in learner[str(size)]} for size in steps}
+    own = {size: t["step"] - sum(t[part] for part in PARTS) for size, t in taken.items()}
+    report = Report(["milliseconds per step", *(f"μ = {size}" for size in steps)])
+
+    def row(name: str, key: str) -> None:
+        report.rows.append((name, *(str(spread(taken[size][key] * 1e3)) for size in steps)))
+
+    row("Rudra's step", "step")
+    row("- forward and backward (plain torch)", "torch")
+    row("- transfers (raw ping-pong)", "transfer")
+    row("- update (optimiser alone)", "update")
+    report.rows.append(("= Rudra's own", *(spread(own[size] * 1e3) for size in steps)))
+    shares = {size: spread(own[size] / taken[size]["step"] * 100) for size in steps}
+    report.rows.append(("  percent of the step", *(shares[size] for size in steps)))
+    for name in ("compute", "push", "wait", "pull"):
+        row(f"learner: {name}", name)
+    row("the same step by hand (bare MPI calls)", "bare")
+    row("plain torch loop, with update", "plain")
+    report.goals = [Goal(f"own time <= 3 % of the step at μ = {GOAL_AT}", [shares[GOAL_AT].median], at_most=3.0)]
+    return report
+
+
+def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: int) -> dict[str, Any]:
+    """Takes all parts in turns; on the learner: size -> name -> seconds, one for each round."""
+    if comm.rank == SERVER:
+        write_images(directory)
+    rest(comm)
+    figures: dict[str, Any] = {}
+    for size, count in steps.items():
+        job = lenet_job(directory, "async", 1, size, count)
+        step = _Step(comm, job)
+        for turn in range(rounds + 1):
+            taken = _turn(comm, directory / "run.h5", job, step, count)
+            if turn:  # the first one warms up
+                for name, value in taken.items():
+                    figures.setdefault(str(size), {}).setdefault(name, []).append(value)
+    return figures
+
+
+def _turn(comm: "MPI.Comm", path: Path, job: Job, step: "_Step", steps: int) -> dict[str, float]:
+    with train(job, path) as results:
+        taken = {"step": step_s(results.minibatches["time_s"])}
+        account = results.learners[0]
+    taken |= {name: float(account[f"{name}_s"]) / steps for name in ("compute", "push", "wait", "pull")}
+    rest(comm)
+    if comm.rank == LEARNER:
+        step.plain.run(2)
+        taken["plain"], taken["torch"] = step.plain.run(steps)
+    rest(comm)
+    taken["transfer"] = step.transfers(50)
+    rest(comm)
+    update_s = step.updates(50) if comm.rank == SERVER else 0.0
+    rest(comm)
+    taken["update"] = comm.bcast(update_s, SERVER)
+    taken["bare"] = step.by_hand(steps)
+    rest(comm)
+    return taken
+
+
+class _Step:
+    """The parts of a step without Rudra's roles and driver, between the ranks of the server and the learner."""
+
+    def __init__(self, comm: "MPI.Comm", job: Job) -> None:
+        self._comm = comm
+        self._flat = FlatModel(models.lenet((1, 28, 28), 10))
+        self._weights, self._gradient = (torch.full((self._flat.size,), 0.0) for _ in range(2))
+        self._flat.read_into(self._weights)
+        self._rule = UpdateRule(job.optimizer, self._weights)
+        self._rule.prepare()
+        size = job.training.minibatch_size
+        self._batch = torch.randn(size, 1, 28, 28), torch.randint(10, (size,))
+        self.plain = PlainLoop(size)
+
+    def transfers(self, count: int) -> float:
+        """Seconds for a gradient there and weights back."""
+        self._exchange(lambda: None, lambda: None, 2)
+        return self._exchange(lambda: None, lambda: None, count)
+
+    def updates(self, count: int) -> float:
+        self._rule.step(self._gradient, 1e-9)
+        began = time.perf_counter()
+        for _ in range(count):
+            self._rule.step(self._gradient, 1e-9)
+        return (time.perf_counter() - began) / count
+
+    def by_hand(self, steps: int) -> float:
+        """Seconds per step of gradient, push, update, pull, with blocking calls."""
+
+        def compute() -> None:
+            self._flat.bind(self._weights)
+            self._flat.gradient(*self._batch, self._gradient, 0)
+
+        return self._exchange(compute, lambda: self._rule.step(self._gradient, 1e-9), steps)
+
+    def _exchange(self, before: Any, between: Any, count: int) -> float:
+        gradient, weights = self._gradient.numpy(), self._weights.numpy()
+        began = time.perf_counter()
+        for _ in range(count):
+            if self._comm.rank == LEARNER:
+                before()
+                self._comm.Send(gradient, SERVER, TAG)
+                self._comm.Recv(weights, SERVER, TAG)
+            elif self._comm.rank == SERVER:
+                self._comm.Recv(gradient, LEARNER, TAG)
+                between()
+                self._comm.Send(weights, LEARNER, TAG)
+        return (time.perf_counter() - began) / count

@@ -1,0 +1,157 @@
+"""Measuring on real ranks: starting them, what all of them do, and the plain torch loop to compare with."""
+
+import json
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from rudra import models
+from rudra.config import Job
+from rudra.errors import RunError
+from rudra.launch import launch
+from rudra.results import Results, open_results
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SERVER, STATISTICS, LEARNER = 0, 1, 2  # world ranks in topology base
+IMAGES = 4096
+RATE, MOMENTUM = 0.001, 0.9
+
+Measure = Callable[..., dict[str, Any]]
+
+
+def on_ranks(measure: Measure, learners: int = 1, **arguments: Any) -> list[dict[str, Any]]:
+    """Calls `measure(comm, directory, **arguments)` on the ranks of topology base.
+
+    Args:
+        measure: a function of a module; the directory is shared by the ranks and exists until all have ended.
+        learners: there are two ranks more.
+        arguments: keyword arguments, for all ranks the same.
+
+    Returns:
+        What each rank returned, by rank; it must fit into JSON.
+
+    Raises:
+        RunError: a rank failed; it has said why.
+    """
+    roles = ["parameter server", "statistics server", *(f"learner {i}" for i in range(learners))]
+    with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
+        directory = Path(name)
+        payload = partial(_rank, measure, directory, arguments)
+        if launch(Job(name="bench"), directory / "bench", roles=roles, payload=payload, quiet=True):
+            raise RunError("the benchmark failed on its ranks")
+        results: list[dict[str, Any]] = json.loads((directory / "figures.json").read_text())
+        return results
+
+
+def _rank(measure: Measure, directory: Path, arguments: dict[str, Any]) -> int:
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    try:
+        figures = measure(comm, directory, **arguments)
+        rest(comm)
+        gathered = comm.gather(figures)
+        if gathered is not None:
+            (directory / "figures.json").write_text(json.dumps(gathered))
+    except BaseException:  # the others wait for this rank
+        print(f"rudra: rank {comm.rank} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        comm.Abort(1)
+    return 0
+
+
+def rest(comm: "MPI.Comm") -> None:
+    """Waits for all ranks, and leaves the core to those that measure meanwhile."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
+def train(job: Job, path: Path) -> Results:
+    """Takes this rank's part in a run; returns its results, open, on every rank."""
+    from rudra.mpi import run_ranks
+
+    code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True)
+    if code:
+        raise RunError(f"the run ended with exit code {code}")
+    return open_results(path)
+
+
+def step_s(time_s: NDArray[np.float64]) -> float:
+    """Mean time between steps that ended at these times; the first, which warms caches up, does not count."""
+    return float((time_s[-1] - time_s[1]) / (len(time_s) - 2))
+
+
+def write_images(directory: Path, samples: int = IMAGES) -> None:
+    """A data set of noise in the form and size of (Fashion-)MNIST, which any machine has."""
+    generator = np.random.default_rng(0)
+    for prefix, count in (("train", samples), ("t10k", 16)):
+        images = generator.integers(0, 256, (count, 28, 28), np.uint8)
+        labels = generator.integers(0, 10, count).astype(np.uint8)
+        (directory / f"{prefix}-images-idx3-ubyte").write_bytes(
+            struct.pack(">4i", 2051, *images.shape) + images.tobytes()
+        )
+        (directory / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels.tobytes())
+
+
+def lenet_job(directory: Path, protocol: str, learners: int, minibatch_size: int, steps: int) -> Job:
+    """One epoch of that many steps, without tests, on one torch thread."""
+    return Job(
+        name="bench",
+        model={"name": "lenet"},
+        data={"name": "idx", "path": directory, "train_limit": learners * minibatch_size * steps},
+        training={"epochs": 1, "minibatch_size": minibatch_size, "evaluate": False},
+        optimizer={"name": "sgd", "learning_rate": RATE, "momentum": MOMENTUM},
+        protocol={"name": protocol, "modulation": "none"},
+        cluster={"learners": learners, "threads_per_rank": 1},
+    )
+
+
+class PlainLoop:
+    """Lenet trained by a few lines of torch: mini-batches by index from memory, fused SGD with momentum.
+
+    Args:
+        minibatch_size: μ.
+        wrap: what makes the module that computes, from the model; DDP for example.
+    """
+
+    def __init__(self, minibatch_size: int, wrap: Callable[[torch.nn.Module], torch.nn.Module] | None = None) -> None:
+        model = models.lenet((1, 28, 28), 10)
+        self._model = model if wrap is None else wrap(model)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
+        generator = torch.Generator().manual_seed(0)
+        self._inputs = torch.randn(IMAGES, 1, 28, 28, generator=generator)
+        self._labels = torch.randint(10, (IMAGES,), generator=generator)
+        self._order = torch.randperm(IMAGES, generator=generator)
+        self._minibatch_size = minibatch_size
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Trains.
+
+        Returns:
+            Seconds per step of the whole loop, and of forward and backward alone.
+        """
+        torch_s = 0.0
+        began = time.perf_counter()
+        for step in range(steps):
+            first = step * self._minibatch_size % (IMAGES - self._minibatch_size)
+            chosen = self._order[first : first + self._minibatch_size]
+            inputs, labels = self._inputs[chosen], self._labels[chosen]
+            since = time.perf_counter()
+            functional.cross_entropy(self._model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            torch_s += time.perf_counter() - since
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return (time.perf_counter() - began) / steps, torch_s / steps

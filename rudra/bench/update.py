@@ -1,0 +1,91 @@
+"""The server's update of a large model against the time in which memory can move what it must."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from rudra import models
+from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.config import Job, cores
+from rudra.data import DataInfo
+from rudra.events import Accumulate, Update
+from rudra.executor import ServerExecutor
+from rudra.flat import FlatModel
+
+INFO = DataInfo("bench", 1, 1, (3, 224, 224), 1000)
+ADD = 3  # vectors that `a += b` moves: it reads two and writes one over one of these
+SGD, ADAM = 5, 7  # reads gradient, state and weights, and writes the last two back
+
+
+def run(*, quick: bool) -> Report:
+    """Measures in this process, with one thread and with all."""
+    options = {"width": 64} if quick else {}
+    flat = FlatModel(models.build(Job(model={"name": "alexnet", "options": options}).model, INFO, 0))
+    threads = torch.get_num_threads()
+    report = Report(["update", "threads", "ms", "GB/s", "bound, GB/s", "of the bound"])
+    medians = []
+    try:
+        for count in sorted({1, cores()}):
+            torch.set_num_threads(count)
+            for name, momentum, vectors in (("sgd", 0.9, SGD), ("adam", 0.0, ADAM)):
+                job = Job(optimizer={"name": name, "momentum": momentum})
+                rows = _rows(ServerExecutor(job, flat, 1), name, vectors)
+                for what, function, moved in rows:
+                    medians.append(_measure(report, what, count, function, moved, flat.size, 2 if quick else 9))
+    finally:
+        torch.set_num_threads(threads)
+    report.notes = [
+        f"model: {flat.size * 4 / 1e6:.0f} MB; bound: the rate of a += b on two such vectors,",
+        "for what must move: gradient, optimiser's state and weights in, the last two out",
+    ]
+    report.goals = [Goal("of the bound >= 0.9, in every row", medians, at_least=0.9)]
+    return report
+
+
+def _rows(executor: ServerExecutor, name: str, vectors: int) -> list[tuple[str, Callable[[], None], int]]:
+    """What to measure: name, function, and vectors that must move."""
+    executor.buffer("gradient 0").vector.fill_(1e-3)
+    executor.buffer("gradient 1").vector.fill_(1e-3)
+
+    def update(divisor: float) -> None:
+        executor.update(Update("gradient 0", "weights", divisor, divisor, 1e-6))
+
+    add = Accumulate("gradient 0", "gradient 1", 1.0, 1.0)
+    rows: list[tuple[str, Callable[[], None], int]] = [(f"{name}, c = 1", lambda: update(1.0), vectors)]
+    if name == "sgd":
+        rows.append(("accumulate a gradient", lambda: executor.accumulate(add), ADD))
+        rows.append((f"{name}, c = 2: divide, step", lambda: update(1.0000001), vectors))
+    return rows
+
+
+def _measure(
+    report: Report, name: str, threads: int, ours: Callable[[], None], vectors: int, size: int, rounds: int
+) -> float:
+    """Adds one row; returns the median of its ratio to the bound."""
+    a, b = torch.ones(size), torch.ones(size)
+    moved = vectors * size * 4
+    times: list[float] = []
+    bounds: list[float] = []
+    for turn in range(rounds + 1):
+        taken, bound = _seconds(ours), _seconds(lambda: a.add_(b, alpha=1e-9))
+        if turn:  # the first one makes the optimiser's state
+            times.append(taken)
+            bounds.append(bound * vectors / ADD)
+    report.rows.append(
+        (
+            name,
+            str(threads),
+            spread(t * 1e3 for t in times),
+            spread(moved / t / 1e9 for t in times),
+            spread(moved / t / 1e9 for t in bounds),
+            ratio := ratios(bounds, times),
+        )
+    )
+    return ratio.median
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began

@@ -1,0 +1,34 @@
+"""Every benchmark in its smallest size: it runs, compares and judges. What it measures here means nothing."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rudra.bench import BENCHMARKS
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_prints_ratios_and_goals(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rudra", "bench", name, "--quick", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=140, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["benchmark"] == name
+    for row in report["rows"]:
+        assert len(row) == len(report["columns"])
+        for cell in row:
+            if isinstance(cell, dict):
+                assert cell["low"] <= cell["median"] <= cell["high"]
+                assert all(map(math.isfinite, cell.values()))
+    assert bool(report["goals"]) == (BENCHMARKS[name][1] != "no goal")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,259 @@
+"""Whole jobs on real MPI ranks, from the API and the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import user_code
+
+import rudra
+from rudra.errors import RudraError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def make_job(
+    protocol: str, learners: int, model: Any = user_code.network, data: Any = user_code.prompt, **tables: Any
+) -> rudra.Job:
+    return rudra.Job(
+        name="test",
+        model={"name": model},
+        data={"name": data},
+        training={"epochs": 3, "minibatch_size": 4, "seed": 7, **tables.pop("training", {})},
+        optimizer={"learning_rate": 0.05, "momentum": 0.9},
+        protocol={"name": protocol, "reference_batch_size": 16},
+        cluster={"learners": learners, "threads_per_rank": 1},
+        **tables,
+    )
+
+
+@pytest.mark.parametrize("learners", [3, 5])
+def test_hardsync_gives_the_same_bits_on_ranks_and_in_virtual_time(tmp_path: Path, learners: int) -> None:
+    """Mini-batches are delayed at random, differently in both, so gradients arrive in different orders."""
+    job = make_job("hardsync", learners, data=user_code.delayed, simulation={"latency_jitter_s": 0.5})
+    with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as run:
+        measured = run.summary()
+        order = run.gradients["learner"]
+        times = run.minibatches
+    with rudra.simulate(job, output=tmp_path / "simulated.h5", progress="quiet") as simulated:
+        predicted = simulated.summary()
+        assert np.array_equal(order, simulated.gradients["learner"])
+    assert measured["weights_sha256"] == predicted["weights_sha256"] is not None
+    assert measured["updates"] == predicted["updates"] == 3 * 240 // (4 * learners)
+    assert measured["test_error"] == predicted["test_error"]
+    assert measured["max_staleness"] == 0
+    first = times[times["step"] == 0]
+    assert sorted(first["learner"]) == list(range(learners))
+    assert measured["initial_weights_sha256"] == predicted["initial_weights_sha256"]
+
+
+@pytest.mark.parametrize("protocol", ["softsync", "async"])
+def test_a_run_accounts_for_every_gradient_and_leaves_no_process(tmp_path: Path, protocol: str) -> None:
+    job = make_job(protocol, 3, data=user_code.delayed)
+    with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        summary = results.summary()
+        totals = results.totals[0]
+        assert results.learners["pushed"].sum() == totals["pushed"]
+        assert results.attributes["driver"] == "mpi"
+        shares = results.learners
+    assert summary["status"] == "finished"
+    assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
+    assert summary["samples"] == totals["samples"] >= 3 * 240
+    assert len(summary["test_error"]) == 3
+    assert summary["final_test_error"] < 0.2
+    for share in ("compute_s", "push_s", "wait_s", "pull_s"):
+        assert (shares[share] >= 0).all()
+    assert (shares["pulls"] + shares["skipped_pulls"] <= shares["pushed"]).all()
+
+
+def command(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    path = os.pathsep.join([str(ROOT), str(HERE)])
+    return subprocess.Popen(
+        [sys.executable, "-m", "rudra", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+
+
+def finish(process: "subprocess.Popen[str]", timeout_s: float = 120) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, err
+
+
+def job_file(directory: Path, model: str, data: str, learners: int = 3, more: str = "") -> str:
+    path = directory / "job.toml"
+    path.write_text(
+        f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:{data}"\n'
+        f"[training]\nepochs = 3\nminibatch_size = 4\n[cluster]\nlearners = {learners}\n"
+        f'[results]\nflush_s = 0.1\nreport_s = 0.0\n[protocol]\nname = "async"\n{more}'
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "said", "traceback"),
+    [
+        ("raising", 1, "learner 1 (rank 3) failed: ValueError: the user's own bug", True),
+        ("dying", 1, "rank 3 (learner 1) was killed by signal 9", False),
+    ],
+)
+def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(
+    tmp_path: Path, model: str, code: int, said: str, traceback: bool
+) -> None:
+    output = tmp_path / "out.h5"
+    started = time.monotonic()
+    process = command("run", job_file(tmp_path, model, "endless"), "--output", str(output))
+    returned, _, err = finish(process)
+    assert returned == code, err
+    lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
+    assert len(lines) == 1, err
+    assert said in lines[0]
+    assert ("Traceback" in err) is traceback
+    assert err.count("Traceback") == traceback
+    assert "MPI_ABORT" not in err and "prterun" not in err
+    assert time.monotonic() - started < 100
+    with rudra.open_results(output) as results:
+        assert results.status in {"failed", "interrupted"}
+        assert len(results.updates) >= 10
+    assert not list(tmp_path.glob("*.launch"))
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_run_when_the_job_says_so(tmp_path: Path) -> None:
+    more = "[faults]\nwarn_after_s = 1.0\nfail_after_s = 3.0\n"
+    job = job_file(tmp_path, "hanging", "endless", more=more).replace("async", "async")
+    path = Path(job)
+    path.write_text(path.read_text().replace('"async"', '"hardsync"'))
+    returned, _, err = finish(command("run", job, "--output", str(tmp_path / "out.h5")))
+    assert returned == 1, err
+    assert "has waited 1 s for a gradient from learner 1" in err
+    assert "for the parameter server to answer its pull" in err
+
+
+def test_ctrl_c_saves_the_results(tmp_path: Path) -> None:
+    output = tmp_path / "out.h5"
+    job = job_file(tmp_path, "network", "endless", more="")
+    path = Path(job)
+    path.write_text(path.read_text().replace("epochs = 3", "epochs = 100000"))
+    process = command("run", job, "--output", str(output))
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with rudra.open_results(output) as results:
+                if len(results.updates) > 20:
+                    break
+        except RudraError:
+            pass
+        time.sleep(0.2)  # another process's progress can only be polled
+    process.send_signal(signal.SIGINT)
+    stopped = time.monotonic()
+    returned, _, err = finish(process, 60)
+    assert returned == 1, err
+    assert time.monotonic() - stopped < 15
+    assert [line for line in err.splitlines() if line.startswith("rudra:")] == [
+        f"rudra: job: interrupted; results so far: {output}"
+    ]
+    with rudra.open_results(output) as results:
+        assert results.status == "interrupted"
+        assert len(results.updates) > 20
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "said"),
+    [
+        ("network", "wrong_label", "training sample 100 has label 11; valid: 0 to 9"),
+        ("wide", "prompt", "7"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, model: str, data: str, said: str) -> None:
+    process = command("run", job_file(tmp_path, model, data), "--output", str(tmp_path / "out.h5"))
+    returned, _, err = finish(process)
+    assert returned == 2, err
+    assert len(err.splitlines()) == 1, err
+    assert said in err
+
+
+def mpirun(ranks: int, *arguments: str) -> tuple[int, str, str]:
+    """Rudra under a launcher that the user started."""
+    from rudra.launch import find_mpirun
+
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    process = subprocess.Popen(
+        [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+        + [sys.executable, "-m", "rudra", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+    )
+    return finish(process)
+
+
+def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path) -> None:
+    job = Path(job_file(tmp_path, "network", "prompt"))
+    job.write_text(job.read_text().replace("learners = 3\n", ""))
+    output = tmp_path / "out.h5"
+    code, out, err = mpirun(4, "run", str(job), "--output", str(output))
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        assert results.summary()["learners"] == 2
+    assert out.count("test error") >= 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (
+            4,
+            "3 learners with topology base need 5 ranks, but the launcher started 4: start 5, or set cluster.learners = 2",
+        ),
+        (2, "2 ranks are too few for topology base: start 5 or more"),
+    ],
+)
+def test_a_launch_that_contradicts_the_job_names_the_right_number(tmp_path: Path, ranks: int, said: str) -> None:
+    code, _, err = mpirun(ranks, "run", job_file(tmp_path, "network", "prompt"), "--output", str(tmp_path / "out.h5"))
+    assert code == 2, err
+    assert [line for line in err.splitlines() if line.startswith("rudra:")] == [f"rudra: {said}"]
+
+
+def test_warm_start_takes_the_final_weights_of_another_run(tmp_path: Path) -> None:
+    first = make_job("hardsync", 2)
+    with rudra.simulate(first, output=tmp_path / "first.h5", progress="quiet") as results:
+        weights = results.summary()["weights_sha256"]
+    second = make_job("async", 2, training={"warm_start": tmp_path / "first.h5"})
+    with rudra.run(second, output=tmp_path / "second.h5", progress="quiet") as results:
+        assert results.summary()["initial_weights_sha256"] == weights
+    other = make_job("async", 2, model=lambda: user_code.nn.Linear(20, 10)).with_(
+        training={"warm_start": tmp_path / "first.h5"}
+    )
+    with pytest.raises(RudraError, match="holds another model"):
+        rudra.simulate(other, output=tmp_path / "third.h5", progress="quiet")
+
+
+def test_show_json_has_what_scripts_rely_on(tmp_path: Path) -> None:
+    with rudra.simulate(make_job("softsync", 3), output=tmp_path / "out.h5", progress="quiet"):
+        pass
+    code, out, _ = finish(command("show", str(tmp_path / "out.h5"), "--json"))
+    summary = json.loads(out)
+    promised = (
+        "protocol learners minibatch_size epochs updates gradients samples wall_time_s samples_per_s test_error "
+        "final_test_error mean_staleness max_staleness staleness_histogram weights_sha256"
+    )
+    assert code == 0
+    assert set(promised.split()) <= set(summary)
+    assert sum(summary["staleness_histogram"]) == summary["gradients"]

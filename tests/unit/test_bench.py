@@ -1,0 +1,64 @@
+"""What the benchmarks say of themselves, and how figures become ratios and goals."""
+
+import json
+
+import pytest
+
+from rudra.bench import BENCHMARKS, main
+from rudra.bench.report import Goal, Report, ratios, spread
+
+
+def test_each_benchmark_is_listed_with_its_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    for name, (what, goal) in BENCHMARKS.items():
+        assert f"  {name:12}{what}\n" in listed
+        assert f"goal: {goal}\n" in listed
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    assert listed in capsys.readouterr().out
+
+
+def test_an_unknown_benchmark_is_refused_before_any_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["update", "updates"])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "no benchmark 'updates'; valid: overhead, ddp" in said.err
+
+
+def test_ratios_are_of_neighbours() -> None:
+    assert ratios([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == (2.0, 1.0, 3.0)
+    assert str(spread([0.5, 4.0, 1.25])) == "1.25 (0.5–4)"
+    with pytest.raises(ValueError, match="shorter"):
+        ratios([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("figures", "limits", "reached", "figure"),
+    [
+        ([0.9, 1.5], {"at_least": 0.9}, True, 0.9),
+        ([1.5, 0.89], {"at_least": 0.9}, False, 0.89),
+        ([3.0, 1.0], {"at_most": 3.0}, True, 3.0),
+        ([1.0, 3.1], {"at_most": 3.0}, False, 3.1),
+    ],
+)
+def test_the_worst_figure_decides(figures: list[float], limits: dict[str, float], reached: bool, figure: float) -> None:
+    goal = Goal("g", figures, **limits)
+    assert (goal.reached, goal.figure) == (reached, figure)
+    assert str(goal) == f"goal g: {'reached' if reached else 'not reached'} ({figure:.3g})"
+
+
+def test_a_report_is_an_aligned_table_and_plain_json() -> None:
+    report = Report(["what", "ms", "ratio"], [("a", 1.23456, spread([1.0])), ("longer", "x", 1)], ["a note"])
+    report.goals = [Goal("ratio >= 1", [1.0], at_least=1.0)]
+    assert report.as_text().split("\n") == [
+        "what       ms    ratio",
+        "a       1.235  1 (1–1)",
+        "longer      x        1",
+        "a note",
+        "goal ratio >= 1: reached (1)",
+    ]
+    assert json.loads(json.dumps(report.as_dict()))["rows"][0] == ["a", 1.23456, {"median": 1, "low": 1, "high": 1}]

@@ -1,0 +1,189 @@
+import copy
+import hashlib
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rudra.config import ModelTable
+from rudra.data import DataInfo
+from rudra.errors import ConfigError, DataError
+from rudra.flat import Entry, FlatModel, sha256
+from rudra.models import build
+
+
+class Tied(nn.Module):
+    """A large layer used twice, and its weight once more by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+        self.again = nn.Linear(256, 256, bias=False)
+        self.again.weight = self.layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.again(torch.tanh(self.layer(torch.tanh(self.layer(x))))))
+        return x @ self.layer.weight[:, :10]
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(20, 10), nn.Linear(300, 300)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def lenet(size: int) -> nn.Module:
+    return build(ModelTable(name="lenet"), DataInfo("x", 1, 1, (1, size, size), 10), 0)
+
+
+def sequences() -> nn.Module:
+    """A large layer with three-dimensional input, where in-place gradients do not apply."""
+    return nn.Sequential(nn.Linear(256, 256), nn.Flatten(), nn.Linear(512, 10))
+
+
+def normalised() -> nn.Module:
+    model = nn.Sequential(nn.Linear(20, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 10))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 300), nn.Dropout(0.5), nn.Linear(300, 300), nn.Dropout(0.5), nn.Linear(300, 10))
+
+
+CASES: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: lenet(28), (1, 28, 28)),
+    (lambda: lenet(8), (1, 8, 8)),
+    (lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10)), (1, 28, 28)),
+    (Tied, (256,)),
+    (Unused, (20,)),
+    (sequences, (2, 256)),
+    (normalised, (20,)),
+    (dropped, (20,)),
+]
+
+
+def draw(shape: tuple[int, ...], count: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, *shape, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+
+
+@pytest.mark.parametrize(("make", "shape"), CASES)
+def test_gradients_and_buffers_equal_plain_torch_bit_for_bit(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    plain = make()
+    flat = FlatModel(copy.deepcopy(plain))
+    weights, out = torch.empty(flat.size), torch.full((flat.size,), torch.nan)
+    flat.read_into(weights)
+    flat.bind(weights)
+    before = weights.clone()
+    for seed in (11, 12):  # the second time into a vector that holds the first gradient
+        x, y = draw(shape, seed)
+        plain.zero_grad()
+        torch.manual_seed(seed)
+        output = plain(x)
+        expected = functional.cross_entropy(output, y)
+        expected.backward()
+        loss, errors = flat.gradient(x, y, out, seed)
+        assert loss == expected.item()
+        assert errors == int((output.argmax(1) != y).sum())
+        trained = [p for p in plain.parameters() if p.requires_grad]
+        gradients = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trained])
+        assert torch.equal(out[: flat.parameter_count], gradients)
+        assert torch.equal(weights, before)
+        buffers = [b.reshape(-1) for b in plain.buffers() if b.is_floating_point()]
+        if buffers:
+            assert torch.equal(out[flat.parameter_count :], torch.cat(buffers))
+            weights[flat.parameter_count :] = torch.cat(buffers)  # as a server would
+            before = weights.clone()
+
+
+def test_layout_has_parameters_then_buffers_and_tied_ones_once() -> None:
+    flat = FlatModel(normalised())
+    assert flat.layout[0] == Entry("0.bias", (300,), 0, 300, "parameter")
+    assert flat.layout[-1] == Entry("1.running_var", (300,), flat.size - 300, 300, "buffer")
+    assert flat.parameter_count == flat.size - 600
+    assert [e.offset for e in flat.layout[1:]] == [e.offset + e.size for e in flat.layout[:-1]]
+    assert [e.name for e in FlatModel(Tied()).layout] == ["layer.weight", "layer.bias"]
+
+
+def test_bind_switches_between_vectors_without_copies() -> None:
+    flat = FlatModel(nn.Linear(3, 10))
+    vectors = [torch.full((flat.size,), float(k)) for k in range(9)]
+    for vector in vectors * 2:
+        flat.bind(vector)
+        read = torch.empty(flat.size)
+        flat.read_into(read)
+        assert torch.equal(read, vector)
+        vector += 100
+        flat.read_into(read)
+        assert torch.equal(read, vector)
+
+
+def test_evaluation_uses_the_weights_buffers_and_no_dropout() -> None:
+    module = normalised()
+    norm = module.get_submodule("1")
+    flat = FlatModel(copy.deepcopy(module))
+    weights, out = torch.empty(flat.size), torch.empty(flat.size)
+    flat.read_into(weights)
+    weights[flat.parameter_count :] += torch.rand(600)
+    flat.bind(weights)
+    x, y = draw((20,), 50)
+    flat.gradient(x, y, out, 0)  # moves the module's statistics, and may not disturb the test
+    norm.get_buffer("running_mean").copy_(weights[-600:-300])
+    norm.get_buffer("running_var").copy_(weights[-300:])
+    module.eval()
+    with torch.no_grad():
+        output = module(x)
+    loss, errors, errors_top5 = flat.evaluate_batch(x, y)
+    assert loss == pytest.approx(functional.cross_entropy(output, y, reduction="sum").item(), rel=1e-6)
+    assert errors == int((output.argmax(1) != y).sum())
+    assert errors_top5 == int((output.topk(5).indices != y[:, None]).all(1).sum())
+    assert 0 < errors_top5 < errors
+
+
+def test_five_classes_have_no_top_five() -> None:
+    flat = FlatModel(nn.Linear(3, 5))
+    weights = torch.zeros(flat.size)
+    flat.bind(weights)
+    assert np.isnan(flat.evaluate_batch(torch.zeros(2, 3), torch.tensor([0, 4]))[2])
+
+
+@pytest.mark.parametrize("label", [10, -1])
+def test_a_label_that_the_model_does_not_have_is_named(label: int) -> None:
+    flat = FlatModel(nn.Linear(3, 10))
+    weights = torch.zeros(flat.size)
+    flat.bind(weights)
+    x, y = torch.zeros(2, 3), torch.tensor([0, label])
+    with pytest.raises(DataError, match=f"label {label}; the model's are 0 to 9"):
+        flat.gradient(x, y, torch.zeros(flat.size), 0)
+    with pytest.raises(DataError, match=f"label {label}; the model's are 0 to 9"):
+        flat.evaluate_batch(x, y)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda: nn.Flatten(), "no parameter to train"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameter to train"),
+        (lambda: nn.Linear(2, 2, dtype=torch.float64), "weight is torch.float64; only torch.float32"),
+        (lambda: nn.LazyLinear(3), "weight has no shape yet"),
+    ],
+)
+def test_models_that_cannot_be_flat(module: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FlatModel(module())
+
+
+def test_hash_is_of_the_values_as_little_endian_floats() -> None:
+    expected = hashlib.sha256(struct.pack("<3f", 1.0, -2.5, 3.25)).hexdigest()
+    assert sha256(np.array([1.0, -2.5, 3.25], np.float32)) == expected
+    assert sha256(np.array([1.0, 9.0, -2.5, 9.0, 3.25], np.float32)[::2]) == expected

@@ -1,0 +1,122 @@
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rudra.config import DataTable, Job, ModelTable
+from rudra.data import Split, load
+from rudra.flat import FlatModel
+from rudra.learning import GradientSource, Outcome, evaluate
+from rudra.models import build, check_output
+
+JOB = Job(training={"minibatch_size": 4, "seed": 5})
+
+
+def tiny() -> tuple[FlatModel, Split]:
+    rng = np.random.default_rng(0)
+    split = Split(rng.integers(0, 9, (10, 1, 4, 4), dtype=np.uint8), rng.integers(0, 3, 10))
+    torch.manual_seed(0)
+    return FlatModel(nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 3))), split
+
+
+def gradients(steps: list[int], *, prefetch: bool, learner: int = 0) -> list[tuple[Outcome, list[float]]]:
+    model, split = tiny()
+    source = GradientSource(JOB, learner, model, split, prefetch=prefetch)
+    weights, found = torch.linspace(-1, 1, model.size), []
+    for step in steps:
+        out = torch.empty(model.size)
+        found.append((source.compute(step, weights, out), out.tolist()))
+    source.close()
+    return found
+
+
+def input_threads() -> int:
+    return sum(thread.name == "rudra-input" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("steps", [[0, 1, 2, 3, 4, 5], [3, 4, 9, 10, 0, 1, 1]])
+def test_prefetching_changes_no_bit_whatever_the_order_of_steps(steps: list[int]) -> None:
+    assert gradients(steps, prefetch=True) == gradients(steps, prefetch=False)
+    assert input_threads() == 0
+
+
+def test_a_gradient_depends_on_learner_and_step_alone() -> None:
+    once = dict(enumerate(gradients(list(range(6)), prefetch=False)))
+    assert gradients([4, 2], prefetch=True) == [once[4], once[2]]
+    assert len({str(g) for g in once.values()}) == 6
+    assert gradients([2], prefetch=False, learner=1) != [once[2]]
+    assert all(outcome.samples == 4 for outcome, _ in once.values())
+
+
+class Fragile(Split):
+    """Fails at one sample, and remembers which were asked for."""
+
+    def __init__(self, split: Split, bad: int) -> None:
+        super().__init__(split.inputs, split.labels)
+        self.bad, self.asked = bad, 0
+
+    def batch(self, indices: Any) -> Any:
+        self.asked += 1
+        if self.bad in indices:
+            raise KeyError(f"sample {self.bad}")
+        return super().batch(indices)
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_what_the_users_data_raises_comes_out_of_compute(prefetch: bool) -> None:
+    model, split = tiny()
+    source = GradientSource(JOB, 0, model, Fragile(split, bad=3), prefetch=prefetch)
+    weights, out = torch.zeros(model.size), torch.zeros(model.size)
+    with pytest.raises(KeyError, match="sample 3"):  # within one pass every sample comes up
+        _ = [source.compute(step, weights, out) for step in range(3)]
+    source.close()
+    assert input_threads() == 0
+
+
+def test_the_input_thread_stays_two_minibatches_ahead() -> None:
+    model, split = tiny()
+    counting = Fragile(split, bad=-1)
+    source = GradientSource(JOB, 0, model, counting, prefetch=True)
+    weights, out = torch.zeros(model.size), torch.zeros(model.size)
+    for step in range(5):
+        source.compute(step, weights, out)
+    source.close()  # ends behind what was asked for
+    assert counting.asked == 5 + 2
+
+
+@pytest.mark.parametrize(("batch_size", "turns"), [(355, 1), (1000, 1), (100, 4), (71, 5)])
+def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> None:
+    _, test, info = load(DataTable(name="digits"), train=False)
+    assert test is not None
+    module = build(ModelTable(name="mlp"), info, 3)
+    check_output(module, info)
+    model = FlatModel(module)
+    weights = torch.empty(model.size)
+    model.read_into(weights)
+    *waiting, result = evaluate(model, weights, test, batch_size)
+    assert waiting == [None] * (turns - 1)
+    assert result is not None
+    x, y = test.batch(np.arange(355))
+    with torch.no_grad():
+        output = module(x)
+    assert result.samples == 355
+    assert result.loss == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
+    assert result.error == pytest.approx(float((output.argmax(1) != y).float().mean()), abs=1e-6)
+    hits = (output.topk(5).indices == y[:, None]).any(1)
+    assert result.error_top5 == pytest.approx(1 - float(hits.float().mean()), abs=1e-6)
+
+
+def test_training_between_two_batches_of_a_test_does_not_disturb_it() -> None:
+    model, split = tiny()
+    weights, other = torch.linspace(-1, 1, model.size), torch.zeros(model.size)
+    (alone,) = [r for r in evaluate(model, weights, split, 3) if r]
+    turns = []
+    for turn in evaluate(model, weights, split, 3):
+        turns.append(turn)
+        model.bind(other)
+        model.gradient(*split.batch(np.arange(4)), torch.empty(model.size), 0)
+    assert np.isnan(alone.error_top5)  # three classes
+    assert [turn and (turn.loss, turn.error) for turn in turns] == [None] * 3 + [(alone.loss, alone.error)]

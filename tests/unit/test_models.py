@@ -1,0 +1,155 @@
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rudra.config import ModelTable
+from rudra.data import DataInfo
+from rudra.errors import ConfigError
+from rudra.models import _LocalNorm, build, check_output
+
+
+def info(*input_shape: int, classes: int = 10) -> DataInfo:
+    return DataInfo("pictures", 100, 10, input_shape, classes)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("table", "data", "count"),
+    [
+        ({"name": "mlp"}, info(1, 8, 8), 64 * 128 + 128 + 1290),
+        ({"name": "mlp", "options": {"hidden": [9, 7]}}, info(12, classes=3), 12 * 9 + 9 + 9 * 7 + 7 + 7 * 3 + 3),
+        ({"name": "lenet"}, info(1, 28, 28), 431_080),
+        ({"name": "lenet"}, info(3, 32, 32), 520 * 3 - 40 + 25_050 + 1250 * 500 + 500 + 5010),
+        ({"name": "lenet"}, info(1, 8, 8), 200 + 9050 + 800 * 500 + 500 + 5010),
+        (
+            {"name": "lenet", "options": {"channels": [4, 6], "hidden": 20}},
+            info(1, 8, 8),
+            40 + 222 + 96 * 20 + 20 + 210,
+        ),
+        ({"name": "cifar10_full"}, info(3, 32, 32), 89_578),
+    ],
+)
+def test_sizes_and_fit(table: dict[str, Any], data: DataInfo, count: int) -> None:
+    model = build(ModelTable(**table), data, 0)
+    check_output(model, data)
+    assert parameters(model) == count
+    assert model.training
+
+
+def test_alexnet_has_the_papers_size() -> None:
+    with torch.device("meta"):
+        model = build(ModelTable(name="alexnet"), info(3, 224, 224, classes=1000), 0)
+        output = model(torch.zeros(2, 3, 256, 256))
+    assert parameters(model) == 72_221_944
+    assert round(parameters(model) * 4 / 1e6) == 289
+    assert tuple(output.shape) == (2, 1000)
+    assert [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)] == [0.5, 0.5]
+
+
+def test_weights_are_a_function_of_the_seed_alone() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        model = build(ModelTable(name="lenet"), info(1, 8, 8), seed)
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    state = torch.get_rng_state()
+    first = weights(2**63 - 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert torch.equal(weights(2**63 - 1), first)
+    assert not torch.equal(weights(2), first)
+
+
+def test_cifar10_full_starts_as_caffe_does() -> None:
+    model = build(ModelTable(name="cifar10_full"), info(3, 32, 32), 0)
+    deviations = [float(p.detach().std()) for p in model.parameters() if p.dim() > 1]
+    np.testing.assert_allclose(deviations, [1e-4, 1e-2, 1e-2, 1e-2], rtol=0.05)
+    assert not any(p.detach().any() for p in model.parameters() if p.dim() == 1)
+
+
+def test_cifar10_full_can_start_learning() -> None:
+    """Its tiny first weights give no signal unless inputs are in the range 0…255."""
+    model = build(ModelTable(name="cifar10_full"), info(3, 32, 32), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(-128, 128, (8, 3, 4, 4), generator=generator).float()
+    x, y = functional.interpolate(blocks, size=(32, 32)), torch.arange(8)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(np.log(10), abs=0.01)
+    assert losses[-1] < 1.5
+
+
+def test_local_norm_is_caffes_formula() -> None:
+    x = torch.randn(2, 3, 6, 6) * 100
+    mean = functional.avg_pool2d(x * x, 3, stride=1, padding=1)
+    torch.testing.assert_close(_LocalNorm()(x), x / (1 + 5e-5 * mean) ** 0.75)
+
+
+def own(classes: int, depth: int = 1) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *[nn.Linear(64, 64) for _ in range(depth)], nn.Linear(64, classes))
+
+
+class Small(nn.Module):
+    def __init__(self, input_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(input_shape[0], 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_users_factories_get_what_their_signature_names() -> None:
+    assert parameters(build(ModelTable(name=own, options={"depth": 2}), info(1, 8, 8), 0)) == 2 * 65 * 64 + 650
+    assert isinstance(build(ModelTable(name=Small), info(4), 0), Small)
+    assert isinstance(build(ModelTable(name="torch.nn:Identity"), info(4), 0), nn.Identity)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"name": "lenett"}, "unknown name 'lenett'; valid: mlp, lenet, cifar10_full, alexnet or package"),
+        ({"name": "mlp", "options": {"width": 3}}, "mlp: got an unexpected .* 'width'; its parameters: input_shape, "),
+        ({"name": "math:pi"}, "math:pi is a float and cannot be called"),
+        ({"name": dict}, "dict gave a dict, not a torch.nn.Module"),
+        ({"name": "lenet"}, r"lenet takes images .* not inputs of shape \(7,\)"),
+        ({"name": "alexnet"}, "alexnet takes images .* 63x63"),
+    ],
+)
+def test_mistakes_in_the_model_table(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(ModelTable(**table), info(7), 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Linear(4, 9), "has 9 outputs, and pictures has 10 classes"),
+        (lambda: nn.Linear(5, 10), r"does not take inputs of shape \(4,\) as pictures has: .*shapes cannot be mult"),
+        (lambda: nn.Sequential(nn.Linear(4, 10), nn.Flatten(0)), r"gives shape \(10,\) .* needs \(1, 10\)"),
+        (lambda: nn.LSTM(4, 10), "gives a tuple, not a tensor"),
+    ],
+)
+def test_outputs_that_do_not_fit(model: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        check_output(model(), info(4))
+    assert "\n" not in str(raised.value)
+
+
+def test_check_output_leaves_the_mode_and_the_statistics_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 10), nn.BatchNorm1d(10))
+    check_output(model, info(4))
+    assert model.training
+    assert int(model[1].num_batches_tracked) == 0  # type: ignore[arg-type]
