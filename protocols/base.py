@@ -51,7 +51,7 @@ class Protocol:
         return pending >= self.gradients_per_update
 
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
-        """Whether a learner that holds the weights of `timestamp` is answered now; else it is asked again after the next update."""
+        """Whether a learner that holds the weights of `timestamp` is answered now; else again after the next update."""
         return True
 
 

@@ -9,7 +9,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rudra import siblings as _siblings  # first: makes sure that protocols and topologies are ours
+from rudra import siblings as _siblings  # noqa: F401  first: makes sure that protocols and topologies are ours
 from rudra.config import Job, shipped_jobs
 from rudra.errors import RudraError
 

@@ -32,7 +32,7 @@ class Buffer:
         self.wire = np.full(size * 4 + tail, 0, np.uint8)
         self.array: npt.NDArray[np.float32] = self.wire[: size * 4].view(np.float32)
         self.vector = torch.from_numpy(self.array)
-        self._tail = memoryview(self.wire)[size * 4 :]
+        self._tail = self.wire[size * 4 :].data
 
     def write(self, message: Message) -> None:
         data_ = message.encode()

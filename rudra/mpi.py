@@ -49,8 +49,8 @@ from rudra.executor import Executor, LearnerExecutor, ServerExecutor, Statistics
 from rudra.messages import CONTROL_BYTES, Message
 from rudra.progress import Progress
 from rudra.recorder import Recorder, make_writer
-from rudra.roles import Machine
 from rudra.results import default_output
+from rudra.roles import Machine
 from rudra.roles import make as make_machine
 from topologies import Plan
 
@@ -395,7 +395,7 @@ class _Setup:
         self._rank: Rank | None = None
 
     def prepare(self, output: Path, progress: dict[str, Any], overwrite: bool) -> int | None:
-        """Loads data, builds the model and creates the file; None, or the exit code of the first rank that could not."""
+        """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
         for step in (self._load, self._build, lambda: self._open(output, progress, overwrite)):
             error = self._agree(step)
             if error is not None:

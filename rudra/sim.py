@@ -2,8 +2,8 @@
 
 A queue of events ordered by (time, priority, sequence) drives the roles, so a simulation is
 deterministic, ties included. Gradients are computed for real, at the virtual moment at which they would be
-ready; only their duration, and that of messages, comes from the job's `[simulation]` table. Transfers of tensors wait until
-the receiver has posted a buffer, as MPI's rendezvous does.
+ready; only their duration, and that of messages, comes from the job's `[simulation]` table. Transfers of tensors wait
+until the receiver has posted a buffer, as MPI's rendezvous does.
 """
 
 import heapq

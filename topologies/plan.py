@@ -82,7 +82,7 @@ class Topology:
     learners_for: Callable[[int], int]
 
 
-def load(name: str | Any, options: Mapping[str, Any] | None = None) -> Topology:
+def load(name: Any, options: Mapping[str, Any] | None = None) -> Topology:
     """Finds a topology.
 
     Args:
@@ -92,7 +92,7 @@ def load(name: str | Any, options: Mapping[str, Any] | None = None) -> Topology:
     Raises:
         ValueError: unknown name, or an object without the two functions.
     """
-    source = name
+    source: Any = name
     if isinstance(name, str):
         if name not in shipped():
             raise ValueError(

@@ -15,7 +15,9 @@ round trip less.
 """
 
 import math
+from collections.abc import Mapping
 from enum import Enum, auto
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,7 +66,7 @@ class Learner(Machine):
         results: how long reports may wait.
     """
 
-    TRANSITIONS = {
+    TRANSITIONS: ClassVar[Mapping[tuple[Enum, Any], str]] = {
         (State.WAITING, Started): "_start",
         (State.WAITING, Kind.WEIGHTS): "_first_weights",
         (State.HASHING, Hashed): "_report_digest",
@@ -106,7 +108,7 @@ class Learner(Machine):
             if self._delivered_at is None:
                 return f"the {server} to take gradient {self.pushed - 1}"
             return f"the {server} to answer its pull (it holds timestamp {self.timestamp})"
-        waits = {
+        waits: dict[Enum, str] = {
             State.WAITING: f"the first weights from the {server}",
             State.READY: f"the {server} to start training",
             State.STOPPED: "the statistics server to finish",

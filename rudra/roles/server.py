@@ -16,7 +16,9 @@ them serve any number of learners.
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum, auto
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -67,7 +69,7 @@ class ParameterServer(Machine):
         training_samples: samples of one epoch.
     """
 
-    TRANSITIONS = {
+    TRANSITIONS: ClassVar[Mapping[tuple[Enum, Any], str]] = {
         (State.INITIALISING, Started): "_start",
         (State.INITIALISING, Hashed): "_send_first_weights",
         (State.INITIALISING, Sent): "_returned",
@@ -150,7 +152,8 @@ class ParameterServer(Machine):
         places += [self._accumulator] if self._accumulator else []
         assert sorted(places) == sorted(POOL), places
         assert self.received == self.applied + self.pending + self.discarded + self.lost
-        assert self._lent >= 0 and 0 <= self._credits <= CREDITS
+        assert self._lent >= 0
+        assert 0 <= self._credits <= CREDITS
         assert bool(self._pending) == (self._accumulator is not None)
         assert len(self._pending) <= self.protocol.gradients_per_update
 
@@ -195,8 +198,7 @@ class ParameterServer(Machine):
         return actions
 
     def _gradient(self, event: Received, now: float) -> list[Action]:
-        buffer, rows = event.buffer, event.message.rows
-        assert buffer is not None and rows is not None
+        buffer, rows = _tensor(event)
         self._posted.discard(buffer)
         self._arrived.append((buffer, rows))
         for learner in rows["learner"]:
@@ -357,8 +359,7 @@ class ParameterServer(Machine):
         return [Send(learner, Message(Kind.STOP, self.id)) for learner in self._learner_ids]
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
-        buffer, rows = event.buffer, event.message.rows
-        assert buffer is not None and rows is not None
+        buffer, rows = _tensor(event)
         self._posted.discard(buffer)
         self._free.append(buffer)
         for learner in rows["learner"]:
@@ -388,3 +389,9 @@ class ParameterServer(Machine):
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _tensor(event: Received) -> tuple[str, Rows]:
+    assert event.buffer is not None
+    assert event.message.rows is not None
+    return event.buffer, event.message.rows

@@ -8,7 +8,9 @@ epoch for which it has no credit. The last epoch is always tested.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum, auto
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,7 +39,7 @@ class StatisticsServer(Machine):
         job: resolved.
     """
 
-    TRANSITIONS = {
+    TRANSITIONS: ClassVar[Mapping[tuple[Enum, Any], str]] = {
         (State.GATHERING, Started): "_start",
         (State.GATHERING, Kind.START): "_begin",
         (State.GATHERING, Kind.GRADIENTS): "_gradients",

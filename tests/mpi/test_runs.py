@@ -126,7 +126,8 @@ def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(
     assert said in lines[0]
     assert ("Traceback" in err) is traceback
     assert err.count("Traceback") == traceback
-    assert "MPI_ABORT" not in err and "prterun" not in err
+    assert "MPI_ABORT" not in err
+    assert "prterun" not in err
     assert time.monotonic() - started < 100
     with rudra.open_results(output) as results:
         assert results.status in {"failed", "interrupted"}
@@ -193,9 +194,9 @@ def mpirun(ranks: int, *arguments: str) -> tuple[int, str, str]:
     from rudra.launch import find_mpirun
 
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    launcher = [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
     process = subprocess.Popen(
-        [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-        + [sys.executable, "-m", "rudra", *arguments],
+        [*launcher, sys.executable, "-m", "rudra", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -220,7 +221,8 @@ def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path) -> None:
     [
         (
             4,
-            "3 learners with topology base need 5 ranks, but the launcher started 4: start 5, or set cluster.learners = 2",
+            "3 learners with topology base need 5 ranks, but the launcher started 4: start 5, "
+            "or set cluster.learners = 2",
         ),
         (2, "2 ranks are too few for topology base: start 5 or more"),
     ],
