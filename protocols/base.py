@@ -29,6 +29,8 @@ class Protocol:
 
     Attributes:
         ordered: gradients are received and added in learner order, one per learner and update.
+        grants_on_push: a gradient, even without an update, may let `pull_granted` agree to another learner's pull, so
+            all that wait are asked about again. A rule that looks at timestamps alone says no, which costs less.
         replayable: a record of the applied gradients determines the weights bit for bit.
         default_modulation: what `modulation = "auto"` means.
         gradients_per_update: c.
@@ -36,6 +38,7 @@ class Protocol:
     """
 
     ordered: ClassVar[bool] = False
+    grants_on_push: ClassVar[bool] = True
     replayable: ClassVar[bool] = True
     default_modulation: ClassVar[str] = "n"
     modulations: ClassVar[tuple[str, ...]] = tuple(MODULATIONS)
@@ -51,7 +54,7 @@ class Protocol:
         return pending >= self.gradients_per_update
 
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
-        """Whether a learner that holds the weights of `timestamp` is answered now; else again after the next update."""
+        """Whether a learner that holds the weights of `timestamp` is answered now; else it is asked about again."""
         return True
 
 
@@ -79,7 +82,8 @@ def make(
         options: further keyword arguments of the class.
 
     Raises:
-        ValueError: unknown name, n out of range, or a modulation that does not fit; one line.
+        ValueError: unknown name, n out of range, a modulation that does not fit, or a class that breaks the rules of
+            `Protocol`; one line.
     """
     if isinstance(name, str):
         known = shipped()
@@ -89,16 +93,18 @@ def make(
         factory: Callable[..., Protocol] = module.PROTOCOL
     else:
         factory = name
+        name = getattr(factory, "__qualname__", repr(factory))
     arguments = dict(options or {})
+    if "n" in arguments:
+        raise ValueError("[protocol] options.n is not possible; n is a key of [protocol] itself")
     if n is not None:
         arguments["n"] = n
-    unknown = set(arguments) - set(inspect.signature(factory).parameters)
-    if unknown:
-        raise ValueError(f"[protocol] {name} takes no {', '.join(sorted(unknown))}")
+    _check_arguments(name, factory, learners, arguments)
     try:
         protocol = factory(learners, **arguments)
-    except TypeError as error:
-        raise ValueError(f"[protocol] {name}: {error}") from None
+        _check(protocol)
+    except ValueError as error:
+        raise ValueError(f"[protocol] {error if name in shipped() else f'{name}: {error}'}") from None
     key = protocol.default_modulation if modulation == "auto" else modulation
     if key not in protocol.modulations:
         raise ValueError(f"[protocol] modulation '{key}' does not fit {name}; valid: {', '.join(protocol.modulations)}")
@@ -109,6 +115,35 @@ def make(
         )
     protocol.modulation = MODULATIONS[key](learners, minibatch_size, protocol.n, reference_batch_size)
     return protocol
+
+
+def _check_arguments(name: str, factory: object, learners: int, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError where the factory does not take these; what it raises itself is its own affair."""
+    try:
+        signature = inspect.signature(factory)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"[protocol] name: {name} is no class or function that could make a protocol") from None
+    try:
+        signature.bind(learners, **arguments)
+    except TypeError as error:
+        takes = list(signature.parameters)[1:]
+        unknown = sorted(set(arguments) - set(takes))
+        valid = f"; valid: {', '.join(takes)}" if takes else ""
+        text = f" takes no {', '.join(unknown)}{valid}" if unknown else f": {error}"
+        raise ValueError(f"[protocol] {name}{text}") from None
+
+
+def _check(protocol: object) -> None:
+    """Raises ValueError where a user's protocol could only fail, or wait forever, later on."""
+    if not isinstance(protocol, Protocol):
+        raise ValueError(f"gives a {type(protocol).__name__}, which is no protocols.Protocol")
+    if not hasattr(protocol, "gradients_per_update"):
+        raise ValueError("its __init__ must call super().__init__(learners)")
+    c = protocol.gradients_per_update
+    if c < 1:
+        raise ValueError(f"gradients_per_update = {c}; valid: 1 and more")
+    if protocol.ordered and c != protocol.learners:
+        raise ValueError(f"gradients_per_update = {c}; an ordered protocol takes one of each, so {protocol.learners}")
 
 
 def shipped() -> dict[str, str]:

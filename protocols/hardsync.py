@@ -9,6 +9,7 @@ from protocols.base import Clock, Protocol
 
 class Hardsync(Protocol):
     ordered = True
+    grants_on_push = False
     default_modulation = "sqrt"
     modulations = ("none", "sqrt")
 

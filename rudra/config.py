@@ -14,9 +14,17 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 import protocols
@@ -30,6 +38,18 @@ Named = str | Callable[..., Any]
 
 class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _unconverted(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses what would be converted silently: "16" and true are no numbers, 1 is neither true nor false."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        wanted = {annotation, *get_args(annotation)}
+        if bool in wanted and not isinstance(value, bool):
+            raise ValueError(f"must be true or false, not {_short(value)}")
+        if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str):
+            raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {_short(value)}")
+        return value
 
 
 class ModelTable(Table):
@@ -56,23 +76,23 @@ class TrainingTable(Table):
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, sampling, dropout and simulated time")
     warm_start: Path | None = Field(None, description="result file whose final weights to start from")
     evaluate: bool = Field(True, description="test the weights at each epoch's end")
-    evaluation_batch_size: int = Field(256, ge=1)
+    evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
 
 
 class OptimizerTable(Table):
     name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
     learning_rate: float = Field(0.01, gt=0, description="α0")
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, as the torch.optim class applies it")
     milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
-    factor: float = Field(0.1, gt=0)
+    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
     options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
 
     @field_validator("milestones")
     @classmethod
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if any(m < 1 for m in value) or list(value) != sorted(set(value)):
-            raise ValueError("must be ascending epochs, each >= 1")
+            raise ValueError(f"must be ascending epochs, each >= 1, not {list(value)}")
         return value
 
     @property
@@ -117,7 +137,7 @@ class SimulationTable(Table):
     slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
     latency_s: float = Field(1e-5, ge=0, description="of every message")
     latency_jitter_s: float = Field(0.0, ge=0, description="a random delay up to this is added to every message")
-    bandwidth_bytes_per_s: float = Field(1e10, gt=0)
+    bandwidth_bytes_per_s: float = Field(1e10, gt=0, description="of one transfer of weights or a gradient")
     message_s: float = Field(1e-5, ge=0, description="time in which the server handles one message")
     update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
     evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
@@ -125,8 +145,9 @@ class SimulationTable(Table):
     @field_validator("slowdown")
     @classmethod
     def _positive(cls, value: dict[int, float]) -> dict[int, float]:
-        if any(factor <= 0 for factor in value.values()):
-            raise ValueError("factors must be > 0")
+        for learner, factor in value.items():
+            if factor <= 0:
+                raise ValueError(f"of learner {learner} must be > 0, not {factor}")
         return value
 
 
@@ -163,7 +184,8 @@ class Job(Table):
         try:
             super().__init__(**tables)
         except ValidationError as error:
-            raise ConfigError("; ".join(_explain(e, type(self)) for e in error.errors())) from None
+            texts = (_explain(e, type(self)) for e in error.errors())
+            raise ConfigError("; ".join(dict.fromkeys(texts))) from None
 
     @model_validator(mode="after")
     def _check_across_tables(self) -> Self:
@@ -204,6 +226,9 @@ class Job(Table):
         """A copy in which the given keys of the given tables are replaced and everything is checked again."""
         merged = {field: getattr(self, field) for field in type(self).model_fields}
         for table, keys in tables.items():
+            if not isinstance(merged.get(table), Table):
+                valid = ", ".join(name for name, value in merged.items() if isinstance(value, Table))
+                raise ConfigError(f"unknown table '{table}'; valid: {valid}")
             merged[table] = {**_as_dict(merged[table]), **keys}
         return type(self)(**{k: _as_dict(v) if isinstance(v, Table) else v for k, v in merged.items()})
 
@@ -224,7 +249,7 @@ class Job(Table):
         """The job's protocol, for the resolved number of learners."""
         table = self.protocol
         return protocols.make(
-            _resolved(table.name),
+            _resolved("protocol", table.name),
             learners=self.learners,
             minibatch_size=self.training.minibatch_size,
             n=table.n,
@@ -236,7 +261,7 @@ class Job(Table):
 
     def make_topology(self) -> topologies.Topology:
         """The job's topology."""
-        return topologies.load(_resolved(self.topology.name), self.topology.options)
+        return topologies.load(_resolved("topology", self.topology.name), self.topology.options)
 
     def to_json(self) -> str:
         """The job as one line of JSON; callables appear as `module:name`."""
@@ -254,8 +279,13 @@ def shipped_jobs() -> dict[str, Path]:
     return {file.stem: file for file in sorted(files)}
 
 
-def _resolved(name: Named) -> Any:
-    return plugins.resolve(name) if isinstance(name, str) and ":" in name else name
+def _resolved(table: str, name: Named) -> Any:
+    if not isinstance(name, str) or ":" not in name:
+        return name
+    try:
+        return plugins.resolve(name)
+    except ConfigError as error:
+        raise ConfigError(f"[{table}] name: {error}") from None
 
 
 def _find(job: str | Path) -> Path:
@@ -274,25 +304,22 @@ def _find(job: str | Path) -> Path:
 
 def _apply(tables: dict[str, Any], override: str) -> None:
     target, equals, text = override.partition("=")
-    table, dot, key = target.strip().partition(".")
-    if not (equals and dot and table and key):
+    *tables_, key = (part.strip() for part in target.split("."))
+    if not (equals and tables_ and key and all(tables_)):
         raise ConfigError(f"--set {override}: must read table.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    place = tables.setdefault(table, {})
-    *outer, last = key.split(".")
-    for part in outer:
-        place = place.setdefault(part, {}) if isinstance(place, dict) else place
-    if not isinstance(place, dict):
-        raise ConfigError(f"--set {override}: {table} is not a table")
-    place[last] = value
+    place: Any = tables
+    for depth, part in enumerate(tables_):
+        place = place.setdefault(part, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override}: {'.'.join(tables_[: depth + 1])} is not a table")
+    place[key] = value
 
 
-def _as_dict(table: Any) -> dict[str, Any]:
-    if not isinstance(table, Table):
-        raise ConfigError(f"not a table of a job: {table!r}")
+def _as_dict(table: Table) -> dict[str, Any]:
     return {key: getattr(table, key) for key in table.model_fields_set}
 
 
@@ -306,23 +333,44 @@ def _name_of(value: Any) -> str:
 
 def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     """One line for one validation error: where, what was wrong, what is allowed."""
-    *tables, key = [str(part) for part in error["loc"]] or [""]
+    unions = {"str", "callable"} if error["type"] in {"string_type", "callable_type"} else set()
+    *tables, key = [str(part) for part in error["loc"] if part not in unions | {"[key]"}] or [""]
     for table in tables:
         field = model.model_fields.get(table)
         if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             model = field.annotation
-    where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else f"[{key}]" if key else ""
+    where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else key
+    where += " as a key" if "[key]" in error["loc"] else ""
     if error["type"] == "extra_forbidden":
         place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
         return f"{place} '{key}'; valid: {', '.join(model.model_fields)}"
-    what = error["msg"].removeprefix("Value error, ")
-    what = what[:1].lower() + what[1:]
-    given = "" if error["type"] in {"value_error", "missing"} or not where else f", not {_short(error['input'])}"
-    return f"{where} {what}{given}".strip()
+    if error["type"] == "value_error":
+        return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
+    wanted = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
+    return f"{where} must be {wanted.format(**error.get('ctx', {}))}, not {_short(error['input'])}"
+
+
+_WANTED = {
+    "model_type": "a table",
+    "dict_type": "a table",
+    "string_type": "a text",
+    "callable_type": "a text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "tuple_type": "a list",
+    "path_type": "a path",
+    "greater_than": "> {gt:g}",
+    "greater_than_equal": ">= {ge:g}",
+    "less_than": "< {lt:g}",
+}
+"""Type of a validation error -> what was wanted; the others say it well enough themselves."""
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

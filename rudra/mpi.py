@@ -7,6 +7,7 @@ Waiting sleeps instead of spinning, since on a full node the core belongs to a r
 """
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rudra.config import Job, cores
+from rudra.doorbell import Doorbell
 from rudra.errors import RudraError, RunError, TopologyError
 from rudra.events import (
     Accumulate,
@@ -109,7 +111,7 @@ class _Ring:
 
 
 class Rank:
-    """The roles of one rank, driven until they halt.
+    """The roles of one rank, driven until they halt. All ranks make theirs together.
 
     Args:
         comm: of all ranks of the job.
@@ -138,6 +140,10 @@ class Rank:
 
         self._mpi, self._comm, self._plan = MPI, comm, plan
         self._machines, self._executors, self._recorder = machines, executors, recorder
+        self._doorbell = doorbell = make_doorbell(comm)
+        self._to_ring: set[int] = set()
+        others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
+        self._shortest_s = 200e-6 if doorbell.reaches(others) else 20e-6
         self._warn_after_s, self._fail_after_s = warn_after_s, fail_after_s
         self._spin_s = 0.0 if oversubscribed else 50e-6
         self._rings = {role: _Ring(comm, role) for role in machines}
@@ -148,7 +154,7 @@ class Rank:
         self._evaluation: tuple[int, Iterator[Evaluated | None]] | None = None
         self._running = set(machines)
         self._origin = time.perf_counter()
-        self.interrupted = False
+        self.interrupted: int = 0  # the signal that said so
 
     def run(self) -> None:
         """Serves until every role here has halted.
@@ -174,7 +180,7 @@ class Rank:
             if self._recorder is not None:
                 self._recorder.idle()
             if waited >= self._spin_s:
-                time.sleep(min(1e-3, max(20e-6, waited / 8)))
+                self._doorbell.wait(min(1e-3, max(self._shortest_s, waited / 8)))
         self._close()
 
     def _step(self) -> bool:
@@ -193,6 +199,8 @@ class Rank:
         if role in self._running:
             for action in self._machines[role].handle(event, self._now()):
                 self._do(role, action)
+            while self._to_ring:
+                self._doorbell.ring(self._to_ring.pop())
 
     def _poll(self) -> bool:
         """Turns finished requests into events."""
@@ -219,6 +227,7 @@ class Rank:
                 self._events.append((transfer.role, Sent(transfer.buffer, transfer.to)))
             else:
                 message = executor.buffer(transfer.buffer).read()
+                self._to_ring.add(self._plan.roles[message.sender].world_rank)  # its send is complete now
                 self._events.append((transfer.role, Received(message, transfer.buffer)))
         gone = set(places)
         self._transfers = [t for i, t in enumerate(self._transfers) if i not in gone]
@@ -280,6 +289,7 @@ class Rank:
 
     def _send(self, role: int, action: Send) -> None:
         to = self._plan.roles[action.to].world_rank
+        self._to_ring.add(to)
         if action.buffer is None:
             data = action.message.encode()
             self._sending.append((self._comm.Isend(data, to, action.to * CHANNELS + CONTROL), data))
@@ -320,6 +330,17 @@ class Rank:
             transfer.request.Wait()
         for ring in self._rings.values():
             ring.close()
+        self._doorbell.close()
+
+
+def make_doorbell(comm: "MPI.Comm") -> Doorbell:
+    """This rank's doorbell; all ranks call this together."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    neighbours = node.allgather(comm.rank)
+    node.Free()
+    return Doorbell(comm.bcast(secrets.token_hex(8)), comm.rank, neighbours)
 
 
 class _Reported(RunError):
@@ -505,7 +526,9 @@ class _Setup:
             _wait(self._comm.Ibarrier())
             return 0
         except Ended:
-            self._save("interrupted", "the launcher ended the job: a rank died, or somebody stopped it")
+            asked = rank.interrupted in {signal.SIGUSR1, signal.SIGINT}
+            reason = "somebody stopped it" if asked else "the launcher ended it: a rank died, or it was cancelled"
+            self._save("interrupted", reason)
             self._comm.Abort(1)
         except KeyboardInterrupt:
             time.sleep(GRACE_S)  # the statistics server saves the results and ends everybody
@@ -521,7 +544,7 @@ class _Setup:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._rank is not None:
-            self._rank.interrupted = True
+            self._rank.interrupted = number
 
     def _save(self, status: str, reason: str) -> None:
         with suppress(Exception):

@@ -1,6 +1,7 @@
 """The plan that a topology draws up, and how a topology is found by name."""
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def load(name: Any, options: Mapping[str, Any] | None = None) -> Topology:
         options: keyword arguments for both.
 
     Raises:
-        ValueError: unknown name, or an object without the two functions.
+        ValueError: unknown name, an object without the two functions, or options that these do not take.
     """
     source: Any = name
     if isinstance(name, str):
@@ -99,11 +100,15 @@ def load(name: Any, options: Mapping[str, Any] | None = None) -> Topology:
                 f"[topology] name: '{name}' is unknown; valid: {', '.join(shipped())} or package.module:object"
             )
         source = importlib.import_module(f"topologies.{name}")
+    bound = dict(options or {})
     text = name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
     for function in ("plan", "learners_for"):
         if not callable(getattr(source, function, None)):
             raise ValueError(f"[topology] name: {text} has no function {function}")
-    bound = dict(options or {})
+        try:
+            inspect.signature(getattr(source, function)).bind(1, **bound)
+        except TypeError as error:
+            raise ValueError(f"[topology] options: {text}.{function}: {error}") from None
     return Topology(text, partial(source.plan, **bound), partial(source.learners_for, **bound))
 
 

@@ -56,6 +56,9 @@ class _Account(Recorder):
     def __init__(self) -> None:
         self.learner: dict[str, float] = {}
 
+    def idle(self) -> None:
+        """There is no file."""
+
     def record(self, action: Record) -> None: ...
 
     def finish(self, role: int, action: Finish) -> None:

@@ -193,7 +193,7 @@ class Learner(Machine):
             return []
         delivered, asked = self._delivered_at, self._answered_at
         self._push_s += delivered - self._pushed_at
-        answer = delivered if asked is None else max(asked, delivered)
+        answer = now if asked is None else max(asked, delivered)  # a stop is an answer too
         self._wait_s += answer - delivered
         self._pull_s += now - answer
         return self._leave(now) if self._stopping else self._compute(now)

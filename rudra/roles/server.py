@@ -113,7 +113,7 @@ class ParameterServer(Machine):
         self._arrived: deque[tuple[str, Rows]] = deque()
         self._accumulator: str | None = None
         self._pending: list[Rows] = []
-        self._weight = self._units = 0.0
+        self._units = 0.0
         self._next_source = 0
         self._pulls: dict[int, tuple[int, int]] = {}  # learner -> its timestamp and pushed count
         self._credits = CREDITS
@@ -204,8 +204,9 @@ class ParameterServer(Machine):
         for learner in rows["learner"]:
             self.pushed[learner] += 1
         actions = self._work(now)
-        for learner in rows["learner"]:
-            actions += self._answer(int(learner))
+        asked = list(self._pulls) if self.protocol.grants_on_push else rows["learner"].tolist()
+        for learner in asked:
+            actions += self._answer(learner)
         return actions + self._outbox.due(now)
 
     def _work(self, now: float) -> list[Action]:

@@ -71,7 +71,9 @@ class StatisticsServer(Machine):
     def waiting_for(self) -> str:
         if self._totals is None:
             return "the parameter server's account"
-        return f"the accounts of {len(self._learners) - self._accounts} learners"
+        if self._accounts < len(self._learners):
+            return f"the accounts of {len(self._learners) - self._accounts} learners"
+        return f"the weights of epoch {self._recorded + 1}"
 
     def validate(self) -> None:
         assert len(self._waiting) <= CREDITS

@@ -1,0 +1,93 @@
+"""Short texts for actions, and the events that a role gets, for tests that assert exact traces.
+
+Roles are written S (parameter server), T (statistics server), L0, L1, …
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from rudra import records
+from rudra.config import Job
+from rudra.events import Accumulate, Action, Event, Receive, Received, Send, Sent, Update
+from rudra.messages import Kind, Message
+from rudra.roles import Machine, make
+from topologies import Plan
+
+SERVER, STATISTICS, FIRST_LEARNER = 0, 1, 2
+SAMPLES = 4
+NAMES = ("S", "T", *(f"L{i}" for i in range(8)))
+QUIET = {"report_s": 1e9}
+"""Rows are sent only where they must be, which keeps traces short."""
+
+
+def job(name: str, learners: int = 2, **tables: Any) -> Job:
+    training = {"minibatch_size": SAMPLES, "epochs": 2, **tables.pop("training", {})}
+    rule = {"name": name, **tables.pop("protocol", {})}
+    return Job(
+        training=training, protocol=rule, cluster={"learners": learners}, results=QUIET, **tables
+    ).resolved()
+
+
+def machine(role: int, run: Job, training_samples: int = 10**6) -> Machine:
+    return make(role, run, run.make_topology().plan(run.learners), training_samples)
+
+
+def plan(learners: int = 2) -> Plan:
+    return job("async", learners).make_topology().plan(learners)
+
+
+def brief(action: Action) -> str:
+    """One action in a few words; what a test does not name is not in it."""
+    match action:
+        case Send(to, message, buffer):
+            tensor = f" [{buffer}]" if buffer else ""
+            return f"{message.kind.name}@{message.timestamp} to {NAMES[to]}{tensor}"
+        case Receive(buffer, source):
+            return f"receive {buffer}" + ("" if source is None else f" from {NAMES[source]}")
+        case Accumulate(into, gradient, weight, _):
+            return f"{into} += {weight:g} * {gradient}"
+        case Update(gradient, _, divisor, _, rate):
+            return f"update by {gradient} / {divisor:g} at {rate:g}"
+        case _:
+            fields = [str(getattr(action, name)) for name in action.__slots__]
+            return " ".join([type(action).__name__.lower(), *fields])
+
+
+def feed(role: Machine, *events: Event, now: float = 0.0) -> list[str]:
+    """What the role wants after these events; its invariants are checked after each."""
+    wanted: list[str] = []
+    for event in events:
+        wanted += map(brief, role.handle(event, now))
+        role.validate()
+    return wanted
+
+
+def gradient_row(learner: int, step: int, timestamp: int, samples: int = SAMPLES) -> np.ndarray:
+    return np.array([(-1, learner, samples, step, timestamp, -1, 1.0, 0.5, 1, 0)], records.GRADIENT)
+
+
+def gradient(learner: int, step: int, timestamp: int, buffer: str, samples: int = SAMPLES) -> Received:
+    rows = gradient_row(learner, step, timestamp, samples)
+    return Received(Message(Kind.GRADIENT, FIRST_LEARNER + learner, timestamp, step + 1, rows), buffer)
+
+
+def pull(learner: int, timestamp: int, pushed: int) -> Received:
+    return Received(Message(Kind.PULL, FIRST_LEARNER + learner, timestamp, pushed))
+
+
+def bye(learner: int, pushed: int) -> Received:
+    return Received(Message(Kind.BYE, FIRST_LEARNER + learner, value=pushed))
+
+
+def returned(*learners: int) -> list[Sent]:
+    """The weights that were sent to these learners have arrived."""
+    return [Sent("weights", FIRST_LEARNER + i) for i in learners]
+
+
+def rows_sent(actions: Iterable[Action], kind: Kind) -> Iterator[np.void]:
+    """Rows of a kind among what a role sends."""
+    for action in actions:
+        if isinstance(action, Send) and action.message.kind is kind and action.message.rows is not None:
+            yield from action.message.rows

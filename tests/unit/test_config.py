@@ -1,0 +1,270 @@
+"""The job: what it takes, and the line that a user's mistake ends in."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocols import Protocol
+from rudra.config import Job, OptimizerTable
+from rudra.errors import ConfigError
+from topologies import Plan
+
+TRAINING = "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size"
+TABLES = "model, data, training, optimizer, protocol, topology, cluster, simulation, faults, results"
+FOUR = {"learners": 4}
+
+
+class Mine(Protocol):
+    """A user's own."""
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"trainning": {}}, f"unknown table or key 'trainning'; valid: name, {TABLES}"),
+    ({"training": {"epoch": 1}}, f"[training] unknown key 'epoch'; valid: {TRAINING}"),
+    ({"protocol": {"nsoft": 2}}, "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options"),
+    ({"model": 3}, "model must be a table, not 3"),
+    ({"model": {"name": 3}}, "[model] name must be a text, not 3"),
+    ({"model": {"options": [1]}}, "[model] options must be a table, not [1]"),
+    ({"name": {"a": 1}}, "name must be a text, not {'a': 1}"),
+    ({"data": {"path": 3}}, "[data] path must be a path, not 3"),
+    ({"training": {"epochs": "many"}}, "[training] epochs must be a whole number, not 'many'"),
+    ({"training": {"epochs": "16"}}, "[training] epochs must be a whole number, not '16'"),
+    ({"training": {"epochs": True}}, "[training] epochs must be a whole number, not True"),
+    ({"training": {"epochs": 1.5}}, "[training] epochs must be a whole number, not 1.5"),
+    ({"training": {"epochs": 0}}, "[training] epochs must be >= 1, not 0"),
+    ({"training": {"seed": 2**63}}, "[training] seed must be < 9.22337e+18, not 9223372036854775808"),
+    ({"training": {"evaluate": "no"}}, "[training] evaluate must be true or false, not 'no'"),
+    ({"training": {"evaluate": 1}}, "[training] evaluate must be true or false, not 1"),
+    ({"optimizer": {"learning_rate": "0.1"}}, "[optimizer] learning_rate must be a number, not '0.1'"),
+    ({"optimizer": {"learning_rate": [1]}}, "[optimizer] learning_rate must be a number, not [1]"),
+    ({"optimizer": {"learning_rate": 0}}, "[optimizer] learning_rate must be > 0, not 0"),
+    ({"optimizer": {"learning_rate": float("nan")}}, "[optimizer] learning_rate must be a finite number, not nan"),
+    ({"optimizer": {"momentum": 1.0}}, "[optimizer] momentum must be < 1, not 1.0"),
+    ({"optimizer": {"milestones": 3}}, "[optimizer] milestones must be a list, not 3"),
+    ({"optimizer": {"milestones": [3, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [3, 3]"),
+    ({"optimizer": {"milestones": [0, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [0, 3]"),
+    ({"optimizer": {"milestones": [1, "b"]}}, "[optimizer] milestones.1 must be a whole number, not 'b'"),
+    ({"faults": {"non_finite_loss": "go"}}, "[faults] non_finite_loss must be 'stop' or 'warn', not 'go'"),
+    (
+        {"protocol": {"modulation": "sqr"}},
+        "[protocol] modulation must be 'auto', 'none', 'sqrt', 'n', 'mean_staleness' or 'gradient_staleness', not 'sqr'",
+    ),
+    ({"protocol": {"n": 5}, "cluster": FOUR}, "[protocol] n = 5, with 4 learners; valid: 1 to 4"),
+    ({"protocol": {"n": 0}}, "[protocol] n must be >= 1, not 0"),
+    ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, "[protocol] hardsync takes no n"),
+    (
+        {"protocol": {"name": "sync"}, "cluster": FOUR},
+        "[protocol] name: 'sync' is unknown; valid: async, hardsync, softsync or package.module:class",
+    ),
+    (
+        {"protocol": {"name": "no_such_module:Rule"}, "cluster": FOUR},
+        "[protocol] name: no_such_module:Rule: no module 'no_such_module' on the Python path",
+    ),
+    ({"protocol": {"name": "math:pi"}, "cluster": FOUR}, "[protocol] name: 3.141592653589793 is no class or function that could make a protocol"),
+    (
+        {"protocol": {"modulation": "gradient_staleness"}, "optimizer": {"name": "adagrad"}, "cluster": FOUR},
+        "[protocol] modulation 'gradient_staleness' has no effect with adagrad, whose step ignores the gradient's "
+        "scale; use sgd, or modulation 'mean_staleness'",
+    ),
+    ({"topology": {"name": "tree"}}, "[topology] name: 'tree' is unknown; valid: base or package.module:object"),
+    ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
+    ({"topology": {"options": {"z": 1}}}, "[topology] options: base.plan: got an unexpected keyword argument 'z'"),
+    ({"cluster": {"device": "gpu"}}, "[cluster] device must be 'cpu', not 'gpu'"),
+    ({"simulation": {"slowdown": {4: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner 4; valid: 0 to 3"),
+    ({"simulation": {"slowdown": {-1: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner -1; valid: 0 to 3"),
+    ({"simulation": {"slowdown": {"1": 0}}}, "[simulation] slowdown of learner 1 must be > 0, not 0.0"),
+    ({"simulation": {"slowdown": {"first": 2}}}, "[simulation] slowdown.first as a key must be a whole number, not 'first'"),
+    ({"simulation": {"slowdown": {"0": "x"}}}, "[simulation] slowdown.0 must be a number, not 'x'"),
+    (
+        {"training": {"epochs": 0, "seed": -1}, "model": 3},
+        "model must be a table, not 3; [training] epochs must be >= 1, not 0; [training] seed must be >= 0, not -1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tables", "text"), MISTAKES)
+def test_a_mistake_is_one_line(tables: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Job(**tables)
+    assert str(error.value) == text
+
+
+def test_long_values_are_shortened() -> None:
+    with pytest.raises(ConfigError) as error:
+        Job(model={"options": "x\n" * 999})
+    assert len(str(error.value)) < 120
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("epochs=3", "--set epochs=3: must read table.key=value"),
+        ("training.epochs", "--set training.epochs: must read table.key=value"),
+        ("training.=3", "--set training.=3: must read table.key=value"),
+        (".epochs=3", "--set .epochs=3: must read table.key=value"),
+        ("model..x=3", "--set model..x=3: must read table.key=value"),
+        ("training.seed.x=3", "--set training.seed.x=3: training.seed is not a table"),
+        ("name.x=3", "--set name.x=3: name is not a table"),
+        ("training.epochs=x", "{file}: [training] epochs must be a whole number, not 'x'"),
+        ("speed.x=1", "{file}: unknown table or key 'speed'; valid: name, " + TABLES),
+    ],
+)
+def test_a_mistake_in_an_override(tmp_path: Path, override: str, text: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\n[training]\nseed = 1\n')
+    with pytest.raises(ConfigError) as error:
+        Job.load(file, [override])
+    assert str(error.value) == text.format(file=file)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"[training\nepochs = 3", r"{file}: .*\(at line 1, column 10\)"),
+        (b"[training]\nepochs = 3\nepochs = 4\n", r"{file}: .*\(at line 3, column 11\)"),
+        (b"name = '\xff'", r"{file}: .*can't decode byte 0xff.*"),
+        (b"[training]\nepochs = '3'", r"{file}: \[training\] epochs must be a whole number, not '3'"),
+    ],
+)
+def test_a_damaged_job_file_is_named(tmp_path: Path, content: bytes, text: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        Job.load(file)
+    assert re.fullmatch(text.format(file=re.escape(str(file))), str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nowhere/mine.toml", "nowhere/mine.toml: no such job file"),
+        ("digit", "digit: no such job; did you mean digits? give a TOML file or one of: cifar10, digits, "),
+        ("zzzzz", "zzzzz: no such job; give a TOML file or one of: cifar10, digits, "),
+        ("jobs", "jobs: no such job; give a TOML file or one of: "),
+    ],
+)
+def test_a_job_that_does_not_exist(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Job.load(name)
+    assert str(error.value).startswith(text)
+
+
+def test_what_a_file_and_overrides_make(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[training]\nseed = 5\nepochs = 2\n[simulation.slowdown]\n0 = 2.5\n")
+    overrides = [
+        "training.epochs=7",
+        "model.name=mlp",  # no TOML: a plain text
+        'data.name="idx"',
+        "data.path=/some where",
+        "optimizer.milestones=[1, 2]",
+        "model.options.hidden.size=3",
+        "training.evaluate = false",
+        "simulation.slowdown.1=3",
+    ]
+    job = Job.load(file, overrides)
+    assert (job.name, job.training.seed, job.training.epochs, job.training.evaluate) == ("mine", 5, 7, False)
+    assert (job.model.name, job.model.options) == ("mlp", {"hidden": {"size": 3}})
+    assert (job.data.name, job.data.path) == ("idx", Path("/some where"))
+    assert job.optimizer.milestones == (1, 2)
+    assert job.simulation.slowdown == {0: 2.5, 1: 3.0}
+
+
+@pytest.mark.parametrize(("table", "key"), [("training", "epochs"), ("cluster", "learners"), ("data", "path")])
+def test_a_job_is_immutable(table: str, key: str) -> None:
+    job = Job()
+    with pytest.raises(ValueError, match="frozen"):
+        setattr(getattr(job, table), key, 3)
+    with pytest.raises(ValueError, match="frozen"):
+        setattr(job, table, None)
+
+
+def test_jobs_share_no_options() -> None:
+    Job().model.options["leak"] = 1
+    assert Job().model.options == {}
+
+
+def test_with_replaces_keys_and_checks_again() -> None:
+    job = Job(cluster=FOUR, training={"epochs": 3, "seed": 2})
+    other = job.with_(training={"epochs": 9}, protocol={"name": "async"})
+    assert (other.training.epochs, other.training.seed, other.protocol.name, other.learners) == (9, 2, "async", 4)
+    assert (job.training.epochs, job.protocol.name) == (3, "softsync")
+    with pytest.raises(ConfigError, match=r"^\[protocol\] n = 5, with 4 learners; valid: 1 to 4$"):
+        job.with_(protocol={"n": 5})
+    for name in ("trainning", "name"):
+        with pytest.raises(ConfigError, match=f"^unknown table '{name}'; valid: {TABLES}$"):
+            job.with_(**{name: {}})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "arguments", "expected"),
+    [
+        ({}, {}, (4, 1)),
+        ({}, {"cores": 16}, (4, 4)),
+        ({}, {"cores": 7}, (4, 1)),
+        ({}, {"learners": 2, "cores": 16}, (2, 8)),
+        ({"learners": 8}, {"cores": 16}, (8, 2)),
+        ({"threads_per_rank": 3}, {"cores": 16}, (4, 3)),
+        ({"threads_per_rank": 3}, {"threads_per_rank": 5}, (4, 5)),
+        ({"learners": 30}, {"cores": 2}, (30, 1)),
+    ],
+)
+def test_resolved(cluster: dict[str, int], arguments: dict[str, int], expected: tuple[int, int]) -> None:
+    job = Job(cluster=cluster).resolved(**arguments)
+    assert (job.learners, job.cluster.threads_per_rank) == expected
+    assert job.resolved() == job
+
+
+def test_what_only_the_launch_decides_is_checked_then() -> None:
+    job = Job(protocol={"n": 5})
+    assert job.resolved(learners=5).make_protocol().n == 5
+    with pytest.raises(ConfigError, match="n = 5, with 4 learners"):
+        job.resolved()
+    with pytest.raises(ConfigError, match=r"^\[cluster\] learners is not resolved yet$"):
+        _ = job.learners
+
+
+@pytest.mark.parametrize(
+    ("epoch", "rate"), [(0, 0.5), (1, 0.5), (2, 0.05), (3, 0.05), (4, 0.05), (5, 0.005), (100, 0.005)]
+)
+def test_the_rate_falls_after_the_milestones(epoch: int, rate: float) -> None:
+    table = OptimizerTable(learning_rate=0.5, milestones=(2, 5), factor=0.1)
+    assert table.scheduled(epoch) == pytest.approx(rate, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "invariant"), [("sgd", False), ("adagrad", True), ("adam", True), ("adamw", True), ("rmsprop", True)]
+)
+def test_scale_invariant_optimisers(name: str, invariant: bool) -> None:
+    assert OptimizerTable(name=name).scale_invariant is invariant
+
+
+class Factory:
+    def __call__(self) -> None: ...
+
+    @staticmethod
+    def plan(learners: int) -> Plan:
+        raise AssertionError("not asked for")
+
+    learners_for = plan
+
+
+def test_json_names_callables() -> None:
+    job = Job(
+        protocol={"name": Mine}, model={"name": Factory()}, topology={"name": Factory()}, data={"path": "a/b"}
+    ).resolved()
+    text = job.to_json()
+    tables = json.loads(text)
+    assert "\n" not in text
+    assert tables["protocol"]["name"] == f"{__name__}:Mine"
+    assert tables["model"]["name"] == tables["topology"]["name"] == f"{__name__}:Factory"
+    assert (tables["data"]["path"], tables["cluster"]["learners"]) == ("a/b", 4)
+
+
+def test_json_of_a_plain_job_makes_the_same_job() -> None:
+    job = Job(protocol={"n": 2}, simulation={"slowdown": {1: 2.0}}, data={"path": "x"}).resolved()
+    assert Job(**json.loads(job.to_json())) == job

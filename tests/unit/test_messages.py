@@ -1,0 +1,76 @@
+"""Messages survive the wire, and fit where they are put."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rudra import records
+from rudra.messages import CONTROL_BYTES, ROWS, Kind, Message, split, tail_bytes
+
+INT32 = st.integers(0, 2**31 - 1)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def rows(kind: Kind, count: int) -> np.ndarray:
+    """Rows whose every byte counts."""
+    dtype = ROWS[kind]
+    noise = np.random.default_rng(count).integers(0, 256, count * dtype.itemsize, np.uint8)
+    return noise.view(dtype)
+
+
+def same(one: Message, other: Message) -> bool:
+    def facts(m: Message) -> tuple[object, ...]:
+        data = None if m.rows is None else (m.rows.dtype, m.rows.tobytes())
+        return m.kind, m.sender, m.timestamp, m.value, data
+
+    return facts(one) == facts(other)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@given(sender=INT32, timestamp=INT64, value=INT64)
+def test_round_trip_without_rows(kind: Kind, sender: int, timestamp: int, value: int) -> None:
+    message = Message(kind, sender, timestamp, value)
+    assert same(Message.decode(message.encode()), message)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_round_trip_with_rows_from_a_buffer_that_is_used_again(kind: Kind, count: int) -> None:
+    message = Message(kind, 3, 7, 9, rows(kind, count))
+    buffer = bytearray(message.encode() + b"\xff" * 100)  # a receive buffer is longer than what arrived
+    decoded = Message.decode(memoryview(buffer))
+    buffer[:] = bytes(len(buffer))
+    assert same(decoded, message)
+    assert decoded.rows is not None
+    decoded.rows["pad" if "pad" in decoded.rows.dtype.names else decoded.rows.dtype.names[0]] = 1  # roles write into rows
+
+
+@pytest.mark.parametrize("gradients", [1, 2, 3, 30])
+def test_the_tail_behind_a_tensor_holds_what_comes_with_tensors(gradients: int) -> None:
+    room = tail_bytes(gradients)
+    assert room % 64 == 0, "what follows stays aligned"
+    assert len(Message(Kind.GRADIENT, 0, rows=rows(Kind.GRADIENT, gradients)).encode()) <= room
+    assert len(Message(Kind.SNAPSHOT, 0, rows=rows(Kind.SNAPSHOT, 1)).encode()) <= room
+    assert len(Message(Kind.WEIGHTS, 0).encode()) <= room
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("count", [0, 1, 17, 48, 500])
+def test_split_keeps_every_row_in_messages_of_limited_size(kind: Kind, count: int) -> None:
+    all_ = rows(kind, count)
+    messages = split(kind, 5, all_)
+    encoded = [m.encode() for m in messages]
+    assert all(len(data) <= CONTROL_BYTES for data in encoded)
+    fill = (CONTROL_BYTES - 64) // ROWS[kind].itemsize
+    assert len(messages) <= -(-count // fill), "no more messages than needed"
+    parts = [Message.decode(data) for data in encoded]
+    assert all((p.kind, p.sender) == (kind, 5) for p in parts)
+    assert b"".join(p.rows.tobytes() for p in parts if p.rows is not None) == all_.tobytes()
+
+
+def test_rows_have_the_same_layout_on_every_machine() -> None:
+    for dtype in (*ROWS.values(), records.TOTALS):
+        assert not dtype.isalignedstruct
+        assert dtype.itemsize == sum(dtype[name].itemsize for name in dtype.names)
+        assert all(dtype[name].str[0] == "<" for name in dtype.names)

@@ -1,0 +1,152 @@
+"""The rules of every protocol, as tables of cases."""
+
+from typing import Any
+
+import pytest
+
+import protocols
+from protocols import Clock, Protocol
+
+
+def make(name: Any, learners: int, **arguments: Any) -> Protocol:
+    return protocols.make(name, learners=learners, **{"minibatch_size": 4, **arguments})
+
+
+class Bounded(Protocol):
+    """A user's protocol: who is more than `ahead` gradients before the slowest waits."""
+
+    def __init__(self, learners: int, ahead: int = 1) -> None:
+        super().__init__(learners)
+        self.ahead = ahead
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        return clock.pushed[learner] - min(clock.pushed) <= self.ahead
+
+
+def test_every_shipped_protocol_is_known() -> None:
+    assert protocols.shipped() == {"async": "async_", "hardsync": "hardsync", "softsync": "softsync"}
+
+
+@pytest.mark.parametrize(
+    ("name", "learners", "n", "c", "expected_n"),
+    [
+        ("hardsync", 1, None, 1, 1),
+        ("hardsync", 5, None, 5, 5),
+        ("async", 1, None, 1, 1),
+        ("async", 30, None, 1, 30),
+        ("softsync", 1, None, 1, 1),
+        ("softsync", 30, None, 30, 1),  # n = 1 is the default
+        ("softsync", 30, 1, 30, 1),
+        ("softsync", 30, 2, 15, 2),
+        ("softsync", 30, 4, 7, 4),  # the floor stays, and the rate is divided by n, not by λ/c
+        ("softsync", 30, 16, 1, 16),
+        ("softsync", 30, 30, 1, 30),
+        ("softsync", 5, 3, 1, 3),
+    ],
+)
+def test_gradients_per_update(name: str, learners: int, n: int | None, c: int, expected_n: int) -> None:
+    protocol = make(name, learners, n=n)
+    assert (protocol.gradients_per_update, protocol.n) == (c, expected_n)
+    assert [protocol.update_due(pending) for pending in range(c + 2)] == [False] * c + [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "timestamp", "granted"),
+    [
+        ("hardsync", 0, 0, False),
+        ("hardsync", 3, 3, False),
+        ("hardsync", 3, 4, True),
+        ("softsync", 3, 3, True),
+        ("softsync", 0, 9, True),
+        ("async", 3, 3, True),
+        ("async", 0, 9, True),
+    ],
+)
+def test_only_hardsync_makes_a_pull_wait_for_an_update(name: str, held: int, timestamp: int, granted: bool) -> None:
+    for learner in range(3):
+        assert make(name, 3).pull_granted(learner, held, Clock(timestamp, (9, 0, 4))) is granted
+
+
+@pytest.mark.parametrize(("name", "ordered"), [("hardsync", True), ("softsync", False), ("async", False)])
+def test_only_hardsync_adds_in_learner_order(name: str, ordered: bool) -> None:
+    assert make(name, 3).ordered is ordered
+
+
+def test_a_class_of_the_user_with_options() -> None:
+    protocol = make(Bounded, 2, options={"ahead": 3}, modulation="mean_staleness")
+    assert protocol.pull_granted(0, 0, Clock(0, (3, 0)))
+    assert not protocol.pull_granted(0, 0, Clock(0, (4, 0)))
+    assert protocol.modulation.rate_factor(4.0) == 0.25
+
+
+def late(learners: int, **options: Any) -> Protocol:
+    """Takes anything, as a user's factory may."""
+    return Bounded(learners, **options)
+
+
+def test_a_factory_that_takes_any_option() -> None:
+    assert make(late, 2, options={"ahead": 7}).ahead == 7  # type: ignore[attr-defined]
+
+
+class Lonely(Protocol):
+    def __init__(self, learners: int) -> None:
+        pass
+
+
+class Ordered(Protocol):
+    ordered = True
+
+
+class Empty(Protocol):
+    def __init__(self, learners: int) -> None:
+        super().__init__(learners)
+        self.gradients_per_update = 0
+
+
+class Fussy(Protocol):
+    def __init__(self, learners: int) -> None:
+        raise ValueError("the moon is full")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("fast", {}, "name: 'fast' is unknown; valid: async, hardsync, softsync or package.module:class"),
+        ("async_", {}, "name: 'async_' is unknown; valid: async, hardsync, softsync or package.module:class"),
+        ("softsync", {"n": 0}, "n = 0, with 4 learners; valid: 1 to 4"),
+        ("softsync", {"n": 5}, "n = 5, with 4 learners; valid: 1 to 4"),
+        ("hardsync", {"n": 1}, "hardsync takes no n"),
+        ("async", {"n": 4}, "async takes no n"),
+        ("softsync", {"options": {"m": 2, "k": 1}}, "softsync takes no k, m; valid: n"),
+        ("softsync", {"options": {"n": 2}}, "options.n is not possible; n is a key of [protocol] itself"),
+        ("hardsync", {"modulation": "n"}, "modulation 'n' does not fit hardsync; valid: none, sqrt"),
+        (
+            "softsync",
+            {"modulation": "gradient_staleness", "scale_invariant_optimizer": "adam"},
+            "modulation 'gradient_staleness' has no effect with adam, whose step ignores the gradient's scale; "
+            "use sgd, or modulation 'mean_staleness'",
+        ),
+        (Bounded, {"options": {"behind": 1}}, "Bounded takes no behind; valid: ahead"),
+        (Bounded, {"n": 2}, "Bounded takes no n; valid: ahead"),
+        (Bounded, {"options": {"learners": 1}}, "Bounded takes no learners; valid: ahead"),
+        (lambda learners: 5, {}, "<lambda>: gives a int, which is no protocols.Protocol"),
+        (int, {}, "name: int is no class or function that could make a protocol"),
+        (5, {}, "name: 5 is no class or function that could make a protocol"),
+        (Lonely, {}, "Lonely: its __init__ must call super().__init__(learners)"),
+        (Ordered, {}, "Ordered: gradients_per_update = 1; an ordered protocol takes one of each, so 4"),
+        (Empty, {}, "Empty: gradients_per_update = 0; valid: 1 and more"),
+        (Fussy, {}, "Fussy: the moon is full"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(name: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make(name, 4, **arguments)
+    assert str(error.value) == f"[protocol] {text}"
+
+
+def test_an_error_inside_the_users_class_stays_the_users() -> None:
+    def broken(learners: int) -> Protocol:
+        return len(learners)  # type: ignore[arg-type, return-value]
+
+    with pytest.raises(TypeError, match="no len"):
+        make(broken, 4)

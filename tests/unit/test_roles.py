@@ -1,0 +1,270 @@
+"""All roles: what a state does not allow raises and changes nothing; and the learner's exact traces."""
+
+import copy
+import math
+import pickle
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+from role_traces import FIRST_LEARNER, SERVER, STATISTICS, brief, bye, feed, gradient, gradient_row, job, machine, rows_sent
+from rudra import records
+from rudra.config import FaultsTable
+from rudra.errors import ProtocolError
+from rudra.events import Computed, Evaluated, Event, Hashed, Received, Sent, Started
+from rudra.messages import ROWS, Kind, Message
+from rudra.roles import Machine
+from rudra.roles import learner as learner_
+from rudra.roles import server as server_
+from rudra.roles import statistics as statistics_
+
+START = Received(Message(Kind.START, SERVER))
+STOP = Received(Message(Kind.STOP, SERVER))
+DONE = Received(Message(Kind.DONE, STATISTICS))
+READY = [Received(Message(Kind.READY, FIRST_LEARNER + i, value=7)) for i in range(2)]
+SENT = Sent("gradient", SERVER)
+
+
+def weights(timestamp: int) -> Received:
+    return Received(Message(Kind.WEIGHTS, SERVER, timestamp), "weights")
+
+
+def answer(timestamp: int) -> Received:
+    return Received(Message(Kind.TIMESTAMP, SERVER, timestamp))
+
+
+def computed(step: int, loss: float = 0.5) -> Computed:
+    return Computed(step, loss, 1, 4)
+
+
+def computing(**faults: Any) -> Machine:
+    """A learner that computes its first gradient since time 0."""
+    role = machine(FIRST_LEARNER, job("async", faults=FaultsTable(**faults).model_dump()))
+    feed(role, Started(), weights(0), Hashed(7), START)
+    return role
+
+
+def exchanging() -> Machine:
+    role = computing()
+    feed(role, computed(0), now=1.0)
+    return role
+
+
+# The learner.
+
+
+def test_learner_until_its_first_gradient() -> None:
+    role = machine(FIRST_LEARNER, job("async"))
+    assert feed(role, Started()) == ["receive weights from S"]
+    assert feed(role, weights(0)) == ["hash weights"]
+    (ready,) = role.handle(Hashed(99), 0.0)
+    assert (brief(ready), ready.message.value) == ("READY@0 to S", 99)  # type: ignore[union-attr]
+    assert feed(role, START) == ["compute 0 weights gradient"]
+    push, ask = role.handle(computed(0), 1.0)
+    assert brief(push) == "GRADIENT@0 to S [gradient]"
+    assert (brief(ask), ask.message.value) == ("PULL@0 to S", 1)  # type: ignore[union-attr]
+    assert push.message.rows == gradient_row(0, 0, 0)  # type: ignore[union-attr]
+
+
+NEXT = ["compute 1 weights gradient"]
+PULL = ["receive weights from S"]
+LEAVE = ["MINIBATCHES@0 to T", "LEARNERS@0 to T", "BYE@0 to S"]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(SENT, []), (answer(0), NEXT)],  # nothing newer: no pull
+        [(answer(0), []), (SENT, NEXT)],
+        [(SENT, []), (answer(3), PULL), (weights(3), NEXT)],
+        [(answer(3), PULL), (SENT, []), (weights(3), NEXT)],
+        [(answer(3), PULL), (weights(3), []), (SENT, NEXT)],
+        [(SENT, []), (STOP, LEAVE)],
+        [(STOP, []), (SENT, LEAVE)],
+        [(answer(3), PULL), (STOP, []), (weights(3), []), (SENT, LEAVE)],
+        [(SENT, []), (answer(3), PULL), (STOP, []), (weights(3), LEAVE)],
+        [(answer(3), PULL), (SENT, []), (STOP, []), (weights(3), LEAVE)],
+        [(answer(0), []), (STOP, []), (SENT, LEAVE)],
+    ],
+)
+def test_learner_goes_on_or_leaves_when_no_transfer_is_under_way(steps: list[tuple[Event, list[str]]]) -> None:
+    role = exchanging()
+    for event, expected in steps:
+        assert feed(role, event) == expected
+
+
+def test_learner_computes_at_the_weights_it_pulled() -> None:
+    role = exchanging()
+    feed(role, SENT, answer(5), weights(5))
+    push, ask = role.handle(computed(1), 2.0)
+    assert [brief(push), brief(ask)] == ["GRADIENT@5 to S [gradient]", "PULL@5 to S"]
+    assert push.message.rows["timestamp"] == 5  # type: ignore[union-attr]
+
+
+def test_learner_told_to_stop_while_computing_pushes_no_more() -> None:
+    role = computing()
+    assert feed(role, STOP) == []
+    actions = role.handle(computed(0), 1.0)
+    assert [brief(a) for a in actions] == LEAVE
+    assert actions[-1].message.value == 0  # type: ignore[union-attr]
+    assert feed(role, DONE) == ["halt"]
+
+
+def times(role: Machine, last: Event, now: float) -> dict[str, float]:
+    (row,) = rows_sent(role.handle(last, now), Kind.LEARNERS)
+    return {name: float(row[name]) for name in ("compute_s", "push_s", "wait_s", "pull_s")}
+
+
+def test_learner_accounts_for_its_time() -> None:
+    role = exchanging()  # computed from 0 to 1
+    for event, now in ((SENT, 3.0), (answer(1), 6.0), (weights(1), 10.0), (computed(1), 15.0), (SENT, 16.0)):
+        role.handle(event, now)
+    assert times(role, STOP, 19.0) == {"compute_s": 1 + 5, "push_s": 2 + 1, "wait_s": 3 + 3, "pull_s": 4}
+
+
+def test_answers_before_the_delivery_cost_no_waiting() -> None:
+    role = exchanging()
+    role.handle(answer(0), 2.0)
+    role.handle(SENT, 4.0)
+    role.handle(STOP, 5.0)
+    assert times(role, computed(1), 6.0) == {"compute_s": 1 + 2, "push_s": 3, "wait_s": 0, "pull_s": 0}
+
+
+def test_learner_counts_pulls_and_gradients() -> None:
+    role = exchanging()
+    feed(role, SENT, answer(0), computed(1), SENT, answer(2), weights(2), computed(2), SENT, answer(2), STOP)
+    (row,) = rows_sent(role.handle(computed(3), 9.0), Kind.LEARNERS)
+    assert [row[k] for k in ("learner", "world_rank", "pushed", "samples", "pulls", "skipped_pulls")] == [0, 2, 3, 12, 1, 2]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_non_finite_loss_stops(loss: float) -> None:
+    actions = computing().handle(computed(0, loss), 1.0)
+    text = f"fail the loss of mini-batch 0 is {loss}: a smaller learning_rate may help"
+    assert [brief(a) for a in actions] == ["MINIBATCHES@0 to T", text], "what was measured so far is kept"
+
+
+def test_non_finite_loss_warns_once() -> None:
+    role = computing(non_finite_loss="warn")
+    wanted = feed(role, computed(0, math.nan), SENT, answer(0), computed(1, math.nan))
+    assert [text for text in wanted if text.startswith("warn the loss of mini-batch 0 is nan")]
+    assert sum(text.startswith("warn") for text in wanted) == 1
+    assert sum(text.startswith("GRADIENT") for text in wanted) == 2
+
+
+# Every state of every role, and what it does not allow.
+
+
+def row(kind: Kind) -> np.ndarray:
+    return np.zeros(1, ROWS[kind])
+
+
+def snapshot(epoch: int) -> Received:
+    rows = row(Kind.SNAPSHOT)
+    rows["epoch"] = epoch
+    return Received(Message(Kind.SNAPSHOT, SERVER, rows=rows), "snapshot 0")
+
+
+LIVES: list[tuple[int, type[Enum], list[Event]]] = [
+    (FIRST_LEARNER, learner_.State, [Started(), weights(0), Hashed(7), START, computed(0), SENT, STOP, DONE]),
+    (
+        SERVER,
+        server_.State,
+        [
+            Started(),
+            Hashed(7),
+            *READY,
+            *(Sent("weights", FIRST_LEARNER + i) for i in range(2)),
+            gradient(0, 0, 0, "gradient 0"),
+            gradient(1, 0, 0, "gradient 1"),
+            bye(0, 1),
+            bye(1, 1),
+            DONE,
+        ],
+    ),
+    (
+        STATISTICS,
+        statistics_.State,
+        [
+            Started(),
+            START,
+            snapshot(1),
+            Evaluated("snapshot 0", 0.0, 0.0, 0.0, 0.0),
+            Received(Message(Kind.TOTALS, SERVER, rows=row(Kind.TOTALS))),
+            *(Received(Message(Kind.LEARNERS, 2 + i, rows=row(Kind.LEARNERS))) for i in range(2)),
+        ],
+    ),
+]
+
+
+def states(role: int, events: list[Event]) -> dict[Enum, Machine]:
+    """A machine in each state that the events lead through, as late in that state as they do."""
+    living = machine(role, job("async", training={"epochs": 1}), training_samples=5)
+    seen = {living.state: copy.deepcopy(living)}
+    for event in events:
+        feed(living, event)
+        seen[living.state] = copy.deepcopy(living)
+    return seen
+
+
+def any_event(trigger: Any) -> Event:
+    if isinstance(trigger, Kind):
+        rows = row(trigger) if trigger in ROWS else None
+        return Received(Message(trigger, FIRST_LEARNER, rows=rows), "gradient 0")
+    return {
+        Started: Started(),
+        Sent: Sent("weights", FIRST_LEARNER),
+        Hashed: Hashed(7),
+        Computed: computed(0),
+        Evaluated: Evaluated("snapshot 0", 0.0, 0.0, 0.0, 0.0),
+    }[trigger]
+
+
+TRIGGERS = [*Kind, Started, Sent, Hashed, Computed, Evaluated]
+
+
+@pytest.mark.parametrize(("role", "all_states", "events"), LIVES, ids=["learner", "server", "statistics"])
+def test_what_a_state_does_not_allow_raises_and_changes_nothing(
+    role: int, all_states: type[Enum], events: list[Event]
+) -> None:
+    seen = states(role, events)
+    assert set(seen) == set(all_states), "the life above leads through every state"
+    for state, living in seen.items():
+        for trigger in TRIGGERS:
+            if (state, trigger) in living.TRANSITIONS:
+                continue
+            before = pickle.dumps(vars(living))
+            with pytest.raises(ProtocolError) as error:
+                living.handle(any_event(trigger), 1.0)
+            name = trigger.name if isinstance(trigger, Kind) else trigger.__name__
+            assert str(error.value) == f"{living.name} cannot take {name} while {state.name}"
+            assert pickle.dumps(vars(living)) == before
+
+
+@pytest.mark.parametrize("kind", [learner_.Learner, server_.ParameterServer, statistics_.StatisticsServer])
+def test_transitions_name_methods_and_triggers_that_exist(kind: type[Machine]) -> None:
+    for (_, trigger), method in kind.TRANSITIONS.items():
+        assert trigger in TRIGGERS
+        assert callable(getattr(kind, method))
+
+
+# Rows on their way.
+
+
+def test_minibatch_rows_are_sent_by_time_or_number() -> None:
+    run = job("async").with_(results={"report_s": 2.0})
+    role = machine(FIRST_LEARNER, run)
+    feed(role, Started(), weights(0), Hashed(7), START)
+    sent = []
+    for step in range(4):
+        sent.append(len(list(rows_sent(role.handle(computed(step), step + 1.0), Kind.MINIBATCHES))))
+        feed(role, SENT, answer(0), now=step + 1.0)
+    assert sent == [0, 2, 0, 2]
+    role = computing()
+    sent = []
+    for step in range(100):
+        sent += rows_sent(role.handle(computed(step), 1.0), Kind.MINIBATCHES)
+        feed(role, SENT, answer(0))
+    assert [r["step"] for r in sent] == list(range(96))
+    assert sent[0].dtype == records.MINIBATCH
