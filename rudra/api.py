@@ -92,6 +92,8 @@ def simulate(
         with writer:
             shown = Progress(job, info.training_samples, **_progress(progress))
             recorder = Recorder(writer, shown, lambda role, buffer: executors[role].buffer(buffer).array)
+            for executor in executors.values():
+                executor.prepare()
             machines = {i: make(i, job, plan, info.training_samples) for i in range(len(plan.roles))}
             size_bytes = server.buffer("weights").wire.nbytes
             simulation = Simulation(

@@ -100,25 +100,24 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """`into += weight * gradient`; where both are one buffer, scale it in place."""
+    """`into` becomes `(1 - fraction) * into + fraction * scale * gradient`: a running average, in one pass.
+
+    Where both are one buffer, the first gradient of an update is scaled in place. `scale` is not for model buffers
+    (BatchNorm statistics), which are averaged as they are.
+    """
 
     into: str
     gradient: str
-    weight: float
-    samples: float
+    fraction: float
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Divide the accumulated gradient by `divisor` and let the optimiser step the weights.
-
-    `samples` divides the part of the vector that holds averaged model buffers (BatchNorm statistics).
-    """
+    """Let the optimiser step the weights by the averaged gradient; averaged model buffers replace those of before."""
 
     gradient: str
     weights: str
-    divisor: float
-    samples: float
     learning_rate: float
 
 

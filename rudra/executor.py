@@ -75,6 +75,9 @@ class Executor:
     def copy(self, action: Copy) -> None:
         self.buffer(action.target).vector.copy_(self.buffer(action.source).vector)
 
+    def prepare(self) -> None:
+        """Allocates what training needs, once the model that it was made from is gone."""
+
     def close(self) -> None:
         """Ends threads."""
 
@@ -89,24 +92,23 @@ class ServerExecutor(Executor):
         if job.training.warm_start is not None:
             _warm_start(job, flat.layout, weights)
         self._rule = UpdateRule(job.optimizer, weights[: self.parameters])
+
+    def prepare(self) -> None:
         self._rule.prepare()
 
     def accumulate(self, action: Accumulate) -> None:
         into, gradient = self.buffer(action.into).vector, self.buffer(action.gradient).vector
         head, rest = slice(0, self.parameters), slice(self.parameters, self.size)
         if action.into == action.gradient:
-            into[head].mul_(action.weight)
-            into[rest].mul_(action.samples)
-        elif action.weight == action.samples:
-            into.add_(gradient, alpha=action.weight)
+            into[head].mul_(action.scale)
+        elif action.scale == 1.0:
+            into.lerp_(gradient, action.fraction)
         else:
-            into[head].add_(gradient[head], alpha=action.weight)
-            into[rest].add_(gradient[rest], alpha=action.samples)
+            into[head].mul_(1 - action.fraction).add_(gradient[head], alpha=action.fraction * action.scale)
+            into[rest].lerp_(gradient[rest], action.fraction)
 
     def update(self, action: Update) -> None:
         gradient = self.buffer(action.gradient).vector
-        if action.divisor != 1.0:
-            gradient.div_(action.divisor)
         if self.size > self.parameters:
             self.buffer(action.weights).vector[self.parameters :] = gradient[self.parameters :]
         self._rule.step(gradient[: self.parameters], action.learning_rate)
@@ -226,7 +228,8 @@ def make_executors(
         ConfigError: the model does not fit the data, or the optimiser's options are wrong.
     """
     flat = FlatModel(models.build(job.model, info, job.training.seed))
-    models.check_output(flat.module, info)
+    if any(plan.roles[role].kind != PARAMETER_SERVER for role in roles):
+        models.check_output(flat.module, info)
     made: dict[int, Executor] = {}
     for role in roles:
         kind = plan.roles[role].kind

@@ -500,6 +500,8 @@ class _Setup:
     def run(self) -> int:
         """Drives the roles; returns the exit code, or ends the whole job."""
         samples = self._info.training_samples
+        for executor in self._executors.values():
+            executor.prepare()
         machines = {i: make_machine(i, self._job, self._plan, samples) for i in self._roles}
         recorder = None
         if self._keeps_results:

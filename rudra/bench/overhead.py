@@ -1,6 +1,7 @@
 """Rudra's own time per step: what is left when torch's, the transfers' and the update's are taken off."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ def run(*, quick: bool) -> Report:
     report.rows.append(("  percent of the step", *(shares[size] for size in steps)))
     for name in ("compute", "push", "wait", "pull"):
         row(f"learner: {name}", name)
-    row("the same step by hand (bare MPI calls)", "bare")
+    row("the same step by hand (blocking MPI calls)", "bare")
+    row("  of it push, update and pull (cold caches)", "exchange")
     row("plain torch loop, with update", "plain")
     report.goals = [Goal(f"own time <= 3 % of the step at μ = {GOAL_AT}", [shares[GOAL_AT].median], at_most=3.0)]
     return report
@@ -81,7 +83,7 @@ def _turn(comm: "MPI.Comm", path: Path, job: Job, step: "_Step", steps: int) -> 
     update_s = step.updates(50) if comm.rank == SERVER else 0.0
     rest(comm)
     taken["update"] = comm.bcast(update_s, SERVER)
-    taken["bare"] = step.by_hand(steps)
+    taken["bare"], taken["exchange"] = step.by_hand(steps)
     rest(comm)
     return taken
 
@@ -103,7 +105,7 @@ class _Step:
     def transfers(self, count: int) -> float:
         """Seconds for a gradient there and weights back."""
         self._exchange(lambda: None, lambda: None, 2)
-        return self._exchange(lambda: None, lambda: None, count)
+        return self._exchange(lambda: None, lambda: None, count)[0]
 
     def updates(self, count: int) -> float:
         self._rule.step(self._gradient, 1e-9)
@@ -112,8 +114,8 @@ class _Step:
             self._rule.step(self._gradient, 1e-9)
         return (time.perf_counter() - began) / count
 
-    def by_hand(self, steps: int) -> float:
-        """Seconds per step of gradient, push, update, pull, with blocking calls."""
+    def by_hand(self, steps: int) -> tuple[float, float]:
+        """Seconds per step of gradient, push, update, pull, with blocking calls; and of the last three."""
 
         def compute() -> None:
             self._flat.bind(self._weights)
@@ -121,16 +123,20 @@ class _Step:
 
         return self._exchange(compute, lambda: self._rule.step(self._gradient, 1e-9), steps)
 
-    def _exchange(self, before: Any, between: Any, count: int) -> float:
+    def _exchange(self, before: Callable[[], None], between: Callable[[], None], count: int) -> tuple[float, float]:
+        """Seconds per turn; and, on the learner, without what it does before the push."""
         gradient, weights = self._gradient.numpy(), self._weights.numpy()
+        exchange_s = 0.0
         began = time.perf_counter()
         for _ in range(count):
             if self._comm.rank == LEARNER:
                 before()
+                since = time.perf_counter()
                 self._comm.Send(gradient, SERVER, TAG)
                 self._comm.Recv(weights, SERVER, TAG)
+                exchange_s += time.perf_counter() - since
             elif self._comm.rank == SERVER:
                 self._comm.Recv(gradient, LEARNER, TAG)
                 between()
                 self._comm.Send(weights, LEARNER, TAG)
-        return (time.perf_counter() - began) / count
+        return (time.perf_counter() - began) / count, exchange_s / count

@@ -48,14 +48,11 @@ def _rows(executor: ServerExecutor, name: str, vectors: int) -> list[tuple[str, 
     executor.buffer("gradient 0").vector.fill_(1e-3)
     executor.buffer("gradient 1").vector.fill_(1e-3)
 
-    def update(divisor: float) -> None:
-        executor.update(Update("gradient 0", "weights", divisor, divisor, 1e-6))
-
-    add = Accumulate("gradient 0", "gradient 1", 1.0, 1.0)
-    rows: list[tuple[str, Callable[[], None], int]] = [(f"{name}, c = 1", lambda: update(1.0), vectors)]
+    update = Update("gradient 0", "weights", 1e-6)
+    rows: list[tuple[str, Callable[[], None], int]] = [(f"{name} step", lambda: executor.update(update), vectors)]
     if name == "sgd":
-        rows.append(("accumulate a gradient", lambda: executor.accumulate(add), ADD))
-        rows.append((f"{name}, c = 2: divide, step", lambda: update(1.0000001), vectors))
+        average = Accumulate("gradient 0", "gradient 1", 0.5, 1.0)
+        rows.append(("average a gradient in", lambda: executor.accumulate(average), ADD))
     return rows
 
 

@@ -10,8 +10,8 @@ handled after the update, as a serial server would.
     CLOSING       everything is recorded              -> DONE
 
 A gradient buffer is in one place at a time: free, posted (a transfer may land in it), arrived (to be
-handled), or the accumulator (the first gradient of an update; the others are added to it). Two of
-them serve any number of learners.
+handled), or the accumulator (the first gradient of an update; the others are averaged into it, weighted
+by their samples). Two of them serve any number of learners.
 """
 
 import math
@@ -95,7 +95,6 @@ class ParameterServer(Machine):
         self.optimizer = job.optimizer
         self.epochs = job.training.epochs
         self.training_samples = training_samples
-        self.minibatch_size = job.training.minibatch_size
         self.timestamp = 0
         self.epoch = 0
         self.samples = 0
@@ -113,7 +112,7 @@ class ParameterServer(Machine):
         self._arrived: deque[tuple[str, Rows]] = deque()
         self._accumulator: str | None = None
         self._pending: list[Rows] = []
-        self._units = 0.0
+        self._pending_samples = 0
         self._next_source = 0
         self._pulls: dict[int, tuple[int, int]] = {}  # learner -> its timestamp and pushed count
         self._credits = CREDITS
@@ -237,16 +236,15 @@ class ParameterServer(Machine):
         staleness = self.timestamp - int(rows[0]["timestamp"])
         samples = int(rows["samples"].sum())
         scale = self.protocol.modulation.gradient_weight(staleness)
-        units = samples / self.minibatch_size  # exactly 1.0 for a mini-batch of the job's size
         rows["staleness"] = self.timestamp - rows["timestamp"]
         rows["scale"] = scale
         self._pending.append(rows)
-        self._units += units
+        self._pending_samples += samples
         if self._accumulator is None:
             self._accumulator = buffer
-            return [] if scale == units == 1.0 else [Accumulate(buffer, buffer, units * scale, units)]
+            return [] if scale == 1.0 else [Accumulate(buffer, buffer, 1.0, scale)]
         self._free.append(buffer)
-        return [Accumulate(self._accumulator, buffer, units * scale, units)]
+        return [Accumulate(self._accumulator, buffer, samples / self._pending_samples, scale)]
 
     # Updates out.
 
@@ -255,7 +253,7 @@ class ParameterServer(Machine):
         rows = np.concatenate(self._pending) if len(self._pending) > 1 else self._pending[0]
         mean_staleness = float(rows["staleness"].mean())
         rate = self.optimizer.scheduled(self.epoch) * self.protocol.modulation.rate_factor(mean_staleness)
-        actions: list[Action] = [Update(self._accumulator, WEIGHTS, self._units, self._units, rate)]
+        actions: list[Action] = [Update(self._accumulator, WEIGHTS, rate)]
         samples = int(rows["samples"].sum())
         self.timestamp += 1
         self.samples += samples
@@ -271,7 +269,7 @@ class ParameterServer(Machine):
         time_s = now - self._began
         self._outbox.add(Kind.UPDATES, (self.timestamp, self.epoch, len(rows), samples, rate, mean_staleness, time_s))
         self._free.append(self._accumulator)
-        self._accumulator, self._pending, self._units = None, [], 0.0
+        self._accumulator, self._pending, self._pending_samples = None, [], 0
         while self.state is State.TRAINING and self.samples >= (self.epoch + 1) * self.training_samples:
             actions += self._end_epoch(now, rate)
         return actions

@@ -25,9 +25,7 @@ QUIET = {"report_s": 1e9}
 def job(name: str, learners: int = 2, **tables: Any) -> Job:
     training = {"minibatch_size": SAMPLES, "epochs": 2, **tables.pop("training", {})}
     rule = {"name": name, **tables.pop("protocol", {})}
-    return Job(
-        training=training, protocol=rule, cluster={"learners": learners}, results=QUIET, **tables
-    ).resolved()
+    return Job(training=training, protocol=rule, cluster={"learners": learners}, results=QUIET, **tables).resolved()
 
 
 def machine(role: int, run: Job, training_samples: int = 10**6) -> Machine:
@@ -46,12 +44,13 @@ def brief(action: Action) -> str:
             return f"{message.kind.name}@{message.timestamp} to {NAMES[to]}{tensor}"
         case Receive(buffer, source):
             return f"receive {buffer}" + ("" if source is None else f" from {NAMES[source]}")
-        case Accumulate(into, gradient, weight, _):
-            return f"{into} += {weight:g} * {gradient}"
-        case Update(gradient, _, divisor, _, rate):
-            return f"update by {gradient} / {divisor:g} at {rate:g}"
+        case Accumulate(into, gradient, fraction, scale):
+            return f"{into} takes {fraction:g} of {scale:g} * {gradient}"
+        case Update(gradient, _, rate):
+            return f"update by {gradient} at {rate:g}"
         case _:
-            fields = [str(getattr(action, name)) for name in action.__slots__]
+            shown = (getattr(action, name) for name in action.__slots__)
+            fields = [str(value) for value in shown if not isinstance(value, np.ndarray)]
             return " ".join([type(action).__name__.lower(), *fields])
 
 

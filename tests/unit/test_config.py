@@ -24,7 +24,10 @@ class Mine(Protocol):
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"trainning": {}}, f"unknown table or key 'trainning'; valid: name, {TABLES}"),
     ({"training": {"epoch": 1}}, f"[training] unknown key 'epoch'; valid: {TRAINING}"),
-    ({"protocol": {"nsoft": 2}}, "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options"),
+    (
+        {"protocol": {"nsoft": 2}},
+        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options",
+    ),
     ({"model": 3}, "model must be a table, not 3"),
     ({"model": {"name": 3}}, "[model] name must be a text, not 3"),
     ({"model": {"options": [1]}}, "[model] options must be a table, not [1]"),
@@ -50,7 +53,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"faults": {"non_finite_loss": "go"}}, "[faults] non_finite_loss must be 'stop' or 'warn', not 'go'"),
     (
         {"protocol": {"modulation": "sqr"}},
-        "[protocol] modulation must be 'auto', 'none', 'sqrt', 'n', 'mean_staleness' or 'gradient_staleness', not 'sqr'",
+        "[protocol] modulation must be 'auto', 'none', 'sqrt', 'n', 'mean_staleness' or 'gradient_staleness', "
+        "not 'sqr'",
     ),
     ({"protocol": {"n": 5}, "cluster": FOUR}, "[protocol] n = 5, with 4 learners; valid: 1 to 4"),
     ({"protocol": {"n": 0}}, "[protocol] n must be >= 1, not 0"),
@@ -63,7 +67,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"protocol": {"name": "no_such_module:Rule"}, "cluster": FOUR},
         "[protocol] name: no_such_module:Rule: no module 'no_such_module' on the Python path",
     ),
-    ({"protocol": {"name": "math:pi"}, "cluster": FOUR}, "[protocol] name: 3.141592653589793 is no class or function that could make a protocol"),
+    (
+        {"protocol": {"name": "math:pi"}, "cluster": FOUR},
+        "[protocol] name: 3.141592653589793 is no class or function that could make a protocol",
+    ),
     (
         {"protocol": {"modulation": "gradient_staleness"}, "optimizer": {"name": "adagrad"}, "cluster": FOUR},
         "[protocol] modulation 'gradient_staleness' has no effect with adagrad, whose step ignores the gradient's "
@@ -76,7 +83,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"simulation": {"slowdown": {4: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner 4; valid: 0 to 3"),
     ({"simulation": {"slowdown": {-1: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner -1; valid: 0 to 3"),
     ({"simulation": {"slowdown": {"1": 0}}}, "[simulation] slowdown of learner 1 must be > 0, not 0.0"),
-    ({"simulation": {"slowdown": {"first": 2}}}, "[simulation] slowdown.first as a key must be a whole number, not 'first'"),
+    (
+        {"simulation": {"slowdown": {"first": 2}}},
+        "[simulation] slowdown.first as a key must be a whole number, not 'first'",
+    ),
     ({"simulation": {"slowdown": {"0": "x"}}}, "[simulation] slowdown.0 must be a number, not 'x'"),
     (
         {"training": {"epochs": 0, "seed": -1}, "model": 3},

@@ -43,7 +43,7 @@ def test_round_trip_with_rows_from_a_buffer_that_is_used_again(kind: Kind, count
     buffer[:] = bytes(len(buffer))
     assert same(decoded, message)
     assert decoded.rows is not None
-    decoded.rows["pad" if "pad" in decoded.rows.dtype.names else decoded.rows.dtype.names[0]] = 1  # roles write into rows
+    assert decoded.rows.flags.writeable, "roles write into the rows that they receive"
 
 
 @pytest.mark.parametrize("gradients", [1, 2, 3, 30])

@@ -8,7 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from role_traces import FIRST_LEARNER, SERVER, STATISTICS, brief, bye, feed, gradient, gradient_row, job, machine, rows_sent
+from role_traces import (
+    FIRST_LEARNER,
+    SERVER,
+    STATISTICS,
+    brief,
+    bye,
+    feed,
+    gradient,
+    gradient_row,
+    job,
+    machine,
+    rows_sent,
+)
+
 from rudra import records
 from rudra.config import FaultsTable
 from rudra.errors import ProtocolError
@@ -135,7 +148,14 @@ def test_learner_counts_pulls_and_gradients() -> None:
     role = exchanging()
     feed(role, SENT, answer(0), computed(1), SENT, answer(2), weights(2), computed(2), SENT, answer(2), STOP)
     (row,) = rows_sent(role.handle(computed(3), 9.0), Kind.LEARNERS)
-    assert [row[k] for k in ("learner", "world_rank", "pushed", "samples", "pulls", "skipped_pulls")] == [0, 2, 3, 12, 1, 2]
+    assert [row[k] for k in ("learner", "world_rank", "pushed", "samples", "pulls", "skipped_pulls")] == [
+        0,
+        2,
+        3,
+        12,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -78,8 +78,8 @@ def test_one_update_of_hardsync() -> None:
     role = training("hardsync", protocol={"reference_batch_size": 2 * SAMPLES})
     assert feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1)) == []
     assert feed(role, gradient(1, 0, 0, G1)) == [
-        "gradient 0 += 1 * gradient 1",
-        "update by gradient 0 / 2 at 1",
+        "gradient 0 takes 0.5 of 1 * gradient 1",
+        "update by gradient 0 at 1",
         "TIMESTAMP@1 to L0",
         "WEIGHTS@1 to L0 [weights]",
         "receive gradient 1 from L0",
@@ -91,7 +91,7 @@ def test_one_update_of_hardsync() -> None:
 def test_hardsync_adds_in_learner_order_whoever_is_first() -> None:
     role = training("hardsync")
     assert feed(role, gradient(1, 0, 0, G1), pull(1, 0, 1)) == [], "learner 1 waits in its buffer"
-    assert feed(role, gradient(0, 0, 0, G0))[:2] == ["gradient 0 += 1 * gradient 1", "update by gradient 0 / 2 at 0.25"]
+    assert feed(role, gradient(0, 0, 0, G0))[:2] == ["gradient 0 takes 0.5 of 1 * gradient 1", "update by gradient 0 at 0.25"]
 
 
 def test_one_softsync_counts_gradients_of_whomever() -> None:
@@ -99,8 +99,8 @@ def test_one_softsync_counts_gradients_of_whomever() -> None:
     assert feed(role, gradient(0, 0, 0, G0)) == []
     assert feed(role, pull(0, 0, 1)) == ["TIMESTAMP@0 to L0"], "nothing newer: answered at once, and no weights"
     assert feed(role, gradient(0, 1, 0, G1), pull(0, 0, 2)) == [
-        "gradient 0 += 1 * gradient 1",
-        "update by gradient 0 / 2 at 1",
+        "gradient 0 takes 0.5 of 1 * gradient 1",
+        "update by gradient 0 at 1",
         "receive gradient 1",
         "receive gradient 0",
         "TIMESTAMP@1 to L0",
@@ -111,7 +111,7 @@ def test_one_softsync_counts_gradients_of_whomever() -> None:
 def test_async_updates_at_once() -> None:
     role = training("async")
     assert feed(role, gradient(1, 0, 0, G0), pull(1, 0, 1)) == [
-        "update by gradient 0 / 1 at 0.5",
+        "update by gradient 0 at 0.5",
         "receive gradient 0",
         "TIMESTAMP@1 to L1",
         "WEIGHTS@1 to L1 [weights]",
@@ -124,11 +124,14 @@ def test_a_pull_waits_for_the_gradient_that_was_pushed_before_it(protocol: str) 
     role = training(protocol)
     assert feed(role, pull(0, 0, 1)) == []
     answered = [text for text in feed(role, gradient(0, 0, 0, G0)) if "L0" in text and "receive" not in text]
-    assert answered == {
-        "hardsync": [],
-        "softsync": ["TIMESTAMP@0 to L0"],
-        "async": ["TIMESTAMP@1 to L0", "WEIGHTS@1 to L0 [weights]"],
-    }[protocol]
+    assert (
+        answered
+        == {
+            "hardsync": [],
+            "softsync": ["TIMESTAMP@0 to L0"],
+            "async": ["TIMESTAMP@1 to L0", "WEIGHTS@1 to L0 [weights]"],
+        }[protocol]
+    )
 
 
 def test_an_update_waits_for_lent_weights_and_answers_wait_for_the_update() -> None:
@@ -136,7 +139,7 @@ def test_an_update_waits_for_lent_weights_and_answers_wait_for_the_update() -> N
     feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1))  # the weights go to learner 0
     assert feed(role, gradient(1, 0, 0, G1), pull(1, 0, 1)) == []
     assert feed(role, *returned(0)) == [
-        "update by gradient 1 / 1 at 0.5",
+        "update by gradient 1 at 0.5",
         "TIMESTAMP@2 to L1",
         "WEIGHTS@2 to L1 [weights]",
         "receive gradient 1",
@@ -150,8 +153,8 @@ def test_gradients_that_arrive_while_the_weights_are_lent_are_handled_in_order()
     assert feed(role, gradient(0, 1, 1, G1), pull(0, 1, 2)) == []
     assert role.pending == 2
     assert feed(role, *returned(0)) == [
-        "update by gradient 0 / 1 at 0.5",
-        "update by gradient 1 / 1 at 0.5",
+        "update by gradient 0 at 0.5",
+        "update by gradient 1 at 0.5",
         "TIMESTAMP@3 to L1",
         "WEIGHTS@3 to L1 [weights]",
         "TIMESTAMP@3 to L0",
@@ -165,16 +168,16 @@ def test_updates_while_one_of_two_transfers_is_under_way_wait_too() -> None:
     role = training("async")
     feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1), pull(1, 0, 0))
     assert feed(role, gradient(1, 0, 0, G0), *returned(0)) == []
-    assert feed(role, *returned(1))[0] == "update by gradient 0 / 1 at 0.5"
+    assert feed(role, *returned(1))[0] == "update by gradient 0 at 0.5"
 
 
 @pytest.mark.parametrize(
     ("modulation", "samples", "trace"),
     [
-        ("none", SAMPLES, ["update by gradient 0 / 1 at 1"]),
-        ("mean_staleness", SAMPLES, ["update by gradient 0 / 1 at 0.333333"]),
-        ("gradient_staleness", SAMPLES, ["gradient 0 += 0.333333 * gradient 0", "update by gradient 0 / 1 at 1"]),
-        ("none", 2, ["gradient 0 += 0.5 * gradient 0", "update by gradient 0 / 0.5 at 1"]),
+        ("none", SAMPLES, ["update by gradient 0 at 1"]),
+        ("mean_staleness", SAMPLES, ["update by gradient 0 at 0.333333"]),
+        ("gradient_staleness", SAMPLES, ["gradient 0 takes 1 of 0.333333 * gradient 0", "update by gradient 0 at 1"]),
+        ("none", 2, ["update by gradient 0 at 1"]),
     ],
 )
 def test_weights_of_a_gradient_of_staleness_3(modulation: str, samples: int, trace: list[str]) -> None:
@@ -182,6 +185,15 @@ def test_weights_of_a_gradient_of_staleness_3(modulation: str, samples: int, tra
     for step in range(3):
         feed(role, gradient(0, step, step, G0))
     assert feed(role, gradient(1, 0, 0, G0, samples))[:-1] == trace
+
+
+def test_gradients_are_averaged_by_their_samples() -> None:
+    role = training("softsync")
+    feed(role, gradient(0, 0, 0, G0, samples=6))
+    assert feed(role, gradient(1, 0, 0, G1, samples=2))[:2] == [
+        "gradient 0 takes 0.25 of 1 * gradient 1",
+        "update by gradient 0 at 1",
+    ]
 
 
 # Rows.
@@ -219,11 +231,11 @@ def test_an_epoch_without_credit_is_skipped_and_the_last_waits_for_one() -> None
     tested = ["copy weights snapshot", "SNAPSHOT@{} to T [snapshot]"]
     told = [feed(role, gradient(0, i, i, G0), Sent("snapshot", STATISTICS)) for i in range(3)]
     receive = ["receive gradient 0"]
-    assert told[0] == ["update by gradient 0 / 1 at 0.5", *rows, tested[0], tested[1].format(1), *receive]
-    assert told[1] == ["update by gradient 0 / 1 at 0.5", *rows, tested[0], tested[1].format(2), *receive]
-    assert told[2] == ["update by gradient 0 / 1 at 0.5", *rows, "EPOCHS@3 to T", *receive]
+    assert told[0] == ["update by gradient 0 at 0.5", *rows, tested[0], tested[1].format(1), *receive]
+    assert told[1] == ["update by gradient 0 at 0.5", *rows, tested[0], tested[1].format(2), *receive]
+    assert told[2] == ["update by gradient 0 at 0.5", *rows, "EPOCHS@3 to T", *receive]
     stops = ["STOP@0 to L0", "STOP@0 to L1"]
-    assert feed(role, gradient(0, 3, 3, G0)) == ["update by gradient 0 / 1 at 0.5", *rows, *stops, *receive]
+    assert feed(role, gradient(0, 3, 3, G0)) == ["update by gradient 0 at 0.5", *rows, *stops, *receive]
     assert feed(role, CREDIT) == ["SNAPSHOT@4 to T [weights]"], "the weights themselves: they change no more"
 
 

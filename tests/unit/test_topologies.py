@@ -47,7 +47,9 @@ def test_too_few_ranks_leave_no_learner(ranks: int) -> None:
 
 
 def test_a_rank_may_host_several_roles() -> None:
-    plan = Plan((Role(PARAMETER_SERVER, 0, 0), Role(LEARNER, 1, 1, 0), Role(STATISTICS_SERVER, 0, 0), Role(LEARNER, 0, 0, 0)))
+    plan = Plan(
+        (Role(PARAMETER_SERVER, 0, 0), Role(LEARNER, 1, 1, 0), Role(STATISTICS_SERVER, 0, 0), Role(LEARNER, 0, 0, 0))
+    )
     assert (plan.on_rank(0), plan.on_rank(1), plan.on_rank(2)) == ((0, 2, 3), (1,), ())
     assert (plan.ranks, plan.statistics) == (2, 2)
 

@@ -1,0 +1,163 @@
+"""What every protocol must do in virtual time, the shipped ones and a user's own."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from clusters import SAMPLES, Rows, job, timing
+
+import protocols
+from protocols import Clock, Protocol
+from rudra.config import Job
+
+
+class Bounded(Protocol):
+    """Stale synchronous parallel: who is more than `ahead` gradients before the slowest waits for it."""
+
+    def __init__(self, learners: int, ahead: int = 2, gradients: int = 1) -> None:
+        super().__init__(learners)
+        self.ahead = ahead
+        self.gradients_per_update = gradients
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        return clock.pushed[learner] - min(clock.pushed) <= self.ahead
+
+
+class Eager(Protocol):
+    """Adds in learner order, but lets everybody go on at once: gradients queue up at the server."""
+
+    ordered = True
+
+    def __init__(self, learners: int) -> None:
+        super().__init__(learners)
+        self.gradients_per_update = learners
+
+
+RULES: list[dict[str, Any]] = [
+    *({"name": name} for name in protocols.shipped()),
+    {"name": "softsync", "n": 2},
+    {"name": "softsync", "n": 3},
+    {"name": Bounded},
+    {"name": Bounded, "options": {"ahead": 0, "gradients": 3}},
+    {"name": Eager},
+]
+NOISY = {
+    "compute_s": 0.02,
+    "jitter": 0.5,
+    "latency_jitter_s": 0.01,
+    "bandwidth_bytes_per_s": 1e8,
+    "message_s": 1e-3,
+    "update_s": 2e-3,
+    "evaluation_s": 0.3,
+}
+
+
+def text(rule: Any) -> str:
+    return "-".join(str(getattr(value, "__name__", value)) for value in rule.values()) if isinstance(rule, dict) else ""
+
+
+def conform(rule: dict[str, Any], learners: int, samples: int = 90, epochs: int = 4, **simulation: Any) -> Job:
+    run = job("async", learners, epochs=epochs, simulation={**NOISY, **simulation})
+    return run.with_(protocol={"modulation": "none", **rule})
+
+
+def check(run: Job, rows: Rows, samples: int) -> None:
+    """The laws of counting and of the clock."""
+    totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
+    rule = run.make_protocol()
+    assert rows.learners is not None
+    assert totals["pushed"] == rows.learners["pushed"].sum() == totals["applied"] + totals["discarded"]
+    assert (totals["pending"], totals["lost"]) == (0, 0)
+    assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1))
+    assert (updates["gradients"] == rule.gradients_per_update).all()
+    assert totals["applied"] == len(gradients) == len(updates) * rule.gradients_per_update
+    assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
+    assert (gradients["staleness"] >= 0).all()
+    needed = run.training.epochs * samples
+    assert totals["samples"] >= needed > totals["samples"] - rule.gradients_per_update * SAMPLES
+    assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
+    assert epochs["evaluated"][-1] == 1
+    assert (np.diff(updates["time_s"]) >= 0).all()
+    for learner in range(run.learners):
+        mine = gradients[gradients["learner"] == learner]
+        assert np.array_equal(mine["step"], np.arange(len(mine)))
+        assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
+    for learner in rows.learners:
+        assert learner["pulls"] + learner["skipped_pulls"] <= learner["pushed"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=text)
+@pytest.mark.parametrize(("learners", "slowdown"), [(3, {}), (4, {0: 5.0}), (5, {4: 0.1, 2: 3.0})])
+def test_every_protocol_ends_and_counts_right(rule: dict[str, Any], learners: int, slowdown: dict[int, float]) -> None:
+    run = conform(rule, learners, slowdown=slowdown)
+    check(run, timing(run, 90), 90)
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if "n" not in r and "options" not in r], ids=text)
+def test_with_one_learner_every_protocol_is_sequential(rule: dict[str, Any]) -> None:
+    run = conform(rule, 1)
+    rows = timing(run, 90)
+    check(run, rows, 90)
+    if rule["name"] is not Eager:  # it computes its next gradient before the update
+        assert (rows["gradients"]["staleness"] == 0).all()
+        assert np.array_equal(rows["gradients"], timing(conform({"name": "async"}, 1), 90)["gradients"])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=text)
+def test_every_protocol_applies_its_modulation_to_the_schedule(rule: dict[str, Any]) -> None:
+    auto = {"name": rule["name"]} | {k: v for k, v in rule.items() if k != "modulation"}
+    run = conform(auto, 4, slowdown={1: 3.0}).with_(
+        protocol={"modulation": "auto"}, optimizer={"learning_rate": 0.5, "milestones": [1, 3]}
+    )
+    updates = timing(run, 90)["updates"]
+    factor = run.make_protocol().modulation.rate_factor
+    expected = [run.optimizer.scheduled(int(u["epoch"])) * factor(float(u["mean_staleness"])) for u in updates]
+    assert list(updates["learning_rate"]) == expected
+    assert set(updates["epoch"]) == {0, 1, 2, 3}
+
+
+def furthest_ahead(rows: Rows, learners: int) -> int:
+    """By how many gradients the fastest learner was ever before the slowest, in gradients at the server."""
+    steps = np.zeros(learners, int)
+    most = 0
+    for learner in rows["gradients"]["learner"]:
+        steps[learner] += 1
+        most = max(most, int(steps.max() - steps.min()))
+    return most
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_users_rule_bounds_how_far_anybody_runs_ahead(ahead: int) -> None:
+    slow = {"slowdown": {0: 5.0}}
+    bounded = timing(conform({"name": Bounded, "options": {"ahead": ahead}}, 4, **slow), 200)
+    assert furthest_ahead(bounded, 4) == ahead + 1
+    assert furthest_ahead(timing(conform({"name": "async"}, 4, **slow), 200), 4) > 8
+
+
+def test_a_gradient_that_makes_no_update_may_release_others() -> None:
+    """The first waits for the second, whose gradient is the second of three: nothing else would wake the first."""
+    run = conform({"name": Bounded, "options": {"ahead": 0, "gradients": 3}}, 2)
+    check(run, timing(run, 90), 90)
+
+
+@pytest.mark.parametrize("learners", [2, 6])
+def test_hardsync_waits_for_the_slowest_and_async_does_not(learners: int) -> None:
+    slow = {"slowdown": {0: 10.0}, "jitter": 0.0}
+    samples = 240
+    hardsync = timing(conform({"name": "hardsync"}, learners, **slow), samples)
+    async_ = timing(conform({"name": "async"}, learners, **slow), samples)
+    assert hardsync.learners is not None
+    assert async_.learners is not None
+    assert np.ptp(hardsync.learners["pushed"]) == 0
+    assert async_.learners["pushed"][0] < async_.learners["pushed"][1:].min() / 4
+    assert hardsync.totals["time_s"] > 2 * async_.totals["time_s"]
+
+
+def test_one_softsync_skips_pulls_and_never_takes_the_same_weights_twice() -> None:
+    one = timing(conform({"name": "softsync", "n": 1}, 6), 240)
+    all_ = timing(conform({"name": "async"}, 6), 240)
+    assert one.learners is not None
+    assert all_.learners is not None
+    assert all_.learners["skipped_pulls"].sum() == 0
+    assert one.learners["skipped_pulls"].sum() > 0
+    assert (one.learners["pulls"] <= one.totals["timestamp"]).all(), "no weights twice"

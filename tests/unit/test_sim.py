@@ -1,0 +1,266 @@
+"""The simulator itself: what its network and its clock promise, with roles of a few lines."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import pytest
+from clusters import Rows, job, timing
+
+from protocols import Clock, Protocol
+from rudra.config import SimulationTable
+from rudra.errors import RunError
+from rudra.events import Action, Compute, Computed, Event, Fail, Halt, Receive, Received, Send, Sent, Started
+from rudra.messages import Kind, Message
+from rudra.roles import Machine
+from rudra.sim import Simulation, TimingOnly
+from topologies import Plan, Role
+from topologies.plan import LEARNER, PARAMETER_SERVER
+
+Seen = tuple[float, str]
+
+
+class State(Enum):
+    ONLY = auto()
+
+
+class Scripted(Machine):
+    """A role that does what a function says and keeps what happened and when."""
+
+    def __init__(self, role: int, plan: Plan, script: Callable[[Event], list[Action]]) -> None:
+        super().__init__(role, plan)
+        self.state = State.ONLY
+        self.script = script
+        self.seen: list[tuple[float, Event]] = []
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self.seen.append((now, event))
+        return self.script(event)
+
+    def at(self, kind: type[Event]) -> list[float]:
+        return [now for now, event in self.seen if isinstance(event, kind)]
+
+
+@dataclass
+class Transfers(TimingOnly):
+    """Keeps what happened to buffers, in order."""
+
+    _samples: int = 4
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def lent(self, role: int, buffer: str) -> None:
+        self.log.append(("lent", role, buffer))
+
+    def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
+        self.log.append(("transfer", source, source_buffer, to, to_buffer))
+
+    def sent(self, role: int, buffer: str) -> None:
+        self.log.append(("sent", role, buffer))
+
+
+PLAN = Plan((Role(PARAMETER_SERVER, 0, 0), Role(LEARNER, 0, 1, 0), Role(LEARNER, 1, 2, 0)))
+COSTS = {
+    "compute_s": 5.0,
+    "jitter": 0.0,
+    "latency_s": 0.25,
+    "bandwidth_bytes_per_s": 100.0,
+    "message_s": 0.0,
+    "update_s": 0.0,
+}
+
+
+def simulate(
+    *scripts: Callable[[Event], list[Action]], costs: dict[str, Any] | None = None, seed: int = 0
+) -> tuple[list[Scripted], Transfers, float]:
+    machines = {i: Scripted(i, PLAN, script) for i, script in enumerate(scripts)}
+    hands = Transfers()
+    table = SimulationTable(**{**COSTS, **(costs or {})})
+    simulation = Simulation(PLAN, machines, hands, Rows(), table, size_bytes=100, seed=seed)
+    return list(machines.values()), hands, simulation.run()
+
+
+def tensor(to: int, value: int = 0) -> Send:
+    return Send(to, Message(Kind.GRADIENT, 9, value=value), "mine")
+
+
+def once(*actions: Action) -> Callable[[Event], list[Action]]:
+    return lambda event: [*actions, Halt()] if isinstance(event, Started) else []
+
+
+def test_a_transfer_waits_for_a_posted_buffer() -> None:
+    """Posted at 5; the transfer itself takes 1."""
+
+    def late(event: Event) -> list[Action]:
+        match event:
+            case Started():
+                return [Compute(0, "weights", "gradient")]
+            case Computed():
+                return [Receive("theirs")]
+        return [Halt()]
+
+    def sender(event: Event) -> list[Action]:
+        return [tensor(1)] if isinstance(event, Started) else [Halt()]
+
+    (server, learner), hands, end = simulate(sender, late)
+    assert learner.at(Received) == server.at(Sent) == [6.0]
+    assert end == 6.0
+    assert hands.log == [("lent", 0, "mine"), ("transfer", 0, "mine", 1, "theirs"), ("sent", 0, "mine")]
+
+
+def test_a_posted_buffer_waits_for_a_tensor() -> None:
+    def receiver(event: Event) -> list[Action]:
+        return [Receive("theirs")] if isinstance(event, Started) else [Halt()]
+
+    (_, learner), _, _ = simulate(once(tensor(1)), receiver)
+    assert learner.at(Received) == [0.25 + 1.0], "latency and transfer"
+    assert learner.seen[-1][1] == Received(Message(Kind.GRADIENT, 9), "theirs")
+
+
+def test_a_buffer_takes_only_what_its_source_sends() -> None:
+    got: list[Any] = []
+
+    def server(event: Event) -> list[Action]:
+        if isinstance(event, Started):
+            return [Receive("second", 2), Receive("first", 1)]
+        got.append((event.message.value, event.buffer))  # type: ignore[union-attr]
+        return [Halt()] if len(got) == 2 else []
+
+    simulate(server, once(tensor(0, value=1)), once(tensor(0, value=2)))
+    assert sorted(got) == [(1, "first"), (2, "second")]
+
+
+def test_buffers_for_anybody_are_filled_in_order_of_arrival() -> None:
+    got: list[Any] = []
+
+    def server(event: Event) -> list[Action]:
+        match event:
+            case Started():
+                return [Compute(0, "weights", "gradient")]
+            case Received(message):
+                got.append(message.value)
+        return [Receive("one")] if len(got) < 2 else [Halt()]
+
+    def slow(event: Event) -> list[Action]:
+        return [Compute(0, "w", "g")] if isinstance(event, Started) else [tensor(0, value=2), Halt()]
+
+    simulate(server, slow, once(tensor(0, value=1)), costs={"slowdown": {0: 0.5}})
+    assert got == [1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_between_two_roles_never_overtake(seed: int) -> None:
+    """Each is delayed by up to a hundred times the distance between them."""
+
+    def sender(event: Event) -> list[Action]:
+        step = -1 if isinstance(event, Started) else event.step  # type: ignore[union-attr]
+        if step == 30:
+            return [Halt()]
+        sent = [Send(0, Message(Kind.PULL, 1, value=2 * (step + 1) + i)) for i in range(2)]
+        return [*sent, Compute(step + 1, "weights", "gradient")]
+
+    got: list[int] = []
+
+    def server(event: Event) -> list[Action]:
+        if isinstance(event, Received):
+            got.append(event.message.value)
+        return [Halt()] if len(got) == 62 else []
+
+    costs = {"compute_s": 0.01, "latency_s": 0.0, "latency_jitter_s": 1.0, "message_s": 0.003}
+    simulate(server, sender, costs=costs, seed=seed)
+    assert got == list(range(62))
+
+
+def test_messages_of_different_senders_do_overtake() -> None:
+    """Else the delays would do nothing."""
+    orders = set()
+    for seed in range(10):
+        got: list[int] = []
+
+        def server(event: Event, got: list[int] = got) -> list[Action]:
+            if isinstance(event, Received):
+                got.append(event.message.sender)
+            return [Halt()] if len(got) == 2 else []
+
+        senders = [once(Send(0, Message(Kind.PULL, i))) for i in (1, 2)]
+        simulate(server, *senders, costs={"latency_jitter_s": 1.0}, seed=seed)
+        orders.add(tuple(got))
+    assert orders == {(1, 2), (2, 1)}
+
+
+def test_the_server_handles_one_message_after_the_other() -> None:
+    got = 0
+
+    def server(event: Event) -> list[Action]:
+        nonlocal got
+        got += isinstance(event, Received)
+        return [Halt()] if got == 4 else []
+
+    senders = [once(*[Send(0, Message(Kind.PULL, i))] * 2) for i in (1, 2)]
+    (role, *_), _, _ = simulate(server, *senders, costs={"message_s": 2.0})
+    assert role.at(Received) == [0.25, 2.25, 4.25, 6.25]
+
+
+@pytest.mark.parametrize(("slowdown", "ready"), [({}, 5.0), ({0: 3.0}, 15.0), ({1: 3.0}, 5.0)])
+def test_compute_takes_its_time(slowdown: dict[int, float], ready: float) -> None:
+    def learner(event: Event) -> list[Action]:
+        return [Compute(0, "w", "g")] if isinstance(event, Started) else [Halt()]
+
+    (_, role), _, _ = simulate(once(), learner, costs={"slowdown": slowdown})
+    assert role.at(Computed) == [ready]
+
+
+def test_a_failure_names_the_role() -> None:
+    with pytest.raises(RunError, match=r"^learner 0: out of luck$"):
+        simulate(once(), once(Fail("out of luck")), once())
+
+
+def all_rows(seed: int, protocol: str) -> dict[str, bytes]:
+    noisy = {"jitter": 0.5, "latency_jitter_s": 0.05, "evaluation_s": 0.5}
+    rows = timing(job(protocol, 5, seed=seed, epochs=3, simulation=noisy), 120)
+    return {name: rows[name].tobytes() for name in rows.tables}
+
+
+@pytest.mark.parametrize("protocol", ["hardsync", "softsync", "async"])
+def test_a_seed_determines_everything(protocol: str) -> None:
+    first = all_rows(3, protocol)
+    assert set(first) == {"gradients", "updates", "minibatches", "epochs"}
+    assert all_rows(3, protocol) == first
+    assert all_rows(4, protocol)["updates"] != first["updates"]
+
+
+class Never(Protocol):
+    """Refuses every pull, so nobody can go on."""
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        return False
+
+
+def test_a_deadlock_says_who_waits_for_whom() -> None:
+    stuck = job("softsync", 2).with_(protocol={"name": Never})
+    with pytest.raises(RunError) as error:
+        timing(stuck, 1000)
+    assert str(error.value).split("; ") == [
+        "parameter server waits for a gradient from learner 0, learner 1",
+        "statistics server waits for the parameter server's account",
+        "learner 0 waits for the parameter server to answer its pull (it holds timestamp 0)",
+        "learner 1 waits for the parameter server to answer its pull (it holds timestamp 0)",
+    ]
+
+
+def test_rows_belong_to_their_receiver() -> None:
+    """The server writes into the rows of a gradient; the learner's own must not change with them."""
+    sent = np.zeros(1, [("x", "<i4")])
+    message = Message(Kind.GRADIENT, 1, rows=sent)
+
+    def server(event: Event) -> list[Action]:
+        if isinstance(event, Started):
+            return [Receive("one")]
+        assert isinstance(event, Received)
+        assert event.message.rows is not None
+        event.message.rows["x"] = 5
+        return [Halt()]
+
+    simulate(server, once(Send(0, message, "mine")))
+    assert sent["x"] == 0
