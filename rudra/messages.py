@@ -50,6 +50,7 @@ ROWS = {
 }
 """Dtype of the rows that a kind carries; the others carry none."""
 
+_KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
 _HEADER = struct.Struct("<iiqqq")
 CONTROL_BYTES = 3584
 """Largest control message; below the eager limit of every transport that we know."""
@@ -81,10 +82,8 @@ class Message:
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> "Message":
         code, sender, timestamp, value, count = _HEADER.unpack_from(data)
-        kind = Kind(code)
-        rows = None
-        if count:
-            rows = np.frombuffer(data, ROWS[kind], count, _HEADER.size).copy()
+        kind, dtype = _KINDS[code]
+        rows = np.frombuffer(data, dtype, count, _HEADER.size).copy() if count else None
         return cls(kind, sender, timestamp, value, rows)
 
 

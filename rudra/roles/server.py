@@ -18,7 +18,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,21 @@ SNAPSHOT = "snapshot"
 POOL = ("gradient 0", "gradient 1")
 CREDITS = 2
 """Snapshots that the statistics server can hold: one in work and one waiting."""
+
+
+class Account(NamedTuple):
+    """One gradient, as a row of `records.GRADIENT`."""
+
+    update: int
+    learner: int
+    samples: int
+    step: int
+    timestamp: int
+    staleness: int
+    scale: float
+    loss: float
+    errors: int
+    pad: int
 
 
 class State(Enum):
@@ -111,7 +126,7 @@ class ParameterServer(Machine):
         self._posted: set[str] = set()
         self._arrived: deque[tuple[str, Rows]] = deque()
         self._accumulator: str | None = None
-        self._pending: list[Rows] = []
+        self._pending: list[Account] = []
         self._pending_samples = 0
         self._next_source = 0
         self._pulls: dict[int, tuple[int, int]] = {}  # learner -> its timestamp and pushed count
@@ -120,8 +135,8 @@ class ParameterServer(Machine):
         self._final: Rows | None = None
         self._left: dict[int, int] = {}
         self._began = self._ended = 0.0
-        self._epoch_sums = [0.0, 0.0, 0.0]  # of staleness, loss and errors
-        self._epoch_gradients = self._epoch_samples = 0
+        self._epoch_loss = 0.0
+        self._epoch_staleness = self._epoch_errors = self._epoch_gradients = self._epoch_samples = 0
 
     @property
     def received(self) -> int:
@@ -139,7 +154,7 @@ class ParameterServer(Machine):
         elif self.state is State.DRAINING:
             missing = [self.plan.roles[i].name for i in self._learner_ids if i not in self._left]
         elif self.state is State.TRAINING:
-            here = {int(rows[0]["learner"]) for rows in self._pending} if self.protocol.ordered else set()
+            here = {account.learner for account in self._pending} if self.protocol.ordered else set()
             missing = [self.plan.roles[i].name for i in self._learner_ids if self._index[i] not in here]
             return f"a gradient from {_listed(missing)}"
         else:
@@ -233,12 +248,10 @@ class ParameterServer(Machine):
         return next((a for a in self._arrived if a[1][0]["learner"] == len(self._pending)), None)
 
     def _add(self, buffer: str, rows: Rows) -> list[Action]:
-        staleness = self.timestamp - int(rows[0]["timestamp"])
-        samples = int(rows["samples"].sum())
-        scale = self.protocol.modulation.gradient_weight(staleness)
-        rows["staleness"] = self.timestamp - rows["timestamp"]
-        rows["scale"] = scale
-        self._pending.append(rows)
+        accounts = [Account._make(row) for row in rows.tolist()]  # plain numbers: NumPy is slow on one row
+        samples = sum(account.samples for account in accounts)
+        scale = self.protocol.modulation.gradient_weight(self.timestamp - accounts[0].timestamp)
+        self._pending += [a._replace(staleness=self.timestamp - a.timestamp, scale=scale) for a in accounts]
         self._pending_samples += samples
         if self._accumulator is None:
             self._accumulator = buffer
@@ -250,24 +263,25 @@ class ParameterServer(Machine):
 
     def _update(self, now: float) -> list[Action]:
         assert self._accumulator is not None
-        rows = np.concatenate(self._pending) if len(self._pending) > 1 else self._pending[0]
-        mean_staleness = float(rows["staleness"].mean())
+        accounts, samples = self._pending, self._pending_samples
+        count = len(accounts)
+        staleness = sum(account.staleness for account in accounts)
+        mean_staleness = staleness / count
         rate = self.optimizer.scheduled(self.epoch) * self.protocol.modulation.rate_factor(mean_staleness)
         actions: list[Action] = [Update(self._accumulator, WEIGHTS, rate)]
-        samples = int(rows["samples"].sum())
         self.timestamp += 1
         self.samples += samples
-        self.applied += len(rows)
-        rows["update"] = self.timestamp
-        for row in rows:
-            self._outbox.add(Kind.GRADIENTS, row.item())
-        for total, column in ((0, rows["staleness"]), (1, rows["loss"] * rows["samples"]), (2, rows["errors"])):
-            self._epoch_sums[total] += float(column.sum())
-        self._epoch_gradients += len(rows)
+        self.applied += count
+        for account in accounts:
+            self._outbox.add(Kind.GRADIENTS, (self.timestamp, *account[1:]))
+        self._epoch_staleness += staleness
+        self._epoch_loss += sum(account.loss * account.samples for account in accounts)
+        self._epoch_errors += sum(account.errors for account in accounts)
+        self._epoch_gradients += count
         self._epoch_samples += samples
         self._ended = now
         time_s = now - self._began
-        self._outbox.add(Kind.UPDATES, (self.timestamp, self.epoch, len(rows), samples, rate, mean_staleness, time_s))
+        self._outbox.add(Kind.UPDATES, (self.timestamp, self.epoch, count, samples, rate, mean_staleness, time_s))
         self._free.append(self._accumulator)
         self._accumulator, self._pending, self._pending_samples = None, [], 0
         while self.state is State.TRAINING and self.samples >= (self.epoch + 1) * self.training_samples:
@@ -276,10 +290,11 @@ class ParameterServer(Machine):
 
     def _end_epoch(self, now: float, rate: float) -> list[Action]:
         self.epoch += 1
-        staleness, loss, errors = self._epoch_sums
         gradients, samples = max(1, self._epoch_gradients), max(1, self._epoch_samples)
-        self._epoch_sums, self._epoch_gradients, self._epoch_samples = [0.0, 0.0, 0.0], 0, 0
-        measured = (now - self._began, staleness / gradients, rate, loss / samples, errors / samples)
+        means = (self._epoch_staleness / gradients, rate, self._epoch_loss / samples, self._epoch_errors / samples)
+        self._epoch_loss = 0.0
+        self._epoch_staleness = self._epoch_errors = self._epoch_gradients = self._epoch_samples = 0
+        measured = (now - self._began, *means)
         untested = (math.nan,) * 4
         row = np.array([(self.epoch, 0, self.timestamp, self.samples, *measured, *untested)], records.EPOCH)
         actions = self._outbox.flush(now)
