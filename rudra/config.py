@@ -36,6 +36,10 @@ Named = str | Callable[..., Any]
 """The name of something shipped, `package.module:callable`, or (in code) the callable itself."""
 
 
+OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
+"""Name in a job -> class of torch.optim."""
+
+
 class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -87,6 +91,13 @@ class OptimizerTable(Table):
     milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
     factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
     options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in OPTIMIZERS:
+            raise ValueError(f"'{value}' is unknown; valid: {', '.join(OPTIMIZERS)}")
+        return value
 
     @field_validator("milestones")
     @classmethod

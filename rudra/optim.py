@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from rudra.config import OptimizerTable
+from rudra.config import OPTIMIZERS, OptimizerTable
 from rudra.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
 _WITH_MOMENTUM = {"sgd", "rmsprop"}
 _NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}
 _TAIL = 16  # elements in a cache line, the unit in which torch hands a vector to its threads
@@ -36,7 +35,7 @@ class UpdateRule:
         import torch
 
         self.scale_invariant = table.scale_invariant
-        cls: Any = getattr(torch.optim, _CLASSES.get(table.name, ""), None)
+        cls: Any = getattr(torch.optim, OPTIMIZERS[table.name])
         options = _options(table, cls)
         aligned = len(weights) - (len(weights) % _TAIL if table.name == "sgd" else 0)
         fusible = "fused" in inspect.signature(cls).parameters
@@ -89,8 +88,6 @@ class UpdateRule:
 
 def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:
     """Keyword arguments for the optimiser's class, checked against its signature."""
-    if cls is None:
-        raise ConfigError(f"[optimizer] unknown name '{table.name}'; valid: {', '.join(_CLASSES)}")
     valid = [key for key in inspect.signature(cls).parameters if key not in _NOT_OPTIONS]
     for key in table.options:
         if key not in valid:

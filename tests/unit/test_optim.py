@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from rudra.config import OptimizerTable
+from rudra.config import Job, OptimizerTable
 from rudra.errors import ConfigError
 from rudra.optim import UpdateRule
 
@@ -101,7 +101,6 @@ def test_scale_invariance_is_what_the_optimisers_show(name: str, invariant: bool
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"name": "lion"}, "unknown name 'lion'; valid: sgd, adagrad, adam, adamw, rmsprop"),
         ({"name": "adam", "momentum": 0.9}, "momentum = 0.9 is for rmsprop and sgd only, not adam"),
         ({"name": "sgd", "options": {"betas": 1}}, "unknown option 'betas' of sgd; valid: dampening, nesterov"),
         ({"name": "sgd", "options": {"lr": 1}}, "unknown option 'lr' of sgd"),
@@ -112,3 +111,8 @@ def test_scale_invariance_is_what_the_optimisers_show(name: str, invariant: bool
 def test_mistakes_in_the_optimizer_table(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         UpdateRule(OptimizerTable(**table), torch.zeros(20))
+
+
+def test_an_unknown_optimizer_is_refused_with_the_job() -> None:
+    with pytest.raises(ConfigError, match="name 'lion' is unknown; valid: sgd, adagrad, adam, adamw, rmsprop"):
+        Job(optimizer={"name": "lion"})
