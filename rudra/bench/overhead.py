@@ -33,7 +33,7 @@ def run(*, quick: bool) -> Report:
     report = Report(["milliseconds per step", *(f"μ = {size}" for size in steps)])
 
     def row(name: str, key: str) -> None:
-        report.rows.append((name, *(str(spread(taken[size][key] * 1e3)) for size in steps)))
+        report.rows.append((name, *(spread(taken[size][key] * 1e3) for size in steps)))
 
     row("Rudra's step", "step")
     row("- forward and backward (plain torch)", "torch")

@@ -22,7 +22,7 @@ Cell = str | float | Spread
 
 def spread(values: Iterable[float]) -> Spread:
     """Median, smallest and largest."""
-    taken = sorted(values)
+    taken = sorted(map(float, values))
     return Spread(median(taken), taken[0], taken[-1])
 
 
