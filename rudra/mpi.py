@@ -64,6 +64,10 @@ FAILURE_TAG = 32767  # the largest tag that every MPI has
 RING = 16
 """Control messages of one role that may arrive before the role looks."""
 
+SPIN_S = 20e-3
+"""How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than
+a small message, and the core's caches and clock rate besides."""
+
 GRACE_S = 5.0
 """How long a failing rank leaves the statistics server to save the results."""
 
@@ -121,7 +125,7 @@ class Rank:
         recorder: where the statistics server's rows go; None elsewhere.
         warn_after_s: a wait that is longer is reported.
         fail_after_s: a wait that is longer ends the run; None: never.
-        oversubscribed: whether other ranks need this core.
+        spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class Rank:
         *,
         warn_after_s: float = 60.0,
         fail_after_s: float | None = None,
-        oversubscribed: bool = True,
+        spins: bool = False,
     ) -> None:
         from mpi4py import MPI
 
@@ -145,7 +149,7 @@ class Rank:
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         self._shortest_s = 200e-6 if doorbell.reaches(others) else 20e-6
         self._warn_after_s, self._fail_after_s = warn_after_s, fail_after_s
-        self._spin_s = 0.0 if oversubscribed else 50e-6
+        self._spin_s = SPIN_S if spins else 0.0
         self._rings = {role: _Ring(comm, role) for role in machines}
         self._transfers: list[_Transfer] = []
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
@@ -448,11 +452,15 @@ class _Setup:
 
     def _load(self) -> None:
         import torch
+        from mpi4py import MPI
 
         from rudra import data
 
         kinds = {self._plan.roles[i].kind for i in self._roles}
         learns, serves = "learner" in kinds, "parameter server" in kinds
+        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self._busy_neighbours: int = node.allreduce(int(learns or serves))  # the statistics server gives way
+        node.Free()
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self._job.cluster.flush_denormals)
         if self._keeps_results and not learns:
@@ -516,7 +524,7 @@ class _Setup:
             recorder,
             warn_after_s=faults.warn_after_s,
             fail_after_s=faults.fail_after_s,
-            oversubscribed=self._comm.size > cores(),
+            spins=self._busy_neighbours <= cores(),
         )
         if self._keeps_results:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

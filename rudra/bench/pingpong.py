@@ -8,7 +8,7 @@ import numpy as np
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks, rest
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.config import Job, cores
+from rudra.config import Job
 from rudra.events import Accumulate, Compute, Computed, Finish, Record, Update
 from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
 from rudra.recorder import Recorder
@@ -126,7 +126,7 @@ def _train(comm: "MPI.Comm", job: Job, plan: Plan, executor: Executor, steps: in
     recorder = account if comm.rank == STATISTICS else None
     mine = comm.Dup()
     machines = {role: make(role, job, plan, steps)}
-    Rank(mine, plan, machines, {role: executor}, recorder, oversubscribed=comm.size > cores()).run()
+    Rank(mine, plan, machines, {role: executor}, recorder, spins=True).run()
     rest(mine)
     mine.Free()
     return account.learner
