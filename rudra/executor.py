@@ -28,8 +28,9 @@ class Buffer:
     """
 
     def __init__(self, size: int, tail: int) -> None:
-        # Zeros that are written, not promised: transfers into untouched memory are many times slower.
-        self.wire = np.full(size * 4 + tail, 0, np.uint8)
+        # torch's memory begins at a cache line. Zeros that are written, not promised: transfers into untouched memory
+        # are many times slower.
+        self.wire: npt.NDArray[np.uint8] = torch.empty(size * 4 + tail, dtype=torch.uint8).fill_(0).numpy()
         self.array: npt.NDArray[np.float32] = self.wire[: size * 4].view(np.float32)
         self.vector = torch.from_numpy(self.array)
         self._tail = self.wire[size * 4 :].data
