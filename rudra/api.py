@@ -32,12 +32,12 @@ def run(
         The results, open for reading. On ranks that did not write them too.
 
     Raises:
-        RudraError: a mistake in the job or the launch, or a run that failed; what was to be said has then been said
-            on stderr, and the error's text is empty.
+        RudraError: a mistake in the job or the launch, or a run that failed; the ranks themselves have then said why on
+            stderr, and `exit_code` tells which of the two it was (2 or 1).
     """
     shown = _progress(progress)
     if launch.world_size() is not None:
-        from rudra.mpi import run_ranks
+        from rudra.session import run_ranks
 
         named = None if output is None else Path(output)
         code, path = run_ranks(job, output=named, progress=shown, overwrite=force)
@@ -49,7 +49,7 @@ def run(
         payload = {"job": job, "output": path, "progress": shown, "overwrite": force}
         code = launch.launch(job, path, roles=names, payload=payload, quiet=progress == "quiet")
     if code:
-        raise _Said(code)
+        raise RanksFailed(job.name, code)
     return open_results(path)
 
 
@@ -111,11 +111,13 @@ def simulate(
     return open_results(path)
 
 
-class _Said(RunError):
-    """A run that ended badly and has already said so."""
+class RanksFailed(RunError):
+    """A run that ended badly, and whose ranks have said why on stderr."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__("")
+    said = True
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name}: the run ended with exit code {code}; the line on stderr says why")
         self.exit_code = code
 
 

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except RudraError as error:
-        if str(error) and world_rank() == 0:
+        if not error.said and world_rank() == 0:
             print(f"rudra: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

@@ -8,6 +8,8 @@ class RudraError(Exception):
     """Base of all errors that Rudra raises on purpose; its text is one readable line."""
 
     exit_code = 2
+    said = False
+    """Whether the user has been told already."""
 
 
 class ConfigError(RudraError):

@@ -90,6 +90,7 @@ class ServerExecutor(Executor):
         super().__init__(flat.layout, flat.size, flat.parameter_count, gradients)
         weights = self.buffer("weights").vector
         flat.read_into(weights)
+        flat.bind(weights)  # frees the model's own: a server has no room for both
         if job.training.warm_start is not None:
             _warm_start(job, flat.layout, weights)
         self._rule = UpdateRule(job.optimizer, weights[: self.parameters])

@@ -118,7 +118,7 @@ def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, qui
         job: names the run in messages.
         output: result file of the run; what the ranks need to start lies beside it meanwhile.
         roles: what each world rank is, for messages: `["statistics server", "parameter server", "learner 0", …]`.
-        payload: arguments of `rudra.mpi.run_ranks`, or something to call on every rank that returns its exit code;
+        payload: arguments of `rudra.session.run_ranks`, or something to call on every rank that returns its exit code;
             cloudpickle takes what stands in `__main__` by value.
         quiet: leave out the launcher's own warnings.
 

@@ -6,26 +6,16 @@ training path: a control message is one small eager send, a tensor one transfer 
 Waiting sleeps instead of spinning, since on a full node the core belongs to a rank that computes.
 """
 
-import ctypes
-import os
 import secrets
-import signal
-import socket
 import sys
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rudra.config import Job, cores
 from rudra.doorbell import Doorbell
-from rudra.errors import RudraError, RunError, TopologyError
+from rudra.errors import RunError
 from rudra.events import (
     Accumulate,
     Action,
@@ -48,13 +38,10 @@ from rudra.events import (
     Update,
     Warn,
 )
-from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors
+from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
 from rudra.messages import CONTROL_BYTES, Message
-from rudra.progress import Progress
-from rudra.recorder import Recorder, make_writer
-from rudra.results import default_output
+from rudra.recorder import Recorder
 from rudra.roles import Machine
-from rudra.roles import make as make_machine
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -68,9 +55,6 @@ RING = 16
 SPIN_S = 20e-3
 """How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than
 a small message, and the core's caches and clock rate besides."""
-
-GRACE_S = 5.0
-"""How long a failing rank leaves the statistics server to save the results."""
 
 
 class Ended(Exception):
@@ -324,7 +308,7 @@ class Rank:
         if self._comm.Iprobe(self._mpi.ANY_SOURCE, FAILURE_TAG, status):
             text = bytearray(status.Get_count(self._mpi.BYTE))
             self._comm.Recv(text, status.Get_source(), FAILURE_TAG)
-            raise _Reported(text.decode(errors="replace"))
+            raise Reported(text.decode(errors="replace"))
 
     def _close(self) -> None:
         """Leaves nothing posted; what was sent is delivered, because every role has said that it is done."""
@@ -348,247 +332,10 @@ def make_doorbell(comm: "MPI.Comm") -> Doorbell:
     return Doorbell(comm.bcast(secrets.token_hex(8)), comm.rank, neighbours)
 
 
-class _Reported(RunError):
+class Reported(RunError):
     """A failure on another rank: exit code and complete text, as that rank sent them."""
 
     def __init__(self, report: str) -> None:
         code, _, text = report.partition(" ")
         super().__init__(text)
         self.exit_code = int(code)
-
-
-def run_ranks(job: Job, *, output: Path | None, progress: dict[str, Any], overwrite: bool) -> tuple[int, Path]:
-    """Runs this rank's part of a job, to the end.
-
-    Args:
-        job: as given; learners and threads are resolved here from the ranks there are.
-        output: result file, written by the statistics server's rank; None: named after the job and the time.
-        progress: keyword arguments `mode` and `columns` of the progress bar.
-        overwrite: whether an existing file may be replaced.
-
-    Returns:
-        The exit code: 0, 1 (the run failed) or 2 (a mistake in the job or the launch); and the result file.
-    """
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
-    path: Path = comm.bcast(output or default_output(job.name, now=datetime.now()))
-    try:
-        job, plan = _resolve(job, comm)
-    except RudraError as error:
-        if comm.rank == 0:
-            print(f"rudra: {error}", file=sys.stderr, flush=True)
-        return error.exit_code, path
-    setup = _Setup(comm, job, plan)
-    code = setup.prepare(path, progress, overwrite)
-    return setup.run() if code is None else code, path
-
-
-def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
-    """Fits the job to the ranks there are; every rank comes to the same result."""
-    from mpi4py import MPI
-
-    topology = job.make_topology()
-    left = topology.learners_for(comm.size)
-    learners = job.cluster.learners or left
-    if left < 1:
-        need = topology.plan(job.cluster.learners or 1).ranks
-        raise TopologyError(f"{comm.size} ranks are too few for topology {topology.name}: start {need} or more")
-    plan = topology.plan(learners)
-    if plan.ranks != comm.size:
-        raise TopologyError(
-            f"{learners} learners with topology {topology.name} need {plan.ranks} ranks, but the launcher started "
-            f"{comm.size}: start {plan.ranks}, or set cluster.learners = {left}"
-        )
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    mine = sum(plan.roles[i].kind == "learner" for i in plan.on_rank(comm.rank))
-    threads = max(1, cores() // max(1, node.allreduce(mine)))
-    threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
-    node.Free()
-    return job.resolved(learners=learners, threads_per_rank=threads), plan
-
-
-class _Setup:
-    """Everything from the resolved job to the end of the run, on one rank."""
-
-    def __init__(self, comm: "MPI.Comm", job: Job, plan: Plan) -> None:
-        self._comm, self._job, self._plan = comm, job, plan
-        self._roles = plan.on_rank(comm.rank)
-        self._keeps_results = plan.statistics in self._roles
-        self._executors: dict[int, Executor] = {}
-        self._writer: Any = None
-        self._progress: Any = None
-        self._rank: Rank | None = None
-
-    def prepare(self, output: Path, progress: dict[str, Any], overwrite: bool) -> int | None:
-        """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
-        for step in (self._load, self._build, lambda: self._open(output, progress, overwrite)):
-            error = self._agree(step)
-            if error is not None:
-                return error
-        return None
-
-    def _agree(self, step: Callable[[], None]) -> int | None:
-        report: tuple[int, str] | None = None
-        try:
-            step()
-        except RudraError as error:
-            report = (error.exit_code, f"rudra: {error}")
-        except Exception as error:
-            line = f"rudra: {self._name} failed at start-up: {type(error).__name__}: {error}"
-            report = (1, f"{line}\n{traceback.format_exc()}")
-        _wait(self._comm.Ibarrier())
-        reports: list[tuple[int, str] | None] = self._comm.allgather(report)
-        first = next((r for r in reports if r is not None), None)
-        if first is None:
-            return None
-        if reports.index(first) == self._comm.rank:
-            print(first[1], file=sys.stderr, flush=True)
-        return first[0]
-
-    @property
-    def _name(self) -> str:
-        names = ", ".join(self._plan.roles[i].name for i in self._roles)
-        return f"{names} (rank {self._comm.rank})"
-
-    def _load(self) -> None:
-        import torch
-        from mpi4py import MPI
-
-        from rudra import data
-
-        kinds = {self._plan.roles[i].kind for i in self._roles}
-        learns, serves = "learner" in kinds, "parameter server" in kinds
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self._busy_neighbours: int = node.allreduce(int(learns or serves))  # the statistics server gives way
-        node.Free()
-        torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
-        torch.set_flush_denormal(self._job.cluster.flush_denormals)
-        _keep_freed_memory()
-        if self._keeps_results and not learns:
-            os.nice(10)  # training goes first
-        self._splits: tuple[data.Samples | None, data.Samples | None] = (None, None)
-        if learns or self._keeps_results:
-            train, test, self._info = data.load(self._job.data, train=learns, test=self._keeps_results)
-            self._splits = (train, test)
-
-    def _build(self) -> None:
-        source = self._plan.roles[self._plan.statistics].world_rank
-        self._info = self._comm.bcast(getattr(self, "_info", None), source)
-        prefetch = True
-        self._executors = make_executors(
-            self._job, self._plan, self._roles, self._splits, self._info, prefetch=prefetch
-        )
-
-    def _open(self, output: Path, progress: dict[str, Any], overwrite: bool) -> None:
-        from mpi4py import MPI
-
-        from rudra.flat import sha256
-
-        server = self._plan.roles[self._plan.server].world_rank
-        weights = self._executors[self._plan.server].buffer("weights").array if self._comm.rank == server else None
-        digest: str = self._comm.bcast(None if weights is None else sha256(weights), server)
-        hosts: list[str] = self._comm.allgather(socket.gethostname())
-        if not self._keeps_results:
-            return
-        executor = self._executors[self._plan.statistics]
-        self._writer = make_writer(
-            output,
-            self._job,
-            executor.layout,
-            executor.size,
-            digest,
-            overwrite,
-            driver="mpi",
-            training_samples=self._info.training_samples,
-            classes=self._info.classes,
-            hosts=hosts,
-            mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
-        )
-        self._progress = Progress(self._job, self._info.training_samples, **progress)
-
-    def run(self) -> int:
-        """Drives the roles; returns the exit code, or ends the whole job."""
-        samples = self._info.training_samples
-        for executor in self._executors.values():
-            executor.prepare()
-        machines = {i: make_machine(i, self._job, self._plan, samples) for i in self._roles}
-        recorder = None
-        if self._keeps_results:
-            recorder = Recorder(self._writer, self._progress, lambda r, b: self._executors[r].buffer(b).array)
-        _wait(self._comm.Ibarrier())
-        faults = self._job.faults
-        self._rank = rank = Rank(
-            self._comm,
-            self._plan,
-            machines,
-            self._executors,
-            recorder,
-            warn_after_s=faults.warn_after_s,
-            fail_after_s=faults.fail_after_s,
-            spins=self._busy_neighbours <= cores(),
-        )
-        if self._keeps_results:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                signal.signal(number, self._interrupt)
-        try:
-            rank.run()
-            for executor in self._executors.values():
-                executor.close()
-            _wait(self._comm.Ibarrier())
-            return 0
-        except Ended:
-            asked = rank.interrupted in {signal.SIGUSR1, signal.SIGINT}
-            reason = "somebody stopped it" if asked else "the launcher ended it: a rank died, or it was cancelled"
-            self._save("interrupted", reason)
-            self._comm.Abort(1)
-        except KeyboardInterrupt:
-            time.sleep(GRACE_S)  # the statistics server saves the results and ends everybody
-            self._comm.Abort(1)
-        except _Reported as error:
-            self._give_up(error.exit_code, str(error))
-        except RudraError as error:
-            self._give_up(getattr(error, "exit_code", 1), f"rudra: {self._name}: {error}")
-        except BaseException as error:
-            line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
-            self._give_up(1, f"{line}\n{traceback.format_exc()}")
-        return 1
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._rank is not None:
-            self._rank.interrupted = number
-
-    def _save(self, status: str, reason: str) -> None:
-        with suppress(Exception):
-            self._progress.close()
-        with suppress(Exception):
-            self._writer.fail(status, reason)
-
-    def _give_up(self, code: int, text: str) -> None:
-        """Ends every rank. The statistics server saves the results and speaks; others leave that to it for a while."""
-        if self._keeps_results:
-            self._save("failed", text.partition("\n")[0].removeprefix("rudra: "))
-        else:
-            to = self._plan.roles[self._plan.statistics].world_rank
-            report = f"{code} {text}".encode()
-            request = self._comm.Isend(report, to, FAILURE_TAG)
-            deadline = time.monotonic() + GRACE_S
-            while time.monotonic() < deadline:
-                request.Test()
-                time.sleep(1e-3)
-        print(text, file=sys.stderr, flush=True)
-        self._comm.Abort(code)
-
-
-def _keep_freed_memory() -> None:
-    """Lets glibc keep what a step frees for the next step, instead of faulting hundreds of pages in again each time."""
-    with suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: as large as glibc allows
-        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-
-
-def _wait(request: "MPI.Request") -> None:
-    """Waits for all ranks without burning a core."""
-    while not request.Test():
-        time.sleep(1e-3)

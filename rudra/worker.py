@@ -36,7 +36,7 @@ def main(file: str) -> int:
 
     Args:
         file: two pickles: `sys.path` of the launching process, and either a dict of the arguments of
-            `rudra.mpi.run_ranks` or something to call without arguments that returns the exit code.
+            `rudra.session.run_ranks` or something to call without arguments that returns the exit code.
 
     Returns:
         Exit code of this rank.
@@ -72,7 +72,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
         if callable(payload):
             run = payload
         else:
-            from rudra.mpi import run_ranks
+            from rudra.session import run_ranks
 
             def run() -> int:
                 return run_ranks(**payload)[0]

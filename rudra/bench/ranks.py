@@ -81,7 +81,7 @@ def rest(comm: "MPI.Comm") -> None:
 
 def train(job: Job, path: Path) -> Results:
     """Takes this rank's part in a run; returns its results, open, on every rank."""
-    from rudra.mpi import run_ranks
+    from rudra.session import run_ranks
 
     code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True)
     if code:

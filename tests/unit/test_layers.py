@@ -26,6 +26,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/executor.py": LEARNING,
     "rudra/api.py": LEARNING,
     "rudra/mpi.py": LEARNING | {"mpi4py"},
+    "rudra/session.py": LEARNING | {"mpi4py"},
     "rudra/worker.py": CORE | {"mpi4py"},
     "rudra/results.py": CORE | {"h5py"},
     "rudra/writer.py": CORE | {"h5py"},

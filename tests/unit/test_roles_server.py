@@ -91,7 +91,10 @@ def test_one_update_of_hardsync() -> None:
 def test_hardsync_adds_in_learner_order_whoever_is_first() -> None:
     role = training("hardsync")
     assert feed(role, gradient(1, 0, 0, G1), pull(1, 0, 1)) == [], "learner 1 waits in its buffer"
-    assert feed(role, gradient(0, 0, 0, G0))[:2] == ["gradient 0 takes 0.5 of 1 * gradient 1", "update by gradient 0 at 0.25"]
+    assert feed(role, gradient(0, 0, 0, G0))[:2] == [
+        "gradient 0 takes 0.5 of 1 * gradient 1",
+        "update by gradient 0 at 0.25",
+    ]
 
 
 def test_one_softsync_counts_gradients_of_whomever() -> None:
