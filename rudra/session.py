@@ -142,7 +142,8 @@ class _Session:
         node.Free()
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self._job.cluster.flush_denormals)
-        _keep_freed_memory()
+        if learns:
+            _keep_freed_memory()
         if self._keeps_results and not learns:
             os.nice(10)  # training goes first
         self._splits: tuple[data.Samples | None, data.Samples | None] = (None, None)

@@ -27,8 +27,8 @@ def run(*, quick: bool) -> Report:
         ranks = on_ranks(measure, count, evaluate=evaluate, options=options)
         models_ = [rank["peak"] / rank["model"] for rank in ranks]
         learner = max(models_[LEARNER:])
-        learners.append(learner)
-        servers[evaluate].append(models_[SERVER])
+        learners.append(round(learner, 1))
+        servers[evaluate].append(round(models_[SERVER], 1))  # buffers make whole models; headers and code are on top
         name = f"λ = {count}, {'tests and snapshots' if evaluate else 'no tests'}"
         report.rows.append((name, *(f"{x:.2f}" for x in (learner, models_[SERVER], models_[STATISTICS]))))
         model_bytes = ranks[LEARNER]["model"]
