@@ -18,7 +18,6 @@ from rudra.optim import UpdateRule
 from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER
 
-
 CACHE_LINE = 64
 
 
