@@ -105,7 +105,10 @@ def simulate(
                 size_bytes=size_bytes,
                 seed=job.training.seed,
             )
-            simulation.run()
+            try:
+                simulation.run()
+            finally:
+                shown.close()
     finally:
         torch.set_num_threads(threads)
     return open_results(path)

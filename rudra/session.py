@@ -115,7 +115,7 @@ class _Session:
         except Exception as error:
             line = f"rudra: {self._name} failed at start-up: {type(error).__name__}: {error}"
             report = (1, f"{line}\n{traceback.format_exc()}")
-        _wait(self._comm.Ibarrier())
+        self._meet()
         reports: list[tuple[int, str] | None] = self._comm.allgather(report)
         first = next((r for r in reports if r is not None), None)
         if first is None:
@@ -195,7 +195,7 @@ class _Session:
         recorder = None
         if self._keeps_results:
             recorder = Recorder(self._writer, self._progress, lambda r, b: self._executors[r].buffer(b).array)
-        _wait(self._comm.Ibarrier())
+        self._meet()
         faults = self._job.faults
         self._rank = rank = Rank(
             self._comm,
@@ -214,7 +214,7 @@ class _Session:
             rank.run()
             for executor in self._executors.values():
                 executor.close()
-            _wait(self._comm.Ibarrier())
+            self._meet()
             return 0
         except Ended:
             asked = rank.interrupted in {signal.SIGUSR1, signal.SIGINT}
@@ -232,6 +232,19 @@ class _Session:
             line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
             self._give_up(1, f"{line}\n{traceback.format_exc()}")
         return 1
+
+    def _meet(self) -> None:
+        """Waits for all ranks without burning a core, and not in silence."""
+        request = self._comm.Ibarrier()
+        began, warn_s = time.monotonic(), self._job.faults.warn_after_s
+        while not request.Test():
+            time.sleep(1e-3)
+            waited = time.monotonic() - began
+            if waited >= warn_s:
+                warn_s *= 2
+                if self._comm.rank < 2:  # one of the two waits, unless both keep the others waiting
+                    text = f"rudra: {self._name} has waited {waited:.0f} s for other ranks to get ready or to finish"
+                    print(text, file=sys.stderr, flush=True)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._rank is not None:
@@ -265,9 +278,3 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: as large as glibc allows
         mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-
-
-def _wait(request: "MPI.Request") -> None:
-    """Waits for all ranks without burning a core."""
-    while not request.Test():
-        time.sleep(1e-3)
