@@ -25,7 +25,9 @@ class TopologyError(RudraError):
 
 
 class ProtocolError(RudraError):
-    """A protocol's parameters contradict the job, or a role got an event that its state forbids."""
+    """A role got an event that its state forbids: a defect, of Rudra or of the user's own protocol."""
+
+    exit_code = 1
 
 
 class ResultsError(RudraError):

@@ -3,7 +3,8 @@
 One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is
 computed in that thread, because nobody needs the rank meanwhile. Only buffer-mode calls are on the
 training path: a control message is one small eager send, a tensor one transfer from its own buffer into the receiver's.
-Waiting sleeps instead of spinning, since on a full node the core belongs to a rank that computes.
+Where ranks share cores, waiting sleeps until a neighbour rings (`rudra.doorbell`): the core belongs to whoever computes.
+A rank with a core to itself spins for a while before it sleeps.
 """
 
 import secrets

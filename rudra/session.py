@@ -154,10 +154,7 @@ class _Session:
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(getattr(self, "_info", None), source)
-        prefetch = True
-        self._executors = make_executors(
-            self._job, self._plan, self._roles, self._splits, self._info, prefetch=prefetch
-        )
+        self._executors = make_executors(self._job, self._plan, self._roles, self._splits, self._info, prefetch=True)
 
     def _open(self, output: Path, progress: dict[str, Any], overwrite: bool) -> None:
         from mpi4py import MPI
@@ -227,7 +224,7 @@ class _Session:
         except Reported as error:
             self._give_up(error.exit_code, str(error))
         except RudraError as error:
-            self._give_up(getattr(error, "exit_code", 1), f"rudra: {self._name}: {error}")
+            self._give_up(error.exit_code, f"rudra: {self._name}: {error}")
         except BaseException as error:
             line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
             self._give_up(1, f"{line}\n{traceback.format_exc()}")
