@@ -1,10 +1,10 @@
 """The MPI driver: roles on real ranks.
 
-One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is
-computed in that thread, because nobody needs the rank meanwhile. Only buffer-mode calls are on the
-training path: a control message is one small eager send, a tensor one transfer from its own buffer into the receiver's.
-Where ranks share cores, waiting sleeps until a neighbour rings (`rudra.doorbell`): the core belongs to whoever computes.
-A rank with a core to itself spins for a while before it sleeps.
+One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is computed in
+that thread, because nobody needs the rank meanwhile. Only buffer-mode calls are on the training path: a control
+message is one small eager send, a tensor one transfer from its own buffer into the receiver's. Where ranks share
+cores, a waiting rank sleeps until a neighbour rings (`rudra.doorbell`): the core belongs to whoever computes. A rank
+with a core to itself spins for a while before it sleeps.
 """
 
 import secrets
