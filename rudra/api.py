@@ -2,13 +2,15 @@
 
 import socket
 import sys
+import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from rudra import launch
 from rudra.config import Job, cores
-from rudra.errors import RunError
+from rudra.errors import ResultsError, RunError
 from rudra.results import Results, check_output, default_output, open_results
 
 ProgressMode = Literal["bar", "lines", "quiet"]
@@ -48,6 +50,8 @@ def run(
         names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
         payload = {"job": job, "output": path, "progress": shown, "overwrite": force}
         code = launch.launch(job, path, roles=names, payload=payload, quiet=progress == "quiet")
+        if code:
+            _wait_for_results(path)
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
@@ -112,6 +116,16 @@ def simulate(
     finally:
         torch.set_num_threads(threads)
     return open_results(path)
+
+
+def _wait_for_results(path: Path, at_most_s: float = 2.0) -> None:
+    """Gives the statistics server time to close its file: mpirun does not always wait for it when a rank has died."""
+    deadline = time.monotonic() + at_most_s
+    while path.is_file() and time.monotonic() < deadline:
+        with suppress(ResultsError), open_results(path) as results:
+            if results.status != "running":
+                return
+        time.sleep(0.05)
 
 
 class RanksFailed(RunError):

@@ -207,6 +207,7 @@ class _Session:
         if self._keeps_results:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 signal.signal(number, self._interrupt)
+            _end_softly_with_launcher()
         try:
             rank.run()
             for executor in self._executors.values():
@@ -217,7 +218,9 @@ class _Session:
             asked = rank.interrupted in {signal.SIGUSR1, signal.SIGINT}
             reason = "somebody stopped it" if asked else "the launcher ended it: a rank died, or it was cancelled"
             self._save("interrupted", reason)
-            self._comm.Abort(1)
+            if asked:
+                self._comm.Abort(1)
+            os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
         except KeyboardInterrupt:
             time.sleep(GRACE_S)  # the statistics server saves the results and ends everybody
             self._comm.Abort(1)
@@ -267,6 +270,12 @@ class _Session:
                 time.sleep(1e-3)
         print(text, file=sys.stderr, flush=True)
         self._comm.Abort(code)
+
+
+def _end_softly_with_launcher() -> None:
+    """Linux: if the launcher ends or is killed first, this rank is asked to end, in place of being killed at once."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _keep_freed_memory() -> None:
