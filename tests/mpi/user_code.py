@@ -84,11 +84,11 @@ class Trap(nn.Module):
 
 
 def raising() -> nn.Module:
-    return Trap(20, "raise")
+    return Trap(50, "raise")
 
 
 def dying() -> nn.Module:
-    return Trap(20, "kill")
+    return Trap(100, "kill")
 
 
 def hanging() -> nn.Module:
