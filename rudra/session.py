@@ -186,6 +186,8 @@ class _Session:
     def run(self) -> int:
         """Drives the roles; returns the exit code, or ends the whole job."""
         samples = self._info.training_samples
+        with suppress(AttributeError, OSError):  # glibc: give back what building the model took
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         for executor in self._executors.values():
             executor.prepare()
         machines = {i: make_machine(i, self._job, self._plan, samples) for i in self._roles}
