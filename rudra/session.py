@@ -78,11 +78,9 @@ def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
             f"{learners} learners with topology {topology.name} need {plan.ranks} ranks, but the launcher started "
             f"{comm.size}: start {plan.ranks}, or set cluster.learners = {left}"
         )
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     mine = sum(plan.roles[i].kind == "learner" for i in plan.on_rank(comm.rank))
-    threads = max(1, cores() // max(1, node.allreduce(mine)))
+    threads = max(1, cores() // max(1, _sum_on_node(comm, mine)))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
-    node.Free()
     return job.resolved(learners=learners, threads_per_rank=threads), plan
 
 
@@ -131,15 +129,11 @@ class _Session:
 
     def _load(self) -> None:
         import torch
-        from mpi4py import MPI
 
         from rudra import data
 
         kinds = {self._plan.roles[i].kind for i in self._roles}
         learns, serves = "learner" in kinds, "parameter server" in kinds
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self._busy_neighbours: int = node.allreduce(int(learns or serves))  # the statistics server gives way
-        node.Free()
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self._job.cluster.flush_denormals)
         if learns:
@@ -196,6 +190,8 @@ class _Session:
             recorder = Recorder(self._writer, self._progress, lambda r, b: self._executors[r].buffer(b).array)
         self._meet()
         faults = self._job.faults
+        computes = any(self._plan.roles[i].kind != "statistics server" for i in self._roles)
+        busy = _sum_on_node(self._comm, int(computes))  # the statistics server gives way
         self._rank = rank = Rank(
             self._comm,
             self._plan,
@@ -204,7 +200,7 @@ class _Session:
             recorder,
             warn_after_s=faults.warn_after_s,
             fail_after_s=faults.fail_after_s,
-            spins=self._busy_neighbours <= cores(),
+            spins=busy <= cores(),
         )
         if self._keeps_results:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -272,6 +268,16 @@ class _Session:
                 time.sleep(1e-3)
         print(text, file=sys.stderr, flush=True)
         self._comm.Abort(code)
+
+
+def _sum_on_node(comm: "MPI.Comm", value: int) -> int:
+    """Sum over the ranks of this node; all ranks call this together, so never in a step that may fail on one."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    total: int = node.allreduce(value)
+    node.Free()
+    return total
 
 
 def _end_softly_with_launcher() -> None:
