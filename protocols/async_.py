@@ -4,7 +4,7 @@ from protocols.base import Protocol
 
 
 class Async(Protocol):
-    pass
+    grants_on_push = False
 
 
 PROTOCOL = Async

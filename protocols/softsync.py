@@ -8,6 +8,8 @@ from protocols.base import Protocol
 
 
 class Softsync(Protocol):
+    grants_on_push = False
+
     def __init__(self, learners: int, n: int = 1) -> None:
         super().__init__(learners)
         if not 1 <= n <= learners:

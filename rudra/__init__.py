@@ -15,11 +15,12 @@ from rudra.errors import RudraError
 
 if TYPE_CHECKING:
     from rudra.api import run, simulate
+    from rudra.replayer import replay
     from rudra.results import Results, open_results
 
-__all__ = ["Job", "Results", "RudraError", "open_results", "run", "shipped_jobs", "simulate"]
+__all__ = ["Job", "Results", "RudraError", "open_results", "replay", "run", "shipped_jobs", "simulate"]
 
-_LATE = {"run": "api", "simulate": "api", "open_results": "results", "Results": "results"}
+_LATE = {"run": "api", "simulate": "api", "replay": "replayer", "open_results": "results", "Results": "results"}
 """What needs torch or h5py, which `import rudra` does not load."""
 
 

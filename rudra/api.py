@@ -45,7 +45,7 @@ def run(
         code, path = run_ranks(job, output=named, progress=shown, overwrite=force)
     else:
         path = _output(job, output, force)
-        job = job.resolved(cores=cores())
+        job = job.on_cpu().resolved(cores=cores())
         plan = job.make_topology().plan(job.learners)
         names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
         payload = {"job": job, "output": path, "progress": shown, "overwrite": force}
@@ -63,50 +63,47 @@ def simulate(
     """Runs the same job in this process and in virtual time; arguments and results as `run`."""
     import torch
 
-    from rudra import data
-    from rudra.executor import TensorHands, make_executors
-    from rudra.flat import sha256
+    from rudra import costs, hands
+    from rudra.messages import tail_bytes
     from rudra.progress import Progress
     from rudra.recorder import Recorder, make_writer
     from rudra.roles import make
     from rudra.sim import Simulation
 
     path = _output(job, output, force)
-    job = job.resolved(cores=cores())
+    job = costs.load(job.resolved(cores=cores()))
+    if job.simulation.tensors:
+        job = job.with_(cluster={"device": hands.find_device(job).type})
+    else:
+        job = job.with_(cluster={"device": "cpu"}, training={"evaluate": False})
     plan = job.make_topology().plan(job.learners)
     threads = torch.get_num_threads()
     torch.set_num_threads(job.cluster.threads_per_rank or 1)
     torch.set_flush_denormal(job.cluster.flush_denormals)
     try:
-        train, test, info = data.load(job.data)
-        executors = make_executors(job, plan, tuple(range(len(plan.roles))), (train, test), info, prefetch=False)
-        server = executors[plan.server]
+        cluster = hands.make(job, plan)
+        samples = cluster.info.training_samples
         writer = make_writer(
             path,
             job,
-            server.layout,
-            server.size,
-            sha256(server.buffer("weights").array),
+            cluster.layout,
+            cluster.size,
+            cluster.initial_sha256,
             force,
             driver="simulation",
-            training_samples=info.training_samples,
-            classes=info.classes,
+            training_samples=samples,
+            classes=cluster.info.classes,
             hosts=[socket.gethostname()],
         )
         with writer:
-            shown = Progress(job, info.training_samples, **_progress(progress))
-            recorder = Recorder(writer, shown, lambda role, buffer: executors[role].buffer(buffer).array)
-            for executor in executors.values():
-                executor.prepare()
-            machines = {i: make(i, job, plan, info.training_samples) for i in range(len(plan.roles))}
-            size_bytes = server.buffer("weights").wire.nbytes
+            shown = Progress(job, samples, **_progress(progress))
             simulation = Simulation(
                 plan,
-                machines,
-                TensorHands(executors),
-                recorder,
-                job.simulation,
-                size_bytes=size_bytes,
+                {i: make(i, job, plan, samples) for i in range(len(plan.roles))},
+                cluster.hands,
+                Recorder(writer, shown, cluster.weights),
+                costs.CostModel(job.simulation, plan, job.training.minibatch_size),
+                size_bytes=cluster.size * 4 + tail_bytes(plan.records),
                 seed=job.training.seed,
             )
             try:

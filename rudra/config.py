@@ -39,6 +39,9 @@ Named = str | Callable[..., Any]
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
 """Name in a job -> class of torch.optim."""
 
+PAPER = "paper.toml"
+"""Among job files: no job, but the numbers that a paper prints."""
+
 
 class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -136,29 +139,70 @@ class ClusterTable(Table):
     threads_per_rank: int | None = Field(
         None, ge=1, description="torch threads of a learner; default: cores / learners"
     )
-    device: Literal["cpu"] = Field("cpu", description="where learners compute")
+    device: Literal["cpu", "cuda", "auto"] = Field(
+        "cpu", description="where a simulation computes: auto is a GPU if there is one"
+    )
     flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, changes bits")
 
 
 class SimulationTable(Table):
-    compute_s: float = Field(0.1, gt=0, description="time that a learner takes for one mini-batch")
-    jitter: float = Field(
-        0.1, ge=0, lt=1, description="half-width of the uniform variation of compute_s, as a fraction"
+    costs: str | None = Field(
+        None,
+        description="preset (p775) or file of `rudra calibrate` that gives the keys below which are not given here",
     )
+    compute_s: float | dict[int, float] = Field(
+        0.1, description="time that a learner takes for one mini-batch: a number, or a table of μ = seconds"
+    )
+    jitter: float = Field(0.1, ge=0, description="variation of compute_s, as a fraction")
+    distribution: Literal["uniform", "lognormal", "exponential"] = Field("uniform", description="of that variation")
+    learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of its own")
     slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
-    latency_s: float = Field(1e-5, ge=0, description="of every message")
+    straggler_probability: float = Field(0.0, ge=0, le=1, description="that a mini-batch takes much longer")
+    straggler_factor: float = Field(10.0, ge=1, description="how much longer")
+    nodes: int | dict[int, int] | None = Field(
+        None, description="nodes that learners are spread over: a number, or a table of λ = nodes; default: one each"
+    )
+    servers_on_first_node: bool = Field(False, description="with the first learners; else on a node of their own")
+    node_slowdown: float = Field(
+        0.0, ge=0, description="what each further learner on a node adds to compute_s, as a fraction"
+    )
+    cores_per_node: int | None = Field(
+        None, ge=1, description="a server's work delays learners that fill the cores of its node; default: it does not"
+    )
+    latency_s: float = Field(1e-5, ge=0, description="of every message between nodes")
     latency_jitter_s: float = Field(0.0, ge=0, description="a random delay up to this is added to every message")
-    bandwidth_bytes_per_s: float = Field(1e10, gt=0, description="of one transfer of weights or a gradient")
+    bandwidth_bytes_per_s: float = Field(
+        1e10, gt=0, description="of a node's link, each way, for weights and gradients"
+    )
+    local_latency_s: float | None = Field(None, ge=0, description="inside a node; default: as between nodes")
+    local_bandwidth_bytes_per_s: float | None = Field(None, gt=0, description="inside a node, of each role; likewise")
     message_s: float = Field(1e-5, ge=0, description="time in which the server handles one message")
+    gradient_s: float = Field(0.0, ge=0, description="time in which the server adds one gradient to another")
     update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
     evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
+    tensors: bool = Field(True, description="false: time alone, without data, gradients and tests")
+    batching: Literal["none", "big-batch", "vmap"] = Field(
+        "none", description="compute gradients of several learners together: faster, changes bits"
+    )
 
-    @field_validator("slowdown")
+    @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")
     @classmethod
-    def _positive(cls, value: dict[int, float]) -> dict[int, float]:
-        for learner, factor in value.items():
-            if factor <= 0:
-                raise ValueError(f"of learner {learner} must be > 0, not {factor}")
+    def _positive(cls, value: Any, info: ValidationInfo) -> Any:
+        least = 0 if info.field_name == "learner_jitter" else None
+        of = {"compute_s": "μ =", "nodes": "λ ="}.get(info.field_name or "", "learner")
+        entries = {"": value} if not isinstance(value, dict) else {f"of {of} {k}": v for k, v in value.items()}
+        if not entries and info.field_name in {"compute_s", "nodes"}:
+            raise ValueError("has no entry")
+        for where, number in entries.items():
+            if number is not None and (number <= 0 if least is None else number < least):
+                raise ValueError(f"{where} must be {'> 0' if least is None else '>= 0'}, not {number}".strip())
+        return value
+
+    @field_validator("compute_s", "nodes")
+    @classmethod
+    def _positive_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and any(key < 1 for key in value):
+            raise ValueError(f"has a key {min(value)}; valid: 1 and more")
         return value
 
 
@@ -176,6 +220,35 @@ class ResultsTable(Table):
     report_s: float = Field(0.25, ge=0, description="how long learners and server gather rows before they send them")
 
 
+class StudyTable(Table):
+    """What `rudra sweep` makes of a job, and what `rudra report` draws of that. Keys of the job are dotted here."""
+
+    title: str = Field("", description="what the report is headed with")
+    figure: Literal["staleness", "test-error", "tradeoff", "speed-up", "table"] = Field(
+        "table", description="what the report shows first"
+    )
+    grid: dict[str, list[Any]] = Field({}, description="job key -> values: every combination is a point")
+    points: list[dict[str, Any]] = Field([], description="tables of job key = value: further points")
+    quick: dict[str, Any] = Field({}, description="job key = value: what `--quick` changes in every point")
+    quick_grid: dict[str, list[Any]] = Field({}, description="with `--quick` in place of grid, as is the next")
+    quick_points: list[dict[str, Any]] = Field([], description="in place of points")
+    paper: list[str] = Field([], description="tables of paper.toml, beside the job file, to compare with")
+
+    @field_validator("grid", "points", "quick", "quick_grid", "quick_points", mode="before")
+    @classmethod
+    def _dotted(cls, value: Any) -> Any:
+        """TOML reads `protocol.n = 4` as a table in a table."""
+        return [flattened(entry) for entry in value] if isinstance(value, list) else flattened(value)
+
+    @field_validator("grid", "quick_grid")
+    @classmethod
+    def _different(cls, value: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in value.items():
+            if not values or any(v in values[:i] for i, v in enumerate(values)):
+                raise ValueError(f"{key} must have one or more values, each once, not {_short(values)}")
+        return value
+
+
 class Job(Table):
     """A run, completely described. Immutable; `resolved` fills in what depends on the ranks."""
 
@@ -190,6 +263,7 @@ class Job(Table):
     simulation: SimulationTable = SimulationTable()
     faults: FaultsTable = FaultsTable()
     results: ResultsTable = ResultsTable()
+    study: StudyTable = StudyTable()
 
     def __init__(self, **tables: Any) -> None:
         try:
@@ -203,11 +277,12 @@ class Job(Table):
         self.make_topology()
         if self.cluster.learners is not None:
             self.make_protocol()  # raises what does not fit
-            for learner in self.simulation.slowdown:
-                if not 0 <= learner < self.cluster.learners:
-                    raise ValueError(
-                        f"[simulation] slowdown names learner {learner}; valid: 0 to {self.cluster.learners - 1}"
-                    )
+            for key in ("slowdown", "learner_jitter"):
+                for learner in getattr(self.simulation, key):
+                    if not 0 <= learner < self.cluster.learners:
+                        raise ValueError(
+                            f"[simulation] {key} names learner {learner}; valid: 0 to {self.cluster.learners - 1}"
+                        )
         return self
 
     @classmethod
@@ -221,13 +296,14 @@ class Job(Table):
         Raises:
             ConfigError: no such job, no TOML, an unknown key, a wrong type or a contradiction.
         """
-        path = _find(job)
-        try:
-            tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from None
+        path, tables = read_job(job)
         for override in overrides:
-            _apply(tables, override)
+            apply(tables, *parsed(override), said=f"--set {override}")
+        return cls.of(path, tables)
+
+    @classmethod
+    def of(cls, path: Path, tables: Mapping[str, Any]) -> Job:
+        """The job of a file's tables; a ConfigError names the file."""
         try:
             return cls(**{"name": path.stem, **tables})
         except ConfigError as error:
@@ -248,6 +324,17 @@ class Job(Table):
         learners = learners or self.cluster.learners or 4
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // learners)
         return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
+
+    def on_cpu(self) -> Job:
+        """The job as MPI ranks run it.
+
+        Raises:
+            ConfigError: it asks for a GPU.
+        """
+        if self.cluster.device == "cuda":
+            text = "rudra run computes on the CPU so far; rudra simulate can use cuda"
+            raise ConfigError(f"[cluster] device = 'cuda': {text}")
+        return self if self.cluster.device == "cpu" else self.with_(cluster={"device": "cpu"})
 
     @property
     def learners(self) -> int:
@@ -275,19 +362,22 @@ class Job(Table):
         return topologies.load(_resolved("topology", self.topology.name), self.topology.options)
 
     def to_json(self) -> str:
-        """The job as one line of JSON; callables appear as `module:name`."""
-        return json.dumps(self.model_dump(), default=_name_of, sort_keys=True)
+        """The job as one line of JSON; callables appear as `module:name`. A study is no part of a run."""
+        return json.dumps(self.model_dump(exclude={"study"}), default=_name_of, sort_keys=True)
 
 
 def shipped_jobs() -> dict[str, Path]:
     """Name -> TOML file of every job that comes with Rudra, from a checkout or an installed wheel."""
     checkout = Path(__file__).resolve().parent.parent / "jobs"
     if (checkout.parent / "setup.cfg").is_file():
-        files = list(checkout.glob("*.toml"))
+        root, files = checkout, list(checkout.rglob("*.toml"))
     else:
         listed = importlib.metadata.distribution("rudra").files or []
-        files = [Path(str(f.locate())).resolve() for f in listed if f.parent.name == "jobs" and f.suffix == ".toml"]
-    return {file.stem: file for file in sorted(files)}
+        located = (Path(str(f.locate())).resolve() for f in listed if "share/rudra/jobs/" in f.as_posix())
+        files = [file for file in located if file.suffix == ".toml"]
+        root = Path(os.path.commonpath([file.parent for file in files])) if files else checkout
+    jobs = sorted(file for file in files if file.name != PAPER)
+    return {file.relative_to(root).with_suffix("").as_posix(): file for file in jobs}
 
 
 def _resolved(table: str, name: Named) -> Any:
@@ -313,21 +403,51 @@ def _find(job: str | Path) -> Path:
     return shipped[str(job)]
 
 
-def _apply(tables: dict[str, Any], override: str) -> None:
-    target, equals, text = override.partition("=")
-    *tables_, key = (part.strip() for part in target.split("."))
-    if not (equals and tables_ and key and all(tables_)):
+def read_job(job: str | Path) -> tuple[Path, dict[str, Any]]:
+    """A job file or shipped job: where it is, and its tables as they stand there, not validated yet.
+
+    Raises:
+        ConfigError: there is none, or it is no TOML.
+    """
+    path = _find(job)
+    try:
+        return path, tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parsed(override: str) -> tuple[str, Any]:
+    """Key and value of `table.key=value`; a value is TOML, or a plain string where it is no TOML."""
+    key, equals, text = override.partition("=")
+    if not equals:
         raise ConfigError(f"--set {override}: must read table.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return key, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text.strip()
+        return key, text.strip()
+
+
+def apply(tables: dict[str, Any], key: str, value: Any, *, said: str) -> None:
+    """Sets `table.key` of a job's tables; `said` is where the user asked for it."""
+    *tables_, last = (part.strip() for part in key.split("."))
+    if not (tables_ and last and all(tables_)):
+        raise ConfigError(f"{said}: must read table.key=value")
     place: Any = tables
     for depth, part in enumerate(tables_):
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"--set {override}: {'.'.join(tables_[: depth + 1])} is not a table")
-    place[key] = value
+            raise ConfigError(f"{said}: {'.'.join(tables_[: depth + 1])} is not a table")
+    place[last] = value
+
+
+def flattened(value: Any, prefix: str = "") -> Any:
+    """Nested tables as one table of dotted keys; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flattened(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
+    return flat
 
 
 def _as_dict(table: Table) -> dict[str, Any]:
@@ -344,6 +464,10 @@ def _name_of(value: Any) -> str:
 
 def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     """One line for one validation error: where, what was wrong, what is allowed."""
+    union = next((i for i, part in enumerate(error["loc"]) if str(part).startswith(("dict[", "float", "int"))), None)
+    if union is not None:
+        table, *keys = (str(part) for part in error["loc"][:union])
+        return f"[{table}] {'.'.join(keys)} must be a number, or a table of numbers"
     unions = {"str", "callable"} if error["type"] in {"string_type", "callable_type"} else set()
     *tables, key = [str(part) for part in error["loc"] if part not in unions | {"[key]"}] or [""]
     for table in tables:

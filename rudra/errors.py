@@ -34,6 +34,10 @@ class ResultsError(RudraError):
     """A result file cannot be created, opened or understood."""
 
 
+class ReplayError(RudraError):
+    """A recorded run cannot be repeated; one that is repeated and differs raises nothing."""
+
+
 class LaunchError(RudraError):
     """MPI or its launcher is missing or broken."""
 

@@ -1,5 +1,6 @@
 """The hands of a role: buffers, and the arithmetic that its actions ask for. Both drivers use it."""
 
+import hashlib
 import time
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import torch
 from rudra import data, models
 from rudra.config import Job
 from rudra.errors import ConfigError
-from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Update
+from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
 from rudra.learning import GradientSource, evaluate
 from rudra.messages import Message, tail_bytes
@@ -19,25 +20,37 @@ from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER
 
 CACHE_LINE = 64
+CPU = torch.device("cpu")
+SAMPLED = 512
+"""Elements of the weights in the digest of an update: enough to catch what differs, few enough to cost nothing. Result
+files depend on it: another number is another `FORMAT_VERSION`."""
 
 
 class Buffer:
     """A vector and, behind it, room for a message's header and rows: one piece of memory, one transfer.
 
     Attributes:
-        wire: (size * 4 + tail,) uint8, what travels.
+        wire: (size * 4 + tail,) uint8, what travels; empty on a GPU, where nothing does.
         vector: (size,) float32, the tensor.
     """
 
-    def __init__(self, size: int, tail: int) -> None:
+    def __init__(self, size: int, tail: int, device: torch.device = CPU) -> None:
+        if device.type != "cpu":
+            self.wire = np.empty(0, np.uint8)
+            self.vector = torch.zeros(size, device=device)
+            return
         # NumPy asks for huge pages, which make transfers between processes a third faster than torch's memory does.
         # Zeros that are written, not promised: transfers into untouched memory are many times slower.
         memory = np.full(size * 4 + tail + CACHE_LINE, 0, np.uint8)
         first = -memory.ctypes.data % CACHE_LINE
         self.wire = memory[first : first + size * 4 + tail]
-        self.array: npt.NDArray[np.float32] = self.wire[: size * 4].view(np.float32)
-        self.vector = torch.from_numpy(self.array)
+        self.vector = torch.from_numpy(self.wire[: size * 4].view(np.float32))
         self._tail = self.wire[size * 4 :].data
+
+    @property
+    def array(self) -> npt.NDArray[np.float32]:
+        """The tensor in main memory: the same memory on a CPU, a copy from a GPU."""
+        return self.vector.numpy(force=True)
 
     def write(self, message: Message) -> None:
         data_ = message.encode()
@@ -54,28 +67,40 @@ class Executor:
         layout: what the flat vector holds.
         parameters: how many of its floats are parameters; the others are model buffers.
         gradients: that one message may stand for.
+        device: where the buffers are.
     """
 
-    def __init__(self, layout: tuple[Entry, ...], size: int, parameters: int, gradients: int) -> None:
+    def __init__(
+        self, layout: tuple[Entry, ...], size: int, parameters: int, gradients: int, device: torch.device = CPU
+    ) -> None:
         self.layout = layout
         self.size = size
         self.parameters = parameters
+        self.device = device
         self._tail = tail_bytes(gradients)
         self._buffers: dict[str, Buffer] = {}
 
     def buffer(self, name: str) -> Buffer:
         """The buffer of that name, made at its first use."""
         if name not in self._buffers:
-            self._buffers[name] = Buffer(self.size, self._tail)
+            self._buffers[name] = self.new_buffer()
         return self._buffers[name]
 
-    def release(self, name: str) -> None:
-        """Frees a buffer that exists only for a while."""
-        self._buffers.pop(name, None)
+    def new_buffer(self) -> Buffer:
+        """A buffer without a name."""
+        return Buffer(self.size, self._tail, self.device)
 
-    def hash(self, name: str) -> int:
-        """Digest of a buffer's floats, in 63 bits."""
-        return int(sha256(self.buffer(name).array)[:16], 16) >> 1
+    def put(self, name: str, buffer: Buffer) -> None:
+        """Gives a buffer a name; other roles in this process may hold the same one."""
+        self._buffers[name] = buffer
+
+    def release(self, name: str) -> Buffer | None:
+        """Forgets a buffer, and frees it unless somebody else holds it."""
+        return self._buffers.pop(name, None)
+
+    def hash(self, name: str) -> str:
+        """SHA-256 of a buffer's floats, in hexadecimal."""
+        return sha256(self.buffer(name).array)
 
     def copy(self, action: Copy) -> None:
         self.buffer(action.target).vector.copy_(self.buffer(action.source).vector)
@@ -91,7 +116,7 @@ class ServerExecutor(Executor):
     """Adds gradients and lets the optimiser step the weights."""
 
     def __init__(self, job: Job, flat: FlatModel, gradients: int) -> None:
-        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients)
+        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients, flat.device)
         weights = self.buffer("weights").vector
         flat.read_into(weights)
         flat.bind(weights)  # frees the model's own: a server has no room for both
@@ -113,11 +138,13 @@ class ServerExecutor(Executor):
             into[head].mul_(1 - action.fraction).add_(gradient[head], alpha=action.fraction * action.scale)
             into[rest].lerp_(gradient[rest], action.fraction)
 
-    def update(self, action: Update) -> None:
-        gradient = self.buffer(action.gradient).vector
+    def update(self, action: Update) -> int:
+        """Updates the weights and returns the `digest` of the new ones."""
+        gradient, weights = self.buffer(action.gradient).vector, self.buffer(action.weights).vector
         if self.size > self.parameters:
-            self.buffer(action.weights).vector[self.parameters :] = gradient[self.parameters :]
+            weights[self.parameters :] = gradient[self.parameters :]
         self._rule.step(gradient[: self.parameters], action.learning_rate)
+        return digest(weights, action.timestamp)
 
 
 class LearnerExecutor(Executor):
@@ -126,23 +153,23 @@ class LearnerExecutor(Executor):
     def __init__(
         self, job: Job, learner: int, flat: FlatModel, split: data.Samples, gradients: int, *, prefetch: bool
     ) -> None:
-        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients)
-        self._source = GradientSource(job, learner, flat, split, prefetch=prefetch)
+        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients, flat.device)
+        self.source = GradientSource(job, learner, flat, split, prefetch=prefetch)
 
     def compute(self, action: Compute) -> Computed:
         weights, gradient = self.buffer(action.weights).vector, self.buffer(action.gradient).vector
-        outcome = self._source.compute(action.step, weights, gradient)
+        outcome = self.source.compute(action.step, weights, gradient)
         return Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
 
     def close(self) -> None:
-        self._source.close()
+        self.source.close()
 
 
 class StatisticsExecutor(Executor):
     """Tests weights, one batch at a time."""
 
     def __init__(self, job: Job, flat: FlatModel, split: data.Samples, gradients: int) -> None:
-        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients)
+        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients, flat.device)
         self._flat, self._split, self._batch_size = flat, split, job.training.evaluation_batch_size
 
     def evaluate(self, buffer: str) -> Iterator[Evaluated | None]:
@@ -156,59 +183,18 @@ class StatisticsExecutor(Executor):
                 yield Evaluated(buffer, result.loss, result.error, result.error_top5, seconds)
 
 
-class TensorHands:
-    """Real tensors for the simulator, on the executors of all roles.
+def digest(weights: torch.Tensor, timestamp: int) -> int:
+    """64 bits that tell weights of one timestamp from others, at the cost of reading about `SAMPLED` elements.
+
+    Each timestamp samples other elements, at equal distances, so in the course of a run all have their turn.
 
     Args:
-        executors: by role id.
-        poison: overwrite with NaN what a role has no right to read; tests use it.
+        weights: (size,) float32, on any device; only read.
+        timestamp: of the weights.
     """
-
-    def __init__(self, executors: dict[int, Executor], *, poison: bool = False) -> None:
-        self._executors, self._poison = executors, poison
-
-    def lent(self, role: int, buffer: str) -> None:
-        """A transfer from the buffer begins."""
-
-    def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
-        self._executors[to].buffer(to_buffer).vector.copy_(self._executors[source].buffer(source_buffer).vector)
-
-    def sent(self, role: int, buffer: str) -> None:
-        if buffer == "snapshot":
-            self._executors[role].release(buffer)
-        elif buffer == "gradient":
-            self.posted(role, buffer)
-
-    def posted(self, role: int, buffer: str) -> None:
-        if self._poison:
-            self._executors[role].buffer(buffer).vector.fill_(float("nan"))
-
-    def hash(self, role: int, buffer: str) -> int:
-        return self._executors[role].hash(buffer)
-
-    def compute(self, role: int, action: Compute) -> Computed:
-        executor = self._executors[role]
-        assert isinstance(executor, LearnerExecutor)
-        return executor.compute(action)
-
-    def accumulate(self, role: int, action: Accumulate) -> None:
-        self._server(role).accumulate(action)
-
-    def update(self, role: int, action: Update) -> None:
-        self._server(role).update(action)
-
-    def copy(self, role: int, action: Copy) -> None:
-        self._executors[role].copy(action)
-
-    def evaluate(self, role: int, action: Evaluate) -> Evaluated:
-        executor = self._executors[role]
-        assert isinstance(executor, StatisticsExecutor)
-        return next(result for result in executor.evaluate(action.buffer) if result is not None)
-
-    def _server(self, role: int) -> ServerExecutor:
-        executor = self._executors[role]
-        assert isinstance(executor, ServerExecutor)
-        return executor
+    stride = max(1, len(weights) // SAMPLED)
+    sample = weights[timestamp % stride :: stride].numpy(force=True).tobytes()
+    return int.from_bytes(hashlib.blake2b(sample, digest_size=8).digest(), "little")
 
 
 def make_executors(
@@ -219,6 +205,7 @@ def make_executors(
     info: data.DataInfo,
     *,
     prefetch: bool,
+    device: torch.device = CPU,
 ) -> dict[int, Executor]:
     """Executors of some roles of one process, which share one model.
 
@@ -229,11 +216,12 @@ def make_executors(
         splits: training and test set; None where no role here needs it.
         info: what the data is like.
         prefetch: whether each learner gets an input thread.
+        device: where to compute.
 
     Raises:
         ConfigError: the model does not fit the data, or the optimiser's options are wrong.
     """
-    flat = FlatModel(models.build(job.model, info, job.training.seed))
+    flat = FlatModel(models.build(job.model, info, job.training.seed).to(device), roles=len(roles))
     if any(plan.roles[role].kind != PARAMETER_SERVER for role in roles):
         models.check_output(flat.module, info)
     made: dict[int, Executor] = {}
@@ -246,8 +234,10 @@ def make_executors(
             index = plan.roles[role].index
             made[role] = LearnerExecutor(job, index, flat, splits[0], plan.records, prefetch=prefetch)
         elif kind == STATISTICS_SERVER:
-            assert splits[1] is not None
-            made[role] = StatisticsExecutor(job, flat, splits[1], plan.records)
+            if splits[1] is None:  # it will test nothing
+                made[role] = Executor(flat.layout, flat.size, flat.parameter_count, plan.records, flat.device)
+            else:
+                made[role] = StatisticsExecutor(job, flat, splits[1], plan.records)
     return made
 
 

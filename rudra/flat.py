@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from rudra.errors import ConfigError, DataError
 
-_KEPT = 4  # vectors whose views are kept: two of weights, two of gradients
+_KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
 
 
@@ -81,13 +81,14 @@ class FlatModel:
     Parameters that are not trained, and integer buffers, stay with the module: every rank builds the same ones.
 
     Args:
-        module: on the CPU, float32. Parameters used at several places are counted once.
+        module: float32, on one device. Parameters used at several places are counted once.
+        roles: that share this model, each with vectors of its own.
 
     Raises:
         ConfigError: nothing to train, or a tensor that is not float32.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, roles: int = 1) -> None:
         self.module = module
         parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
@@ -108,8 +109,13 @@ class FlatModel:
         self.layout = tuple(entries)
         self.parameter_count = sum(p.numel() for p in self._parameters)
         self.size = entries[-1].offset + entries[-1].size
+        self.device = self._parameters[0].device
+        self._generator = torch.default_generator
+        if self.device.type == "cuda":
+            self._generator = torch.cuda.default_generators[self.device.index or 0]
         self._direct = self._direct_layers()
         self._sizes = [entry.size for entry in entries]
+        self._kept = _KEPT * roles
         self._views: dict[int, list[torch.Tensor]] = {}  # by address of the vector, which they keep alive
         self._weights = torch.empty(0)  # the bound vector
         self._buffers_at = 0  # address of the vector that the module's buffers lie in
@@ -141,7 +147,7 @@ class FlatModel:
             labels: (μ,) int64.
             out: (size,) float32, contiguous: takes the gradient of every parameter, zero for one that had no part in
                 the output, and behind them the buffers after this mini-batch.
-            seed: of torch's default generator, for dropout and the like.
+            seed: of the device's default generator, for dropout and the like.
 
         Returns:
             Mean loss, and the number of samples whose most probable class is wrong.
@@ -149,19 +155,81 @@ class FlatModel:
         Raises:
             DataError: a label is outside the model's classes.
         """
+        loss, wrong = self._backward(inputs, labels, out, seed, "mean")
+        return loss.item(), int(np.count_nonzero(wrong))
+
+    def joint_gradient(
+        self, inputs: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, seed: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+        """As `gradient`, for a batch of several mini-batches: gives the loss of each sample and whether it is wrong."""
+        losses, wrong = self._backward(inputs, labels, out, seed, "none")
+        return losses.numpy(force=True), wrong
+
+    def mapped_gradients(
+        self, weights: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor, outs: Sequence[torch.Tensor]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """Computes several gradients at once by `torch.func.vmap`; the bits are not those of `gradient`.
+
+        Args:
+            weights: of each gradient, (size,) float32; a single one is used for all.
+            inputs: (gradients, μ, …) float32.
+            labels: (gradients, μ) int64.
+            outs: (size,) float32 each, filled as by `gradient`. The buffers in them are those of the weights.
+
+        Returns:
+            Mean loss and number of wrong samples of each gradient.
+
+        Raises:
+            RuntimeError, ValueError: vmap cannot do this model.
+        """
+        self._mode(training=True)
+        shared = len(weights) == 1
+        vectors = weights[0][None] if shared else torch.stack(list(weights))
+        parts = [v.view(-1, *e.shape) for v, e in zip(torch.split(vectors, self._sizes, 1), self.layout, strict=True)]
+        count = len(self._parameters)
+        values = {e.name: part[0] if shared else part for part, e in zip(parts, self.layout, strict=True)}
+        trained = {e.name: values.pop(e.name) for e in self.layout[:count]}
+
+        def loss(
+            trained: dict[str, torch.Tensor],
+            values: dict[str, torch.Tensor],
+            inputs: torch.Tensor,
+            labels: torch.Tensor,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            output = torch.func.functional_call(self.module, {**trained, **values}, (inputs,))
+            return functional.cross_entropy(output, labels), output
+
+        place = None if shared else 0
+        one = torch.func.grad_and_value(loss, has_aux=True)
+        all_ = torch.func.vmap(one, in_dims=(place, place, 0, 0), randomness="different")
+        found, (losses, output) = all_(trained, values, inputs.to(self.device), labels.to(self.device))
+        for index, out in enumerate(outs):
+            torch._foreach_copy_(self._split(out)[:count], [gradient[index] for gradient in found.values()])
+            out[self.parameter_count :] = vectors[0 if shared else index, self.parameter_count :]
+        wrong = output.argmax(-1).cpu() != labels
+        return losses.numpy(force=True), wrong.sum(1).numpy()
+
+    def seed(self, seed: int) -> None:
+        """Seeds what dropout and the like draw from."""
+        self._generator.manual_seed(seed)
+
+    def _backward(
+        self, inputs: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, seed: int, reduction: str
+    ) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
         self._mode(training=True)
         views = self._split(out)
         if self._buffers:
             out[self.parameter_count :] = self._weights[self.parameter_count :]
             self._place_buffers(out, views)
-        torch.default_generator.manual_seed(seed)
+        self.seed(seed)
         for index, layer in self._direct.items():
             layer.target = views[index]
-        output = self.module(inputs)
-        loss = self._loss(output, labels, "mean")
-        self._copy(torch.autograd.grad(loss, self._parameters, allow_unused=True), views)
-        wrong = np.count_nonzero(output.detach().numpy().argmax(1) != labels.numpy())
-        return loss.item(), int(wrong)
+        output = self.module(inputs.to(self.device))
+        loss = self._loss(output, labels.to(self.device), reduction)
+        mean = loss if reduction == "mean" else loss.mean()
+        self._copy(torch.autograd.grad(mean, self._parameters, allow_unused=True), views)
+        wrong: npt.NDArray[np.bool_] = output.numpy(force=True).argmax(1) != labels.numpy()
+        return loss, wrong
 
     def evaluate_batch(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, int, float]:
         """Tests the bound weights on one batch.
@@ -174,7 +242,8 @@ class FlatModel:
         if self._buffers:
             self._place_buffers(self._weights, self._split(self._weights))
         with torch.no_grad():
-            output = self.module(inputs)
+            labels = labels.to(self.device)
+            output = self.module(inputs.to(self.device))
             loss = self._loss(output, labels, "sum")
             hits = output.topk(min(5, output.shape[1]), dim=1).indices == labels[:, None]
         top5 = len(labels) - int(hits.sum()) if output.shape[1] > 5 else math.nan
@@ -218,7 +287,7 @@ class FlatModel:
         if views is None:
             parts = torch.split(vector.detach(), self._sizes)
             views = [part.view(entry.shape) for part, entry in zip(parts, self.layout, strict=True)]
-            if len(self._views) == _KEPT:
+            if len(self._views) == self._kept:
                 del self._views[next(iter(self._views))]
             self._views[address] = views
         return views

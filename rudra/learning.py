@@ -2,15 +2,17 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 import numpy as np
 import torch
+from torch import nn
 
 from rudra.config import Job
 from rudra.data import Batch, Samples
+from rudra.errors import ConfigError
 from rudra.flat import FlatModel
 from rudra.sampling import Sampler, mix
 
@@ -52,7 +54,7 @@ class GradientSource:
     def __init__(self, job: Job, learner: int, model: FlatModel, split: Samples, *, prefetch: bool) -> None:
         self._seed = job.training.seed
         self._learner = learner
-        self._model = model
+        self.model = model
         self._inputs = _Inputs(Sampler(self._seed, learner, len(split)), split, job.training.minibatch_size)
         self._prefetched = _Prefetched(self._inputs) if prefetch else None
 
@@ -67,15 +69,105 @@ class GradientSource:
         Raises:
             DataError: a label is out of range. Whatever else the user's dataset raises comes through.
         """
-        inputs, labels = self._inputs.minibatch(step) if self._prefetched is None else self._prefetched.minibatch(step)
-        self._model.bind(weights)
-        loss, errors = self._model.gradient(inputs, labels, out, mix(self._seed, self._learner, step))
+        inputs, labels = self.minibatch(step)
+        self.model.bind(weights)
+        loss, errors = self.model.gradient(inputs, labels, out, self.seed(step))
         return Outcome(loss, errors, len(labels))
+
+    def minibatch(self, step: int) -> Batch:
+        """The samples of one step."""
+        return self._inputs.minibatch(step) if self._prefetched is None else self._prefetched.minibatch(step)
+
+    def seed(self, step: int) -> int:
+        """Of dropout and the like in one step."""
+        return mix(self._seed, self._learner, step)
+
+    @property
+    def minibatch_size(self) -> int:
+        """μ."""
+        return self._inputs.minibatch_size
 
     def close(self) -> None:
         """Ends the input thread, if there is one; `compute` may not be called again."""
         if self._prefetched is not None:
             self._prefetched.close()
+
+
+def joint_gradient(
+    sources: Sequence[GradientSource], step: int, weights: torch.Tensor, out: torch.Tensor
+) -> list[Outcome]:
+    """Computes the mean gradient of the same step of several learners as one big batch.
+
+    It is not bit for bit the mean of their gradients, and dropout draws other masks.
+
+    Args:
+        sources: of the learners; they share one model and one μ.
+        step: of all of them.
+        weights: (size,) float32, only read.
+        out: (size,) float32, as `FlatModel.gradient` fills it.
+
+    Returns:
+        What each learner's own mini-batch came to.
+    """
+    inputs, labels = zip(*(source.minibatch(step) for source in sources), strict=True)
+    model = sources[0].model
+    model.bind(weights)
+    losses, wrong = model.joint_gradient(torch.cat(inputs), torch.cat(labels), out, sources[0].seed(step))
+    each = len(sources)
+    means, errors = losses.reshape(each, -1).mean(1).tolist(), wrong.reshape(each, -1).sum(1).tolist()
+    return [Outcome(loss, wrong, len(labels[0])) for loss, wrong in zip(means, errors, strict=True)]
+
+
+def mapped_gradients(
+    sources: Sequence[GradientSource], steps: Sequence[int], weights: Sequence[torch.Tensor], outs: list[torch.Tensor]
+) -> list[Outcome]:
+    """Computes one gradient of each of several learners together, by `torch.func.vmap`.
+
+    The bits are not those of `GradientSource.compute`, and dropout draws other masks.
+
+    Args:
+        sources: of the learners; they share one model and one μ.
+        steps: of each learner.
+        weights: (size,) float32 for each learner, or a single one for all; only read.
+        outs: (size,) float32 for each learner, as `FlatModel.gradient` fills it.
+    """
+    batches = [source.minibatch(step) for source, step in zip(sources, steps, strict=True)]
+    inputs, labels = (torch.stack(parts) for parts in zip(*batches, strict=True))
+    model = sources[0].model
+    model.seed(sources[0].seed(steps[0]))
+    losses, wrong = model.mapped_gradients(weights, inputs, labels, outs)
+    return [Outcome(loss, wrong, labels.shape[1]) for loss, wrong in zip(losses.tolist(), wrong.tolist(), strict=True)]
+
+
+def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, input_shape: Sequence[int]) -> None:
+    """Makes sure that a model's gradients can be computed together, by trying.
+
+    Args:
+        batching: "big-batch" or "vmap".
+        model: in question.
+        weights: (size,) float32, that it can compute with.
+        input_shape: of one sample.
+
+    Raises:
+        ConfigError: they cannot; the text says why.
+    """
+    where, instead = f"[simulation] batching = '{batching}'", "valid for this model: none"
+    norms = [name for name, m in model.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        raise ConfigError(f"{where}: BatchNorm ({norms[0]}) depends on which samples share a batch; {instead}")
+    inputs, labels = torch.zeros(2, 2, *input_shape), torch.zeros(2, 2, dtype=torch.int64)
+    out = torch.empty_like(weights)
+    if len(weights) > model.parameter_count:
+        model.bind(weights)
+        model.gradient(inputs[0], labels[0], out, 0)
+        if not torch.equal(out[model.parameter_count :], weights[model.parameter_count :]):
+            raise ConfigError(f"{where}: the model changes its buffers while it learns; {instead}")
+    if batching == "vmap":
+        try:
+            model.mapped_gradients([weights, weights], inputs, labels, [out, out])
+        except Exception as error:  # torch and the user's own layers raise what they like here
+            what = " ".join(str(error).split())
+            raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ behind the floats, so that one transfer from one buffer delivers all of it.
 """
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum, auto
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rudra import records
+from rudra.records import Gradient
 
 Rows = npt.NDArray[np.void]
 
@@ -20,12 +21,11 @@ class Kind(IntEnum):
     """What a message says; the comment names sender and receiver."""
 
     WEIGHTS = auto()  # server -> learner, tensor
-    GRADIENT = auto()  # learner -> server, tensor
+    GRADIENT = auto()  # learner -> server, tensor: computed at `timestamp`; have you newer weights?
     SNAPSHOT = auto()  # server -> statistics, tensor: weights at an epoch's end
     READY = auto()  # learner -> server: digest of the initial weights
-    START = auto()  # server -> all: training begins
-    PULL = auto()  # learner -> server: I hold `timestamp` and have pushed `value` gradients
-    TIMESTAMP = auto()  # server -> learner: mine; weights follow if it is newer
+    START = auto()  # server -> all: training begins, at `value` nanoseconds
+    TIMESTAMP = auto()  # server -> learner: the answer to a gradient; weights follow if it is newer
     STOP = auto()  # server -> learner: no more gradients
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
     CREDIT = auto()  # statistics -> server: room for one more snapshot
@@ -39,7 +39,6 @@ class Kind(IntEnum):
 
 
 ROWS = {
-    Kind.GRADIENT: records.GRADIENT,
     Kind.SNAPSHOT: records.EPOCH,
     Kind.GRADIENTS: records.GRADIENT,
     Kind.UPDATES: records.UPDATE,
@@ -52,12 +51,22 @@ ROWS = {
 
 _KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
 _HEADER = struct.Struct("<iiqqq")
+_CODES = {"<i4": "i", "<i8": "q", "<u8": "Q", "<f8": "d", "|S64": "64s"}  # NumPy's letters mean other sizes to struct
+
+
+def _struct(dtype: np.dtype[np.void]) -> struct.Struct:
+    return struct.Struct("<" + "".join(_CODES[dtype[name].str] for name in dtype.names or ()))
+
+
+PACK = {kind: _struct(dtype).pack for kind, dtype in ROWS.items()}
+"""Makes one row of a kind from numbers: a third of the time that NumPy takes."""
+
+_GRADIENT = _struct(records.GRADIENT)
 CONTROL_BYTES = 3584
 """Largest control message; below the eager limit of every transport that we know."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, gc=False):
     """One message.
 
     Attributes:
@@ -66,6 +75,7 @@ class Message:
         timestamp: of the weights that it speaks of.
         value: a number whose meaning the kind gives.
         rows: (count,) of `ROWS[kind]`, or None.
+        gradients: what the tensor of a GRADIENT stands for.
     """
 
     kind: Kind
@@ -73,8 +83,12 @@ class Message:
     timestamp: int = 0
     value: int = 0
     rows: Rows | None = None
+    gradients: tuple[Gradient, ...] = ()
 
     def encode(self) -> bytes:
+        if self.gradients:
+            header = _HEADER.pack(self.kind, self.sender, self.timestamp, self.value, len(self.gradients))
+            return header + b"".join(_GRADIENT.pack(*msgspec.structs.astuple(gradient)) for gradient in self.gradients)
         count = 0 if self.rows is None else len(self.rows)
         header = _HEADER.pack(self.kind, self.sender, self.timestamp, self.value, count)
         return header if self.rows is None else header + self.rows.tobytes()
@@ -83,6 +97,10 @@ class Message:
     def decode(cls, data: bytes | bytearray | memoryview) -> "Message":
         code, sender, timestamp, value, count = _HEADER.unpack_from(data)
         kind, dtype = _KINDS[code]
+        if kind is Kind.GRADIENT:
+            body = memoryview(data)[_HEADER.size : _HEADER.size + count * _GRADIENT.size]
+            gradients = tuple(Gradient(*fields) for fields in _GRADIENT.iter_unpack(body))
+            return cls(kind, sender, timestamp, value, gradients=gradients)
         rows = np.frombuffer(data, dtype, count, _HEADER.size).copy() if count else None
         return cls(kind, sender, timestamp, value, rows)
 

@@ -58,7 +58,8 @@ def check_output(module: nn.Module, info: DataInfo) -> None:
     module.eval()
     try:
         with torch.no_grad():
-            output = module(torch.zeros(1, *info.input_shape))
+            parameter = next(module.parameters(), None)
+            output = module(torch.zeros(1, *info.input_shape, device=None if parameter is None else parameter.device))
     except (RuntimeError, ValueError, IndexError) as error:
         what = " ".join(str(error).split())
         shape = tuple(info.input_shape)

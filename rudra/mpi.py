@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from rudra.events import (
     Sent,
     Started,
     Update,
+    Updated,
     Warn,
 )
 from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
@@ -50,8 +51,12 @@ if TYPE_CHECKING:
 
 CONTROL, TENSOR, CHANNELS = 0, 1, 2
 FAILURE_TAG = 32767  # the largest tag that every MPI has
+CLOCK_TAG = FAILURE_TAG - 1
 RING = 16
 """Control messages of one role that may arrive before the role looks."""
+
+ROUND_TRIPS = 16
+"""How often a node asks another for its clock; the quickest answer counts."""
 
 SPIN_S = 20e-3
 """How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than
@@ -130,6 +135,7 @@ class Rank:
 
         self._mpi, self._comm, self._plan = MPI, comm, plan
         self._machines, self._executors, self._recorder = machines, executors, recorder
+        self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
         self._doorbell = doorbell = make_doorbell(comm)
         self._to_ring: set[int] = set()
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
@@ -143,7 +149,6 @@ class Rank:
         self._computations: deque[tuple[int, Compute]] = deque()
         self._evaluation: tuple[int, Iterator[Evaluated | None]] | None = None
         self._running = set(machines)
-        self._origin = time.perf_counter()
         self.interrupted: int = 0  # the signal that said so
 
     def run(self) -> None:
@@ -255,7 +260,9 @@ class Rank:
             case Accumulate():
                 self._server(role).accumulate(action)
             case Update():
-                self._server(role).update(action)
+                began = time.perf_counter()
+                digest = self._server(role).update(action)
+                self._events.append((role, Updated(action.timestamp, digest, time.perf_counter() - began)))
             case Copy():
                 self._executors[role].copy(action)
             case Hash():
@@ -331,6 +338,51 @@ def make_doorbell(comm: "MPI.Comm") -> Doorbell:
     neighbours = node.allgather(comm.rank)
     node.Free()
     return Doorbell(comm.bcast(secrets.token_hex(8)), comm.rank, neighbours)
+
+
+def clock_origin(
+    comm: "MPI.Comm", root: int, clock: Callable[[], float] = time.perf_counter, node: "MPI.Comm | None" = None
+) -> float:
+    """One moment as every rank's own clock shows it, so that times since then can be compared between ranks.
+
+    Ranks of one node share a clock. Between nodes, one rank of each asks `root` for the time again and again, and
+    believes the answer that came back soonest: it is wrong by less than half that round trip. All ranks call this
+    together.
+
+    Args:
+        comm: of all ranks.
+        root: the rank whose clock counts.
+        clock: seconds, common to the ranks of a node.
+        node: the ranks that share a clock; by default those of this node.
+
+    Returns:
+        Reading of this rank's clock, in seconds, at the moment that all agree on.
+    """
+    from mpi4py import MPI
+
+    own = comm.Split_type(MPI.COMM_TYPE_SHARED) if node is None else node
+    leaders: list[int] = comm.allgather(own.bcast(comm.rank))
+    offset = 0.0  # root's clock - this one's
+    if leaders[comm.rank] == comm.rank or comm.rank == root:
+        for leader in sorted(set(leaders) - {leaders[root]}):
+            if comm.rank == root:
+                for _ in range(ROUND_TRIPS):
+                    comm.recv(None, leader, CLOCK_TAG)
+                    comm.send(clock(), leader, CLOCK_TAG)
+            elif comm.rank == leader:
+                offset = min(_ask_time(comm, root, clock) for _ in range(ROUND_TRIPS))[1]
+    ahead: float = own.bcast(offset)
+    if node is None:
+        own.Free()
+    return float(comm.bcast(clock(), root)) - ahead
+
+
+def _ask_time(comm: "MPI.Comm", root: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Round trip in seconds, and by how much root's clock is ahead of this one."""
+    asked = clock()
+    theirs: float = comm.sendrecv(None, root, CLOCK_TAG, None, root, CLOCK_TAG)
+    answered = clock()
+    return answered - asked, theirs - (asked + answered) / 2
 
 
 class Reported(RunError):

@@ -20,11 +20,11 @@ _SHORTEST_BAR = 10
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| "
 
 
-class _Bar(tqdm):  # type: ignore[misc]
+class Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0  # no thread that redraws; `Progress` does
 
 
-_Bar.set_lock(threading.RLock())  # tqdm's own is shared between processes and needs semaphores of the system
+Bar.set_lock(threading.RLock())  # tqdm's own is shared between processes and needs semaphores of the system
 
 
 class Progress:
@@ -59,7 +59,7 @@ class Progress:
         self._columns = columns or _terminal_columns(self._file)
         self._bar: Any = None
         if mode == "bar":
-            self._bar = _Bar(
+            self._bar = Bar(
                 total=self._epochs * training_samples,
                 file=self._file,
                 ncols=self._columns,

@@ -89,11 +89,14 @@ def read_idx(table: DataTable, wanted: Iterable[str]) -> Arrays:
 def read_cifar10(table: DataTable, wanted: Iterable[str]) -> Arrays:
     """CIFAR-10's Python batches: a directory of them (plain or .xz), one above it, or cifar-10-python.tar.gz.
 
-    Batches behind `train_limit` are not opened, because decoding .xz takes seconds.
+    Batches behind `train_limit` are not opened, because decoding .xz takes seconds. Without a split nothing is, and no
+    path is needed: a prediction knows the set's size.
     """
-    source = _cifar_source(_directory(table))
     train = [f"data_batch_{i}" for i in range(1, 6)]
     counts = {"train": len(train) * _CIFAR_BATCH, "test": _CIFAR_BATCH}
+    if not wanted:
+        return Arrays((3, 32, 32), table.classes or 10, 1.0, counts)
+    source = _cifar_source(_directory(table))
     if table.train_limit is not None:
         train = train[: -(-table.train_limit // _CIFAR_BATCH)]
     names = [name for split, files in (("train", train), ("test", ["test_batch"])) if split in wanted for name in files]

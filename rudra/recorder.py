@@ -1,5 +1,6 @@
 """Where the statistics server's rows go: the result file and the progress bar, for both drivers."""
 
+import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -10,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from rudra import plugins
 from rudra.config import Job
+from rudra.errors import ConfigError
 from rudra.events import Finish, Record
 from rudra.flat import Entry, sha256
 from rudra.progress import Progress
@@ -26,11 +30,11 @@ class Recorder:
     Args:
         writer: of the result file.
         progress: the bar.
-        weights: gives the floats of a buffer of a role, for the final weights.
+        weights: gives the floats of a buffer of a role, for the final weights; None where there are no tensors.
     """
 
     def __init__(
-        self, writer: ResultsWriter, progress: Progress, weights: Callable[[int, str], npt.NDArray[np.float32]]
+        self, writer: ResultsWriter, progress: Progress, weights: Callable[[int, str], npt.NDArray[np.float32] | None]
     ) -> None:
         self._writer, self._progress, self._weights = writer, progress, weights
 
@@ -47,7 +51,7 @@ class Recorder:
 
     def finish(self, role: int, action: Finish) -> None:
         weights = self._weights(role, action.weights)
-        self._writer.finish(action.totals, action.learners, weights, sha256(weights))
+        self._writer.finish(action.totals, action.learners, weights, "" if weights is None else sha256(weights))
         self._progress.close()
 
     def warn(self, name: str, text: str) -> None:
@@ -87,9 +91,10 @@ def attributes(job: Job, *, driver: str, training_samples: int, classes: int, **
         driver: "mpi" or "simulation".
         training_samples: size of the training set.
         classes: of the data.
-        extra: what only the driver knows.
+        extra: what only the driver knows, or knows better.
     """
     protocol = job.make_protocol()
+    obstacle = not_replayable(job, driver)
     return {
         "name": job.name,
         "job": job.to_json(),
@@ -103,14 +108,78 @@ def attributes(job: Job, *, driver: str, training_samples: int, classes: int, **
         "epochs": job.training.epochs,
         "seed": job.training.seed,
         "threads_per_rank": job.cluster.threads_per_rank,
+        "device": job.cluster.device,
         "flush_denormals": job.cluster.flush_denormals,
+        "replayable": obstacle is None,
+        "not_replayable": obstacle or "",
+        "python_objects": ", ".join(_python_objects(job)),
         "training_samples": training_samples,
         "classes": classes,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python_version": platform.python_version(),
         **{f"{name}_version": _version(name) for name in VERSIONED},
+        **arithmetic(),
         **extra,
     }
+
+
+def arithmetic() -> dict[str, str]:
+    """What of this machine may decide the last bit of a result."""
+    versions = {f"{name}_version": _version(name) for name in ("rudra", "torch", "numpy")}
+    return {**versions, "processor": _processor(), "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def not_replayable(job: Job, driver: str) -> str | None:
+    """Why a record of this job's gradients will not determine the weights bit for bit; None if it does.
+
+    Args:
+        job: resolved.
+        driver: "mpi" or "simulation".
+    """
+    if not job.make_protocol().replayable:
+        return f"protocol {_text(job.protocol.name)} declares that it is not replayable"
+    if not job.make_topology().plan(job.learners).replayable:
+        return f"topology {_text(job.topology.name)} declares that it is not replayable"
+    if job.cluster.device != "cpu":
+        return f"device {job.cluster.device}, whose kernels may add in another order each time"
+    if driver == "simulation" and not job.simulation.tensors:
+        return "the simulation had no tensors ([simulation] tensors = false)"
+    if driver == "simulation" and job.simulation.batching != "none":
+        return f"gradients were batched together ([simulation] batching = {job.simulation.batching})"
+    return None
+
+
+def _python_objects(job: Job) -> list[str]:
+    """Keys of the job whose values cannot be found again by the names that its JSON gives them."""
+    found = []
+    for table in ("model", "data", "optimizer", "protocol", "topology"):
+        keys = getattr(job, table)
+        if not _is_found_by_name(keys.name):
+            found.append(f"{table}.name")
+        try:
+            json.dumps(keys.options)
+        except TypeError:
+            found.append(f"{table}.options")
+    return found
+
+
+def _is_found_by_name(value: Any) -> bool:
+    if isinstance(value, str):
+        return True
+    if not hasattr(value, "__qualname__") or value.__module__ == "__main__":
+        return False
+    try:
+        return plugins.resolve(_text(value)) is value
+    except ConfigError:
+        return False
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def _text(name: Any) -> str:

@@ -1,9 +1,11 @@
 """Rows of measurement: the same bytes in messages, in memory and in the HDF5 file.
 
-Every dtype here is packed and little-endian, so a row goes over MPI and into a data set as it is.
+Every dtype here is packed and little-endian, so a row goes over MPI and into a data set as it is. Times are seconds
+since the server started training, on one clock for all ranks.
 """
 
 import numpy as np
+from msgspec import Struct
 
 GRADIENT = np.dtype(
     [
@@ -21,6 +23,22 @@ GRADIENT = np.dtype(
 )
 """One gradient that was applied, in order of application."""
 
+
+class Gradient(Struct, frozen=True, gc=False):
+    """A row of `GRADIENT` as plain numbers: NumPy is slow on one row."""
+
+    update: int
+    learner: int
+    samples: int
+    step: int
+    timestamp: int
+    staleness: int
+    scale: float
+    loss: float
+    errors: int
+    pad: int = 0
+
+
 UPDATE = np.dtype(
     [
         ("timestamp", "<i8"),  # of the weights after the update: 1, 2, …
@@ -29,7 +47,9 @@ UPDATE = np.dtype(
         ("samples", "<i8"),
         ("learning_rate", "<f8"),
         ("mean_staleness", "<f8"),  # eq. 2
-        ("time_s", "<f8"),  # since the start of training
+        ("time_s", "<f8"),  # when it began
+        ("update_s", "<f8"),  # how long the optimiser's step took
+        ("digest", "<u8"),  # of a sample of the weights after the update, another one each time
     ]
 )
 """One update of the weights."""
@@ -43,10 +63,14 @@ MINIBATCH = np.dtype(
         ("loss", "<f8"),  # mean over the samples
         ("errors", "<i4"),  # samples whose most probable class is wrong
         ("pad", "<i4"),
-        ("time_s", "<f8"),
+        ("time_s", "<f8"),  # when the gradient was ready
+        ("compute_s", "<f8"),  # until then
+        ("push_s", "<f8"),  # from then, as the two below; all three are 0 for a gradient that was not pushed
+        ("wait_s", "<f8"),
+        ("pull_s", "<f8"),
     ]
 )
-"""Training error of one mini-batch, as a learner reports it."""
+"""Training error and times of one mini-batch, as a learner reports them."""
 
 EPOCH = np.dtype(
     [
@@ -54,7 +78,7 @@ EPOCH = np.dtype(
         ("evaluated", "<i4"),  # 0: skipped, because the statistics server was behind
         ("timestamp", "<i8"),
         ("samples", "<i8"),  # applied since the start of training
-        ("time_s", "<f8"),  # since the start of training
+        ("time_s", "<f8"),
         ("mean_staleness", "<f8"),  # over the gradients of this epoch
         ("learning_rate", "<f8"),  # of the epoch's last update
         ("train_loss", "<f8"),  # mean over the samples of the gradients applied in this epoch
@@ -62,7 +86,9 @@ EPOCH = np.dtype(
         ("test_loss", "<f8"),  # NaN where not evaluated, as the two below
         ("test_error", "<f8"),
         ("test_error_top5", "<f8"),  # NaN where there are five classes or fewer
+        ("evaluation_began_s", "<f8"),
         ("evaluation_s", "<f8"),  # how long the test took, off the training path
+        ("weights_sha256", "S64"),  # of the weights at the epoch's end; empty where the statistics server was behind
     ]
 )
 """One epoch; errors are fractions in 0…1."""

@@ -1,13 +1,14 @@
 """Result files: one HDF5 file for each run, readable while it is written.
 
-Layout, format version 1 (all numbers little-endian, all strings of fixed length, UTF-8):
+Layout, format version 2 (all numbers little-endian, all strings of fixed length, UTF-8):
 
 ==================  ===================  ===================================================================
 object              rows                 content
 ==================  ===================  ===================================================================
 root attributes     -                    `format_version` and what is fixed when the run starts: name, driver
                                          ("mpi" or "simulation"), job (as resolved, JSON), seed, threads,
-                                         learners, protocol, versions, hosts, initial_weights_sha256, …
+                                         learners, protocol, versions, hosts, processor, device,
+                                         initial_weights_sha256, replayable (not_replayable: why not), …
 /gradients          applied gradients    `rudra.records.GRADIENT`, in order of application
 /updates            updates              `rudra.records.UPDATE`
 /minibatches        mini-batches         `rudra.records.MINIBATCH`; none if the job says so
@@ -210,6 +211,28 @@ class Results:
         applied; `test_error` has one entry for each epoch, `final_test_error` is the last one that was tested.
         """
         return summarise(self)
+
+    def applied_samples(self) -> int:
+        """Samples trained on so far, as if all updates had as many as the last: cheap enough to be asked often."""
+        with self._reading():
+            dataset = self._file["updates"]
+            if self.live:
+                dataset.id.refresh()
+            count = len(dataset)
+            return count * int(dataset[count - 1]["samples"]) if count else 0
+
+    def pieces(self, name: Kind, rows: int = 1 << 15, start: int = 0) -> Iterator[Rows]:
+        """The rows of a table from `start` on, so many at a time: not all of a long run at once."""
+        for first in range(start, self._length(name), rows):
+            with self._reading():
+                piece = self._file[name][first : first + rows]
+            yield piece[piece["samples"] > 0]
+
+    def _length(self, name: Kind) -> int:
+        with self._reading():
+            if self.live:
+                self._file[name].id.refresh()
+            return len(self._file[name])
 
     def _rows(self, name: Kind) -> Rows:
         """Rows without those at the end that a cut-off file has room for but no content: all have samples."""

@@ -22,7 +22,7 @@ from rudra.errors import RudraError, TopologyError
 from rudra.executor import Executor, make_executors
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
 from rudra.progress import Progress
-from rudra.recorder import Recorder, make_writer
+from rudra.recorder import Recorder, arithmetic, make_writer
 from rudra.results import default_output
 from rudra.roles import make as make_machine
 from topologies import Plan
@@ -65,7 +65,7 @@ def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
     """Fits the job to the ranks there are; every rank comes to the same result."""
     from mpi4py import MPI
 
-    topology = job.make_topology()
+    job, topology = job.on_cpu(), job.make_topology()
     left = topology.learners_for(comm.size)
     learners = job.cluster.learners or left
     if left < 1:
@@ -159,6 +159,7 @@ class _Session:
         weights = self._executors[self._plan.server].buffer("weights").array if self._comm.rank == server else None
         digest: str = self._comm.bcast(None if weights is None else sha256(weights), server)
         hosts: list[str] = self._comm.allgather(socket.gethostname())
+        kinds: list[dict[str, str]] = self._comm.allgather(arithmetic())
         if not self._keeps_results:
             return
         executor = self._executors[self._plan.statistics]
@@ -173,6 +174,7 @@ class _Session:
             training_samples=self._info.training_samples,
             classes=self._info.classes,
             hosts=hosts,
+            **{name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]},
             mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
         )
         self._progress = Progress(self._job, self._info.training_samples, **progress)

@@ -1,19 +1,22 @@
-"""The simulator: the same roles in one process and virtual time, with real gradients.
+"""The simulator: the same roles in one process and virtual time, with real gradients or with none.
 
-A queue of events ordered by (time, priority, sequence) drives the roles, so a simulation is
-deterministic, ties included. Gradients are computed for real, at the virtual moment at which they would be
-ready; only their duration, and that of messages, comes from the job's `[simulation]` table. Transfers of tensors wait
-until the receiver has posted a buffer, as MPI's rendezvous does.
+A queue of events ordered by (time, priority, sequence) drives the roles, so a simulation is deterministic, ties
+included. Gradients are computed for real, at the virtual moment at which they would be ready; how long that and
+everything else takes comes from a cost model (`rudra.costs`). A transfer of a tensor waits until the receiver has
+posted a buffer, as MPI's rendezvous does, and until both ends' ports are free.
 """
 
-import heapq
+import math
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Protocol
 
-from rudra.config import SimulationTable
+import msgspec
+
+from rudra.costs import CostModel, Link
 from rudra.errors import RunError
 from rudra.events import (
     Accumulate,
@@ -36,29 +39,40 @@ from rudra.events import (
     Sent,
     Started,
     Update,
+    Updated,
     Warn,
 )
-from rudra.messages import Message
 from rudra.roles import Machine
 from rudra.sampling import mix
 from topologies import Plan
-from topologies.plan import LEARNER, PARAMETER_SERVER
+from topologies.plan import PARAMETER_SERVER
+
+_LATER = 1 << 58  # where the sequence numbers begin of what comes last among things of one moment
 
 
 class Hands(Protocol):
-    """What the simulator needs done with tensors.
+    """What the simulator needs done with tensors; the first six may be None, where there is nothing to do.
 
-    `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void.
+    `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void;
+    `planned` that the weights of a computation are fixed from now on. `hash` gives SHA-256, `update` a digest.
     """
 
-    def lent(self, role: int, buffer: str) -> None: ...
-    def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None: ...
-    def sent(self, role: int, buffer: str) -> None: ...
-    def posted(self, role: int, buffer: str) -> None: ...
-    def hash(self, role: int, buffer: str) -> int: ...
+    @property
+    def lent(self) -> Callable[[int, str], None] | None: ...
+    @property
+    def transfer(self) -> Callable[[int, str, int, str], None] | None: ...
+    @property
+    def sent(self) -> Callable[[int, str], None] | None: ...
+    @property
+    def posted(self) -> Callable[[int, str], None] | None: ...
+    @property
+    def planned(self) -> Callable[[int, Compute], None] | None: ...
+    @property
+    def accumulate(self) -> Callable[[int, Accumulate], None] | None: ...
+
+    def hash(self, role: int, buffer: str) -> str: ...
     def compute(self, role: int, action: Compute) -> Computed: ...
-    def accumulate(self, role: int, action: Accumulate) -> None: ...
-    def update(self, role: int, action: Update) -> None: ...
+    def update(self, role: int, action: Update) -> int: ...
     def copy(self, role: int, action: Copy) -> None: ...
     def evaluate(self, role: int, action: Evaluate) -> Evaluated: ...
 
@@ -71,22 +85,77 @@ class Recorder(Protocol):
     def warn(self, name: str, text: str) -> None: ...
 
 
-@dataclass(slots=True)
+class _Port:
+    """One direction of a link: one tensor at a time."""
+
+    __slots__ = ("free_at",)
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+
+class _Way:
+    """From one role to another; control messages do not overtake each other on it."""
+
+    __slots__ = ("delivered_at", "into", "latency_s", "out", "receiver", "sender", "transfer_s")
+
+    def __init__(
+        self,
+        sender: "_Actor",
+        receiver: "_Actor",
+        link: Link,
+        size_bytes: int,
+        ports: dict[tuple[str, str, int], _Port],
+    ) -> None:
+        self.sender, self.receiver = sender, receiver
+        self.latency_s = link.latency_s
+        self.transfer_s = size_bytes * link.seconds_per_byte
+        self.out = ports.setdefault(("out", *link.out), _Port())
+        self.into = ports.setdefault(("into", *link.into), _Port())
+        self.delivered_at = 0.0
+
+
+_Offer = tuple[_Way, Send, float]
+"""A tensor on its way, and when it comes."""
+
+
 class _Actor:
     """One role in virtual time."""
 
-    machine: Machine
-    random: random.Random
-    size_bytes: int
-    compute_s: float
-    message_s: float
-    update_s: float
-    busy_until: float = 0.0
-    halted: bool = False
-    inbox: deque[Event] = field(default_factory=deque)  # came while the role was busy
-    posted: deque[Receive] = field(default_factory=deque)
-    offered: deque[Send] = field(default_factory=deque)  # tensors whose sender waits for a buffer
-    senders: deque[int] = field(default_factory=deque)
+    __slots__ = (
+        "busy_until",
+        "compute_s",
+        "computing",
+        "delay_s",
+        "halted",
+        "handle",
+        "inbox",
+        "machine",
+        "message_s",
+        "neighbours",
+        "offered",
+        "posted",
+        "random",
+        "role",
+        "take",
+        "ways",
+    )
+
+    def __init__(self, role: int, machine: Machine, message_s: float, seed: int) -> None:
+        self.role, self.machine, self.handle = role, machine, machine.handle
+        self.take: Callable[[_Actor, Event], None]
+        self.random = random.Random(mix(seed, role))
+        self.message_s = message_s
+        self.busy_until = 0.0
+        self.halted = False
+        self.compute_s: Callable[[], float] = float  # of the next mini-batch
+        self.computing = False
+        self.delay_s = 0.0  # what a server on the node has taken from the computation under way
+        self.neighbours: list[_Actor] = []  # on a server's node, where cores may be short
+        self.inbox: deque[Event] = deque()  # came while the role was busy
+        self.posted: list[Receive] = []
+        self.offered: dict[int, list[_Offer]] = {}  # by sender, as they came: tensors without a buffer
+        self.ways: dict[int, _Way] = {}
 
 
 class Simulation:
@@ -99,7 +168,7 @@ class Simulation:
         recorder: where results go.
         costs: durations.
         size_bytes: of one tensor on the wire.
-        seed: of jitter.
+        seed: of everything random in the costs.
         check: called after every event with the machine that took it; tests use it.
     """
 
@@ -109,7 +178,7 @@ class Simulation:
         machines: Mapping[int, Machine],
         hands: Hands,
         recorder: Recorder,
-        costs: SimulationTable,
+        costs: CostModel,
         *,
         size_bytes: int,
         seed: int,
@@ -117,24 +186,53 @@ class Simulation:
     ) -> None:
         self.plan, self.hands, self.recorder, self.costs = plan, hands, recorder, costs
         self.now = 0.0
+        self.messages = 0
+        self._table = costs.table
+        self._gradient_s, self._cores = costs.table.gradient_s, costs.table.cores_per_node
+        self._lent, self._transferred, self._sent = hands.lent, hands.transfer, hands.sent
+        self._posted, self._planned, self._accumulated = hands.posted, hands.planned, hands.accumulate
         self._check = check
-        self._queue: list[tuple[float, int, int, int, Callable[[], None] | Event]] = []
-        self._sequence = 0
-        self._last_delivery: dict[tuple[int, int], float] = {}
-        self._actors = {i: self._actor(i, machine, size_bytes, seed) for i, machine in machines.items()}
-
-    def _actor(self, role: int, machine: Machine, size_bytes: int, seed: int) -> _Actor:
-        costs, place = self.costs, self.plan.roles[role]
-        serves = place.kind == PARAMETER_SERVER
-        slowdown = costs.slowdown.get(place.index, 1.0) if place.kind == LEARNER else 1.0
-        return _Actor(
-            machine,
-            random.Random(mix(seed, role)),
-            size_bytes,
-            compute_s=costs.compute_s * slowdown,
-            message_s=costs.message_s if serves else 0.0,
-            update_s=costs.update_s if serves else 0.0,
-        )
+        self._size_bytes = size_bytes
+        # Where all latencies are alike, tensors arrive in the order in which they are sent: that needs no event.
+        self._latency_jitter_s = self._table.latency_jitter_s
+        self._in_order = not self._latency_jitter_s and self._table.local_latency_s in {
+            None,
+            self._table.latency_s,
+        }
+        self._queue: list[tuple[float, int, Callable[[Any, Any], None], Any, Any]] = []
+        self._first, self._last = count(), count(_LATER)  # sequence numbers
+        self._ports: dict[tuple[str, str, int], _Port] = {}
+        self._do: dict[type[Action], Callable[[_Actor, Any, float], None]] = {
+            Send: self._send,
+            Receive: self._receive,
+            Compute: self._compute,
+            Accumulate: self._accumulate,
+            Update: self._update,
+            Copy: lambda actor, action, time: hands.copy(actor.role, action),
+            Hash: self._hash,
+            Evaluate: self._evaluate,
+            Record: lambda actor, action, time: recorder.record(action),
+            Finish: lambda actor, action, time: recorder.finish(actor.role, action),
+            Warn: lambda actor, action, time: recorder.warn(actor.machine.name, action.text),
+            Fail: self._fail,
+            Halt: self._halt,
+        }
+        self._actors: dict[int, _Actor] = {}
+        handle = self._handle
+        for role, machine in machines.items():
+            serves = plan.roles[role].kind == PARAMETER_SERVER
+            actor = self._actors[role] = _Actor(role, machine, self._table.message_s if serves else 0.0, seed)
+            if serves:
+                actor.take = self._take
+                actor.offered = OrderedDict()  # of many: a dict would be slow to find its first key
+            else:
+                actor.take = handle  # never busy
+            if role in costs.compute_s:
+                actor.compute_s = costs.computation(role, actor.random)
+        if self._cores is not None:
+            for role, actor in self._actors.items():
+                if role not in costs.compute_s:
+                    actor.neighbours = [self._actors[i] for i in costs.compute_s if costs.node[i] == costs.node[role]]
 
     def run(self) -> float:
         """Runs until every role has halted.
@@ -145,165 +243,223 @@ class Simulation:
         Raises:
             RunError: a role failed, or all wait for each other.
         """
-        for role in self._actors:
-            self._at(0.0, role, Started())
-        while self._queue:
-            time, _, _, role, what = heapq.heappop(self._queue)
-            self.now = time
-            if callable(what):
-                what()
-                continue
-            actor = self._actors[role]
-            if actor.inbox or actor.busy_until > time:
-                actor.inbox.append(what)
-                if len(actor.inbox) == 1:
-                    self._wake(role, actor)
-            elif not actor.halted:
-                self._handle(role, actor, what)
+        self.start()
+        self.settle()
         stuck = [a.machine for a in self._actors.values() if not a.halted]
         if stuck:
             raise RunError("; ".join(f"{m.name} waits for {m.waiting_for or 'nothing'}" for m in stuck[:4]))
         return self.now
 
-    def _at(self, time: float, role: int, what: Callable[[], None] | Event, priority: int = 1) -> None:
-        self._sequence += 1
-        heapq.heappush(self._queue, (time, priority, self._sequence, role, what))
+    def start(self) -> None:
+        for actor in self._actors.values():
+            self._at(0.0, actor.take, actor, Started())
 
-    def _wake(self, role: int, actor: _Actor) -> None:
+    def settle(self) -> None:
+        """Lets happen whatever follows from what is in the queue."""
+        queue = self._queue
+        while queue:
+            self.now, _, what, whom, about = heappop(queue)
+            what(whom, about)
+
+    def _at(self, time: float, what: Callable[[Any, Any], None], whom: Any, about: Any) -> None:
+        """Ends of transfers and computations: first among what happens at one moment."""
+        heappush(self._queue, (time, next(self._first), what, whom, about))
+
+    def _later(self, time: float, what: Callable[[Any, Any], None], whom: Any, about: Any) -> None:
+        """Events for roles: after the ends of transfers and computations of the same moment."""
+        heappush(self._queue, (time, next(self._last), what, whom, about))
+
+    # Events to roles: one at a time, and none while a role is busy.
+
+    def _take(self, actor: _Actor, event: Event) -> None:
+        if actor.inbox or actor.busy_until > self.now:
+            actor.inbox.append(event)
+            if len(actor.inbox) == 1:
+                self._later(max(self.now, actor.busy_until), self._take_next, actor, None)
+        else:
+            self._handle(actor, event)
+
+    def _take_next(self, actor: _Actor, _: None) -> None:
         """Hands over what waits in the inbox, one event at a time, when the role is free."""
-
-        def take() -> None:
-            if actor.busy_until > self.now:
-                self._wake(role, actor)
+        inbox = actor.inbox
+        while actor.busy_until <= self.now:
+            self._handle(actor, inbox[0])
+            inbox.popleft()
+            if not inbox:
                 return
-            event = actor.inbox[0]
-            if not actor.halted:
-                self._handle(role, actor, event)
-            actor.inbox.popleft()
-            if actor.inbox:
-                self._wake(role, actor)
+        self._later(actor.busy_until, self._take_next, actor, None)
 
-        self._at(max(self.now, actor.busy_until), role, take)
-
-    def _handle(self, role: int, actor: _Actor, event: Event) -> None:
-        actions = actor.machine.handle(event, self.now)
+    def _handle(self, actor: _Actor, event: Event) -> None:
+        now = self.now
+        actions = actor.handle(event, now)
         if self._check:
             self._check(actor.machine)
-        if isinstance(event, Received):
-            actor.busy_until = max(actor.busy_until, self.now) + actor.message_s
+        if actor.message_s and type(event) is Received:
+            self._work(actor, now, actor.message_s)
+        do = self._do
         for action in actions:
-            self._do(role, actor, action)
+            time = actor.busy_until
+            do[type(action)](actor, action, time if time > now else now)
 
-    def _do(self, role: int, actor: _Actor, action: Action) -> None:
-        time = max(self.now, actor.busy_until)
-        match action:
-            case Send(buffer=None):
-                self._at(self._arrival(role, action.to, time), action.to, Received(action.message))
-            case Send():
-                self.hands.lent(role, action.buffer or "")
-                arrival = self._arrival(role, action.to, time)
-                self._at(arrival, action.to, lambda: self._offer(role, action), priority=0)
-            case Receive():
-                self.hands.posted(role, action.buffer)
-                actor.posted.append(action)
-                self._match(role, actor, time)
-            case Compute():
-                jitter = 1.0 + self.costs.jitter * actor.random.uniform(-1.0, 1.0)
-                ready = time + actor.compute_s * jitter
-                self._at(ready, role, lambda: self._computed(role, actor, action), priority=0)
-            case Accumulate():
-                self.hands.accumulate(role, action)
-            case Update():
-                self.hands.update(role, action)
-                actor.busy_until = time + actor.update_s
-            case Copy():
-                self.hands.copy(role, action)
-            case Hash():
-                self._at(time, role, Hashed(self.hands.hash(role, action.buffer)))
-            case Evaluate():
-                ready = time + self.costs.evaluation_s
-                self._at(ready, role, lambda: self._handle(role, actor, self.hands.evaluate(role, action)), priority=0)
-            case Record():
-                self.recorder.record(action)
-            case Finish():
-                self.recorder.finish(role, action)
-            case Warn():
-                self.recorder.warn(actor.machine.name, action.text)
-            case Fail():
-                raise RunError(f"{actor.machine.name}: {action.text}")
-            case Halt():
-                actor.halted = True
+    def _work(self, actor: _Actor, time: float, seconds: float) -> None:
+        """A server is busy; where cores are short, it takes them from the learners that compute on its node."""
+        actor.busy_until = time + seconds
+        if actor.neighbours:
+            busy = [a for a in actor.neighbours if a.computing]
+            if len(busy) >= (self._cores or 0):
+                for learner in busy:
+                    learner.delay_s += seconds / len(busy)
 
-    def _computed(self, role: int, actor: _Actor, action: Compute) -> None:
-        self._handle(role, actor, self.hands.compute(role, action))
+    # Actions of roles.
 
-    def _delay(self, actor: _Actor) -> float:
-        extra = self.costs.latency_jitter_s
-        return self.costs.latency_s + (actor.random.uniform(0.0, extra) if extra else 0.0)
+    def _send(self, actor: _Actor, action: Send, time: float) -> None:
+        self.messages += 1
+        way = actor.ways.get(action.to) or self._way(actor, action.to)
+        arrival = time + way.latency_s
+        if self._latency_jitter_s:
+            arrival += actor.random.uniform(0.0, self._latency_jitter_s)
+        if arrival < way.delivered_at:
+            arrival = way.delivered_at
+        way.delivered_at = arrival
+        receiver = way.receiver
+        if action.buffer is None:
+            self._later(arrival, receiver.take, receiver, Received(action.message))
+            return
+        if self._lent:
+            self._lent(actor.role, action.buffer)
+        if self._in_order:
+            self._offer(receiver, (way, action, arrival))
+        else:
+            self._at(arrival, self._offer, receiver, (way, action, arrival))
 
-    def _arrival(self, role: int, to: int, time: float) -> float:
-        """When a message sent now is there; messages between two roles do not overtake each other."""
-        arrival = max(time + self._delay(self._actors[role]), self._last_delivery.get((role, to), 0.0))
-        self._last_delivery[role, to] = arrival
-        return arrival
+    def _way(self, actor: _Actor, to: int) -> _Way:
+        link = self.costs.link(actor.role, to)
+        way = actor.ways[to] = _Way(actor, self._actors[to], link, self._size_bytes, self._ports)
+        return way
 
-    def _offer(self, sender: int, send: Send) -> None:
-        receiver = self._actors[send.to]
-        receiver.offered.append(send)
-        receiver.senders.append(sender)
-        self._match(send.to, receiver, self.now)
+    def _receive(self, actor: _Actor, action: Receive, time: float) -> None:
+        if self._posted:
+            self._posted(actor.role, action.buffer)
+        offered = actor.offered
+        source = action.source
+        if not offered or (source is not None and source not in offered):
+            actor.posted.append(action)
+            return
+        if source is None:
+            source = next(iter(offered))
+        offers = offered[source]
+        way, send, arrival = offers.pop(0)
+        if not offers:
+            del offered[source]
+        self._transfer(way, send, action, arrival if arrival > time else time)
 
-    def _match(self, role: int, actor: _Actor, time: float) -> None:
-        """Starts the transfers for which there are both a tensor and a buffer, in order of arrival."""
-        for receive in list(actor.posted):
-            for place, sender in enumerate(actor.senders):
-                if receive.source in (None, sender):
-                    send = actor.offered[place]
-                    del actor.offered[place], actor.senders[place]
-                    actor.posted.remove(receive)
-                    self._transfer(sender, send, role, receive, time)
-                    break
+    def _offer(self, receiver: _Actor, offer: _Offer) -> None:
+        """A tensor has come to its receiver's door."""
+        way, send, arrival = offer
+        source = way.sender.role
+        for place, receive in enumerate(receiver.posted):
+            if receive.source is None or receive.source == source:
+                del receiver.posted[place]
+                self._transfer(way, send, receive, arrival)
+                return
+        offers = receiver.offered.get(source)
+        if offers is None:
+            receiver.offered[source] = [offer]
+        else:
+            offers.append(offer)
 
-    def _transfer(self, sender: int, send: Send, to: int, receive: Receive, time: float) -> None:
-        assert send.buffer is not None
-        buffer = send.buffer
-        end = time + self._actors[to].size_bytes / self.costs.bandwidth_bytes_per_s
+    def _transfer(self, way: _Way, send: Send, receive: Receive, time: float) -> None:
+        """Occupies both ports, from when both are free."""
+        out, into = way.out, way.into
+        if out.free_at > time:
+            time = out.free_at
+        if into.free_at > time:
+            time = into.free_at
+        out.free_at = into.free_at = time = time + way.transfer_s
+        heappush(self._queue, (time, next(self._first), self._deliver, way, (send, receive)))
 
-        def deliver() -> None:
-            self.hands.transfer(sender, buffer, to, receive.buffer)
-            self._at(self.now, to, Received(_copied(send.message), receive.buffer))
-            self._at(self.now, sender, Sent(buffer, send.to))
-            self.hands.sent(sender, buffer)
+    def _deliver(self, way: _Way, transfer: tuple[Send, Receive]) -> None:
+        send, receive = transfer
+        sender, receiver, buffer, message = way.sender, way.receiver, send.buffer or "", send.message
+        if self._transferred:
+            self._transferred(sender.role, buffer, receiver.role, receive.buffer)
+        if self._sent:
+            self._sent(sender.role, buffer)
+        if message.rows is not None:  # the receiver's own: roles write into the rows that they receive
+            message = msgspec.structs.replace(message, rows=message.rows.copy())
+        receiver.take(receiver, Received(message, receive.buffer))
+        sender.take(sender, Sent(buffer, receiver.role))
 
-        self._at(end, to, deliver, priority=0)
+    def _compute(self, actor: _Actor, action: Compute, time: float) -> None:
+        if self._planned:
+            self._planned(actor.role, action)
+        actor.computing = True
+        heappush(self._queue, (time + actor.compute_s(), next(self._first), self._computed, actor, action))
+
+    def _computed(self, actor: _Actor, action: Compute) -> None:
+        if actor.delay_s:
+            delay_s, actor.delay_s = actor.delay_s, 0.0
+            self._at(self.now + delay_s, self._computed, actor, action)
+            return
+        actor.computing = False
+        self._handle(actor, self.hands.compute(actor.role, action))
+
+    def _accumulate(self, actor: _Actor, action: Accumulate, time: float) -> None:
+        if self._accumulated:
+            self._accumulated(actor.role, action)
+        if self._gradient_s:
+            self._work(actor, time, self._gradient_s)
+
+    def _update(self, actor: _Actor, action: Update, time: float) -> None:
+        digest = self.hands.update(actor.role, action)
+        self._work(actor, time, self._table.update_s)
+        self._later(actor.busy_until, actor.take, actor, Updated(action.timestamp, digest, self._table.update_s))
+
+    def _hash(self, actor: _Actor, action: Hash, time: float) -> None:
+        self._later(time, actor.take, actor, Hashed(self.hands.hash(actor.role, action.buffer)))
+
+    def _evaluate(self, actor: _Actor, action: Evaluate, time: float) -> None:
+        self._at(time + self._table.evaluation_s, self._evaluated, actor, action)
+
+    def _evaluated(self, actor: _Actor, action: Evaluate) -> None:
+        result = self.hands.evaluate(actor.role, action)
+        self._handle(actor, msgspec.structs.replace(result, seconds=self._table.evaluation_s))
+
+    def _fail(self, actor: _Actor, action: Fail, time: float) -> None:
+        raise RunError(f"{actor.machine.name}: {action.text}")
+
+    def _halt(self, actor: _Actor, action: Halt, time: float) -> None:
+        actor.halted = True
+        actor.handle = _ignore
 
 
-def _copied(message: Message) -> Message:
-    """The receiver's own rows: roles write into the rows that they receive."""
-    if message.rows is None:
-        return message
-    return Message(message.kind, message.sender, message.timestamp, message.value, message.rows.copy())
+def _ignore(event: Event, now: float) -> list[Action]:
+    return []
 
 
 class TimingOnly:
     """Hands without tensors: what a cluster would do, at any scale."""
 
+    lent: Callable[[int, str], None] | None = None
+    transfer: Callable[[int, str, int, str], None] | None = None
+    sent: Callable[[int, str], None] | None = None
+    posted: Callable[[int, str], None] | None = None
+    planned: Callable[[int, Compute], None] | None = None
+    accumulate: Callable[[int, Accumulate], None] | None = None
+
     def __init__(self, samples: int) -> None:
         self._samples = samples
 
-    def lent(self, role: int, buffer: str) -> None: ...
-    def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None: ...
-    def sent(self, role: int, buffer: str) -> None: ...
-    def posted(self, role: int, buffer: str) -> None: ...
-    def accumulate(self, role: int, action: Accumulate) -> None: ...
-    def update(self, role: int, action: Update) -> None: ...
     def copy(self, role: int, action: Copy) -> None: ...
 
-    def hash(self, role: int, buffer: str) -> int:
+    def hash(self, role: int, buffer: str) -> str:
+        return ""  # of nothing
+
+    def update(self, role: int, action: Update) -> int:
         return 0
 
     def compute(self, role: int, action: Compute) -> Computed:
         return Computed(action.step, 0.0, 0, self._samples)
 
     def evaluate(self, role: int, action: Evaluate) -> Evaluated:
-        return Evaluated(action.buffer, 0.0, 0.0, 0.0, 0.0)
+        return Evaluated(action.buffer, math.nan, math.nan, math.nan, 0.0)

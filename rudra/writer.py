@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rudra.errors import ResultsError
 from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, TOTALS, UPDATE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Rows = NDArray[np.void]
 Kind = Literal["gradients", "updates", "minibatches", "epochs"]
@@ -149,20 +149,21 @@ class ResultsWriter:
             with self._writing():
                 self._flush(now)
 
-    def finish(self, totals: Rows, learners: Rows, weights: NDArray[np.float32], sha256: str) -> None:
+    def finish(self, totals: Rows, learners: Rows, weights: NDArray[np.float32] | None, sha256: str = "") -> None:
         """Writes the closing account of a complete run and closes the file.
 
         Args:
             totals: `records.TOTALS`, shape () or (1,).
             learners: `records.LEARNER`, shape (λ,).
-            weights: final flat weights, shape (size,), float32; only read.
+            weights: final flat weights, shape (size,), float32; only read. None where the run had no tensors.
             sha256: hex digest of the little-endian bytes of `weights`.
         """
-        with self._writing():
-            self._flush(time.monotonic())
-            self._datasets["weights/final"][...] = weights
-            self._flush(time.monotonic())  # before the digest, which declares the weights valid
-        self._state["weights_sha256"] = sha256.encode()
+        if weights is not None:
+            with self._writing():
+                self._flush(time.monotonic())
+                self._datasets["weights/final"][...] = weights
+                self._flush(time.monotonic())  # before the digest, which declares the weights valid
+            self._state["weights_sha256"] = sha256.encode()
         self._end("finished", "", totals, learners)
 
     def fail(self, status: Status, reason: str, totals: Rows | None = None, learners: Rows | None = None) -> None:

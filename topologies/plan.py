@@ -5,7 +5,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +35,35 @@ class Role:
         return f"{self.kind} {self.index}" if self.kind == LEARNER else self.kind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Roles by id.
 
     Attributes:
         roles: every role of the job.
         records: gradients that one message may stand for (1 unless servers aggregate).
+        replayable: the order of everything that is added is recorded, so that a replay reaches the same bits.
     """
 
     roles: tuple[Role, ...]
     records: int = 1
+    replayable: bool = True
 
     @property
     def ranks(self) -> int:
         """World size that the plan needs."""
         return 1 + max(role.world_rank for role in self.roles)
 
-    @property
+    @cached_property
     def server(self) -> int:
         """Id of the role that owns the weights."""
         return self._ids(PARAMETER_SERVER)[0]
 
-    @property
+    @cached_property
     def statistics(self) -> int:
         return self._ids(STATISTICS_SERVER)[0]
 
-    @property
+    @cached_property
     def learners(self) -> tuple[int, ...]:
         """Ids of the learners, in learner order."""
         return self._ids(LEARNER)

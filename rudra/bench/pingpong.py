@@ -42,7 +42,9 @@ class _Server(ServerExecutor):
         Executor.__init__(self, (), floats, floats, 1)
 
     def accumulate(self, action: Accumulate) -> None: ...
-    def update(self, action: Update) -> None: ...
+
+    def update(self, action: Update) -> int:
+        return 0
 
 
 class _Statistics(StatisticsExecutor):

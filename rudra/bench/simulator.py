@@ -1,37 +1,63 @@
-"""A simulation against the gradients that it computes."""
+"""The simulator: numeric mode against the gradients that it computes, and timing-only mode at scale."""
 
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rudra import data, models
 from rudra.api import simulate
-from rudra.bench.report import Report, ratios, spread
+from rudra.bench.prediction import noise
+from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.config import Job, cores
 from rudra.flat import FlatModel
 from rudra.learning import GradientSource
+from rudra.results import Results, open_results
 
 
 def run(*, quick: bool) -> Report:
-    """Simulates `digits` with 4 and 30 learners without tests, in turns with the same number of bare gradients."""
-    report = Report(["digits, one epoch", "ms per gradient", "bare gradient, ms", "bare / simulated"])
+    """Numeric mode in turns with the same number of bare gradients; then timing-only runs, each in its own process."""
+    report = Report(["", "simulated", "bare", "bare / simulated", "peak memory, MB"])
+    turns = []
     for learners in (4,) if quick else (4, 30):
         job = Job.load("digits", ["training.epochs=1", "training.evaluate=false", f"cluster.learners={learners}"])
         simulated, bare = [], []
         for turn in range(2 if quick else 6):
-            ours, theirs = _simulated(job), _bare(job)
+            ours, theirs = _simulated_s(job), _bare_s(job)
             if turn:  # the first one warms up
                 simulated.append(ours)
                 bare.append(theirs)
         milliseconds = (spread(t * 1e3 for t in times) for times in (simulated, bare))
-        report.rows.append((f"λ = {learners}", *milliseconds, ratios(bare, simulated)))
-    report.notes = ["simulated: all of `rudra simulate`, with reading the data and writing the results"]
+        turns.append(ratios(bare, simulated).median)
+        report.rows.append((f"digits, λ = {learners}: ms per gradient", *milliseconds, ratios(bare, simulated), ""))
+    messages_per_s, seconds = [], 0.0
+    for learners, updates in ((16, 200), (256, 8)) if quick else ((16, 20_000), (256, 2_000), (4096, 1_000)):
+        run_s, messages, peak = _at_scale(learners, updates)
+        messages_per_s.append(messages / run_s)
+        seconds = run_s if learners == 4096 else 0.0
+        name = f"timing only, λ = {learners}, {updates:,} updates"
+        report.rows.append((f"{name}: s", run_s, "", "", f"{peak:.0f}"))
+        report.rows.append((f"{'':13}{learners * updates:,} pushes: messages/s", messages / run_s, "", "", ""))
+    report.notes = [
+        "numeric: all of `rudra simulate`, with reading the data and writing the results",
+        "timing only: 1-softsync of alexnet, 72 M parameters, from a job to its result file by a process of its own;",
+        "mini-batch rows off; messages: gradients, answers and weights",
+    ]
+    report.goals = [
+        Goal("numeric mode costs <= 10 % over the gradients: bare / simulated >= 0.91", turns, at_least=0.91),
+        Goal("timing only >= 200,000 messages/s", [max(messages_per_s)], at_least=200_000),
+    ]
+    if seconds:
+        report.goals.append(Goal("4,096 learners, 1,000 updates, in < 120 s", [seconds], at_most=120))
     return report
 
 
-def _simulated(job: Job) -> float:
+def _simulated_s(job: Job) -> float:
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:
         began = time.perf_counter()
         with simulate(job, output=Path(directory) / "run.h5", progress="quiet") as results:
@@ -39,7 +65,7 @@ def _simulated(job: Job) -> float:
             return taken / int(results.minibatches.size)
 
 
-def _bare(job: Job) -> float:
+def _bare_s(job: Job) -> float:
     job = job.resolved(cores=cores())
     train, _, info = data.load(job.data, test=False)
     assert train is not None
@@ -57,3 +83,44 @@ def _bare(job: Job) -> float:
         return (time.perf_counter() - began) / count
     finally:
         torch.set_num_threads(threads)
+
+
+def _at_scale(learners: int, updates: int) -> tuple[float, int, float]:
+    """Seconds, messages and peak memory in MB of a timing-only run."""
+    with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:
+        path = Path(directory) / "run.h5"
+        code = f"from rudra.bench import simulator; simulator.scale({learners}, {updates}, {str(path)!r})"
+        command = [sys.executable, "-P", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
+        taken, peak = map(float, done.stdout.split())
+        with open_results(path) as results:
+            return taken, _messages(results), peak
+
+
+def scale(learners: int, updates: int, path: str) -> None:
+    """Simulates in this process; prints seconds and peak memory in MB."""
+    job = scale_job(learners, updates)
+    began = time.perf_counter()
+    simulate(job, output=path, progress="quiet").close()
+    print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def scale_job(learners: int, updates: int) -> Job:
+    """1-softsync of alexnet at μ = 4 for that many updates, timing only."""
+    samples = 4 * learners * updates
+    return Job(
+        name="bench",
+        model={"name": "alexnet"},
+        data={"name": noise, "options": {"shape": (3, 224, 224), "samples": samples, "pool": 1}, "classes": 1000},
+        training={"epochs": 1, "minibatch_size": 4, "evaluate": False},
+        protocol={"name": "softsync", "n": 1},
+        cluster={"learners": learners},
+        simulation={"tensors": False, "compute_s": 1.0, "bandwidth_bytes_per_s": 1e12},
+        results={"minibatches": False},
+    )
+
+
+def _messages(results: Results) -> int:
+    """Gradients, answers and weights; reports to the statistics server are not counted."""
+    learners: Any = results.learners
+    return int((2 * learners["pushed"] + learners["pulls"]).sum())

@@ -43,13 +43,13 @@ def run(*, quick: bool) -> Report:
     return report
 
 
-def _rows(executor: ServerExecutor, name: str, vectors: int) -> list[tuple[str, Callable[[], None], int]]:
+def _rows(executor: ServerExecutor, name: str, vectors: int) -> list[tuple[str, Callable[[], object], int]]:
     """What to measure: name, function, and vectors that must move."""
     executor.buffer("gradient 0").vector.fill_(1e-3)
     executor.buffer("gradient 1").vector.fill_(1e-3)
 
-    update = Update("gradient 0", "weights", 1e-6)
-    rows: list[tuple[str, Callable[[], None], int]] = [(f"{name} step", lambda: executor.update(update), vectors)]
+    update = Update("gradient 0", "weights", 1e-6, 1)
+    rows: list[tuple[str, Callable[[], object], int]] = [(f"{name} step", lambda: executor.update(update), vectors)]
     if name == "sgd":
         average = Accumulate("gradient 0", "gradient 1", 0.5, 1.0)
         rows.append(("average a gradient in", lambda: executor.accumulate(average), ADD))
@@ -57,7 +57,7 @@ def _rows(executor: ServerExecutor, name: str, vectors: int) -> list[tuple[str, 
 
 
 def _measure(
-    report: Report, name: str, threads: int, ours: Callable[[], None], vectors: int, size: int, rounds: int
+    report: Report, name: str, threads: int, ours: Callable[[], object], vectors: int, size: int, rounds: int
 ) -> float:
     """Adds one row; returns the median of its ratio to the bound."""
     a, b = torch.ones(size), torch.ones(size)

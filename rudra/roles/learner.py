@@ -1,27 +1,23 @@
 """The learner: compute a gradient, push it, get the weights if they are newer, again.
 
-Source: rudra.txt §2 and §3.2. The learner asks for the server's timestamp and holds on to its weights
-where they are current. We send the question right behind the gradient, and the server answers it
-once it has that gradient; newer weights follow the answer at once. That is the paper's order with one
-round trip less.
+Source: rudra.txt §2 and §3.2. There the learner asks for the server's timestamp when its gradient is delivered, and
+holds on to its weights where they are current. Here the gradient is the question: the server answers it when it has
+handled the gradient, and newer weights follow the answer at once. That is the paper's order with one round trip less.
 
     WAITING     first weights               -> HASHING
     HASHING     their digest                -> READY      tell the server
     READY       training starts             -> COMPUTING
-    COMPUTING   gradient ready              -> EXCHANGING push, ask
+    COMPUTING   gradient ready              -> EXCHANGING push
     EXCHANGING  delivered, answered, and the newer weights received -> COMPUTING
     any         stop                        -> STOPPED    as soon as no transfer is under way
     STOPPED     everything is recorded      -> DONE
 """
 
-import math
 from collections.abc import Mapping
-from enum import Enum, auto
+from enum import auto
+from math import isfinite
 from typing import Any, ClassVar
 
-import numpy as np
-
-from rudra import records
 from rudra.config import FaultsTable, ResultsTable
 from rudra.events import (
     Action,
@@ -39,14 +35,15 @@ from rudra.events import (
     Warn,
 )
 from rudra.messages import Kind, Message
-from rudra.roles.machine import Machine, Outbox
+from rudra.records import Gradient
+from rudra.roles.machine import Machine, Outbox, States, short
 from topologies import Plan
 
 WEIGHTS = "weights"
 GRADIENT = "gradient"
 
 
-class State(Enum):
+class State(States):
     WAITING = auto()
     HASHING = auto()
     READY = auto()
@@ -54,6 +51,10 @@ class State(Enum):
     EXCHANGING = auto()
     STOPPED = auto()
     DONE = auto()
+
+
+# Names for what is looked up all the time: an enum's attributes are slow.
+COMPUTING, EXCHANGING, PUSH = State.COMPUTING, State.EXCHANGING, Kind.GRADIENT
 
 
 class Learner(Machine):
@@ -66,7 +67,36 @@ class Learner(Machine):
         results: how long reports may wait.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[Enum, Any], str]] = {
+    # A simulation has thousands of learners, each in fewer lines of the cache without a dictionary.
+    __slots__ = (
+        "_answered_at",
+        "_began",
+        "_compute_s",
+        "_delivered_at",
+        "_expects_weights",
+        "_minibatch",
+        "_non_finite_stops",
+        "_outbox",
+        "_pull_s",
+        "_pulls",
+        "_push_s",
+        "_pushed_at",
+        "_receive",
+        "_reports_minibatches",
+        "_samples",
+        "_since",
+        "_skipped_pulls",
+        "_stopping",
+        "_wait_s",
+        "_warned",
+        "learner",
+        "pushed",
+        "server",
+        "step",
+        "timestamp",
+    )
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
         (State.WAITING, Started): "_start",
         (State.WAITING, Kind.WEIGHTS): "_first_weights",
         (State.HASHING, Hashed): "_report_digest",
@@ -92,11 +122,14 @@ class Learner(Machine):
         self.pushed = 0
         self._non_finite_stops = faults.non_finite_loss == "stop"
         self._warned = False
+        self._reports_minibatches = results.minibatches
         self._outbox = Outbox(role, plan.statistics, results.report_s)
         self._stopping = False
         self._delivered_at: float | None = None
         self._answered_at: float | None = None
         self._expects_weights = False
+        self._minibatch: tuple[float, ...] = ()
+        self._receive = Receive(WEIGHTS, parent)
         self._pushed_at = self._since = self._began = 0.0
         self._samples = self._pulls = self._skipped_pulls = 0
         self._compute_s = self._push_s = self._wait_s = self._pull_s = 0.0
@@ -108,7 +141,7 @@ class Learner(Machine):
             if self._delivered_at is None:
                 return f"the {server} to take gradient {self.pushed - 1}"
             return f"the {server} to answer its pull (it holds timestamp {self.timestamp})"
-        waits: dict[Enum, str] = {
+        waits: dict[States, str] = {
             State.WAITING: f"the first weights from the {server}",
             State.READY: f"the {server} to start training",
             State.STOPPED: "the statistics server to finish",
@@ -125,55 +158,56 @@ class Learner(Machine):
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = State.READY
-        return [Send(self.server, Message(Kind.READY, self.id, value=event.digest))]
+        return [Send(self.server, Message(Kind.READY, self.id, value=short(event.digest)))]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
-        self._began = now
-        return self._compute(now)
+        self._began = event.message.value * 1e-9
+        return self._next(now)
 
-    def _compute(self, now: float) -> list[Action]:
-        self.state = State.COMPUTING
+    def _next(self, now: float) -> list[Action]:
+        self.state = COMPUTING
         self._since = now
         return [Compute(self.step, WEIGHTS, GRADIENT)]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
-        self._compute_s += now - self._since
-        time_s = now - self._began
-        row = (self.learner, event.samples, event.step, self.timestamp, event.loss, event.errors, 0, time_s)
-        self._outbox.add(Kind.MINIBATCHES, row)
-        actions = self._outbox.due(now)
-        if not math.isfinite(event.loss):
-            text = f"the loss of mini-batch {event.step} is {event.loss}: a smaller learning_rate may help"
+        learner, step, timestamp, loss = self.learner, event.step, self.timestamp, event.loss
+        compute_s = now - self._since
+        self._compute_s += compute_s
+        if self._reports_minibatches:
+            about = (learner, event.samples, step, timestamp, loss, event.errors, 0)
+            self._minibatch = (*about, now - self._began, compute_s)
+        warnings: list[Action] = []
+        if not isfinite(loss):
+            text = f"the loss of mini-batch {step} is {loss}: a smaller learning_rate may help"
             if self._non_finite_stops:
+                self._report(0.0, 0.0, 0.0)
                 return [*self._outbox.flush(now), Fail(text)]
             if not self._warned:
                 self._warned = True
-                actions.append(Warn(f"{text} (training goes on, as [faults] non_finite_loss says)"))
-        self.step += 1
+                warnings.append(Warn(f"{text} (training goes on, as [faults] non_finite_loss says)"))
+        self.step = step + 1
         if self._stopping:
-            return actions + self._leave(now)
-        self.state = State.EXCHANGING
+            self._report(0.0, 0.0, 0.0)
+            return warnings + self._leave(now)
+        self.state = EXCHANGING
         self.pushed += 1
         self._samples += event.samples
         self._pushed_at = now
         self._delivered_at = self._answered_at = None
-        self._expects_weights = False
-        account = (-1, self.learner, event.samples, event.step, self.timestamp, -1, 1.0, event.loss, event.errors, 0)
-        record = np.array([account], records.GRADIENT)
-        gradient = Message(Kind.GRADIENT, self.id, self.timestamp, self.pushed, record)
-        pull = Message(Kind.PULL, self.id, self.timestamp, self.pushed)
-        return [Send(self.server, gradient, GRADIENT), Send(self.server, pull), *actions]
+        gradient = Gradient(-1, learner, event.samples, step, timestamp, -1, 1.0, loss, event.errors)
+        message = Message(PUSH, self.id, timestamp, self.pushed, None, (gradient,))
+        return [Send(self.server, message, GRADIENT), *warnings]
 
     def _delivered(self, event: Sent, now: float) -> list[Action]:
         self._delivered_at = now
-        return self._advance(now)
+        return self._advance(now) if self._answered_at is not None or self._stopping else []
 
     def _answered(self, event: Received, now: float) -> list[Action]:
         self._answered_at = now
-        self._expects_weights = event.message.timestamp > self.timestamp
-        if self._expects_weights:
+        if event.message.timestamp > self.timestamp:
+            self._expects_weights = True
             self._pulls += 1
-            return [Receive(WEIGHTS, self.server)]
+            return [self._receive]
         self._skipped_pulls += 1
         return self._advance(now)
 
@@ -188,21 +222,32 @@ class Learner(Machine):
 
     def _advance(self, now: float) -> list[Action]:
         """Goes on when no transfer is under way: to the next mini-batch, or away."""
-        answered = self._answered_at is not None or self._stopping
-        if self._delivered_at is None or self._expects_weights or not answered:
-            return []
         delivered, asked = self._delivered_at, self._answered_at
-        self._push_s += delivered - self._pushed_at
+        if delivered is None or self._expects_weights or (asked is None and not self._stopping):
+            return []
+        push_s = delivered - self._pushed_at
         answer = now if asked is None else max(asked, delivered)  # a stop is an answer too
-        self._wait_s += answer - delivered
-        self._pull_s += now - answer
-        return self._leave(now) if self._stopping else self._compute(now)
+        wait_s, pull_s = answer - delivered, now - answer
+        self._push_s += push_s
+        self._wait_s += wait_s
+        self._pull_s += pull_s
+        due: list[Action] = []
+        if self._reports_minibatches:
+            self._report(push_s, wait_s, pull_s)
+            due = self._outbox.due(now)
+        if self._stopping:
+            return due + self._leave(now)
+        return self._next(now) + due if due else self._next(now)
+
+    def _report(self, push_s: float, wait_s: float, pull_s: float) -> None:
+        if self._reports_minibatches:
+            self._outbox.add(Kind.MINIBATCHES, *self._minibatch, push_s, wait_s, pull_s)
 
     def _leave(self, now: float) -> list[Action]:
         self.state = State.STOPPED
         row = (self.learner, self.plan.roles[self.id].world_rank, self.pushed, self._samples, self._pulls)
         times = (self._skipped_pulls, self._compute_s, self._push_s, self._wait_s, self._pull_s)
-        self._outbox.add(Kind.LEARNERS, row + times)
+        self._outbox.add(Kind.LEARNERS, *row, *times)
         return [*self._outbox.flush(now), Send(self.server, Message(Kind.BYE, self.id, value=self.pushed))]
 
     def _finish(self, event: Received, now: float) -> list[Action]:

@@ -1,6 +1,6 @@
 """What all roles share: a table of transitions, and rows on their way to the statistics server."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -8,10 +8,16 @@ import numpy as np
 
 from rudra.errors import ProtocolError
 from rudra.events import Action, Event, Received, Send
-from rudra.messages import ROWS, Kind, split
+from rudra.messages import PACK, ROWS, Kind, split
 from topologies import Plan
 
 Trigger = Kind | type[Event]
+
+
+class States(Enum):
+    """The states of a role; hashed by identity, because every event looks one up."""
+
+    __hash__ = object.__hash__
 
 
 class Machine:
@@ -23,13 +29,20 @@ class Machine:
         state: one of the subclass's enum.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[Enum, Any], str]]
-    state: Enum
+    __slots__ = ("_methods", "id", "name", "plan", "state")
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]]
+    _METHODS: ClassVar[dict[tuple[States, Any], Callable[[Any, Any, float], list[Action]]]]
+    state: States
+
+    def __init_subclass__(cls) -> None:
+        cls._METHODS = {key: getattr(cls, name) for key, name in cls.TRANSITIONS.items()}
 
     def __init__(self, role: int, plan: Plan) -> None:
         self.id = role
         self.plan = plan
         self.name = plan.roles[role].name
+        self._methods = self._METHODS
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -41,13 +54,13 @@ class Machine:
         Raises:
             ProtocolError: the state does not allow the event; nothing has changed.
         """
-        trigger: Any = event.message.kind if isinstance(event, Received) else type(event)
-        method = self.TRANSITIONS.get((self.state, trigger))
+        kind = type(event)
+        trigger: Any = event.message.kind if kind is Received else kind  # type: ignore[union-attr]
+        method = self._methods.get((self.state, trigger))
         if method is None:
             what = trigger.name if isinstance(trigger, Kind) else trigger.__name__
             raise ProtocolError(f"{self.name} cannot take {what} while {self.state.name}")
-        actions: list[Action] = getattr(self, method)(event, now)
-        return actions
+        return method(self, event, now)
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold; tests call it after every event."""
@@ -71,17 +84,21 @@ class Outbox:
 
     def __init__(self, role: int, to: int, interval_s: float) -> None:
         self._role, self._to, self._interval_s = role, to, interval_s
-        self._rows: dict[Kind, list[tuple[Any, ...]]] = {}
+        self._rows: dict[Kind, list[bytes]] = {}
         self._count = 0
         self._since = 0.0
 
-    def add(self, kind: Kind, row: tuple[Any, ...]) -> None:
-        self._rows.setdefault(kind, []).append(row)
-        self._count += 1
+    def add(self, kind: Kind, *row: Any) -> None:
+        self.extend(kind, [PACK[kind](*row)])
+
+    def extend(self, kind: Kind, rows: Sequence[bytes]) -> None:
+        """Adds rows that are packed already."""
+        self._rows.setdefault(kind, []).extend(rows)
+        self._count += len(rows)
 
     def due(self, now: float) -> list[Action]:
         """What to send now, if it is time."""
-        if self._count < self.ROWS_AT_MOST and now - self._since < self._interval_s:
+        if not self._count or (self._count < self.ROWS_AT_MOST and now - self._since < self._interval_s):
             return []
         return self.flush(now)
 
@@ -91,5 +108,10 @@ class Outbox:
         if not self._count:
             return []
         gathered, self._rows, self._count = self._rows, {}, 0
-        messages = (m for kind, rows in gathered.items() for m in split(kind, self._role, np.array(rows, ROWS[kind])))
-        return [Send(self._to, message) for message in messages]
+        joined = ((kind, np.frombuffer(b"".join(rows), ROWS[kind])) for kind, rows in gathered.items())
+        return [Send(self._to, message) for kind, rows in joined for message in split(kind, self._role, rows)]
+
+
+def short(digest: str) -> int:
+    """63 bits of a hexadecimal digest, for the number in a message; 0 where there is none."""
+    return int(digest[:16] or "0", 16) >> 1

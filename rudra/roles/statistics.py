@@ -1,31 +1,44 @@
 """The statistics server: gathers what the others measured, tests the weights, records everything.
 
-Source: rudra.txt §3.2. Nobody waits for it: it holds one snapshot of the weights in work and one
-waiting, gives the parameter server a credit for each that it is done with, and the parameter server skips an
-epoch for which it has no credit. The last epoch is always tested.
+Source: rudra.txt §3.2. Nobody waits for it: it holds one snapshot of the weights in work (hashed, and tested if the job
+says so) and one waiting, gives the parameter server a credit for each that it is done with, and the parameter server
+skips an epoch for which it has no credit. The last epoch is always worked on.
 
     GATHERING  totals, every learner's account and every epoch recorded -> DONE  finish, tell everybody
 """
 
 from collections import deque
 from collections.abc import Mapping
-from enum import Enum, auto
+from enum import auto
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rudra import records
 from rudra.config import Job
-from rudra.events import Action, Evaluate, Evaluated, Finish, Halt, Receive, Received, Record, Send, Started
+from rudra.events import (
+    Action,
+    Evaluate,
+    Evaluated,
+    Finish,
+    Halt,
+    Hash,
+    Hashed,
+    Receive,
+    Received,
+    Record,
+    Send,
+    Started,
+)
 from rudra.messages import Kind, Message, Rows
-from rudra.roles.machine import Machine
+from rudra.roles.machine import Machine, States
 from rudra.roles.server import CREDITS
 from topologies import Plan
 
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))
 
 
-class State(Enum):
+class State(States):
     GATHERING = auto()
     DONE = auto()
 
@@ -39,7 +52,7 @@ class StatisticsServer(Machine):
         job: resolved.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[Enum, Any], str]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
         (State.GATHERING, Started): "_start",
         (State.GATHERING, Kind.START): "_begin",
         (State.GATHERING, Kind.GRADIENTS): "_gradients",
@@ -47,6 +60,7 @@ class StatisticsServer(Machine):
         (State.GATHERING, Kind.MINIBATCHES): "_minibatches",
         (State.GATHERING, Kind.EPOCHS): "_epoch",
         (State.GATHERING, Kind.SNAPSHOT): "_snapshot",
+        (State.GATHERING, Hashed): "_hashed",
         (State.GATHERING, Evaluated): "_evaluated",
         (State.GATHERING, Kind.LEARNERS): "_learner",
         (State.GATHERING, Kind.TOTALS): "_account",
@@ -57,14 +71,14 @@ class StatisticsServer(Machine):
         self.state = State.GATHERING
         self.epochs = job.training.epochs
         self._evaluates = job.training.evaluate
-        self._records_minibatches = job.results.minibatches
         self._learners = np.zeros(len(plan.learners), records.LEARNER)
         self._accounts = 0
         self._totals: Rows | None = None
         self._rows: dict[int, Rows] = {}  # epoch -> its row, until those before it are recorded
-        self._waiting: deque[tuple[str, int]] = deque()  # snapshots to test: buffer and epoch
-        self._testing: int | None = None
+        self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
+        self._working: tuple[str, int] | None = None
         self._recorded = 0
+        self._began = 0.0
         self._final_weights: str | None = None
 
     @property
@@ -83,6 +97,7 @@ class StatisticsServer(Machine):
         return [Receive(buffer, self.plan.server) for buffer in SNAPSHOTS]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
+        self._began = event.message.value * 1e-9
         return []
 
     def _gradients(self, event: Received, now: float) -> list[Action]:
@@ -92,7 +107,7 @@ class StatisticsServer(Machine):
         return [Record("updates", _rows(event))]
 
     def _minibatches(self, event: Received, now: float) -> list[Action]:
-        return [Record("minibatches", _rows(event))] if self._records_minibatches else []
+        return [Record("minibatches", _rows(event))]
 
     def _epoch(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)
@@ -106,35 +121,47 @@ class StatisticsServer(Machine):
         assert event.buffer is not None
         if epoch == self.epochs:
             self._final_weights = event.buffer
-        if not self._evaluates:
-            return self._record(now)
-        rows["evaluated"] = 1
         self._waiting.append((event.buffer, epoch))
-        return self._test()
+        return self._work()
 
-    def _test(self) -> list[Action]:
-        if self._testing is not None or not self._waiting:
+    def _work(self) -> list[Action]:
+        if self._working is not None or not self._waiting:
             return []
-        buffer, self._testing = self._waiting.popleft()
+        self._working = self._waiting.popleft()
+        return [Hash(self._working[0])]
+
+    def _hashed(self, event: Hashed, now: float) -> list[Action]:
+        assert self._working is not None
+        buffer, epoch = self._working
+        rows = self._rows[epoch]
+        rows["weights_sha256"] = event.digest.encode()
+        if not self._evaluates:
+            return self._done(now)
+        rows["evaluation_began_s"] = now - self._began
         return [Evaluate(buffer)]
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
-        assert self._testing is not None
-        rows = self._rows[self._testing]
+        assert self._working is not None
+        rows = self._rows[self._working[1]]
+        rows["evaluated"] = 1
         rows["test_loss"], rows["test_error"], rows["test_error_top5"] = event.loss, event.error, event.error_top5
         rows["evaluation_s"] = event.seconds
-        last = self._testing == self.epochs
-        self._testing = None
+        return self._done(now)
+
+    def _done(self, now: float) -> list[Action]:
+        assert self._working is not None
+        buffer, epoch = self._working
+        self._working = None
         actions: list[Action] = []
-        if not last:  # the last snapshot holds the final weights, which are still to be written
-            actions = [Receive(event.buffer, self.plan.server), self._to_server(Kind.CREDIT)]
-        return actions + self._test() + self._record(now)
+        if epoch != self.epochs:  # the last snapshot holds the final weights, which are still to be written
+            actions = [Receive(buffer, self.plan.server), self._to_server(Kind.CREDIT)]
+        return actions + self._work() + self._record(now)
 
     def _record(self, now: float) -> list[Action]:
         """Records the epochs that are complete, in order, and finishes after the last."""
         actions: list[Action] = []
-        tested_later = {epoch for _, epoch in self._waiting} | {self._testing}
-        while (following := self._recorded + 1) in self._rows and following not in tested_later:
+        later = {epoch for _, epoch in (*self._waiting, self._working or ("", 0))}
+        while (following := self._recorded + 1) in self._rows and following not in later:
             actions.append(Record("epochs", self._rows.pop(following)))
             self._recorded = following
         return actions + self._finish()

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +82,35 @@ class Trap(nn.Module):
                 time.sleep(1000)
         result: torch.Tensor = self.inner(inputs)
         return result
+
+
+def everything() -> nn.Module:
+    """Dropout, and BatchNorm's statistics, which travel as buffers."""
+    return nn.Sequential(
+        nn.Linear(20, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.4), nn.Linear(40, 300), nn.Tanh(), nn.Dropout(),
+        nn.Linear(300, CLASSES),
+    )  # fmt: skip
+
+
+def train_all(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
+    """Runs several jobs, one after the other, on the same ranks; the result files' names are the keys."""
+    from rudra.bench.ranks import rest, train
+
+    for path, job in jobs.items():
+        train(job, Path(path)).close()
+        rest(comm)
+    return {}
+
+
+def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
+    """Where ranks have clocks that are hours apart, and every two ranks make a node: this rank's view of the origin."""
+    from rudra.mpi import clock_origin
+
+    def clock() -> float:
+        return time.perf_counter() + 3600.0 * (comm.rank // 2)
+
+    origin = clock_origin(comm, 3, clock, comm.Split(comm.rank // 2))
+    return {"origin": origin - 3600.0 * (comm.rank // 2)}
 
 
 def raising() -> nn.Module:

@@ -1,5 +1,6 @@
 """Small clusters in virtual time, for tests."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from rudra import data, roles, sim
 from rudra.config import Job
-from rudra.events import Finish, Record
-from rudra.executor import Executor, TensorHands, make_executors
+from rudra.costs import CostModel
+from rudra.events import Compute, Computed, Finish, Record
+from rudra.executor import Executor, make_executors
+from rudra.hands import TensorHands
 from rudra.roles import Machine
 from topologies import Plan
 
@@ -58,27 +61,40 @@ def timing(job_: Job, training_samples: int) -> Rows:
     rows = Rows()
     hands = sim.TimingOnly(job_.training.minibatch_size)
     seed = job_.training.seed
-    simulation = sim.Simulation(
-        plan, machines, hands, rows, job_.simulation, size_bytes=350_000, seed=seed, check=validate
-    )
+    costs = CostModel(job_.simulation, plan, job_.training.minibatch_size)
+    simulation = sim.Simulation(plan, machines, hands, rows, costs, size_bytes=350_000, seed=seed, check=validate)
     simulation.run()
     return rows
 
 
 class Guarded(TensorHands):
-    """Real tensors; buffers that nobody may read hold NaN, and a buffer that is lent must not change."""
+    """Real tensors; buffers that nobody may read hold NaN, and one that is lent or computed with must not change."""
 
     def __init__(self, executors: dict[int, Executor]) -> None:
         super().__init__(executors, poison=True)
-        self._lent: dict[tuple[int, str], list[int]] = {}
+        self._lent: dict[tuple[int, str], list[str]] = {}
+        self._weights: dict[int, str] = {}
 
     def lent(self, role: int, buffer: str) -> None:
-        self._lent.setdefault((role, buffer), []).append(self.hash(role, buffer))
+        super().lent(role, buffer)
+        self._lent.setdefault((role, buffer), []).append(self._digest(role, buffer))
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
         digest = self._lent[source, source_buffer].pop(0)
-        assert digest == self.hash(source, source_buffer), f"{source_buffer} of role {source} changed in flight"
+        assert digest == self._digest(source, source_buffer), f"{source_buffer} of role {source} changed in flight"
         super().transfer(source, source_buffer, to, to_buffer)
+        assert digest == self._digest(to, to_buffer) == self.hash(to, to_buffer)
+
+    def planned(self, role: int, action: Compute) -> None:
+        super().planned(role, action)
+        self._weights[role] = self._digest(role, action.weights)
+
+    def compute(self, role: int, action: Compute) -> Computed:
+        assert self._weights.pop(role) == self._digest(role, action.weights), f"weights of role {role} changed"
+        return super().compute(role, action)
+
+    def _digest(self, role: int, buffer: str) -> str:
+        return self._executors[role].hash(buffer)
 
 
 @dataclass
@@ -88,30 +104,31 @@ class Trained:
     rows: Rows
     executors: dict[int, Executor]
     plan: Plan
+    hands: TensorHands
 
     @property
     def weights(self) -> torch.Tensor:
         return self.executors[self.plan.server].buffer("weights").vector
 
 
-def train(job_: Job) -> Trained:
-    """Runs a job with real gradients, poisoned buffers and every invariant checked."""
+def train(job_: Job, kind: Callable[[dict[int, Executor]], TensorHands] = Guarded) -> Trained:
+    """Runs a job with real gradients, poisoned buffers (unless other hands are given) and every invariant checked."""
     plan = job_.make_topology().plan(job_.learners)
     train_, test, info = data.load(job_.data)
     torch.set_num_threads(job_.cluster.threads_per_rank or 1)
     roles_ = tuple(range(len(plan.roles)))
     executors = make_executors(job_, plan, roles_, (train_, test), info, prefetch=False)
     machines = {i: roles.make(i, job_, plan, info.training_samples) for i in roles_}
-    rows = Rows()
+    rows, hands = Rows(), kind(executors)
     simulation = sim.Simulation(
         plan,
         machines,
-        Guarded(executors),
+        hands,
         rows,
-        job_.simulation,
+        CostModel(job_.simulation, plan, job_.training.minibatch_size),
         size_bytes=1_000_000,
         seed=job_.training.seed,
         check=validate,
     )
     simulation.run()
-    return Trained(rows, executors, plan)
+    return Trained(rows, executors, plan, hands)

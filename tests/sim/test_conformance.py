@@ -78,12 +78,30 @@ def check(run: Job, rows: Rows, samples: int) -> None:
     assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
     assert epochs["evaluated"][-1] == 1
     assert (np.diff(updates["time_s"]) >= 0).all()
+    assert (updates["update_s"] == run.simulation.update_s).all()
+    tested = epochs[epochs["evaluated"] == 1]
+    assert (tested["evaluation_began_s"] >= tested["time_s"]).all()
+    check_times(run, rows)
     for learner in range(run.learners):
         mine = gradients[gradients["learner"] == learner]
         assert np.array_equal(mine["step"], np.arange(len(mine)))
         assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
     for learner in rows.learners:
         assert learner["pulls"] + learner["skipped_pulls"] <= learner["pushed"]
+
+
+def check_times(run: Job, rows: Rows) -> None:
+    """Mini-batches of a learner follow each other without a gap, and add up to its account."""
+    minibatches = rows["minibatches"]
+    assert rows.learners is not None
+    for learner, account in enumerate(rows.learners):
+        mine = minibatches[minibatches["learner"] == learner]
+        ends = mine["time_s"] + mine["push_s"] + mine["wait_s"] + mine["pull_s"]
+        begins = mine["time_s"] - mine["compute_s"]
+        assert np.allclose(begins[1:], ends[:-1])
+        for name in ("compute_s", "push_s", "wait_s", "pull_s"):
+            assert (mine[name] >= 0).all()
+            assert np.isclose(mine[name].sum(), account[name])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=text)

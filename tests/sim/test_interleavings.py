@@ -23,7 +23,16 @@ def clusters(draw: st.DrawFn) -> tuple[Any, int]:
         "latency_s": draw(times),
         "latency_jitter_s": draw(times),
         "bandwidth_bytes_per_s": draw(st.sampled_from([1e6, 1e9, 1e13])),
+        "nodes": draw(st.sampled_from([None, 1, 2])),
+        "servers_on_first_node": draw(st.booleans()),
+        "local_latency_s": draw(st.sampled_from([None, 0.0, 0.05])),
+        "local_bandwidth_bytes_per_s": draw(st.sampled_from([None, 1e5, 1e13])),
+        "cores_per_node": draw(st.sampled_from([None, 1, 3])),
+        "node_slowdown": draw(st.sampled_from([0.0, 0.5])),
+        "straggler_probability": draw(st.sampled_from([0.0, 0.1])),
+        "distribution": draw(st.sampled_from(["uniform", "lognormal", "exponential"])),
         "message_s": draw(times),
+        "gradient_s": draw(times),
         "update_s": draw(times),
         "evaluation_s": draw(st.sampled_from([0.0, 0.01, 10.0])),
     }
@@ -64,6 +73,7 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(cluster: tuple[Any, 
     assert totals["samples"] >= needed > totals["samples"] - updates["gradients"][-1] * SAMPLES
     assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
     assert epochs["evaluated"][-1] == run.training.evaluate
+    assert (updates["update_s"] == run.simulation.update_s).all()
     for learner in range(run.learners):
         steps = gradients["step"][gradients["learner"] == learner]
         assert np.array_equal(steps, np.arange(len(steps))), "each learner's gradients are applied once and in order"

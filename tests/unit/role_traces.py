@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rudra import records
 from rudra.config import Job
-from rudra.events import Accumulate, Action, Event, Receive, Received, Send, Sent, Update
+from rudra.events import Accumulate, Action, Event, Hashed, Receive, Received, Send, Sent, Update, Updated
 from rudra.messages import Kind, Message
+from rudra.records import Gradient
 from rudra.roles import Machine, make
 from topologies import Plan
 
@@ -20,6 +20,7 @@ SAMPLES = 4
 NAMES = ("S", "T", *(f"L{i}" for i in range(8)))
 QUIET = {"report_s": 1e9}
 """Rows are sent only where they must be, which keeps traces short."""
+HASHED = Hashed("0123456789abcdef" + 48 * "0")
 
 
 def job(name: str, learners: int = 2, **tables: Any) -> Job:
@@ -49,7 +50,7 @@ def brief(action: Action) -> str:
         case Update(gradient, _, rate):
             return f"update by {gradient} at {rate:g}"
         case _:
-            shown = (getattr(action, name) for name in action.__slots__)
+            shown = (getattr(action, name) for name in type(action).__match_args__)
             fields = [str(value) for value in shown if not isinstance(value, np.ndarray)]
             return " ".join([type(action).__name__.lower(), *fields])
 
@@ -63,17 +64,18 @@ def feed(role: Machine, *events: Event, now: float = 0.0) -> list[str]:
     return wanted
 
 
-def gradient_row(learner: int, step: int, timestamp: int, samples: int = SAMPLES) -> np.ndarray:
-    return np.array([(-1, learner, samples, step, timestamp, -1, 1.0, 0.5, 1, 0)], records.GRADIENT)
+def sent_gradient(learner: int, step: int, timestamp: int, samples: int = SAMPLES) -> Gradient:
+    return Gradient(-1, learner, samples, step, timestamp, -1, 1.0, 0.5, 1)
 
 
 def gradient(learner: int, step: int, timestamp: int, buffer: str, samples: int = SAMPLES) -> Received:
-    rows = gradient_row(learner, step, timestamp, samples)
-    return Received(Message(Kind.GRADIENT, FIRST_LEARNER + learner, timestamp, step + 1, rows), buffer)
+    gradients = (sent_gradient(learner, step, timestamp, samples),)
+    message = Message(Kind.GRADIENT, FIRST_LEARNER + learner, timestamp, step + 1, gradients=gradients)
+    return Received(message, buffer)
 
 
-def pull(learner: int, timestamp: int, pushed: int) -> Received:
-    return Received(Message(Kind.PULL, FIRST_LEARNER + learner, timestamp, pushed))
+def updated(timestamp: int, digest: int = 0, seconds: float = 0.0) -> Updated:
+    return Updated(timestamp, digest, seconds)
 
 
 def bye(learner: int, pushed: int) -> Received:

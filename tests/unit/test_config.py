@@ -13,7 +13,7 @@ from rudra.errors import ConfigError
 from topologies import Plan
 
 TRAINING = "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size"
-TABLES = "model, data, training, optimizer, protocol, topology, cluster, simulation, faults, results"
+TABLES = "model, data, training, optimizer, protocol, topology, cluster, simulation, faults, results, study"
 FOUR = {"learners": 4}
 
 
@@ -79,7 +79,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"topology": {"name": "tree"}}, "[topology] name: 'tree' is unknown; valid: base or package.module:object"),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
     ({"topology": {"options": {"z": 1}}}, "[topology] options: base.plan: got an unexpected keyword argument 'z'"),
-    ({"cluster": {"device": "gpu"}}, "[cluster] device must be 'cpu', not 'gpu'"),
+    ({"cluster": {"device": "gpu"}}, "[cluster] device must be 'cpu', 'cuda' or 'auto', not 'gpu'"),
     ({"simulation": {"slowdown": {4: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner 4; valid: 0 to 3"),
     ({"simulation": {"slowdown": {-1: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner -1; valid: 0 to 3"),
     ({"simulation": {"slowdown": {"1": 0}}}, "[simulation] slowdown of learner 1 must be > 0, not 0.0"),
@@ -152,8 +152,8 @@ def test_a_damaged_job_file_is_named(tmp_path: Path, content: bytes, text: str) 
     ("name", "text"),
     [
         ("nowhere/mine.toml", "nowhere/mine.toml: no such job file"),
-        ("digit", "digit: no such job; did you mean digits? give a TOML file or one of: cifar10, digits, "),
-        ("zzzzz", "zzzzz: no such job; give a TOML file or one of: cifar10, digits, "),
+        ("digit", "digit: no such job; did you mean digits? give a TOML file or one of: digits, fashion, "),
+        ("zzzzz", "zzzzz: no such job; give a TOML file or one of: digits, fashion, "),
         ("jobs", "jobs: no such job; give a TOML file or one of: "),
     ],
 )

@@ -1,7 +1,9 @@
 import copy
 import hashlib
+import math
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from rudra.config import ModelTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError, DataError
 from rudra.flat import Entry, FlatModel, sha256
-from rudra.models import build
+from rudra.models import build, cifar10_full
 
 
 class Tied(nn.Module):
@@ -187,3 +189,52 @@ def test_hash_is_of_the_values_as_little_endian_floats() -> None:
     expected = hashlib.sha256(struct.pack("<3f", 1.0, -2.5, 3.25)).hexdigest()
     assert sha256(np.array([1.0, -2.5, 3.25], np.float32)) == expected
     assert sha256(np.array([1.0, 9.0, -2.5, 9.0, 3.25], np.float32)[::2]) == expected
+
+
+def tied() -> nn.Module:
+    """One weight at two places, and a parameter without a part in the output."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16))
+    module[3].weight = module[1].weight
+    module.register_parameter("idle", nn.Parameter(torch.ones(3)))
+    module.register_buffer("constant", torch.full((2,), 7.0))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("network", "shape"), [(tied, (1, 4, 4)), (lambda: cifar10_full((3, 16, 16), 16), (3, 16, 16))]
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_mapped_gradients_are_those_of_one_after_the_other(network: Any, shape: Any, shared: bool) -> None:
+    torch.manual_seed(0)
+    model = FlatModel(network())
+    weights = [torch.empty(model.size) for _ in range(1 if shared else 3)]
+    for index, vector in enumerate(weights):
+        model.read_into(vector)
+        vector[: model.parameter_count] *= 1 + index
+    inputs, labels = torch.randn(3, 2, *shape), torch.randint(16, (3, 2))
+    outs = [torch.full((model.size,), math.nan) for _ in range(3)]
+    losses, wrong = model.mapped_gradients(weights, inputs, labels, outs)
+    for index, out in enumerate(outs):
+        model.bind(weights[0 if shared else index])
+        expected = torch.empty(model.size)
+        loss, errors = model.gradient(inputs[index], labels[index], expected, 0)
+        assert torch.allclose(out, expected, atol=1e-6)
+        assert losses[index] == pytest.approx(loss, abs=1e-5)
+        assert wrong[index] == errors
+
+
+def test_a_joint_gradient_is_the_mean_and_knows_every_sample() -> None:
+    torch.manual_seed(0)
+    model = FlatModel(tied())
+    weights, joint = torch.empty(model.size), torch.empty(model.size)
+    model.read_into(weights)
+    model.bind(weights)
+    inputs, labels = torch.randn(6, 1, 4, 4), torch.randint(16, (6,))
+    losses, wrong = model.joint_gradient(inputs, labels, joint, 0)
+    parts = [torch.empty(model.size) for _ in range(3)]
+    for index, part in enumerate(parts):
+        two = slice(2 * index, 2 * index + 2)
+        loss, errors = model.gradient(inputs[two], labels[two], part, 0)
+        assert losses[two].mean() == pytest.approx(loss, abs=1e-5)
+        assert wrong[two].sum() == errors
+    assert torch.allclose(joint, torch.stack(parts).mean(0), atol=1e-6)

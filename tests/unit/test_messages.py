@@ -1,5 +1,6 @@
 """Messages survive the wire, and fit where they are put."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,9 +8,12 @@ from hypothesis import strategies as st
 
 from rudra import records
 from rudra.messages import CONTROL_BYTES, ROWS, Kind, Message, split, tail_bytes
+from rudra.records import Gradient
 
 INT32 = st.integers(0, 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
+FLOAT = st.floats(allow_nan=False)
+GRADIENTS = st.builds(Gradient, INT64, INT32, INT32, INT64, INT64, INT64, FLOAT, FLOAT, INT32, st.just(0))
 
 
 def rows(kind: Kind, count: int) -> np.ndarray:
@@ -22,7 +26,7 @@ def rows(kind: Kind, count: int) -> np.ndarray:
 def same(one: Message, other: Message) -> bool:
     def facts(m: Message) -> tuple[object, ...]:
         data = None if m.rows is None else (m.rows.dtype, m.rows.tobytes())
-        return m.kind, m.sender, m.timestamp, m.value, data
+        return m.kind, m.sender, m.timestamp, m.value, data, m.gradients
 
     return facts(one) == facts(other)
 
@@ -46,11 +50,29 @@ def test_round_trip_with_rows_from_a_buffer_that_is_used_again(kind: Kind, count
     assert decoded.rows.flags.writeable, "roles write into the rows that they receive"
 
 
+@given(st.lists(GRADIENTS, min_size=1, max_size=6), INT64)
+def test_round_trip_of_gradients_from_a_buffer_that_is_used_again(gradients: list[Gradient], timestamp: int) -> None:
+    """Steps and timestamps beyond 32 bits included."""
+    message = Message(Kind.GRADIENT, 3, timestamp, 9, gradients=tuple(gradients))
+    buffer = bytearray(message.encode() + b"\xff" * 100)
+    decoded = Message.decode(memoryview(buffer))
+    buffer[:] = bytes(len(buffer))
+    assert same(decoded, message)
+    assert all(type(gradient) is Gradient for gradient in decoded.gradients)
+
+
+def test_gradients_on_the_wire_are_rows_of_their_table() -> None:
+    gradient = Gradient(-1, 2, 3, 2**40, 2**41, -1, 0.25, 1.5, 7)
+    (row,) = np.frombuffer(Message(Kind.GRADIENT, 0, gradients=(gradient,)).encode()[-64:], records.GRADIENT)
+    assert row.item() == msgspec.structs.astuple(gradient)
+
+
 @pytest.mark.parametrize("gradients", [1, 2, 3, 30])
 def test_the_tail_behind_a_tensor_holds_what_comes_with_tensors(gradients: int) -> None:
     room = tail_bytes(gradients)
     assert room % 64 == 0, "what follows stays aligned"
-    assert len(Message(Kind.GRADIENT, 0, rows=rows(Kind.GRADIENT, gradients)).encode()) <= room
+    many = tuple(Gradient(-1, i, 4, 0, 0, -1, 1.0, 0.5, 1) for i in range(gradients))
+    assert len(Message(Kind.GRADIENT, 0, gradients=many).encode()) <= room
     assert len(Message(Kind.SNAPSHOT, 0, rows=rows(Kind.SNAPSHOT, 1)).encode()) <= room
     assert len(Message(Kind.WEIGHTS, 0).encode()) <= room
 
@@ -73,4 +95,4 @@ def test_rows_have_the_same_layout_on_every_machine() -> None:
     for dtype in (*ROWS.values(), records.TOTALS):
         assert not dtype.isalignedstruct
         assert dtype.itemsize == sum(dtype[name].itemsize for name in dtype.names)
-        assert all(dtype[name].str[0] == "<" for name in dtype.names)
+        assert all(dtype[name].str[0] in "<|" for name in dtype.names)

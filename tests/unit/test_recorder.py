@@ -2,7 +2,10 @@
 
 import io
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +16,29 @@ from rudra import records
 from rudra.config import Job
 from rudra.events import Finish, Record
 from rudra.progress import Progress
-from rudra.recorder import VERSIONED, Recorder, attributes, make_writer
+from rudra.recorder import VERSIONED, Recorder, arithmetic, attributes, make_writer
 from rudra.results import open_results
+from topologies import Plan, base
 
 
 class Mine(Protocol):
     """A user's own."""
+
+
+class Racing(Protocol):
+    """A user's own, in which learners write over each other's weights."""
+
+    replayable = False
+
+
+class Unordered:
+    """A topology whose sums the MPI library forms."""
+
+    @staticmethod
+    def plan(learners: int) -> Plan:
+        return replace(base.plan(learners), replayable=False)
+
+    learners_for = staticmethod(base.learners_for)
 
 
 def test_a_run_as_recorded_is_a_run_as_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,3 +85,71 @@ def test_attributes_describe_the_job_as_resolved() -> None:
     expected |= {"learners": 3, "n": 3, "gradients_per_update": 1, "threads_per_rank": 2, "seed": 0}
     assert found.items() >= expected.items()
     assert all(found[f"{name}_version"] for name in VERSIONED)
+
+
+def described(driver: str = "mpi", **tables: Any) -> dict[str, Any]:
+    job = Job(cluster={"learners": 3, "threads_per_rank": 1, **tables.pop("cluster", {})}, **tables).resolved()
+    return attributes(job, driver=driver, training_samples=9, classes=5)
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({}, ""),
+        ({"protocol": {"name": Mine}}, ""),
+        ({"protocol": {"name": Racing}}, f"protocol {__name__}:Racing declares that it is not replayable"),
+        ({"topology": {"name": Unordered}}, f"topology {__name__}:Unordered declares that it is not replayable"),
+        ({"cluster": {"device": "cuda"}}, "device cuda, whose kernels may add in another order each time"),
+        ({"simulation": {"batching": "vmap"}}, ""),
+        ({"simulation": {"batching": "vmap"}, "driver": "simulation"}, "gradients were batched together"),
+        ({"simulation": {"tensors": False}, "driver": "simulation"}, "the simulation had no tensors"),
+    ],
+)
+def test_the_file_says_whether_the_run_can_be_repeated(tables: dict[str, Any], reason: str) -> None:
+    found = described(**tables)
+    assert found["replayable"] is (reason == "")
+    assert reason in found["not_replayable"]
+    assert bool(reason) == bool(found["not_replayable"])
+
+
+def module_data() -> None:
+    """Can be found by its name."""
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({}, ""),
+        ({"data": {"name": module_data}, "model": {"name": "package.module:network"}}, ""),
+        ({"data": {"name": ([1], [2])}}, "data.name"),
+        ({"data": {"name": partial(module_data)}}, "data.name"),
+        (
+            {"model": {"name": lambda: None, "options": {"layers": [1, 2], "act": object()}}},
+            "model.name, model.options",
+        ),
+        ({"protocol": {"name": Mine}, "data": {"options": {"path": Path()}}}, "data.options"),
+    ],
+)
+def test_python_objects_that_have_no_name_are_listed(tables: dict[str, Any], expected: str) -> None:
+    assert described(**tables)["python_objects"] == expected
+
+
+def test_the_file_says_what_may_decide_the_last_bit() -> None:
+    found = described()
+    assert arithmetic().items() <= found.items()
+    assert set(arithmetic()) == {"rudra_version", "torch_version", "numpy_version", "processor", "cpu_capability"}
+    assert all(arithmetic().values())
+    assert found["device"] == "cpu"
+
+
+def test_a_run_without_tensors_has_no_final_weights(tmp_path: Path) -> None:
+    job = Job(name="timing").resolved(learners=4, threads_per_rank=1)
+    path = tmp_path / "run.h5"
+    about = {"driver": "simulation", "training_samples": 32, "classes": 10}
+    with make_writer(path, job, LAYOUT, SIZE, "abc", False, **about) as writer:
+        recorder = Recorder(writer, Progress(job, 32, mode="quiet"), lambda role, buffer: None)
+        recorder.finish(1, Finish(rows(records.TOTALS, timestamp=1), rows(records.LEARNER, 4), "snapshot 1"))
+    with open_results(path) as results:
+        assert results.status == "finished"
+        assert results.weights is None
+        assert results.summary()["weights_sha256"] is None

@@ -71,7 +71,7 @@ def test_what_is_written_is_read(tmp_path):
     with open_results(path) as results:
         assert not results.live
         assert results.status == "finished"
-        assert (results.attributes["format_version"], results.attributes["seed"]) == (1, 7)
+        assert (results.attributes["format_version"], results.attributes["seed"]) == (2, 7)
         assert results.attributes["hosts"] == ["köln", "b"]
         assert "missing" not in results.attributes
         assert results.job["protocol"]["n"] == 2
@@ -330,7 +330,7 @@ def _newer(path):
 
 def _incomplete(path):
     with h5py.File(path, "w") as file:
-        file.attrs["format_version"] = 1
+        file.attrs["format_version"] = 2
 
 
 def _cut(path, keep=2):
@@ -353,7 +353,7 @@ def _altered(path):
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
-        (_newer, "has format version 99; this Rudra reads 1"),
+        (_newer, "has format version 99; this Rudra reads 2"),
         (_incomplete, "damaged: gradients, .* missing"),
         (_cut, "truncated"),
         (lambda path: _cut(path, keep=10_000), "truncated|not a result file"),

@@ -10,32 +10,36 @@ import numpy as np
 import pytest
 from role_traces import (
     FIRST_LEARNER,
+    HASHED,
     SERVER,
     STATISTICS,
     brief,
     bye,
     feed,
     gradient,
-    gradient_row,
     job,
     machine,
     rows_sent,
+    sent_gradient,
+    updated,
 )
 
 from rudra import records
 from rudra.config import FaultsTable
 from rudra.errors import ProtocolError
-from rudra.events import Computed, Evaluated, Event, Hashed, Received, Sent, Started
+from rudra.events import Action, Computed, Evaluated, Event, Fail, Hashed, Received, Send, Sent, Started, Updated
 from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
 from rudra.roles import learner as learner_
 from rudra.roles import server as server_
 from rudra.roles import statistics as statistics_
+from rudra.roles.machine import short
 
 START = Received(Message(Kind.START, SERVER))
+DIGEST = short(HASHED.digest)
 STOP = Received(Message(Kind.STOP, SERVER))
 DONE = Received(Message(Kind.DONE, STATISTICS))
-READY = [Received(Message(Kind.READY, FIRST_LEARNER + i, value=7)) for i in range(2)]
+READY = [Received(Message(Kind.READY, FIRST_LEARNER + i, value=DIGEST)) for i in range(2)]
 SENT = Sent("gradient", SERVER)
 
 
@@ -54,8 +58,13 @@ def computed(step: int, loss: float = 0.5) -> Computed:
 def computing(**faults: Any) -> Machine:
     """A learner that computes its first gradient since time 0."""
     role = machine(FIRST_LEARNER, job("async", faults=FaultsTable(**faults).model_dump()))
-    feed(role, Started(), weights(0), Hashed(7), START)
+    feed(role, Started(), weights(0), HASHED, START)
     return role
+
+
+def message(action: Action) -> Message:
+    assert isinstance(action, Send)
+    return action.message
 
 
 def exchanging() -> Machine:
@@ -71,13 +80,12 @@ def test_learner_until_its_first_gradient() -> None:
     role = machine(FIRST_LEARNER, job("async"))
     assert feed(role, Started()) == ["receive weights from S"]
     assert feed(role, weights(0)) == ["hash weights"]
-    (ready,) = role.handle(Hashed(99), 0.0)
-    assert (brief(ready), ready.message.value) == ("READY@0 to S", 99)  # type: ignore[union-attr]
+    (ready,) = role.handle(HASHED, 0.0)
+    assert (brief(ready), message(ready).value) == ("READY@0 to S", 0x0123456789ABCDEF >> 1)
     assert feed(role, START) == ["compute 0 weights gradient"]
-    push, ask = role.handle(computed(0), 1.0)
+    (push,) = role.handle(computed(0), 1.0)
     assert brief(push) == "GRADIENT@0 to S [gradient]"
-    assert (brief(ask), ask.message.value) == ("PULL@0 to S", 1)  # type: ignore[union-attr]
-    assert push.message.rows == gradient_row(0, 0, 0)  # type: ignore[union-attr]
+    assert message(push).gradients == (sent_gradient(0, 0, 0),)
 
 
 NEXT = ["compute 1 weights gradient"]
@@ -110,9 +118,9 @@ def test_learner_goes_on_or_leaves_when_no_transfer_is_under_way(steps: list[tup
 def test_learner_computes_at_the_weights_it_pulled() -> None:
     role = exchanging()
     feed(role, SENT, answer(5), weights(5))
-    push, ask = role.handle(computed(1), 2.0)
-    assert [brief(push), brief(ask)] == ["GRADIENT@5 to S [gradient]", "PULL@5 to S"]
-    assert push.message.rows["timestamp"] == 5  # type: ignore[union-attr]
+    (push,) = role.handle(computed(1), 2.0)
+    assert brief(push) == "GRADIENT@5 to S [gradient]"
+    assert (message(push).timestamp, message(push).gradients[0].timestamp) == (5, 5)
 
 
 def test_learner_told_to_stop_while_computing_pushes_no_more() -> None:
@@ -120,7 +128,7 @@ def test_learner_told_to_stop_while_computing_pushes_no_more() -> None:
     assert feed(role, STOP) == []
     actions = role.handle(computed(0), 1.0)
     assert [brief(a) for a in actions] == LEAVE
-    assert actions[-1].message.value == 0  # type: ignore[union-attr]
+    assert message(actions[-1]).value == 0
     assert feed(role, DONE) == ["halt"]
 
 
@@ -144,6 +152,42 @@ def test_answers_before_the_delivery_cost_no_waiting() -> None:
     assert times(role, computed(1), 6.0) == {"compute_s": 1 + 2, "push_s": 3, "wait_s": 0, "pull_s": 0}
 
 
+def reported(now_and_events: list[tuple[float, Event]], start_s: float = 0.0) -> list[np.void]:
+    """Rows of the mini-batches of a learner that lives through this; it reports each as soon as it is over."""
+    role = machine(FIRST_LEARNER, job("async").with_(results={"report_s": 0.0}))
+    feed(role, Started(), weights(0), HASHED)
+    role.handle(Received(Message(Kind.START, SERVER, value=round(start_s * 1e9))), start_s)
+    actions = [action for now, event in now_and_events for action in role.handle(event, start_s + now)]
+    return list(rows_sent(actions, Kind.MINIBATCHES))
+
+
+@pytest.mark.parametrize(
+    ("events", "times"),
+    [
+        ([(1.0, computed(0)), (3.0, SENT), (6.0, answer(1)), (10.0, weights(1))], (1, 1, 2, 3, 4)),
+        ([(1.0, computed(0)), (3.0, SENT), (6.0, answer(0))], (1, 1, 2, 3, 0)),
+        ([(1.0, computed(0)), (3.0, answer(1)), (6.0, SENT), (10.0, weights(1))], (1, 1, 5, 0, 4)),
+        ([(1.0, computed(0)), (3.0, answer(1)), (4.0, weights(1)), (6.0, SENT)], (1, 1, 5, 0, 0)),
+        ([(1.0, computed(0)), (3.0, SENT), (6.0, STOP)], (1, 1, 2, 3, 0)),
+        ([(0.5, STOP), (1.0, computed(0))], (1, 1, 0, 0, 0)),
+    ],
+)
+def test_times_of_a_minibatch_follow_each_other_since_the_common_start(
+    events: list[tuple[float, Event]], times: tuple[float, ...]
+) -> None:
+    """Columns: ready, computing, pushing, waiting, pulling."""
+    (row,) = reported(events, start_s=100.0)
+    assert [row[name] for name in ("time_s", "compute_s", "push_s", "wait_s", "pull_s")] == pytest.approx(list(times))
+    assert [row[name] for name in ("learner", "samples", "step", "timestamp", "loss", "errors")] == [0, 4, 0, 0, 0.5, 1]
+
+
+def test_the_next_minibatch_begins_where_the_last_exchange_ended() -> None:
+    first = [(1.0, computed(0)), (3.0, SENT), (6.0, answer(1)), (10.0, weights(1))]
+    one, two = reported([*first, (15.0, computed(1)), (16.0, SENT), (17.0, answer(1))])
+    assert one["time_s"] + one["push_s"] + one["wait_s"] + one["pull_s"] == two["time_s"] - two["compute_s"] == 10.0
+    assert (two["timestamp"], two["step"]) == (1, 1)
+
+
 def test_learner_counts_pulls_and_gradients() -> None:
     role = exchanging()
     feed(role, SENT, answer(0), computed(1), SENT, answer(2), weights(2), computed(2), SENT, answer(2), STOP)
@@ -160,9 +204,14 @@ def test_learner_counts_pulls_and_gradients() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_non_finite_loss_stops(loss: float) -> None:
-    actions = computing().handle(computed(0, loss), 1.0)
-    text = f"fail the loss of mini-batch 0 is {loss}: a smaller learning_rate may help"
-    assert [brief(a) for a in actions] == ["MINIBATCHES@0 to T", text], "what was measured so far is kept"
+    role = computing()
+    feed(role, computed(0), SENT, answer(0), now=0.5)
+    actions = role.handle(computed(1, loss), 1.0)
+    assert [brief(a) for a in actions[:-1]] == ["MINIBATCHES@0 to T"], "what was measured so far is kept"
+    assert actions[-1] == Fail(f"the loss of mini-batch 1 is {loss}: a smaller learning_rate may help")
+    before, last = rows_sent(actions, Kind.MINIBATCHES)
+    assert (before["step"], before["loss"]) == (0, 0.5)
+    assert (last["step"], str(last["loss"]), last["compute_s"], last["push_s"]) == (1, str(loss), 0.5, 0.0)
 
 
 def test_non_finite_loss_warns_once() -> None:
@@ -187,19 +236,22 @@ def snapshot(epoch: int) -> Received:
 
 
 LIVES: list[tuple[int, type[Enum], list[Event]]] = [
-    (FIRST_LEARNER, learner_.State, [Started(), weights(0), Hashed(7), START, computed(0), SENT, STOP, DONE]),
+    (FIRST_LEARNER, learner_.State, [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE]),
     (
         SERVER,
         server_.State,
         [
             Started(),
-            Hashed(7),
+            HASHED,
             *READY,
             *(Sent("weights", FIRST_LEARNER + i) for i in range(2)),
             gradient(0, 0, 0, "gradient 0"),
+            Sent("weights", FIRST_LEARNER),
+            updated(1),
             gradient(1, 0, 0, "gradient 1"),
             bye(0, 1),
             bye(1, 1),
+            updated(2),
             DONE,
         ],
     ),
@@ -210,6 +262,7 @@ LIVES: list[tuple[int, type[Enum], list[Event]]] = [
             Started(),
             START,
             snapshot(1),
+            HASHED,
             Evaluated("snapshot 0", 0.0, 0.0, 0.0, 0.0),
             Received(Message(Kind.TOTALS, SERVER, rows=row(Kind.TOTALS))),
             *(Received(Message(Kind.LEARNERS, 2 + i, rows=row(Kind.LEARNERS))) for i in range(2)),
@@ -231,17 +284,19 @@ def states(role: int, events: list[Event]) -> dict[Enum, Machine]:
 def any_event(trigger: Any) -> Event:
     if isinstance(trigger, Kind):
         rows = row(trigger) if trigger in ROWS else None
-        return Received(Message(trigger, FIRST_LEARNER, rows=rows), "gradient 0")
+        gradients = (sent_gradient(0, 0, 0),) if trigger is Kind.GRADIENT else ()
+        return Received(Message(trigger, FIRST_LEARNER, rows=rows, gradients=gradients), "gradient 0")
     return {
         Started: Started(),
         Sent: Sent("weights", FIRST_LEARNER),
-        Hashed: Hashed(7),
+        Hashed: HASHED,
+        Updated: updated(1),
         Computed: computed(0),
         Evaluated: Evaluated("snapshot 0", 0.0, 0.0, 0.0, 0.0),
     }[trigger]
 
 
-TRIGGERS = [*Kind, Started, Sent, Hashed, Computed, Evaluated]
+TRIGGERS = [*Kind, Started, Sent, Hashed, Updated, Computed, Evaluated]
 
 
 @pytest.mark.parametrize(("role", "all_states", "events"), LIVES, ids=["learner", "server", "statistics"])
@@ -254,12 +309,12 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
         for trigger in TRIGGERS:
             if (state, trigger) in living.TRANSITIONS:
                 continue
-            before = pickle.dumps(vars(living))
+            before = pickle.dumps(living)
             with pytest.raises(ProtocolError) as error:
                 living.handle(any_event(trigger), 1.0)
             name = trigger.name if isinstance(trigger, Kind) else trigger.__name__
             assert str(error.value) == f"{living.name} cannot take {name} while {state.name}"
-            assert pickle.dumps(vars(living)) == before
+            assert pickle.dumps(living) == before
 
 
 @pytest.mark.parametrize("kind", [learner_.Learner, server_.ParameterServer, statistics_.StatisticsServer])
@@ -269,22 +324,35 @@ def test_transitions_name_methods_and_triggers_that_exist(kind: type[Machine]) -
         assert callable(getattr(kind, method))
 
 
+@pytest.mark.parametrize(
+    ("digest", "number"), [("", 0), ("f" * 64, 2**63 - 1), ("0123456789abcdef" + "f" * 48, 0x0123456789ABCDEF >> 1)]
+)
+def test_short_digests_fit_into_a_message(digest: str, number: int) -> None:
+    assert short(digest) == number
+
+
 # Rows on their way.
 
 
+def exchanged(role: Machine, step: int, now: float) -> list[np.void]:
+    """Rows of mini-batches that a learner sends in the course of one more of them."""
+    events = (computed(step), SENT, answer(0))
+    return [row for event in events for row in rows_sent(role.handle(event, now), Kind.MINIBATCHES)]
+
+
 def test_minibatch_rows_are_sent_by_time_or_number() -> None:
-    run = job("async").with_(results={"report_s": 2.0})
-    role = machine(FIRST_LEARNER, run)
-    feed(role, Started(), weights(0), Hashed(7), START)
-    sent = []
-    for step in range(4):
-        sent.append(len(list(rows_sent(role.handle(computed(step), step + 1.0), Kind.MINIBATCHES))))
-        feed(role, SENT, answer(0), now=step + 1.0)
-    assert sent == [0, 2, 0, 2]
+    role = machine(FIRST_LEARNER, job("async").with_(results={"report_s": 2.0}))
+    feed(role, Started(), weights(0), HASHED, START)
+    assert [len(exchanged(role, step, step + 1.0)) for step in range(4)] == [0, 2, 0, 2]
     role = computing()
-    sent = []
-    for step in range(100):
-        sent += rows_sent(role.handle(computed(step), 1.0), Kind.MINIBATCHES)
-        feed(role, SENT, answer(0))
+    sent = [r for step in range(100) for r in exchanged(role, step, 1.0)]
     assert [r["step"] for r in sent] == list(range(96))
     assert sent[0].dtype == records.MINIBATCH
+
+
+def test_minibatches_are_not_reported_if_the_job_says_so() -> None:
+    role = machine(FIRST_LEARNER, job("async").with_(results={"minibatches": False, "report_s": 0.0}))
+    feed(role, Started(), weights(0), HASHED, START)
+    assert not [r for step in range(60) for r in exchanged(role, step, step + 1.0)]
+    feed(role, computed(60), SENT)
+    assert [brief(a) for a in role.handle(STOP, 99.0)] == ["LEARNERS@0 to T", "BYE@0 to S"]

@@ -1,10 +1,12 @@
 """The parameter server: exact traces of small cases with two learners."""
 
+import math
 from typing import Any
 
 import pytest
 from role_traces import (
     FIRST_LEARNER,
+    HASHED,
     SAMPLES,
     SERVER,
     STATISTICS,
@@ -14,14 +16,17 @@ from role_traces import (
     gradient,
     job,
     machine,
-    pull,
     returned,
     rows_sent,
+    sent_gradient,
+    updated,
 )
 
-from rudra.events import Hashed, Received, Sent, Started
+from protocols import Clock, Protocol
+from rudra.events import Received, Send, Sent, Started, Update
 from rudra.messages import Kind, Message
 from rudra.roles import ParameterServer
+from rudra.roles.machine import short
 from rudra.roles.server import State
 
 G0, G1 = "gradient 0", "gradient 1"
@@ -29,7 +34,7 @@ CREDIT = Received(Message(Kind.CREDIT, STATISTICS))
 DONE = Received(Message(Kind.DONE, STATISTICS))
 
 
-def ready(learner: int, digest: int = 7) -> Received:
+def ready(learner: int, digest: int = short(HASHED.digest)) -> Received:
     return Received(Message(Kind.READY, FIRST_LEARNER + learner, value=digest))
 
 
@@ -41,7 +46,7 @@ def new(name: str, samples: int = 10**6, **tables: Any) -> ParameterServer:
 
 def training(name: str, samples: int = 10**6, **tables: Any) -> ParameterServer:
     role = new(name, samples, **tables)
-    feed(role, Started(), Hashed(7), *returned(0, 1), ready(0), ready(1))
+    feed(role, Started(), HASHED, *returned(0, 1), ready(0), ready(1))
     assert role.state is State.TRAINING
     return role
 
@@ -52,7 +57,7 @@ def training(name: str, samples: int = 10**6, **tables: Any) -> ParameterServer:
 def test_training_starts_when_all_hold_the_weights_and_have_said_so() -> None:
     role = new("hardsync")
     assert feed(role, Started()) == ["hash weights"]
-    assert feed(role, Hashed(7)) == ["WEIGHTS@0 to L0 [weights]", "WEIGHTS@0 to L1 [weights]"]
+    assert feed(role, HASHED) == ["WEIGHTS@0 to L0 [weights]", "WEIGHTS@0 to L1 [weights]"]
     assert feed(role, *returned(0), ready(1), ready(0)) == [], "the weights of learner 1 are still lent"
     assert feed(role, *returned(1)) == [
         "START@0 to T",
@@ -63,20 +68,31 @@ def test_training_starts_when_all_hold_the_weights_and_have_said_so() -> None:
     ]
 
 
+def test_everybody_is_told_the_moment_of_the_start_and_rows_count_from_it() -> None:
+    role = new("async")
+    feed(role, Started(), HASHED, *returned(0, 1), ready(0))
+    started = [a.message for a in role.handle(ready(1), 100.25) if isinstance(a, Send)]
+    assert [(m.kind, m.value) for m in started] == [(Kind.START, 100_250_000_000)] * 3
+    role.handle(gradient(0, 0, 0, G0), 103.25)
+    role.handle(updated(1), 103.5)
+    (row,) = rows_sent(role._outbox.flush(104.0), Kind.UPDATES)
+    assert row["time_s"] == 3.0
+
+
 def test_other_initial_weights_end_the_run() -> None:
     role = new("async")
-    feed(role, Started(), Hashed(7), *returned(0, 1), ready(0))
+    feed(role, Started(), HASHED, *returned(0, 1), ready(0))
     assert feed(role, ready(1, digest=8)) == [
         "fail learner 1 received other initial weights than were sent (digests differ)"
     ]
 
 
-# Updates and pulls.
+# Updates and answers: a gradient asks for newer weights.
 
 
 def test_one_update_of_hardsync() -> None:
     role = training("hardsync", protocol={"reference_batch_size": 2 * SAMPLES})
-    assert feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1)) == []
+    assert feed(role, gradient(0, 0, 0, G0)) == []
     assert feed(role, gradient(1, 0, 0, G1)) == [
         "gradient 0 takes 0.5 of 1 * gradient 1",
         "update by gradient 0 at 1",
@@ -84,13 +100,15 @@ def test_one_update_of_hardsync() -> None:
         "WEIGHTS@1 to L0 [weights]",
         "receive gradient 1 from L0",
         "receive gradient 0 from L1",
+        "TIMESTAMP@1 to L1",
+        "WEIGHTS@1 to L1 [weights]",
     ]
-    assert feed(role, pull(1, 0, 1)) == ["TIMESTAMP@1 to L1", "WEIGHTS@1 to L1 [weights]"]
 
 
 def test_hardsync_adds_in_learner_order_whoever_is_first() -> None:
     role = training("hardsync")
-    assert feed(role, gradient(1, 0, 0, G1), pull(1, 0, 1)) == [], "learner 1 waits in its buffer"
+    assert feed(role, gradient(1, 0, 0, G1)) == [], "learner 1 waits in its buffer"
+    assert role.pending == 1
     assert feed(role, gradient(0, 0, 0, G0))[:2] == [
         "gradient 0 takes 0.5 of 1 * gradient 1",
         "update by gradient 0 at 0.25",
@@ -99,9 +117,8 @@ def test_hardsync_adds_in_learner_order_whoever_is_first() -> None:
 
 def test_one_softsync_counts_gradients_of_whomever() -> None:
     role = training("softsync")
-    assert feed(role, gradient(0, 0, 0, G0)) == []
-    assert feed(role, pull(0, 0, 1)) == ["TIMESTAMP@0 to L0"], "nothing newer: answered at once, and no weights"
-    assert feed(role, gradient(0, 1, 0, G1), pull(0, 0, 2)) == [
+    assert feed(role, gradient(0, 0, 0, G0)) == ["TIMESTAMP@0 to L0"], "nothing newer: answered at once, and no weights"
+    assert feed(role, gradient(0, 1, 0, G1)) == [
         "gradient 0 takes 0.5 of 1 * gradient 1",
         "update by gradient 0 at 1",
         "receive gradient 1",
@@ -113,7 +130,7 @@ def test_one_softsync_counts_gradients_of_whomever() -> None:
 
 def test_async_updates_at_once() -> None:
     role = training("async")
-    assert feed(role, gradient(1, 0, 0, G0), pull(1, 0, 1)) == [
+    assert feed(role, gradient(1, 0, 0, G0)) == [
         "update by gradient 0 at 0.5",
         "receive gradient 0",
         "TIMESTAMP@1 to L1",
@@ -121,26 +138,21 @@ def test_async_updates_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("protocol", ["hardsync", "softsync", "async"])
-def test_a_pull_waits_for_the_gradient_that_was_pushed_before_it(protocol: str) -> None:
-    """The control message overtakes the tensor; answered early, it would miss its own update."""
-    role = training(protocol)
-    assert feed(role, pull(0, 0, 1)) == []
-    answered = [text for text in feed(role, gradient(0, 0, 0, G0)) if "L0" in text and "receive" not in text]
-    assert (
-        answered
-        == {
-            "hardsync": [],
-            "softsync": ["TIMESTAMP@0 to L0"],
-            "async": ["TIMESTAMP@1 to L0", "WEIGHTS@1 to L0 [weights]"],
-        }[protocol]
-    )
+def test_an_update_names_the_timestamp_that_it_makes() -> None:
+    role = training("async")
+    actions = [a for step in range(3) for a in role.handle(gradient(0, step, step, G0), 0.0) + feed_back(role)]
+    assert [a.timestamp for a in actions if isinstance(a, Update)] == [1, 2, 3]
+
+
+def feed_back(role: ParameterServer) -> list[Any]:
+    """The weights that went to learner 0 are back."""
+    return role.handle(returned(0)[0], 0.0)
 
 
 def test_an_update_waits_for_lent_weights_and_answers_wait_for_the_update() -> None:
     role = training("async")
-    feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1))  # the weights go to learner 0
-    assert feed(role, gradient(1, 0, 0, G1), pull(1, 0, 1)) == []
+    feed(role, gradient(0, 0, 0, G0))  # the weights go to learner 0
+    assert feed(role, gradient(1, 0, 0, G1)) == []
     assert feed(role, *returned(0)) == [
         "update by gradient 1 at 0.5",
         "TIMESTAMP@2 to L1",
@@ -151,9 +163,9 @@ def test_an_update_waits_for_lent_weights_and_answers_wait_for_the_update() -> N
 
 def test_gradients_that_arrive_while_the_weights_are_lent_are_handled_in_order() -> None:
     role = training("async")
-    feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1))
-    feed(role, gradient(1, 0, 0, G0), pull(1, 0, 1))  # due: waits in the accumulator
-    assert feed(role, gradient(0, 1, 1, G1), pull(0, 1, 2)) == []
+    feed(role, gradient(0, 0, 0, G0))
+    feed(role, gradient(1, 0, 0, G0))  # due: waits in the accumulator
+    assert feed(role, gradient(0, 1, 1, G1)) == []
     assert role.pending == 2
     assert feed(role, *returned(0)) == [
         "update by gradient 0 at 0.5",
@@ -168,10 +180,48 @@ def test_gradients_that_arrive_while_the_weights_are_lent_are_handled_in_order()
 
 
 def test_updates_while_one_of_two_transfers_is_under_way_wait_too() -> None:
-    role = training("async")
-    feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1), pull(1, 0, 0))
-    assert feed(role, gradient(1, 0, 0, G0), *returned(0)) == []
-    assert feed(role, *returned(1))[0] == "update by gradient 0 at 0.5"
+    role = training("hardsync")
+    feed(role, gradient(0, 0, 0, G0), gradient(1, 0, 0, G1))  # the new weights go to both
+    assert feed(role, *returned(0), gradient(0, 1, 1, G1)) == []
+    assert feed(role, gradient(1, 1, 1, G0)) == ["gradient 1 takes 0.5 of 1 * gradient 0"]
+    assert feed(role, *returned(1))[0] == "update by gradient 1 at 0.25"
+
+
+class Turns(Protocol):
+    """Nobody is answered before everybody has pushed as often."""
+
+    def __init__(self, learners: int, gradients: int = 3) -> None:
+        super().__init__(learners)
+        self.gradients_per_update = gradients
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        return clock.pushed[learner] <= min(clock.pushed)
+
+
+class QuietTurns(Turns):
+    grants_on_push = False
+
+
+@pytest.mark.parametrize(
+    ("rule", "answered"), [(Turns, ["TIMESTAMP@0 to L0", "TIMESTAMP@0 to L1"]), (QuietTurns, ["TIMESTAMP@0 to L1"])]
+)
+def test_a_gradient_without_an_update_may_release_others(rule: type[Protocol], answered: list[str]) -> None:
+    role = training("async", protocol={"name": rule, "modulation": "none"})
+    assert feed(role, gradient(0, 0, 0, G0)) == []
+    told = feed(role, gradient(1, 0, 0, G1))
+    assert [text for text in told if text.startswith("TIMESTAMP")] == answered
+
+
+def test_who_is_not_answered_is_asked_about_again_after_each_update() -> None:
+    role = training("async", protocol={"name": QuietTurns, "options": {"gradients": 1}, "modulation": "none"})
+    feed(role, gradient(0, 0, 0, G0))
+    told = feed(role, gradient(1, 0, 0, G0))
+    assert [text for text in told if "to L" in text] == [
+        "TIMESTAMP@2 to L0",
+        "WEIGHTS@2 to L0 [weights]",
+        "TIMESTAMP@2 to L1",
+        "WEIGHTS@2 to L1 [weights]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +236,10 @@ def test_updates_while_one_of_two_transfers_is_under_way_wait_too() -> None:
 def test_weights_of_a_gradient_of_staleness_3(modulation: str, samples: int, trace: list[str]) -> None:
     role = training("async", protocol={"modulation": modulation})
     for step in range(3):
-        feed(role, gradient(0, step, step, G0))
-    assert feed(role, gradient(1, 0, 0, G0, samples))[:-1] == trace
+        feed(role, gradient(0, step, step, G0), *returned(0))
+    told = feed(role, gradient(1, 0, 0, G0, samples))
+    assert told[:-3] == trace
+    assert told[-3] == "receive gradient 0"
 
 
 def test_gradients_are_averaged_by_their_samples() -> None:
@@ -206,22 +258,62 @@ def test_rows_say_what_went_into_the_updates() -> None:
     role = training("softsync", samples=4 * SAMPLES)
     arriving = [(0, 0, 0), (1, 0, 0), (0, 1, 1), (1, 1, 0)]
     actions = []
-    for time, (learner, step, timestamp) in enumerate(arriving):
-        actions += role.handle(gradient(learner, step, timestamp, (G0, G1)[time % 2]), time + 1.0)
+    for time, (learner, step, timestamp) in enumerate(arriving, start=1):
+        actions += role.handle(gradient(learner, step, timestamp, (G1, G0)[time % 2]), float(time))
+        if time % 2 == 0:
+            actions += role.handle(updated(time // 2, digest=2**64 - time, seconds=0.125 * time), time + 0.5)
+            actions += role.handle(returned(learner)[0], time + 0.5)
+    actions += role._outbox.flush(9.0)
     gradients = list(rows_sent(actions, Kind.GRADIENTS))
     assert [(r["learner"], r["step"], r["timestamp"]) for r in gradients] == arriving
     assert [r["update"] for r in gradients] == [1, 1, 2, 2]
     assert [r["staleness"] for r in gradients] == [0, 0, 0, 1]
+    assert [(r["samples"], r["scale"], r["loss"], r["errors"]) for r in gradients] == [(SAMPLES, 1.0, 0.5, 1)] * 4
     updates = [r.item() for r in rows_sent(actions, Kind.UPDATES)]
-    assert updates == [(1, 0, 2, 8, 1.0, 0.0, 2.0), (2, 0, 2, 8, 1.0, 0.5, 4.0)]
+    assert updates == [
+        (1, 0, 2, 8, 1.0, 0.0, 2.0, 0.25, 2**64 - 2),
+        (2, 0, 2, 8, 1.0, 0.5, 4.0, 0.5, 2**64 - 4),
+    ]
     (epoch,) = (a.message.rows[0] for a in actions if getattr(a, "buffer", None) == "snapshot")  # type: ignore[union-attr]
     assert epoch.item()[:9] == (1, 0, 2, 16, 4.0, 0.25, 1.0, 0.5, 0.25)
+    unknown = ("test_loss", "test_error", "test_error_top5", "evaluation_began_s", "evaluation_s")
+    assert all(math.isnan(epoch[name]) for name in unknown)
+    assert epoch["weights_sha256"] == b""
+
+
+def test_two_updates_may_begin_before_the_first_one_is_told_to_be_over() -> None:
+    """An update is done before the next action, but its end is an event, and those wait their turn."""
+    role = training("async")
+    actions = role.handle(gradient(0, 0, 0, G0), 1.0) + role.handle(returned(0)[0], 1.0)
+    actions += role.handle(gradient(1, 0, 1, G0), 2.0)
+    assert not list(rows_sent(actions, Kind.UPDATES))
+    feed(role, updated(1, 11, 0.1), updated(2, 22, 0.2))
+    rows = rows_sent(role._outbox.flush(9.0), Kind.UPDATES)
+    assert [(r["timestamp"], r["digest"], r["update_s"], r["time_s"]) for r in rows] == [
+        (1, 11, 0.1, 1),
+        (2, 22, 0.2, 2),
+    ]
+
+
+def test_an_aggregate_counts_as_the_gradients_that_it_stands_for() -> None:
+    """Two gradients in one tensor, which a server between learners and root sent."""
+    role = training("softsync", protocol={"modulation": "gradient_staleness"})
+    for step in range(2):
+        feed(role, gradient(0, 2 * step, step, G0), gradient(0, 2 * step + 1, step, G1), *returned(0))
+    both = (sent_gradient(0, 4, 1, samples=3), sent_gradient(1, 0, 0, samples=5))
+    event = Received(Message(Kind.GRADIENT, FIRST_LEARNER, 1, gradients=both), G0)
+    told = feed(role, event)
+    assert told[:1] == ["update by gradient 0 at 1"], "staleness 1 and 2; the whole has one weight, the first's"
+    rows = list(rows_sent(role._outbox.flush(9.0), Kind.GRADIENTS))[-2:]
+    assert [(r["learner"], r["samples"], r["staleness"], r["update"]) for r in rows] == [(0, 3, 1, 3), (1, 5, 2, 3)]
+    assert (role.pushed, role.received) == ([5, 1], 6)
 
 
 def test_the_schedule_counts_completed_epochs() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 3}, protocol={"modulation": "none"})
     role.optimizer = role.optimizer.model_copy(update={"milestones": (1, 2)})
-    rates = [text for step in range(3) for text in feed(role, gradient(0, step, step, G0)) if "update" in text]
+    told = [text for step in range(3) for text in feed(role, gradient(0, step, step, G0), *returned(0))]
+    rates = [text for text in told if "update" in text]
     assert [text.split()[-1] for text in rates] == ["1", "0.1", "0.01"]
 
 
@@ -230,38 +322,52 @@ def test_the_schedule_counts_completed_epochs() -> None:
 
 def test_an_epoch_without_credit_is_skipped_and_the_last_waits_for_one() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 4})
-    rows = ["GRADIENTS@0 to T", "UPDATES@0 to T"]
-    tested = ["copy weights snapshot", "SNAPSHOT@{} to T [snapshot]"]
-    told = [feed(role, gradient(0, i, i, G0), Sent("snapshot", STATISTICS)) for i in range(3)]
-    receive = ["receive gradient 0"]
-    assert told[0] == ["update by gradient 0 at 0.5", *rows, tested[0], tested[1].format(1), *receive]
-    assert told[1] == ["update by gradient 0 at 0.5", *rows, tested[0], tested[1].format(2), *receive]
-    assert told[2] == ["update by gradient 0 at 0.5", *rows, "EPOCHS@3 to T", *receive]
+    back = [*returned(0), Sent("snapshot", STATISTICS)]
+    told = [feed(role, gradient(0, i, i, G0), updated(i + 1), *back) for i in range(3)]
+
+    def update(timestamp: int, *epoch: str) -> list[str]:
+        """Rows of an update are known when it is over, so they come with the next epoch's."""
+        rows = ["GRADIENTS@0 to T"] if timestamp == 1 else ["UPDATES@0 to T", "GRADIENTS@0 to T"]
+        answer = [f"TIMESTAMP@{timestamp} to L0", f"WEIGHTS@{timestamp} to L0 [weights]"]
+        return ["update by gradient 0 at 0.5", *rows, *epoch, "receive gradient 0", *answer]
+
+    assert told[0] == update(1, "copy weights snapshot", "SNAPSHOT@1 to T [snapshot]")
+    assert told[1] == update(2, "copy weights snapshot", "SNAPSHOT@2 to T [snapshot]")
+    assert told[2] == update(3, "EPOCHS@3 to T")
+    rows = ["UPDATES@0 to T", "GRADIENTS@0 to T"]
     stops = ["STOP@0 to L0", "STOP@0 to L1"]
-    assert feed(role, gradient(0, 3, 3, G0)) == ["update by gradient 0 at 0.5", *rows, *stops, *receive]
+    assert feed(role, gradient(0, 3, 3, G0)) == ["update by gradient 0 at 0.5", *rows, *stops, "receive gradient 0"]
     assert feed(role, CREDIT) == ["SNAPSHOT@4 to T [weights]"], "the weights themselves: they change no more"
 
 
 def test_an_epoch_is_skipped_while_the_last_snapshot_is_still_lent() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 9})
-    assert "SNAPSHOT@1 to T [snapshot]" in feed(role, gradient(0, 0, 0, G0))
-    assert "EPOCHS@2 to T" in feed(role, gradient(0, 1, 1, G0))
+    assert "SNAPSHOT@1 to T [snapshot]" in feed(role, gradient(0, 0, 0, G0), *returned(0))
+    assert "EPOCHS@2 to T" in feed(role, gradient(0, 1, 1, G0), *returned(0))
     feed(role, Sent("snapshot", STATISTICS))
     assert "SNAPSHOT@3 to T [snapshot]" in feed(role, gradient(0, 2, 2, G0))
 
 
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_snapshots_are_sent_whether_they_are_tested_or_not(evaluate: bool) -> None:
+    """They are hashed in any case."""
+    role = training("async", samples=SAMPLES, training={"epochs": 9, "evaluate": evaluate})
+    assert "SNAPSHOT@1 to T [snapshot]" in feed(role, gradient(0, 0, 0, G0))
+
+
 def test_overshoot_carries_over() -> None:
     """Epochs of 6 samples in gradients of 4: they end with gradients 2, 3 and 5."""
-    role = training("async", samples=6, training={"epochs": 9, "evaluate": False})
-    ends = [any("EPOCHS" in text for text in feed(role, gradient(0, i, i, G0))) for i in range(5)]
+    role = training("async", samples=6, training={"epochs": 9})
+    told = [feed(role, gradient(0, i, i, G0), *returned(0)) for i in range(5)]
+    ends = [any("EPOCHS" in text or "SNAPSHOT" in text for text in texts) for texts in told]
     assert ends == [False, True, True, False, True]
 
 
 def test_one_update_may_end_several_epochs() -> None:
-    role = training("async", samples=1, training={"epochs": 3, "evaluate": False})
+    role = training("async", samples=1, training={"epochs": 3})
     told = feed(role, gradient(0, 0, 0, G0))
     assert [text for text in told if "EPOCHS" in text or "SNAPSHOT" in text] == [
-        "EPOCHS@1 to T",
+        "SNAPSHOT@1 to T [snapshot]",
         "EPOCHS@1 to T",
         "SNAPSHOT@1 to T [weights]",
     ]
@@ -269,20 +375,41 @@ def test_one_update_may_end_several_epochs() -> None:
 
 def test_the_end_waits_for_every_gradient_and_counts_it() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 1})
-    feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1))
+    feed(role, gradient(0, 0, 0, G0), updated(1))
     assert role.state is State.DRAINING
-    assert feed(role, Sent("weights", STATISTICS), pull(1, 0, 1), bye(1, 1), bye(0, 1)) == []
+    assert feed(role, Sent("weights", STATISTICS), bye(1, 1), bye(0, 1)) == []
     actions = role.handle(gradient(1, 0, 0, G1), 5.0)
     role.validate()
-    assert [brief(a) for a in actions] == ["receive gradient 1", "TOTALS@0 to T"]
+    assert [brief(a) for a in actions] == ["receive gradient 1", "UPDATES@0 to T", "TOTALS@0 to T"]
     (totals,) = rows_sent(actions, Kind.TOTALS)
     assert totals.item()[:-1] == (1, SAMPLES, 2, 1, 0, 1, 0)
     assert feed(role, DONE) == ["halt"]
 
 
+def test_a_gradient_that_comes_after_the_end_is_not_answered() -> None:
+    role = training("async", samples=SAMPLES, training={"epochs": 1})
+    assert not [text for text in feed(role, gradient(0, 0, 0, G0)) if "TIMESTAMP" in text], "a stop is the answer"
+    assert feed(role, gradient(1, 0, 0, G1)) == ["receive gradient 1"]
+
+
+@pytest.mark.parametrize("late", range(1, 4))
+def test_the_account_waits_for_everybody_and_for_the_end_of_the_last_update(late: int) -> None:
+    """Rows of all updates come before the totals, whichever of the events at the end is the last one."""
+    role = training("async", samples=2 * SAMPLES, training={"epochs": 1})
+    feed(role, gradient(0, 0, 0, G0), *returned(0), gradient(0, 1, 1, G0))
+    events = [updated(1, 11), updated(2, 22), bye(0, 2), bye(1, 0)]
+    events.append(events.pop(late))
+    assert feed(role, *events[:-1]) == []
+    assert role.state is State.DRAINING
+    actions = role.handle(events[-1], 5.0)
+    assert [brief(a) for a in actions] == ["UPDATES@0 to T", "TOTALS@0 to T"]
+    assert [(r["timestamp"], r["digest"]) for r in rows_sent(actions, Kind.UPDATES)] == [(1, 11), (2, 22)]
+    assert role.state is State.CLOSING
+
+
 def test_gradients_that_wait_when_the_last_epoch_ends_are_discarded() -> None:
     role = training("async", samples=2 * SAMPLES, training={"epochs": 1})
-    feed(role, gradient(0, 0, 0, G0), pull(0, 0, 1))
+    feed(role, gradient(0, 0, 0, G0))
     feed(role, gradient(1, 0, 0, G0), gradient(0, 1, 1, G1))  # the weights are lent: both wait
     told = feed(role, *returned(0))
     assert "STOP@0 to L0" in told
@@ -292,6 +419,7 @@ def test_gradients_that_wait_when_the_last_epoch_ends_are_discarded() -> None:
 def test_training_time_ends_with_the_last_update() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 1})
     role.handle(gradient(0, 0, 0, G0), 3.0)
+    role.handle(updated(1, seconds=0.5), 3.5)
     role.handle(bye(0, 1), 7.0)
     (totals,) = rows_sent(role.handle(bye(1, 0), 9.0), Kind.TOTALS)
     assert totals["time_s"] == 3.0
@@ -299,11 +427,11 @@ def test_training_time_ends_with_the_last_update() -> None:
 
 def test_whom_the_server_waits_for() -> None:
     role = new("hardsync", samples=2 * SAMPLES, training={"epochs": 1})
-    feed(role, Started(), Hashed(7), *returned(0, 1), ready(1))
+    feed(role, Started(), HASHED, *returned(0, 1), ready(1))
     assert role.waiting_for == "learner 0"
     feed(role, ready(0), gradient(0, 0, 0, G0))
     assert role.waiting_for == "a gradient from learner 1"
     feed(role, gradient(1, 0, 0, G1), bye(1, 1))
     assert role.waiting_for == "learner 0"
-    feed(role, bye(0, 1))
+    feed(role, bye(0, 1), updated(1))
     assert role.waiting_for == "the statistics server to finish"

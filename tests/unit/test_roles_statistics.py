@@ -1,11 +1,12 @@
 """The statistics server: exact traces of small cases with two learners."""
 
 import numpy as np
-from role_traces import FIRST_LEARNER, SERVER, STATISTICS, feed, job, machine
+import pytest
+from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, machine
 
 from rudra import records
-from rudra.events import Evaluated, Received, Record, Started
-from rudra.messages import Kind, Message
+from rudra.events import Evaluated, Event, Hashed, Received, Record, Started
+from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
 
 RECORD, CREDIT = "record epochs", "CREDIT@0 to S"
@@ -42,29 +43,64 @@ def test_it_lets_two_snapshots_in() -> None:
     assert feed(role, Started()) == ["receive snapshot 0 from S", "receive snapshot 1 from S"]
 
 
-def test_one_snapshot_is_tested_while_another_waits() -> None:
+def recorded(role: Machine, *events: Event, now: float = 0.0) -> list[np.void]:
+    """Rows of epochs that are recorded after these events."""
+    actions = [action for event in events for action in role.handle(event, now)]
+    return [row for a in actions if isinstance(a, Record) and a.table == "epochs" for row in a.rows]
+
+
+def test_one_snapshot_is_worked_on_while_another_waits() -> None:
     role = started()
-    assert feed(role, epoch(1, "snapshot 0")) == ["evaluate snapshot 0"]
+    assert feed(role, epoch(1, "snapshot 0")) == ["hash snapshot 0"]
     assert feed(role, epoch(2, "snapshot 1")) == []
-    again = ["receive snapshot 0 from S", CREDIT, "evaluate snapshot 1", RECORD]
+    assert feed(role, HASHED) == ["evaluate snapshot 0"]
+    again = ["receive snapshot 0 from S", CREDIT, "hash snapshot 1", RECORD]
     assert feed(role, evaluated("snapshot 0")) == again
+
+
+def test_without_tests_snapshots_are_hashed_all_the_same() -> None:
+    role = started(evaluate=False)
+    assert feed(role, epoch(1, "snapshot 0"), epoch(2, "snapshot 1")) == ["hash snapshot 0"]
+    again = ["receive snapshot 0 from S", CREDIT, "hash snapshot 1", RECORD]
+    assert feed(role, HASHED) == again
 
 
 def test_epochs_are_recorded_in_order_though_the_skipped_are_known_first() -> None:
     role = started(4)
-    assert feed(role, epoch(1, "snapshot 0"), epoch(2)) == ["evaluate snapshot 0"]
-    actions = role.handle(evaluated("snapshot 0", 0.25), 0.0)
-    rows = [a.rows for a in actions if isinstance(a, Record)]
-    assert [int(r[0]["epoch"]) for r in rows] == [1, 2]
-    assert [int(r[0]["evaluated"]) for r in rows] == [1, 0]
+    assert feed(role, epoch(1, "snapshot 0"), epoch(2)) == ["hash snapshot 0"]
+    feed(role, HASHED)
+    rows = recorded(role, evaluated("snapshot 0", 0.25))
+    assert [int(r["epoch"]) for r in rows] == [1, 2]
+    assert [int(r["evaluated"]) for r in rows] == [1, 0]
     assert rows[0][["test_loss", "test_error", "test_error_top5", "evaluation_s"]].item() == (1.5, 0.25, 0.1, 2.0)
+    assert [r["weights_sha256"].decode() for r in rows] == [HASHED.digest, ""], "none where none was looked at"
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_every_epoch_has_the_hash_of_its_own_weights(evaluate: bool) -> None:
+    role = started(3, evaluate)
+    rows = []
+    for number in range(1, 4):
+        snapshot = f"snapshot {number % 2}"
+        tested = [evaluated(snapshot)] if evaluate else []
+        rows += recorded(role, epoch(number, snapshot), Hashed(f"{number:064x}"), *tested)
+    assert [int(r["weights_sha256"], 16) for r in rows] == [1, 2, 3]
+    assert [int(r["evaluated"]) for r in rows] == [evaluate] * 3
+
+
+def test_a_test_begins_after_the_hash_on_the_clock_of_training() -> None:
+    role = machine(STATISTICS, job("async", training={"epochs": 3}))
+    feed(role, Started(), Received(Message(Kind.START, SERVER, value=100 * 10**9)), epoch(1, "snapshot 0"))
+    assert not recorded(role, HASHED, now=107.5)
+    (row,) = recorded(role, evaluated("snapshot 0"), now=109.5)
+    assert (row["evaluation_began_s"], row["evaluation_s"]) == (7.5, 2.0)
 
 
 def test_the_end_waits_for_the_last_test_and_for_every_account() -> None:
     for late in range(4):
         role = started(1)
         events = [*accounts(), evaluated("snapshot 1")]
-        assert feed(role, epoch(1, "snapshot 1")) == ["evaluate snapshot 1"]
+        assert feed(role, epoch(1, "snapshot 1"), HASHED) == ["hash snapshot 1", "evaluate snapshot 1"]
         last = events.pop(late)
         assert not set(feed(role, *events)) & set(END)
         recorded = [RECORD] if isinstance(last, Evaluated) else []
@@ -77,11 +113,14 @@ def test_without_tests_the_final_weights_still_come() -> None:
     role = started(2, evaluate=False)
     assert feed(role, epoch(1), *accounts()) == [RECORD]
     assert role.waiting_for == "the weights of epoch 2"
-    assert feed(role, epoch(2, "snapshot 0")) == [RECORD, "finish snapshot 0", *END]
+    assert feed(role, epoch(2, "snapshot 0")) == ["hash snapshot 0"]
+    assert feed(role, HASHED) == [RECORD, "finish snapshot 0", *END]
 
 
-def test_mini_batches_are_recorded_if_the_job_says_so() -> None:
-    rows = Received(Message(Kind.MINIBATCHES, FIRST_LEARNER, rows=np.zeros(1, records.MINIBATCH)))
-    assert feed(started(), rows) == ["record minibatches"]
-    quiet = job("async").with_(results={"minibatches": False})
-    assert feed(machine(STATISTICS, quiet), rows) == []
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [(Kind.MINIBATCHES, "minibatches"), (Kind.GRADIENTS, "gradients"), (Kind.UPDATES, "updates")],
+)
+def test_rows_are_recorded_as_they_come(kind: Kind, table: str) -> None:
+    rows = Received(Message(kind, FIRST_LEARNER, rows=np.zeros(1, ROWS[kind])))
+    assert feed(started(), rows) == [f"record {table}"]

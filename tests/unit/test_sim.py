@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,8 +11,26 @@ from clusters import Rows, job, timing
 
 from protocols import Clock, Protocol
 from rudra.config import SimulationTable
+from rudra.costs import CostModel
 from rudra.errors import RunError
-from rudra.events import Action, Compute, Computed, Event, Fail, Halt, Receive, Received, Send, Sent, Started
+from rudra.events import (
+    Accumulate,
+    Action,
+    Compute,
+    Computed,
+    Event,
+    Fail,
+    Halt,
+    Hash,
+    Hashed,
+    Receive,
+    Received,
+    Send,
+    Sent,
+    Started,
+    Update,
+    Updated,
+)
 from rudra.messages import Kind, Message
 from rudra.roles import Machine
 from rudra.sim import Simulation, TimingOnly
@@ -28,6 +46,8 @@ class State(Enum):
 
 class Scripted(Machine):
     """A role that does what a function says and keeps what happened and when."""
+
+    TRANSITIONS: ClassVar[Any] = {}
 
     def __init__(self, role: int, plan: Plan, script: Callable[[Event], list[Action]]) -> None:
         super().__init__(role, plan)
@@ -49,6 +69,9 @@ class Transfers(TimingOnly):
 
     _samples: int = 4
     log: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def hash(self, role: int, buffer: str) -> str:
+        return f"{role} {buffer}"
 
     def lent(self, role: int, buffer: str) -> None:
         self.log.append(("lent", role, buffer))
@@ -76,8 +99,8 @@ def simulate(
 ) -> tuple[list[Scripted], Transfers, float]:
     machines = {i: Scripted(i, PLAN, script) for i, script in enumerate(scripts)}
     hands = Transfers()
-    table = SimulationTable(**{**COSTS, **(costs or {})})
-    simulation = Simulation(PLAN, machines, hands, Rows(), table, size_bytes=100, seed=seed)
+    model = CostModel(SimulationTable(**{**COSTS, **(costs or {})}), PLAN, 4)
+    simulation = Simulation(PLAN, machines, hands, Rows(), model, size_bytes=100, seed=seed)
     return list(machines.values()), hands, simulation.run()
 
 
@@ -131,22 +154,29 @@ def test_a_buffer_takes_only_what_its_source_sends() -> None:
     assert sorted(got) == [(1, "first"), (2, "second")]
 
 
-def test_buffers_for_anybody_are_filled_in_order_of_arrival() -> None:
-    got: list[Any] = []
+@pytest.mark.parametrize("latency_jitter_s", [0.0, 1e-9])
+@pytest.mark.parametrize("local_latency_s", [None, 0.0])
+def test_tensors_that_wait_for_a_buffer_are_taken_in_order_of_arrival(
+    latency_jitter_s: float, local_latency_s: float | None
+) -> None:
+    """Whether arrivals need events of their own or not: learner 1 sends at 0, the server at 0.25, buffers come at 5."""
+    got: list[int] = []
 
-    def server(event: Event) -> list[Action]:
+    def receiver(event: Event) -> list[Action]:
         match event:
             case Started():
                 return [Compute(0, "weights", "gradient")]
             case Received(message):
                 got.append(message.value)
-        return [Receive("one")] if len(got) < 2 else [Halt()]
+        return [Receive("one")] if len(got) < 4 else [Halt()]
 
-    def slow(event: Event) -> list[Action]:
-        return [Compute(0, "w", "g")] if isinstance(event, Started) else [tensor(0, value=2), Halt()]
+    def server(event: Event) -> list[Action]:
+        return [tensor(1, 3), tensor(1, 4), Halt()] if isinstance(event, Received) else []
 
-    simulate(server, slow, once(tensor(0, value=1)), costs={"slowdown": {0: 0.5}})
-    assert got == [1, 2]
+    wake = Send(0, Message(Kind.CREDIT, 2))
+    costs = {"latency_jitter_s": latency_jitter_s, "local_latency_s": local_latency_s}
+    simulate(server, receiver, once(tensor(1, 1), tensor(1, 2), wake), costs=costs)
+    assert got == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -157,7 +187,7 @@ def test_messages_between_two_roles_never_overtake(seed: int) -> None:
         step = -1 if isinstance(event, Started) else event.step  # type: ignore[union-attr]
         if step == 30:
             return [Halt()]
-        sent = [Send(0, Message(Kind.PULL, 1, value=2 * (step + 1) + i)) for i in range(2)]
+        sent = [Send(0, Message(Kind.CREDIT, 1, value=2 * (step + 1) + i)) for i in range(2)]
         return [*sent, Compute(step + 1, "weights", "gradient")]
 
     got: list[int] = []
@@ -183,7 +213,7 @@ def test_messages_of_different_senders_do_overtake() -> None:
                 got.append(event.message.sender)
             return [Halt()] if len(got) == 2 else []
 
-        senders = [once(Send(0, Message(Kind.PULL, i))) for i in (1, 2)]
+        senders = [once(Send(0, Message(Kind.CREDIT, i))) for i in (1, 2)]
         simulate(server, *senders, costs={"latency_jitter_s": 1.0}, seed=seed)
         orders.add(tuple(got))
     assert orders == {(1, 2), (2, 1)}
@@ -197,7 +227,7 @@ def test_the_server_handles_one_message_after_the_other() -> None:
         got += isinstance(event, Received)
         return [Halt()] if got == 4 else []
 
-    senders = [once(*[Send(0, Message(Kind.PULL, i))] * 2) for i in (1, 2)]
+    senders = [once(*[Send(0, Message(Kind.CREDIT, i))] * 2) for i in (1, 2)]
     (role, *_), _, _ = simulate(server, *senders, costs={"message_s": 2.0})
     assert role.at(Received) == [0.25, 2.25, 4.25, 6.25]
 
@@ -250,11 +280,11 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
 
 
 def test_rows_belong_to_their_receiver() -> None:
-    """The server writes into the rows of a gradient; the learner's own must not change with them."""
+    """The statistics server writes into the rows of an epoch; the server's own must not change with them."""
     sent = np.zeros(1, [("x", "<i4")])
-    message = Message(Kind.GRADIENT, 1, rows=sent)
+    message = Message(Kind.SNAPSHOT, 1, rows=sent)
 
-    def server(event: Event) -> list[Action]:
+    def receiver(event: Event) -> list[Action]:
         if isinstance(event, Started):
             return [Receive("one")]
         assert isinstance(event, Received)
@@ -262,5 +292,159 @@ def test_rows_belong_to_their_receiver() -> None:
         event.message.rows["x"] = 5
         return [Halt()]
 
-    simulate(server, once(Send(0, message, "mine")))
+    simulate(receiver, once(Send(0, message, "mine")))
     assert sent["x"] == 0
+
+
+# What takes how long.
+
+
+def collector(buffers: int, tensors: int) -> Callable[[Event], list[Action]]:
+    """Takes so many tensors into so many buffers, each posted again at once."""
+    left = tensors
+
+    def script(event: Event) -> list[Action]:
+        nonlocal left
+        if isinstance(event, Started):
+            return [Receive(f"buffer {i}") for i in range(buffers)]
+        left -= isinstance(event, Received)
+        assert isinstance(event, Received)
+        return [Receive(event.buffer or "")] if left else [Halt()]
+
+    return script
+
+
+def test_what_several_send_at_once_goes_through_the_receivers_port_one_by_one() -> None:
+    """Each takes 1 after a latency of 0.25, though there is a buffer for both."""
+    (server, *_), _, _ = simulate(collector(2, 4), *[once(tensor(0), tensor(0))] * 2)
+    assert server.at(Received) == [1.25, 2.25, 3.25, 4.25]
+
+
+def test_what_goes_to_several_goes_through_the_senders_port_one_by_one() -> None:
+    (_, one, two), _, _ = simulate(once(tensor(1), tensor(2)), collector(1, 1), collector(1, 1))
+    assert (one.at(Received), two.at(Received)) == ([1.25], [2.25])
+
+
+def test_ports_of_different_nodes_and_directions_do_not_wait_for_each_other() -> None:
+    """0 sends to 1, 1 to 2 and 2 to 0, all at once."""
+
+    def ring(to: int) -> Callable[[Event], list[Action]]:
+        def script(event: Event) -> list[Action]:
+            match event:
+                case Started():
+                    return [Receive("theirs"), tensor(to)]
+                case Received():
+                    return [Halt()]
+            return []
+
+        return script
+
+    roles, _, _ = simulate(ring(1), ring(2), ring(0))
+    assert [role.at(Received) for role in roles] == [[1.25]] * 3
+
+
+@pytest.mark.parametrize(
+    ("costs", "arrivals"),
+    [
+        ({}, [1.25, 2.25]),
+        ({"nodes": 1}, [1.25, 2.25]),  # one node, and the servers on their own: its port out is shared
+        ({"nodes": 1, "servers_on_first_node": True}, [1.25, 2.25]),  # inside a node, as between nodes
+        (
+            {
+                "nodes": 1,
+                "servers_on_first_node": True,
+                "local_latency_s": 0.125,
+                "local_bandwidth_bytes_per_s": 200.0,
+            },
+            [0.625, 1.125],
+        ),
+        (
+            {
+                "nodes": 2,
+                "servers_on_first_node": True,
+                "local_latency_s": 0.125,
+                "local_bandwidth_bytes_per_s": 200.0,
+            },
+            [0.625, 1.25],  # the second learner comes over the link, which is not the server's own copying
+        ),
+    ],
+)
+def test_links_between_and_inside_nodes(costs: dict[str, Any], arrivals: list[float]) -> None:
+    (server, *_), _, _ = simulate(collector(2, 2), *[once(tensor(0))] * 2, costs=costs)
+    assert server.at(Received) == arrivals
+
+
+@pytest.mark.parametrize(
+    ("nodes", "times"),
+    [(None, [5.0, 5.0]), (2, [5.0, 5.0]), (1, [6.0, 6.0])],
+)
+def test_learners_on_one_node_slow_each_other(nodes: int | None, times: list[float]) -> None:
+    def learner(event: Event) -> list[Action]:
+        return [Compute(0, "w", "g")] if isinstance(event, Started) else [Halt()]
+
+    (_, *learners), _, _ = simulate(once(), learner, learner, costs={"nodes": nodes, "node_slowdown": 0.2})
+    assert [role.at(Computed)[0] for role in learners] == times
+
+
+@pytest.mark.parametrize(
+    ("costs", "ready"),
+    [
+        ({}, [5.0, 5.0]),  # cores enough: unset
+        ({"cores_per_node": 3}, [5.0, 5.0]),
+        ({"cores_per_node": 2}, [5.5, 5.5]),  # the server's 1 second is taken from both
+        ({"cores_per_node": 1}, [5.5, 5.5]),
+        ({"cores_per_node": 1, "nodes": 2}, [6.0, 5.0]),  # only the first is on the server's node
+        ({"cores_per_node": 1, "servers_on_first_node": False}, [5.0, 5.0]),
+    ],
+)
+def test_a_servers_work_delays_learners_that_fill_the_cores_of_its_node(
+    costs: dict[str, Any], ready: list[float]
+) -> None:
+    """One update of 1 second, when both have begun to compute."""
+
+    def server(event: Event) -> list[Action]:
+        match event:
+            case Received():
+                return [Update("gradient", "weights", 0.1, 1), Halt()]
+        return []
+
+    def learner(event: Event) -> list[Action]:
+        first = [Send(0, Message(Kind.CREDIT, 1)), Compute(0, "w", "g")]
+        return first if isinstance(event, Started) else [Halt()]
+
+    def other(event: Event) -> list[Action]:
+        return [Compute(0, "w", "g")] if isinstance(event, Started) else [Halt()]
+
+    given = {"update_s": 1.0, "nodes": 1, "servers_on_first_node": True, **costs}
+    (_, *learners), _, _ = simulate(server, learner, other, costs=given)
+    assert [role.at(Computed)[0] for role in learners] == ready
+
+
+def test_the_servers_work_takes_its_time_and_its_end_is_told() -> None:
+    """2 for the message, 0.5 for the gradient, 1 for the update; what it sends afterwards leaves afterwards."""
+
+    def server(event: Event) -> list[Action]:
+        match event:
+            case Received():
+                work = [Accumulate("a", "b", 0.5, 1.0), Update("a", "weights", 0.1, 7)]
+                return [*work, Send(1, Message(Kind.CREDIT, 0))]
+            case Updated():
+                return [Halt()]
+        return []
+
+    def learner(event: Event) -> list[Action]:
+        return [Send(0, Message(Kind.CREDIT, 1))] if isinstance(event, Started) else [Halt()]
+
+    costs = {"message_s": 2.0, "gradient_s": 0.5, "update_s": 1.0}
+    (role, other, _), _, _ = simulate(server, learner, once(), costs=costs)
+    ended = 0.25 + 2.0 + 0.5 + 1.0
+    assert role.seen[-1] == (ended, Updated(7, 0, 1.0))
+    assert other.at(Received) == [ended + 0.25]
+
+
+def test_a_hash_takes_no_time_and_is_told() -> None:
+    def hashing(event: Event) -> list[Action]:
+        return [Hash("weights")] if isinstance(event, Started) else [Halt()]
+
+    (role, *_), _, _ = simulate(hashing, once(), once())
+    assert role.seen[1:] == [(0.0, Hashed("0 weights"))]

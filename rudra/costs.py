@@ -1,0 +1,181 @@
+"""What things cost in virtual time: one model for the simulator and for predictions.
+
+Computing takes a time that depends on μ, on who else computes on the node, and on luck; a message takes latency; a
+tensor also occupies the sender's way out and the receiver's way in, so that a server's link serialises what many
+learners send it; and a server handles one message after the other.
+
+Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ); Omnivore §4 (hardware efficiency).
+"""
+
+import math
+import random
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from rudra.config import Job, SimulationTable
+from rudra.errors import ConfigError
+from topologies import Plan
+from topologies.plan import LEARNER
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+class Link(NamedTuple):
+    """The way from one role to another.
+
+    Attributes:
+        latency_s: of every message.
+        seconds_per_byte: of a tensor.
+        out: name of the port that a tensor occupies where it leaves.
+        into: and where it arrives.
+    """
+
+    latency_s: float
+    seconds_per_byte: float
+    out: tuple[str, int]
+    into: tuple[str, int]
+
+
+class CostModel:
+    """Durations in one cluster.
+
+    Args:
+        table: with its cost file read in (`load`).
+        plan: who is who.
+        minibatch_size: μ.
+
+    Attributes:
+        node: of every role.
+        compute_s: mean duration of a mini-batch, for every learner's role.
+    """
+
+    def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int) -> None:
+        self.table, self.plan = table, plan
+        self.node = _nodes(table, plan)
+        self.compute_s = self._compute_times(minibatch_size)
+
+    def _compute_times(self, minibatch_size: int) -> dict[int, float]:
+        table, plan = self.table, self.plan
+        alone_s = at(table.compute_s, minibatch_size)
+        on_node: dict[int, int] = {}
+        for role in plan.learners:
+            on_node[self.node[role]] = on_node.get(self.node[role], 0) + 1
+        return {
+            role: alone_s
+            * (1 + table.node_slowdown * (on_node[self.node[role]] - 1))
+            * table.slowdown.get(plan.roles[role].index, 1.0)
+            for role in plan.learners
+        }
+
+    def computation(self, role: int, source: random.Random) -> Callable[[], float]:
+        """What gives the duration of each mini-batch of a learner, in seconds."""
+        table, mean_s = self.table, self.compute_s[role]
+        width = table.learner_jitter.get(self.plan.roles[role].index, table.jitter)
+        draw, uniform = _DISTRIBUTIONS[table.distribution], source.random
+        if table.straggler_probability:
+            often, factor = table.straggler_probability, table.straggler_factor
+            return lambda: mean_s * draw(source, width) * (factor if uniform() < often else 1.0)
+        if table.distribution == "uniform":  # the common case, without two calls
+            least_s, range_s = mean_s * (1.0 - width), 2.0 * mean_s * width
+            return lambda: least_s + range_s * uniform()
+        return lambda: mean_s * draw(source, width)
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """The way from one role to another: a node's link between nodes, a role's own copying inside one."""
+        table, here, there = self.table, self.node[sender], self.node[receiver]
+        if here != there:
+            return Link(table.latency_s, 1 / table.bandwidth_bytes_per_s, ("node", here), ("node", there))
+        latency_s = table.latency_s if table.local_latency_s is None else table.local_latency_s
+        bandwidth = table.local_bandwidth_bytes_per_s or table.bandwidth_bytes_per_s
+        return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver))
+
+
+def load(job: Job) -> Job:
+    """The job with its cost file read in: keys that the job does not give itself come from there.
+
+    Raises:
+        ConfigError: there is no such preset or file, it is none, or does not know the job's model.
+    """
+    table = job.simulation
+    if table.costs is None:
+        return job
+    path = PRESETS / f"{table.costs}.toml"
+    if not path.is_file():
+        path = Path(table.costs)
+    if not path.is_file():
+        raise ConfigError(
+            f"[simulation] costs: '{table.costs}' is neither a file nor a preset; presets: {', '.join(presets())}"
+        )
+    try:
+        keys = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    models = keys.pop("models", {})
+    if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
+        raise ConfigError(f"{path}: models must be tables [models.NAME], of keys of [simulation]")
+    keys.pop("measured", None)  # what a calibration says of itself
+    model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
+    own = {key: getattr(table, key) for key in table.model_fields_set}
+    if models and model not in models and "compute_s" not in keys | own:
+        raise ConfigError(f"{path}: knows no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
+    try:
+        return job.with_(simulation={**keys, **models.get(model, {}), **own})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def presets() -> list[str]:
+    """Names of the clusters that come with Rudra."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def at(compute_s: float | Mapping[int, float], minibatch_size: int) -> float:
+    """Seconds for one mini-batch: a constant, or points (μ, seconds) joined by straight lines in log-log.
+
+    Beyond the outermost points their lines go on; one point alone stands for time proportional to μ.
+    """
+    if not isinstance(compute_s, Mapping):
+        return compute_s
+    points = sorted((math.log(size), math.log(seconds)) for size, seconds in compute_s.items())
+    if len(points) == 1:
+        return math.exp(points[0][1]) * minibatch_size / math.exp(points[0][0])
+    x = math.log(minibatch_size)
+    place = min(max(1, sum(size < x for size, _ in points)), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def _nodes(table: SimulationTable, plan: Plan) -> dict[int, int]:
+    """Role -> node; learners in blocks that differ by one at most, servers on node -1 or with the first learners."""
+    learners = plan.learners
+    count = table.nodes if table.nodes is not None else len(learners)
+    if isinstance(count, Mapping):
+        known = max((size for size in count if size <= len(learners)), default=min(count))
+        count = math.ceil(count[known] * len(learners) / known)
+    count = min(count, len(learners))
+    place = {role: i * count // len(learners) for i, role in enumerate(learners)}
+    servers = 0 if table.servers_on_first_node else -1
+    return {i: place[i] if role.kind == LEARNER else servers for i, role in enumerate(plan.roles)}
+
+
+def _uniform(source: random.Random, width: float) -> float:
+    return 1.0 + width * (2.0 * source.random() - 1.0)
+
+
+def _lognormal(source: random.Random, width: float) -> float:
+    """Median 1."""
+    return math.exp(source.gauss(0.0, width))
+
+
+def _exponential(source: random.Random, width: float) -> float:
+    """Never faster than 1; slower by `width` on average."""
+    return 1.0 - width * math.log(1.0 - source.random())
+
+
+_DISTRIBUTIONS: dict[str, Callable[[random.Random, float], float]] = {
+    "uniform": _uniform,
+    "lognormal": _lognormal,
+    "exponential": _exponential,
+}

@@ -1,0 +1,339 @@
+"""The simulator's hands: real tensors of all roles in one process, few copies, gradients one by one or in batches.
+
+A transfer copies nothing: the receiver's buffer names the sender's vector from then on, and whoever is to write into a
+vector that others hold gives those a copy first. So all learners that pulled the same weights hold one vector, a
+version of the weights is copied once at most, and is gone as soon as nobody holds it. A vector that is let go serves
+again, which bounds memory by what is held at one moment.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rudra import data, models, sim
+from rudra.config import Job
+from rudra.errors import ConfigError
+from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Update
+from rudra.executor import (
+    CPU,
+    Buffer,
+    Executor,
+    LearnerExecutor,
+    ServerExecutor,
+    StatisticsExecutor,
+    make_executors,
+)
+from rudra.flat import Entry, FlatModel
+from rudra.learning import Outcome, check_batching, joint_gradient, mapped_gradients
+from topologies import Plan
+
+Place = tuple[int, str]
+"""A role and the name of one of its buffers."""
+
+_MAPPED_SAMPLES = 1024
+"""Samples for which vmap computes gradients at a time: more are no faster, and need much memory."""
+
+
+class TensorHands:
+    """Real tensors for the simulator, on the executors of all roles.
+
+    Args:
+        executors: by role id.
+        poison: overwrite with NaN what a role has no right to read; tests use it.
+
+    Attributes:
+        vectors: that were made so far, beside those that executors made themselves: the most that were held at once.
+    """
+
+    def __init__(self, executors: dict[int, Executor], *, poison: bool = False) -> None:
+        self._executors, self._poison = executors, poison
+        self._servers = {role for role, executor in executors.items() if isinstance(executor, ServerExecutor)}
+        self._holders: dict[Buffer, set[Place]] = {}
+        self._free: list[Buffer] = []
+        self._hashes: dict[Buffer, str] = {}  # of vectors that have not changed since
+        self._unsent: Place | None = None  # the last gradient, until its learner sends it
+        self.vectors = 0
+
+    def lent(self, role: int, buffer: str) -> None:
+        """A transfer from the buffer begins."""
+        if (role, buffer) == self._unsent:
+            self._unsent = None
+
+    def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
+        self._share((source, source_buffer), (to, to_buffer))
+
+    def sent(self, role: int, buffer: str) -> None:
+        if buffer in {"snapshot", "gradient"}:
+            self.posted(role, buffer)
+
+    def posted(self, role: int, buffer: str) -> None:
+        self._let_go((role, buffer))
+        if self._poison:
+            self._hold((role, buffer), self._new())
+
+    def hash(self, role: int, buffer: str) -> str:
+        held = self._held((role, buffer))
+        if held not in self._hashes:
+            self._hashes[held] = self._executors[role].hash(buffer)
+        return self._hashes[held]
+
+    def planned(self, role: int, action: Compute) -> None:
+        """From now until it is computed, the computation's weights do not change."""
+
+    def compute(self, role: int, action: Compute) -> Computed:
+        self._computes((role, action.gradient))
+        self._hold((role, action.gradient), self._new())
+        computed = self._learner(role).compute(action)
+        self._forget_stale((role, action.weights))
+        return computed
+
+    def accumulate(self, role: int, action: Accumulate) -> None:
+        self._make_own((role, action.into))
+        self._server(role).accumulate(action)
+
+    def update(self, role: int, action: Update) -> int:
+        self._make_own((role, action.weights))
+        return self._server(role).update(action)
+
+    def copy(self, role: int, action: Copy) -> None:
+        self._share((role, action.source), (role, action.target))
+
+    def evaluate(self, role: int, action: Evaluate) -> Evaluated:
+        executor = self._executors[role]
+        assert isinstance(executor, StatisticsExecutor)
+        return next(result for result in executor.evaluate(action.buffer) if result is not None)
+
+    def _server(self, role: int) -> ServerExecutor:
+        executor = self._executors[role]
+        assert isinstance(executor, ServerExecutor)
+        return executor
+
+    def _learner(self, role: int) -> LearnerExecutor:
+        executor = self._executors[role]
+        assert isinstance(executor, LearnerExecutor)
+        return executor
+
+    def _computes(self, gradient: Place) -> None:
+        """A learner sends its gradient at once; one that has not is leaving, and nobody will read it."""
+        if self._unsent is not None:
+            self._let_go(self._unsent)
+        self._unsent = gradient
+
+    def _forget_stale(self, weights: Place) -> None:
+        """A learner asks for newer weights after each gradient, and gets them if the server has moved on by then."""
+        if not any(role in self._servers for role, _ in self._holders[self._held(weights)]):
+            self.posted(*weights)
+
+    # Who holds which vector.
+
+    def _new(self) -> Buffer:
+        """A vector that nobody holds yet; its content is void."""
+        if self._free:
+            return self._free.pop()
+        self.vectors += 1
+        made = next(iter(self._executors.values())).new_buffer()
+        if self._poison:
+            made.vector.fill_(float("nan"))
+        return made
+
+    def _held(self, place: Place) -> Buffer:
+        held = self._executors[place[0]].buffer(place[1])
+        self._holders.setdefault(held, set()).add(place)
+        return held
+
+    def _hold(self, place: Place, buffer: Buffer) -> None:
+        self._let_go(place)
+        self._holders.setdefault(buffer, set()).add(place)
+        self._executors[place[0]].put(place[1], buffer)
+
+    def _let_go(self, place: Place) -> None:
+        buffer = self._executors[place[0]].release(place[1])
+        if buffer is None:
+            return
+        holders = self._holders.get(buffer, set())
+        holders.discard(place)
+        if not holders:
+            self._holders.pop(buffer, None)
+            self._hashes.pop(buffer, None)
+            self._free.append(buffer)
+            if self._poison:
+                buffer.vector.fill_(float("nan"))
+
+    def _share(self, source: Place, target: Place) -> None:
+        self._hold(target, self._held(source))
+
+    def _make_own(self, place: Place) -> None:
+        """Before a vector is written to: its other holders get a copy, all of them the same one."""
+        buffer = self._held(place)
+        self._hashes.pop(buffer, None)
+        others = self._holders[buffer] - {place}
+        if others:
+            copy = self._new()
+            copy.vector.copy_(buffer.vector)
+            for other in others:
+                self._hold(other, copy)
+
+
+class BigBatchHands(TensorHands):
+    """One gradient for all learners: that of the mean over all their samples, which is what an update takes.
+
+    Only where an update takes one gradient of every learner, all of them at the same weights.
+    """
+
+    def __init__(self, executors: dict[int, Executor]) -> None:
+        super().__init__(executors)
+        self._learners = [role for role, executor in executors.items() if isinstance(executor, LearnerExecutor)]
+        self._step = -1
+        self._weights: Buffer | None = None
+        self._gradient: Buffer | None = None
+        self._outcomes: dict[int, Outcome] = {}
+
+    def compute(self, role: int, action: Compute) -> Computed:
+        self._computes((role, action.gradient))
+        weights = self._held((role, action.weights))
+        if action.step > self._step:
+            self._step, self._weights, self._gradient = action.step, weights, self._new()
+            sources = [self._learner(learner).source for learner in self._learners]
+            outcomes = joint_gradient(sources, action.step, weights.vector, self._gradient.vector)
+            self._outcomes = dict(zip(self._learners, outcomes, strict=True))
+        if action.step < self._step or weights is not self._weights or self._gradient is None:
+            raise ConfigError(
+                f"[simulation] batching = 'big-batch': with this protocol learners compute step {action.step} at "
+                "different weights; valid here: none, vmap"
+            )
+        self._hold((role, action.gradient), self._gradient)
+        return _computed(action, self._outcomes[role])
+
+    def accumulate(self, role: int, action: Accumulate) -> None:
+        into, gradient = (self._held((role, name)) for name in (action.into, action.gradient))
+        if into is not gradient or action.into == action.gradient:  # else: the mean of equals, which changes no bit
+            super().accumulate(role, action)
+
+
+class VmapHands(TensorHands):
+    """When one gradient is due, those of all learners that are computing are computed with it, by `torch.func.vmap`."""
+
+    def __init__(self, executors: dict[int, Executor]) -> None:
+        super().__init__(executors)
+        self._planned: dict[int, Compute] = {}
+        self._ready: dict[int, tuple[Buffer, Outcome]] = {}
+
+    def planned(self, role: int, action: Compute) -> None:
+        self._planned[role] = action
+
+    def compute(self, role: int, action: Compute) -> Computed:
+        self._computes((role, action.gradient))
+        if role not in self._ready:
+            roles = list(self._planned)
+            at_a_time = max(1, _MAPPED_SAMPLES // self._learner(role).source.minibatch_size)
+            for first in range(0, len(roles), at_a_time):
+                self._compute_together(roles[first : first + at_a_time])
+        buffer, outcome = self._ready.pop(role)
+        self._hold((role, action.gradient), buffer)
+        self._forget_stale((role, action.weights))
+        return _computed(action, outcome)
+
+    def _compute_together(self, roles: list[int]) -> None:
+        actions = [self._planned.pop(role) for role in roles]
+        sources = [self._learner(role).source for role in roles]
+        held = [self._held((role, action.weights)) for role, action in zip(roles, actions, strict=True)]
+        weights = [buffer.vector for buffer in (held[:1] if len(set(held)) == 1 else held)]
+        gradients = [self._new() for _ in roles]
+        steps, outs = [action.step for action in actions], [gradient.vector for gradient in gradients]
+        outcomes = mapped_gradients(sources, steps, weights, outs)
+        self._ready.update(zip(roles, zip(gradients, outcomes, strict=True), strict=True))
+
+
+def _computed(action: Compute, outcome: Outcome) -> Computed:
+    return Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a simulation needs of a job beside its roles.
+
+    Attributes:
+        hands: do what roles want done with tensors.
+        info: what the data is like.
+        layout: of the flat vector.
+        size: of that vector, in elements.
+        initial_sha256: of the weights at the start; empty where there are none.
+        weights: gives the floats of a buffer of a role; None where there are none.
+    """
+
+    hands: sim.Hands
+    info: data.DataInfo
+    layout: tuple[Entry, ...]
+    size: int
+    initial_sha256: str
+    weights: Callable[[int, str], npt.NDArray[np.float32] | None]
+
+
+def make(job: Job, plan: Plan) -> Cluster:
+    """Loads the data, builds the model, and makes hands with tensors or without, as the job says.
+
+    Args:
+        job: resolved.
+        plan: who is who.
+
+    Raises:
+        RudraError: data or model are not there or do not fit, the job asks for a GPU that is not there, or for
+            batches that its protocol or model do not allow.
+    """
+    if not job.simulation.tensors:
+        return _without_tensors(job)
+    device = find_device(job)
+    train, test, info = data.load(job.data)
+    roles = tuple(range(len(plan.roles)))
+    executors = make_executors(job, plan, roles, (train, test), info, prefetch=False, device=device)
+    server = executors[plan.server]
+    hands = _KINDS[job.simulation.batching](executors)
+    if job.simulation.batching != "none":
+        _check_batching(job, executors, server.buffer("weights").vector, info)
+    for executor in executors.values():
+        executor.prepare()
+
+    def weights(role: int, buffer: str) -> npt.NDArray[np.float32]:
+        return executors[role].buffer(buffer).array
+
+    return Cluster(hands, info, server.layout, server.size, hands.hash(plan.server, "weights"), weights)
+
+
+def _without_tensors(job: Job) -> Cluster:
+    _, _, info = data.load(job.data, train=False, test=False)
+    try:
+        with torch.device("meta"):  # shapes alone
+            flat = FlatModel(models.build(job.model, info, job.training.seed))
+    except Exception:  # a factory that needs real tensors
+        flat = FlatModel(models.build(job.model, info, job.training.seed))
+    hands = sim.TimingOnly(job.training.minibatch_size)
+    return Cluster(hands, info, flat.layout, flat.size, "", lambda role, buffer: None)
+
+
+def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: data.DataInfo) -> None:
+    batching, protocol = job.simulation.batching, job.make_protocol()
+    if batching == "big-batch" and not (protocol.ordered and protocol.gradients_per_update == job.learners):
+        raise ConfigError(
+            "[simulation] batching = 'big-batch' needs a protocol whose updates take one gradient of every learner at "
+            "the same weights, as hardsync's do; valid here: none, vmap"
+        )
+    source = next(e.source for e in executors.values() if isinstance(e, LearnerExecutor))
+    check_batching(batching, source.model, weights, info.input_shape)
+
+
+_KINDS = {"none": TensorHands, "big-batch": BigBatchHands, "vmap": VmapHands}
+
+
+def find_device(job: Job) -> torch.device:
+    """Where a simulation computes.
+
+    Raises:
+        ConfigError: the job asks for a GPU, and there is none.
+    """
+    wanted, there = job.cluster.device, torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise ConfigError("[cluster] device = 'cuda': torch sees no GPU here; valid: cpu, auto")
+    return torch.device("cuda", 0) if wanted != "cpu" and there else CPU

@@ -1,0 +1,316 @@
+"""Hands with tensors: what is shared, how much is held, gradients computed together, and none at all."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clusters import Guarded, Trained, train
+from torch import nn
+
+import rudra
+from protocols import Protocol
+from rudra import hands
+from rudra.config import Job
+from rudra.errors import ConfigError
+from rudra.events import Copy
+from rudra.executor import Executor
+from rudra.hands import BigBatchHands, TensorHands, VmapHands
+
+BUSY = {"jitter": 0.9, "latency_jitter_s": 0.05, "message_s": 1e-3, "update_s": 5e-3}
+
+
+def make_job(name: str = "async", learners: int = 4, *, model: Any = "mlp", limit: int = 480, **tables: Any) -> Job:
+    training = {"minibatch_size": 8, "epochs": 1, "evaluate": False, "seed": 3, **tables.pop("training", {})}
+    job = Job(
+        model={"name": model},
+        data={"train_limit": limit, "test_limit": 40},
+        training=training,
+        optimizer={"learning_rate": 0.01, "momentum": 0.9},
+        protocol={"name": name, "reference_batch_size": 32, **tables.pop("protocol", {})},
+        cluster={"learners": learners, "threads_per_rank": 1, **tables.pop("cluster", {})},
+        simulation={**BUSY, **tables.pop("simulation", {})},
+        **tables,
+    )
+    return job.resolved()
+
+
+class Copying(Guarded):
+    """Every role has buffers of its own, and a transfer copies: how real ranks do it."""
+
+    def _share(self, source: hands.Place, target: hands.Place) -> None:
+        buffer = self._new()
+        buffer.vector.copy_(self._held(source).vector)
+        self._hold(target, buffer)
+
+    def _forget_stale(self, weights: hands.Place) -> None:
+        """Nobody shares with the server, so that says nothing."""
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(64, 10)),
+    "batch norm": lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)),
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("protocol", "learners"), [("async", 5), ("softsync", 4), ("hardsync", 3)])
+def test_sharing_changes_no_bit(protocol: str, learners: int, network: str) -> None:
+    job = make_job(protocol, learners, model=NETWORKS[network], training={"evaluate": True, "epochs": 2})
+    shared, copied = train(job), train(job, Copying)
+    assert torch.equal(shared.weights, copied.weights)
+    for table in ("gradients", "updates", "epochs"):
+        assert shared.rows[table].tobytes() == copied.rows[table].tobytes()
+
+
+def learner_weights(trained: Trained) -> list[Any]:
+    return [trained.executors[role].buffer("weights") for role in trained.plan.learners]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "n", "at_most"),
+    [
+        ("async", None, 30 + 6),  # everybody has weights of its own, or a gradient that waits for its turn
+        ("softsync", 30, 30 + 6),
+        ("softsync", 1, 30 + 6),
+        ("hardsync", None, 30 + 2),  # one version of the weights
+    ],
+)
+@pytest.mark.parametrize("bandwidth", [1e10, 5e7])
+def test_only_versions_that_somebody_holds_are_kept(
+    protocol: str, n: int | None, at_most: int, bandwidth: float
+) -> None:
+    rule = {} if n is None else {"n": n}
+    simulation = {"jitter": 0.1, "latency_jitter_s": 0.0, "message_s": 1e-5, "bandwidth_bytes_per_s": bandwidth}
+    job = make_job(protocol, 30, limit=1437, protocol=rule, simulation=simulation, training={"epochs": 2})
+    trained = train(job, Unpoisoned)
+    assert trained.rows.totals["timestamp"] > 8
+    assert trained.hands.vectors <= at_most
+
+
+class Unpoisoned(TensorHands):
+    """As in a simulation: what is posted holds no vector."""
+
+
+def executors(count: int) -> dict[int, Executor]:
+    return {role: Executor((), 3, 3, 1) for role in range(count)}
+
+
+def test_receivers_share_one_vector_and_get_a_copy_before_it_is_written_to() -> None:
+    roles = executors(4)
+    kept = TensorHands(roles)
+    roles[0].buffer("weights").vector.fill_(1.0)
+    for learner in (1, 2):
+        kept.transfer(0, "weights", learner, "weights")
+    kept.copy(0, Copy("weights", "snapshot"))
+    assert kept.vectors == 0
+    kept._make_own((0, "weights"))
+    roles[0].buffer("weights").vector.fill_(2.0)
+    old = roles[1].buffer("weights")
+    assert old is roles[2].buffer("weights") is roles[0].buffer("snapshot")
+    assert old.vector.tolist() == [1.0] * 3
+    assert kept.vectors == 1
+    kept.transfer(0, "weights", 3, "weights")
+    for role, name in ((1, "weights"), (2, "weights")):
+        kept.posted(role, name)
+    kept.transfer(0, "snapshot", 1, "other")
+    kept.sent(0, "snapshot")
+    assert roles[1].buffer("other") is old, "still held"
+    kept.posted(1, "other")
+    kept._make_own((0, "weights"))
+    assert roles[3].buffer("weights") is old, "used again"
+    assert kept.vectors == 1
+
+
+class Noisy(Guarded):
+    """Breaks a lease: writes into what is lent."""
+
+    def lent(self, role: int, buffer: str) -> None:
+        super().lent(role, buffer)
+        if buffer == "gradient":
+            self._executors[role].buffer(buffer).vector.add_(1.0)
+
+
+class Hasty(Guarded):
+    """Gives weights back that are still computed with."""
+
+    def planned(self, role: int, action: Any) -> None:
+        super().planned(role, action)
+        self.posted(role, action.weights)
+
+
+@pytest.mark.parametrize(("broken", "text"), [(Noisy, "changed in flight"), (Hasty, "weights of role 2 changed")])
+def test_broken_leases_are_noticed(broken: type[Guarded], text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        train(make_job(learners=2), broken)
+
+
+# Gradients of several learners together.
+
+
+@pytest.mark.parametrize("model", ["mlp", "lenet", NETWORKS["dropout"]], ids=["mlp", "lenet", "dropout"])
+@pytest.mark.parametrize(
+    ("kind", "protocol"), [(BigBatchHands, "hardsync"), (VmapHands, "hardsync"), (VmapHands, "async")]
+)
+def test_together_as_one_by_one(kind: type[TensorHands], protocol: str, model: Any) -> None:
+    job = make_job(protocol, 4, model=model)
+    one_by_one, together = train(job, Unpoisoned), train(job, kind)
+    ours, theirs = together.rows["gradients"], one_by_one.rows["gradients"]
+    for column in ("learner", "step", "timestamp", "update", "samples"):
+        assert np.array_equal(ours[column], theirs[column])
+    if isinstance(model, str):  # dropout draws other masks
+        assert (together.weights - one_by_one.weights).abs().max() < 1e-5
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+        assert np.array_equal(ours["errors"], theirs["errors"])
+    else:
+        assert ours["loss"].mean() == pytest.approx(theirs["loss"].mean(), rel=0.1)
+    again = train(job, kind)
+    assert torch.equal(together.weights, again.weights)
+
+
+def test_a_joint_gradient_is_computed_once_and_shared() -> None:
+    class Counting(BigBatchHands):
+        def _new(self) -> Any:
+            self.asked = getattr(self, "asked", 0) + 1
+            return super()._new()
+
+    trained = train(make_job("hardsync", 6), Counting)
+    updates = int(trained.rows.totals["timestamp"])
+    assert trained.rows.totals["applied"] == 6 * updates
+    assert trained.hands.vectors <= 4
+    assert trained.hands.asked <= 2 * updates + 2  # type: ignore[attr-defined]
+
+
+class Eager(Protocol):
+    """In learner order, one of each, but nobody waits for the update."""
+
+    ordered = True
+
+    def __init__(self, learners: int) -> None:
+        super().__init__(learners)
+        self.gradients_per_update = learners
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs.flatten(1))
+        return output if output.sum() > 0 else 2 * output
+
+
+class Counting(nn.Module):
+    """Changes a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += len(inputs)  # type: ignore[operator]
+        output: torch.Tensor = self.layer(inputs.flatten(1))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("batching", "protocol", "model", "text"),
+    [
+        ("big-batch", "softsync", "mlp", "needs a protocol whose updates take one gradient of every learner"),
+        ("big-batch", "hardsync", NETWORKS["batch norm"], "BatchNorm (1) depends on which samples share a batch"),
+        ("vmap", "async", NETWORKS["batch norm"], "BatchNorm (1)"),
+        ("vmap", "async", Branching, "torch.func.vmap cannot do this model"),
+        ("vmap", "async", Counting, "changes its buffers"),
+        ("big-batch", "hardsync", Counting, "changes its buffers"),
+    ],
+)
+def test_what_cannot_be_batched_is_said(batching: str, protocol: str, model: Any, text: str, tmp_path: Path) -> None:
+    job = make_job(protocol, 3, model=model, simulation={"batching": batching})
+    with pytest.raises(ConfigError) as caught:
+        rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet")
+    assert str(caught.value).startswith(f"[simulation] batching = '{batching}'")
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run.h5").exists()
+
+
+def test_big_batch_notices_learners_with_different_weights() -> None:
+    job = make_job("async", 3, protocol={"name": Eager, "modulation": "none"})
+    with pytest.raises(ConfigError, match=r"learners compute step [0-9]+ at different weights"):
+        train(job, BigBatchHands)
+
+
+# Whole simulations.
+
+
+def test_batching_is_recorded_and_makes_no_claim(tmp_path: Path) -> None:
+    job = make_job("hardsync", 3, simulation={"batching": "big-batch"})
+    with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert not results.attributes["replayable"]
+        assert '"batching": "big-batch"' in results.attributes["job"]
+
+
+def test_without_tensors_the_same_things_happen_at_the_same_time(tmp_path: Path) -> None:
+    job = make_job("softsync", 5, protocol={"n": 2}, training={"epochs": 2})
+    timed = job.with_(simulation={"tensors": False}, training={"evaluate": True})
+    with (
+        rudra.simulate(job, output=tmp_path / "tensors.h5", progress="quiet") as full,
+        rudra.simulate(timed, output=tmp_path / "timing.h5", progress="quiet") as bare,
+    ):
+        columns = ["update", "learner", "samples", "step", "timestamp", "staleness", "scale"]
+        assert all(np.array_equal(full.gradients[c], bare.gradients[c]) for c in columns)
+        columns = ["timestamp", "epoch", "gradients", "samples", "learning_rate", "mean_staleness", "time_s"]
+        assert all(np.array_equal(full.updates[c], bare.updates[c]) for c in columns)
+        assert bare.status == "finished"
+        assert bare.weights is None
+        assert (bare.gradients["loss"] == 0).all()
+        assert (bare.epochs["evaluated"] == 0).all()
+        assert (bare.epochs["weights_sha256"] == b"").all()
+        assert [entry.name for entry in bare.layout] == [entry.name for entry in full.layout]
+
+
+def test_a_model_that_needs_real_tensors_is_built_for_its_size_alone(tmp_path: Path) -> None:
+    def network() -> nn.Module:
+        made = nn.Linear(64, 10)
+        made.weight.detach().numpy()[:] = 0  # no such thing on the meta device
+        return nn.Sequential(nn.Flatten(), made)
+
+    job = make_job(model=network, simulation={"tensors": False})
+    with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert sum(entry.size for entry in results.layout) == 650
+
+
+# Devices.
+
+
+def test_no_gpu_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hands.find_device(make_job(cluster={"device": "auto"})).type == "cpu"
+    with pytest.raises(ConfigError, match=r"\[cluster\] device = 'cuda': torch sees no GPU here; valid: cpu, auto"):
+        hands.find_device(make_job(cluster={"device": "cuda"}))
+
+
+def test_ranks_compute_on_the_cpu() -> None:
+    assert make_job(cluster={"device": "auto"}).on_cpu().cluster.device == "cpu"
+    with pytest.raises(ConfigError, match="rudra run computes on the CPU so far; rudra simulate can use cuda"):
+        rudra.run(make_job(cluster={"device": "cuda"}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batching", ["none", "vmap"])
+def test_a_gpu_computes_what_a_cpu_does(batching: str, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    found = []
+    for device in ("cpu", "cuda"):
+        job = make_job("softsync", 4, model="lenet", cluster={"device": device}, training={"evaluate": True})
+        job = job.with_(simulation={"batching": batching if device == "cuda" else "none"})
+        with rudra.simulate(job, output=tmp_path / f"{device}.h5", progress="quiet") as results:
+            assert results.attributes["device"] == device
+            found.append(results.weights)
+    assert np.abs(found[0] - found[1]).max() < 1e-4

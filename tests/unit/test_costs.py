@@ -1,0 +1,290 @@
+"""The cost model: tables of cases for durations, places, links and luck, and cost files."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import topologies
+from rudra import costs
+from rudra.config import Job, SimulationTable
+from rudra.costs import CostModel, Link, at, load, presets
+from rudra.errors import ConfigError
+
+SERVER, STATISTICS = 0, 1
+
+
+def model(learners: int, minibatch_size: int = 4, **table: Any) -> CostModel:
+    return CostModel(SimulationTable(**table), topologies.load("base").plan(learners), minibatch_size)
+
+
+POWER = {1: 2.0, 100: 20.0}  # 2·√μ
+BENT = {4: 1.0, 16: 2.0, 64: 8.0}  # ∝ √μ, and from 16 on ∝ μ
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "minibatch_size", "seconds"),
+    [
+        (0.5, 1, 0.5),
+        (0.5, 1000, 0.5),
+        ({8: 0.4}, 8, 0.4),
+        ({8: 0.4}, 2, 0.1),
+        ({8: 0.4}, 80, 4.0),
+        (POWER, 1, 2.0),
+        (POWER, 100, 20.0),
+        (POWER, 25, 10.0),
+        (POWER, 400, 40.0),
+        (BENT, 4, 1.0),
+        (BENT, 16, 2.0),
+        (BENT, 64, 8.0),
+        (BENT, 8, 2.0**0.5),
+        (BENT, 32, 4.0),
+        (BENT, 1, 0.5),
+        (BENT, 128, 16.0),
+        (dict(reversed(BENT.items())), 32, 4.0),
+    ],
+)
+def test_seconds_for_a_minibatch(compute_s: Any, minibatch_size: int, seconds: float) -> None:
+    assert at(compute_s, minibatch_size) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("learners", "nodes", "place"),
+    [
+        (3, None, [0, 1, 2]),
+        (3, 1, [0, 0, 0]),
+        (4, 2, [0, 0, 1, 1]),
+        (5, 2, [0, 0, 0, 1, 1]),
+        (3, 8, [0, 1, 2]),
+        (4, {4: 2}, [0, 0, 1, 1]),
+        (2, {2: 1, 4: 3}, [0, 0]),
+        (4, {2: 1, 4: 3}, [0, 0, 1, 2]),
+        (8, {2: 1, 4: 2}, [0, 0, 1, 1, 2, 2, 3, 3]),  # as many to a node as in the nearest smaller entry
+        (5, {2: 1, 4: 2}, [0, 0, 1, 1, 2]),
+        (1, {4: 2}, [0]),
+    ],
+)
+def test_learners_stand_in_blocks_on_nodes(learners: int, nodes: Any, place: list[int]) -> None:
+    apart = model(learners, nodes=nodes)
+    assert [apart.node[role] for role in apart.plan.learners] == place
+    together = model(learners, nodes=nodes, servers_on_first_node=True)
+    assert [together.node[role] for role in together.plan.learners] == place
+    for role in (SERVER, STATISTICS):
+        assert apart.node[role] not in place
+        assert together.node[role] == 0
+
+
+@pytest.mark.parametrize(("learners", "nodes"), [(30, 8), (30, 7), (4096, 64), (7, 3)])
+def test_blocks_differ_by_one_at_most(learners: int, nodes: int) -> None:
+    spread = model(learners, nodes=nodes)
+    sizes = Counter(spread.node[role] for role in spread.plan.learners)
+    assert len(sizes) == nodes
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+
+
+LINK = {"latency_s": 0.5, "bandwidth_bytes_per_s": 10.0}
+LOCAL = {"local_latency_s": 0.25, "local_bandwidth_bytes_per_s": 100.0}
+BETWEEN, INSIDE = (0.5, 0.1), (0.25, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "table", "link"),
+    [
+        # Roles 2 and 3 on node 0, 4 and 5 on node 1; servers on node -1, or with the first.
+        (2, 0, LOCAL, Link(*BETWEEN, ("node", 0), ("node", -1))),
+        (0, 5, LOCAL, Link(*BETWEEN, ("node", -1), ("node", 1))),
+        (0, 1, LOCAL, Link(*INSIDE, ("role", 0), ("role", 1))),
+        (2, 0, {**LOCAL, "servers_on_first_node": True}, Link(*INSIDE, ("role", 2), ("role", 0))),
+        (4, 0, {**LOCAL, "servers_on_first_node": True}, Link(*BETWEEN, ("node", 1), ("node", 0))),
+        (2, 0, {"servers_on_first_node": True}, Link(*BETWEEN, ("role", 2), ("role", 0))),
+        (2, 0, {"servers_on_first_node": True, "local_latency_s": 0.0}, Link(0.0, 0.1, ("role", 2), ("role", 0))),
+        (2, 3, LOCAL, Link(*INSIDE, ("role", 2), ("role", 3))),
+        (3, 4, LOCAL, Link(*BETWEEN, ("node", 0), ("node", 1))),
+    ],
+)
+def test_links(sender: int, receiver: int, table: dict[str, Any], link: Link) -> None:
+    assert model(4, nodes=2, **LINK, **table).link(sender, receiver) == link
+
+
+@pytest.mark.parametrize(
+    ("table", "means"),
+    [
+        ({}, [1.0, 1.0, 1.0]),
+        ({"slowdown": {0: 3.0, 2: 0.5}}, [3.0, 1.0, 0.5]),
+        ({"nodes": 1, "node_slowdown": 0.25}, [1.5, 1.5, 1.5]),
+        ({"nodes": 2, "node_slowdown": 0.25}, [1.25, 1.25, 1.0]),
+        ({"nodes": 2, "node_slowdown": 0.25, "slowdown": {1: 2.0}}, [1.25, 2.5, 1.0]),
+        ({"compute_s": {2: 1.0, 4: 6.0}}, [6.0, 6.0, 6.0]),
+    ],
+)
+def test_mean_times_of_learners(table: dict[str, Any], means: list[float]) -> None:
+    known = model(3, **{"compute_s": 1.0, **table})
+    assert [known.compute_s[role] for role in known.plan.learners] == pytest.approx(means)
+    assert set(known.compute_s) == set(known.plan.learners)
+
+
+def draws(count: int = 20_000, **table: Any) -> list[float]:
+    """Durations of learner 0, whose mean without luck is 1."""
+    known = model(2, compute_s=1.0, **table)
+    next_s = known.computation(known.plan.learners[0], random.Random(1))
+    return [next_s() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("table", "mean", "least", "most"),
+    [
+        ({"jitter": 0.0}, 1.0, 1.0, 1.0),
+        ({"jitter": 0.2}, 1.0, 0.8, 1.2),
+        ({"jitter": 0.1, "learner_jitter": {0: 0.3}}, 1.0, 0.7, 1.3),
+        ({"jitter": 0.1, "learner_jitter": {1: 0.3}}, 1.0, 0.9, 1.1),
+        ({"jitter": 0.0, "distribution": "lognormal"}, 1.0, 1.0, 1.0),
+        ({"jitter": 0.5, "distribution": "lognormal"}, 2.718281828 ** (0.5**2 / 2), 0.0, 1000.0),
+        ({"jitter": 0.0, "distribution": "exponential"}, 1.0, 1.0, 1.0),
+        ({"jitter": 0.5, "distribution": "exponential"}, 1.5, 1.0, 1000.0),
+        ({"jitter": 0.0, "straggler_probability": 0.1, "straggler_factor": 11.0}, 2.0, 1.0, 11.0),
+        ({"jitter": 0.2, "straggler_probability": 0.1, "straggler_factor": 11.0}, 2.0, 0.8, 13.2),
+        ({"jitter": 0.2, "straggler_probability": 1.0, "straggler_factor": 5.0}, 5.0, 4.0, 6.0),
+        ({"jitter": 0.5, "distribution": "exponential", "straggler_probability": 0.5}, 1.5 * 5.5, 1.0, 1000.0),
+    ],
+)
+def test_durations_have_the_mean_and_the_bounds_of_their_distribution(
+    table: dict[str, Any], mean: float, least: float, most: float
+) -> None:
+    times = draws(**table)
+    assert sum(times) / len(times) == pytest.approx(mean, rel=0.03)
+    assert least <= min(times)
+    assert max(times) <= most
+    if table["jitter"]:
+        assert len(set(times)) > len(times) // 2
+
+
+def test_a_few_steps_take_much_longer() -> None:
+    times = draws(jitter=0.0, straggler_probability=0.02, straggler_factor=7.0)
+    assert set(times) == {1.0, 7.0}
+    assert times.count(7.0) == pytest.approx(0.02 * len(times), rel=0.2)
+
+
+def test_the_median_of_the_lognormal_is_the_mean_time() -> None:
+    times = sorted(draws(jitter=0.5, distribution="lognormal"))
+    assert times[len(times) // 2] == pytest.approx(1.0, rel=0.03)
+
+
+# Cost files.
+
+
+def job(model_name: Any = "lenet", **simulation: Any) -> Job:
+    return Job(model={"name": model_name}, cluster={"learners": 2}, simulation=simulation)
+
+
+def written(directory: Path, text: str) -> str:
+    path = directory / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_job_without_a_cost_file_stays_as_it_is() -> None:
+    plain = job(compute_s=3.0)
+    assert load(plain) is plain
+
+
+CLUSTER = """
+latency_s = 0.25
+update_s = 0.5
+[models.lenet]
+compute_s = { 4 = 0.125, 16 = 0.25 }
+update_s = 0.75
+[models.mlp]
+compute_s = 9.0
+[measured]
+on = "a machine"
+"""
+
+
+@pytest.mark.parametrize(
+    ("model_name", "own", "expected"),
+    [
+        ("lenet", {}, {"latency_s": 0.25, "update_s": 0.75, "compute_s": {4: 0.125, 16: 0.25}}),
+        ("mlp", {}, {"latency_s": 0.25, "update_s": 0.5, "compute_s": 9.0}),
+        ("alexnet", {"compute_s": 3.0}, {"latency_s": 0.25, "update_s": 0.5, "compute_s": 3.0}),
+        ("lenet", {"update_s": 2.0, "compute_s": 1.0}, {"latency_s": 0.25, "update_s": 2.0, "compute_s": 1.0}),
+        ("lenet", {"latency_s": 1e-5}, {"latency_s": 1e-5, "update_s": 0.75}),  # a default, but the job says so
+        ("lenet", {"jitter": 0.5}, {"jitter": 0.5, "update_s": 0.75}),
+    ],
+)
+def test_the_jobs_own_keys_win_over_the_models_and_those_over_the_files(
+    tmp_path: Path, model_name: str, own: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    loaded = load(job(model_name, costs=written(tmp_path, CLUSTER), **own)).simulation
+    assert {key: getattr(loaded, key) for key in expected} == expected
+
+
+def test_a_model_that_the_file_does_not_know_needs_a_compute_time(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"mine.toml: knows no model 'alexnet', only .*; give \[simulation\] compute_s"
+    ):
+        load(job("alexnet", costs=written(tmp_path, CLUSTER)))
+
+
+def lenet(**options: Any) -> None:
+    """A model given as an object goes by its name."""
+
+
+def test_a_model_that_is_an_object_goes_by_its_name(tmp_path: Path) -> None:
+    assert load(job(lenet, costs=written(tmp_path, CLUSTER))).simulation.update_s == 0.75
+
+
+def test_a_loaded_job_loads_to_itself(tmp_path: Path) -> None:
+    once = load(job(costs=written(tmp_path, CLUSTER)))
+    assert load(once) == once
+
+
+@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("model_name", ["cifar10_full", "alexnet"])
+def test_every_preset_loads(name: str, model_name: str) -> None:
+    assert load(job(model_name, costs=name)).simulation != job(model_name, costs=name).simulation
+
+
+def test_the_papers_cluster_is_a_preset() -> None:
+    assert "p775" in presets()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("compute_s = ", "mine.toml: Invalid value"),
+        ("bandwith = 3", "mine.toml: [simulation] unknown key 'bandwith'"),
+        ("latency_s = -1.0", "mine.toml: [simulation] latency_s"),
+        ("compute_s = {}", "mine.toml: [simulation] compute_s"),
+        ("[models.lenet]\nspeed = 3", "mine.toml: [simulation] unknown key 'speed'"),
+        ("models = 3", "mine.toml: models must be tables [models.NAME]"),
+        ("[models]\nlenet = 3", "mine.toml: models must be tables [models.NAME]"),
+        ("[slowdown]\n7 = 2.0", "mine.toml: [simulation] slowdown names learner 7"),
+    ],
+)
+def test_what_is_no_cost_file_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(job(costs=written(tmp_path, text)))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_lists_the_presets() -> None:
+    with pytest.raises(ConfigError) as error:
+        load(job(costs="p776"))
+    assert str(error.value) == (
+        f"[simulation] costs: 'p776' is neither a file nor a preset; presets: {', '.join(presets())}"
+    )
+
+
+def test_a_directory_is_no_cost_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a file nor a preset"):
+        load(job(costs=str(tmp_path)))
+
+
+def test_presets_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "slow.toml").write_text("latency_s = 1.0", encoding="utf-8")
+    monkeypatch.setattr(costs, "PRESETS", tmp_path)
+    assert presets() == ["slow"]
+    assert load(job(costs="slow")).simulation.latency_s == 1.0
