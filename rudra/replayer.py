@@ -1,0 +1,407 @@
+"""Replay: a recorded run once more, in one process, through the same roles, to the same bits.
+
+A replay is a simulation in which not virtual time but the record decides what happens next. A learner's gradient is
+computed when its (learner, step) is the next one in the record. The server lets a learner have weights when its
+timestamp is the one that the record gives for that learner's next gradient. Whatever is sent arrives at once. So the
+server receives the same gradients, of the same weights, in the same order, and by its own rules forms the same averages
+and updates. What it records is compared with the record, row by row, and the first difference ends the replay.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from protocols import Clock
+from rudra import data, models, roles
+from rudra.config import Job, SimulationTable, cores
+from rudra.costs import CostModel
+from rudra.errors import ConfigError, ProtocolError, ReplayError, ResultsError
+from rudra.events import Compute, Finish, Record
+from rudra.executor import Executor, make_executors
+from rudra.hands import TensorHands
+from rudra.messages import Rows
+from rudra.recorder import arithmetic
+from rudra.results import Results, check_output, open_results
+from rudra.roles import Machine, ParameterServer
+from rudra.sim import Hands, Simulation, _Actor
+from topologies import Plan
+
+CHANGEABLE = ("data.path", "training.warm_start")
+"""Keys of the job that say where something is: all that a replay may change."""
+
+DECISIVE = ("model", "data", "training", "optimizer", "protocol", "topology", "cluster")
+"""Tables of the job that decide what the weights become; of them these keys do not:"""
+
+INDIFFERENT = ("training.evaluate", "training.evaluation_batch_size")
+
+MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
+"""Columns that no replay repeats."""
+
+_AT_ONCE = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e30, "message_s": 0.0, "update_s": 0.0, "jitter": 0.0}
+
+
+class Difference(NamedTuple):
+    """Where a replay left the record.
+
+    Attributes:
+        update: timestamp of the first update that differs; 0 for the weights before the first one.
+        text: in what.
+    """
+
+    update: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay found.
+
+    Attributes:
+        updates: that were repeated, all the same as in the record.
+        recorded: updates that the file holds.
+        status: of the recorded run: "finished", "interrupted", ….
+        weights_sha256: hash of the weights after the last of them.
+        difference: the first one, or None.
+    """
+
+    updates: int
+    recorded: int
+    status: str
+    weights_sha256: str
+    difference: Difference | None
+
+    @property
+    def identical(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            where = f"update {self.difference.update}" if self.difference.update else "before the first update"
+            return f"differs: {where} (of {self.recorded}): {self.difference.text}"
+        count = f"{self.updates} of {self.recorded}" if self.updates < self.recorded else f"{self.updates}"
+        ended = "" if self.status == "finished" else f" (the run is {self.status})"
+        return f"identical: {count} updates{ended}, weights sha256 {self.weights_sha256}"
+
+
+def replay(
+    path: str | Path,
+    *,
+    job: Job | None = None,
+    until: int | None = None,
+    output: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    quiet: bool = False,
+) -> Replayed:
+    """Repeats a recorded run and compares it with its record, as far as that goes.
+
+    Says on stderr, before it compares, where this machine is another one than that of the run.
+
+    Args:
+        path: result file of `rudra run` or `rudra simulate`.
+        job: the job that was run, if its model or data were given as Python objects: no file can hold these.
+        until: stop after this update and write its weights; 0 is before the first.
+        output: file for these weights, a state dict that `torch.load` reads; by default named after result file and
+            update.
+        overrides: texts `table.key=value` for the keys in `CHANGEABLE`.
+        quiet: no progress bar.
+
+    Raises:
+        ReplayError: the record does not determine the weights, or has no such update.
+        ConfigError: the job cannot be made again, or is another one than was run.
+        RudraError: data, model or file are missing.
+    """
+    path = Path(path)
+    with open_results(path) as results:
+        record = _Record(results)
+        if reason := results.attributes["not_replayable"]:
+            raise ReplayError(f"{path}: cannot be replayed: {reason}")
+        if until is not None and not 0 <= until <= record.updates_count:
+            raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
+        job = _restored(results, overrides) if job is None else _checked(results, job)
+        if until is None and output is not None:
+            raise ConfigError("--output is for the weights of --until")
+        target = None
+        if until is not None:
+            target = path.with_name(f"{path.stem}-{until}.pt") if output is None else Path(output)
+            check_output(target, force=True)
+        for line in surroundings(results):
+            print(f"rudra: {path}: {line}", file=sys.stderr)
+    with _arithmetic_of(job):
+        return _repeat(job, record, until, target, quiet)
+
+
+def surroundings(results: Results) -> list[str]:
+    """In what this machine differs from that of the run, so that bits may differ too; one line each."""
+    then = results.attributes
+    lines = [
+        f"{name.replace('_', ' ')} was {then[name]}, here it is {value}; the weights may differ in their last bits"
+        for name, value in arithmetic().items()
+        if then[name] != value
+    ]
+    if then["threads_per_rank"] > cores():
+        lines.append(f"computed with {then['threads_per_rank']} threads; they share {cores()} cores here")
+    if then["flush_denormals"] and not torch.set_flush_denormal(True):
+        lines.append("denormal numbers were flushed to zero, which this processor cannot; the weights may differ")
+    return lines
+
+
+class _Record:
+    """What a file says of its run, as far as it is complete: a run that was killed may have lost rows at the end."""
+
+    def __init__(self, results: Results) -> None:
+        self.path, self.attributes, self.state = results.path, results.attributes, results.state
+        self.gradients, self.updates, self.epochs = results.gradients, results.updates, results.epochs
+        self.finished = self.state["status"] == "finished"
+        self.updates_count = len(self.updates)
+        if self.finished:
+            self.updates_count = int(results.totals["timestamp"][0])
+        else:
+            needed = np.cumsum(self.updates["gradients"])
+            self.updates_count = int(np.searchsorted(needed, len(self.gradients), "right"))
+            self.updates = self.updates[: self.updates_count]
+            self.gradients = self.gradients[: int(needed[self.updates_count - 1]) if self.updates_count else 0]
+
+
+class _Left(Exception):
+    """The replay has left the record."""
+
+    def __init__(self, update: int, text: str) -> None:
+        super().__init__(text)
+        self.difference = Difference(update, text)
+
+
+class _Comparison:
+    """The recorder of a replay: compares what is recorded now with what was recorded then.
+
+    Args:
+        record: what was.
+        show: told of every finished update.
+    """
+
+    def __init__(self, record: _Record, show: Callable[[], object]) -> None:
+        self._record, self._show = record, show
+        self._seen = {"gradients": 0, "updates": 0}
+        self._hashes = {int(row["epoch"]): row["weights_sha256"] for row in record.epochs}
+
+    def record(self, action: Record) -> None:
+        if action.table == "gradients":
+            self._compare(action.rows, self._record.gradients, "gradients", "update")
+        elif action.table == "updates":
+            self._compare(action.rows, self._record.updates, "updates", "timestamp")
+            self._show()
+        elif action.table == "epochs":
+            for row in action.rows:
+                then, now = self._hashes.get(int(row["epoch"])), row["weights_sha256"]
+                if then and then != now:  # empty where the statistics server was behind
+                    _differs(int(row["timestamp"]), f"weights of epoch {row['epoch']}, sha256", then, now)
+
+    def finish(self, role: int, action: Finish) -> None: ...
+    def warn(self, name: str, text: str) -> None: ...
+
+    def _compare(self, now: Rows, then: Rows, table: str, clock: str) -> None:
+        """Compares rows with the next ones of a table."""
+        first = self._seen[table]
+        self._seen[table] += len(now)
+        then = then[first : first + len(now)].copy()
+        for name in set(MEASURED) & set(now.dtype.names or ()):
+            then[name] = now[name][: len(then)]
+        if now.tobytes() == then.tobytes():
+            return
+        for place, row in enumerate(now):
+            update = int(row[clock])
+            if place >= len(then):
+                raise _Left(update, f"a row of /{table} is missing in the record")
+            for name in row.dtype.names or ():
+                if row[name].tobytes() != then[place][name].tobytes():
+                    what = {"digest": "weights, digest"}.get(name, name.replace("_", " "))
+                    who = f"gradient of learner {row['learner']}, step {row['step']}: " if table == "gradients" else ""
+                    _differs(update, who + what, then[place][name], row[name])
+
+
+class _Replay(Simulation):
+    """Drives the roles of a run through its record.
+
+    Args:
+        record: what to repeat.
+        plan: who is who.
+        machines: every role, by id.
+        hands: what handles tensors.
+        comparison: what is told of every row.
+    """
+
+    def __init__(
+        self, record: _Record, plan: Plan, machines: dict[int, Machine], hands: Hands, comparison: _Comparison
+    ) -> None:
+        costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
+        super().__init__(plan, machines, hands, comparison, costs, size_bytes=1, seed=0)
+        self._rows = record.gradients
+        order = np.argsort(self._rows["learner"], kind="stable")
+        learners, starts = np.unique(self._rows["learner"][order], return_index=True)
+        stamps = np.split(self._rows["timestamp"][order], starts[1:])
+        self._stamps: dict[int, list[int]] = {int(i): s.tolist() for i, s in zip(learners, stamps, strict=False)}
+        self._done = dict.fromkeys(range(len(plan.learners)), 0)
+        self._computations: dict[int, tuple[_Actor, Compute]] = {}
+        server = machines[plan.server]
+        assert isinstance(server, ParameterServer)
+        self._server = server
+        self._rule = server.protocol.pull_granted
+        server.protocol.pull_granted = self._pull_granted  # type: ignore[method-assign]
+
+    def repeat(self, updates: int) -> None:
+        """Goes through the record up to and with that update.
+
+        Raises:
+            _Left: the replay differs from the record.
+        """
+        self.start()
+        self.settle()
+        for row in self._rows:
+            if self._server.timestamp == updates:
+                return
+            try:
+                self._apply(row)
+            except ProtocolError as error:
+                raise _Left(self._server.timestamp + 1, str(error)) from None
+        if self._server.timestamp < updates:
+            raise _Left(self._server.timestamp + 1, "a row of /gradients is missing in the record")
+
+    def _apply(self, row: np.void) -> None:
+        """Computes one gradient and lets everything happen that follows from it."""
+        learner, step, timestamp = (int(row[name]) for name in ("learner", "step", "timestamp"))
+        update, who = self._server.timestamp + 1, f"gradient of learner {learner}, step {step}"
+        if row["update"] != update:
+            _differs(update, f"{who}: update", row["update"], update)
+        if learner not in self._done:
+            raise _Left(update, f"{who}: there are {len(self._done)} learners")
+        if learner not in self._computations:
+            raise _Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
+        actor, action = self._computations.pop(learner)
+        if action.step != step:
+            _differs(update, f"gradient of learner {learner}, step", step, action.step)
+        self._done[learner] += 1
+        self._handle(actor, self.hands.compute(actor.role, action))
+        self.settle()
+
+    def _pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        """The protocol's rule, at the one timestamp at which the record says that weights were given."""
+        stamps, done = self._stamps.get(learner, []), self._done[learner]
+        return done < len(stamps) and clock.timestamp == stamps[done] and self._rule(learner, timestamp, clock)
+
+    def _compute(self, actor: _Actor, action: Compute, time: float) -> None:
+        if self._planned:
+            self._planned(actor.role, action)
+        self._computations[self.plan.roles[actor.role].index] = (actor, action)
+
+
+def _repeat(job: Job, record: _Record, until: int | None, target: Path | None, quiet: bool) -> Replayed:
+    plan = job.make_topology().plan(job.learners)
+    updates = record.updates_count if until is None else until
+    train, _, info = data.load(job.data, test=False)
+    executors = make_executors(job, plan, tuple(range(len(plan.roles))), (train, None), info, prefetch=False)
+    for executor in executors.values():
+        executor.prepare()
+    hands = TensorHands(executors)
+    machines = {i: roles.make(i, job, plan, info.training_samples) for i in range(len(plan.roles))}
+    bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
+    driver = _Replay(record, plan, machines, hands, _Comparison(record, bar.update))
+    difference: Difference | None = None
+    server = executors[plan.server]
+    with bar:
+        try:
+            _same_weights(0, "initial", record.attributes["initial_weights_sha256"], server.hash("weights"))
+            driver.repeat(updates)
+            if record.finished and updates == record.updates_count:
+                _same_weights(updates, "final", record.state["weights_sha256"], server.hash("weights"))
+        except _Left as left:
+            difference = left.difference
+    if target is not None and difference is None:
+        _save(target, job, info, server)
+    done = updates if difference is None else max(0, difference.update - 1)
+    return Replayed(done, record.updates_count, record.state["status"], server.hash("weights"), difference)
+
+
+def _same_weights(update: int, which: str, then: str, now: str) -> None:
+    if then != now:
+        _differs(update, f"{which} weights, sha256", then, now)
+
+
+def _differs(update: int, what: str, then: Any, now: Any) -> NoReturn:
+    then, now = (value.decode() if isinstance(value, bytes) else value for value in (then, now))
+    raise _Left(update, f"{what}: {then} in the record, {now} in the replay")
+
+
+def _save(path: Path, job: Job, info: data.DataInfo, server: Executor) -> None:
+    """Writes the server's weights as a state dict of the model, whose integer buffers are as they were at first."""
+    weights = server.buffer("weights").vector
+    state = models.build(job.model, info, job.training.seed).state_dict()
+    for entry in server.layout:
+        state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
+    try:
+        torch.save(state, path)
+    except (OSError, RuntimeError) as error:
+        raise ResultsError(f"{path}: cannot write: {str(error).splitlines()[0]}") from None
+
+
+# The job of the record.
+
+
+def _restored(results: Results, overrides: Sequence[str]) -> Job:
+    """The job that a file holds."""
+    if given := results.attributes["python_objects"]:
+        raise ReplayError(
+            f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
+            "from Python, rudra.replay(file, job=job) takes the job that has it"
+        )
+    tables = {table: results.job[table] for table in ("name", *DECISIVE)}
+    for override in overrides:
+        target, equals, value = (part.strip() for part in override.partition("="))
+        if target not in CHANGEABLE or not equals:
+            raise ConfigError(f"--set {override}: a replay changes nothing but {' and '.join(CHANGEABLE)}")
+        table, _, key = target.partition(".")
+        tables[table][key] = value
+    try:
+        return _quiet(Job(**tables))
+    except ConfigError as error:
+        raise ConfigError(f"{results.path}: {error}") from None
+
+
+def _checked(results: Results, job: Job) -> Job:
+    """The job that the caller gives, if it is the one of the record."""
+    then = results.job
+    job = job.with_(cluster={key: then["cluster"][key] for key in ("learners", "threads_per_rank", "device")})
+    unknown = results.attributes["python_objects"].split(", ")
+    now = json.loads(job.to_json())
+    for table in DECISIVE:
+        for key, value in now[table].items():
+            name = f"{table}.{key}"
+            if value != then[table][key] and name not in {*unknown, *CHANGEABLE, *INDIFFERENT}:
+                raise ConfigError(f"{results.path}: ran with {name} = {then[table][key]}; the job given has {value}")
+    return _quiet(job)
+
+
+def _quiet(job: Job) -> Job:
+    """The same training with nothing beside it, and with rows that come at once."""
+    return job.with_(
+        training={"evaluate": False},
+        faults={"non_finite_loss": "warn"},
+        results={"minibatches": False, "report_s": 0.0},
+    )
+
+
+@contextmanager
+def _arithmetic_of(job: Job) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.cluster.threads_per_rank or 1)
+    torch.set_flush_denormal(job.cluster.flush_denormals)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

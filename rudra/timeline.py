@@ -1,0 +1,136 @@
+"""A run as a timeline: the Trace Event Format of Chrome, which https://ui.perfetto.dev shows.
+
+One process for each rank, one thread for each role in it. Times are microseconds since the server started training, on
+one clock. Rows are read and written piece by piece, so a long run needs no more memory than a short one.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import topologies
+from rudra import plugins
+from rudra.errors import ResultsError
+from rudra.results import Results, check_output
+from topologies import Plan
+
+Event = dict[str, Any]
+Column = NDArray[np.float64]
+
+
+def write_timeline(results: Results, output: Path, progress: Callable[[int], object] = lambda rows: None) -> int:
+    """Writes the timeline of a run; it may still go on.
+
+    Args:
+        results: of `rudra run` or `rudra simulate`.
+        output: JSON file; compressed if its name ends in .gz, which Perfetto reads too.
+        progress: told of how many rows were done.
+
+    Returns:
+        Number of events.
+
+    Raises:
+        ResultsError: the file cannot be written.
+        ConfigError: the topology is the user's own and is not found.
+    """
+    check_output(output, force=True)
+    about = {name: results.attributes[name] for name in ("name", "driver", "protocol", "learners", "started")}
+    plan, count = _plan(results), 0
+    try:
+        with gzip.open(output, "wt") if output.suffix == ".gz" else output.open("w") as file:
+            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [')
+            for event in events(results, plan, progress):
+                file.write((",\n" if count else "\n") + json.dumps(event, allow_nan=False))
+                count += 1
+            file.write("\n]}\n")
+    except OSError as error:
+        raise ResultsError(f"{output}: cannot write: {error.strerror}") from None
+    return count
+
+
+def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> Iterator[Event]:
+    """Names of ranks and roles, and then what each role did; within a role in the order of time, without overlap."""
+    threads = {id_: _Thread(role.world_rank, id_) for id_, role in enumerate(plan.roles)}
+    yield from _names(plan)
+    learners = plan.learners
+    for rows in results.pieces("minibatches"):
+        computed = rows["time_s"] - rows["compute_s"]
+        parts = _moments(computed, *(rows[name] for name in ("compute_s", "push_s", "wait_s", "pull_s")))
+        for row, marks in zip(rows, parts, strict=True):
+            about = {name: _finite(row[name]) for name in ("step", "timestamp", "loss")}
+            yield from threads[learners[row["learner"]]].spans(("compute", "push", "wait", "pull"), marks, about)
+        progress(len(rows))
+    for rows in results.pieces("updates"):
+        for row, marks in zip(rows, _moments(rows["time_s"], rows["update_s"]), strict=True):
+            names = ("timestamp", "epoch", "gradients", "learning_rate", "mean_staleness")
+            (span,) = threads[plan.server].spans(("update",), marks, {name: _finite(row[name]) for name in names})
+            yield span
+            value = {"mean staleness": _finite(row["mean_staleness"])}
+            yield {"ph": "C", "name": "mean staleness", "pid": span["pid"], "ts": span["ts"], "args": value}
+        progress(len(rows))
+    for rows in results.pieces("epochs"):
+        tested = rows[np.isfinite(rows["evaluation_began_s"])]
+        for row, marks in zip(tested, _moments(tested["evaluation_began_s"], tested["evaluation_s"]), strict=True):
+            about = {name: _finite(row[name]) for name in ("epoch", "timestamp", "test_error", "test_loss")}
+            yield from threads[plan.statistics].spans(("evaluation",), marks, about)
+
+
+class _Thread:
+    """The timeline of one role."""
+
+    def __init__(self, rank: int, role: int) -> None:
+        self._place = {"pid": rank, "tid": role}
+        self._end = 0
+
+    def spans(self, names: Sequence[str], marks: Sequence[int], about: dict[str, Any]) -> Iterator[Event]:
+        """Spans that follow each other, without the empty ones but the first.
+
+        They begin where those before ended, if they would overlap: two updates may have been taken up at one moment,
+        and the last digits of a float, or clocks of two nodes, may disagree.
+
+        Args:
+            names: of the spans.
+            marks: where each begins, and the last ends, in nanoseconds.
+            about: what is told of them.
+        """
+        late = max(0, self._end - marks[0])
+        for name, begin, end in zip(names, marks, marks[1:], strict=False):
+            if end > begin or name == names[0]:
+                times = {"ts": (begin + late) / 1e3, "dur": (end - begin) / 1e3}
+                yield {"ph": "X", "name": name, "cat": name, **self._place, **times, "args": about}
+        self._end = marks[-1] + late
+
+
+def _moments(began_s: Column, *spans_s: Column) -> list[list[int]]:
+    """For each row, in nanoseconds, the beginning and the ends of the spans that follow each other from there."""
+    moments = np.cumsum(np.stack([began_s, *spans_s]), axis=0).T
+    rounded: list[list[int]] = np.rint(moments * 1e9).astype(np.int64).tolist()
+    return rounded
+
+
+def _names(plan: Plan) -> Iterator[Event]:
+    for rank in range(plan.ranks):
+        here = plan.on_rank(rank)
+        name = f"rank {rank}: " + ", ".join(plan.roles[id_].name for id_ in here)
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": here[0], "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": here[0], "args": {"sort_index": rank}}
+        for id_ in here:
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": id_, "args": {"name": plan.roles[id_].name}}
+
+
+def _plan(results: Results) -> Plan:
+    table = results.job["topology"]
+    name = plugins.resolve(table["name"]) if ":" in table["name"] else table["name"]
+    return topologies.load(name, table["options"]).plan(results.attributes["learners"])
+
+
+def _finite(value: Any) -> float | None:
+    """For JSON, which knows neither NaN nor infinity."""
+    number: float = value.item()
+    return number if math.isfinite(number) else None

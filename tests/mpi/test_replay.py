@@ -1,0 +1,132 @@
+"""Runs on real ranks, repeated in this process from what they recorded, to the same bits."""
+
+import itertools
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import user_code
+from traces import check_trace
+
+import rudra
+from rudra.bench.ranks import on_ranks
+from rudra.cli import main
+from rudra.errors import RudraError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+
+SGD = {"name": "sgd", "learning_rate": 0.02, "momentum": 0.9}
+ADAGRAD = {"name": "adagrad", "learning_rate": 0.02}
+LEARNERS = (1, 2, 3, 4)
+CASES: dict[str, dict[str, Any]] = {
+    "async-momentum": {"protocol": {"name": "async"}, "optimizer": SGD},
+    "async-adagrad": {"protocol": {"name": "async"}, "optimizer": ADAGRAD},
+    "1-softsync-momentum": {"protocol": {"name": "softsync"}, "optimizer": {**SGD, "weight_decay": 1e-3}},
+    "2-softsync-adagrad": {"protocol": {"name": "softsync", "n": 2}, "optimizer": ADAGRAD},
+    "async-staleness": {"protocol": {"name": "async", "modulation": "gradient_staleness"}, "optimizer": SGD},
+    "hardsync-momentum": {"protocol": {"name": "hardsync"}, "optimizer": SGD},
+}
+
+
+def make_job(learners: int, protocol: dict[str, Any], optimizer: dict[str, Any]) -> rudra.Job:
+    if "n" in protocol:
+        protocol = {**protocol, "n": min(learners, protocol["n"])}
+    return rudra.Job(
+        name="replay",
+        model={"name": user_code.everything},
+        data={"name": user_code.delayed},
+        training={"epochs": 2, "minibatch_size": 4, "seed": learners},
+        optimizer={"milestones": [1], **optimizer},
+        protocol={"reference_batch_size": 16, **protocol},
+        cluster={"learners": learners, "threads_per_rank": 1},
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Gives the result file of a case; all jobs of so many learners run on the same ranks, one after the other."""
+
+    @cache
+    def runs(learners: int) -> dict[str, Path]:
+        directory = tmp_path_factory.mktemp("runs")
+        paths = {case: directory / f"{case}-{learners}.h5" for case in CASES}
+        jobs = {str(paths[case]): make_job(learners, **CASES[case]) for case in CASES}
+        on_ranks(user_code.train_all, learners, jobs=jobs)
+        return paths
+
+    return lambda case, learners: runs(learners)[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("learners", LEARNERS)
+def test_a_run_is_repeated_bit_for_bit(recorded: Callable[[str, int], Path], case: str, learners: int) -> None:
+    path = recorded(case, learners)
+    with rudra.open_results(path) as results:
+        summary, epochs = results.summary(), results.epochs
+    replayed = rudra.replay(path, quiet=True)
+    assert replayed.difference is None
+    assert replayed.weights_sha256 == summary["weights_sha256"]
+    assert replayed.updates == summary["updates"] >= 30
+    assert epochs["weights_sha256"][-1].decode() == summary["weights_sha256"]
+    if learners > 1 and case.startswith("async"):
+        assert summary["max_staleness"] > 0, "nothing would be shown if nobody was late"
+
+
+def test_a_run_that_failed_on_its_ranks_is_repeated_as_far_as_it_came(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.h5"
+    job = make_job(3, {"name": "async"}, SGD).with_(model={"name": user_code.raising}, training={"epochs": 50})
+    with pytest.raises(RudraError, match="exit code 1"):
+        rudra.run(job, output=path, progress="quiet")
+    assert main(["replay", str(path), "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "updates (the run is failed), weights sha256 " in said
+    with rudra.open_results(path) as results:
+        assert len(results.updates) > 40
+
+
+@pytest.mark.parametrize("driver", ["mpi", "simulation"])
+def test_the_timeline_adds_up(recorded: Callable[[str, int], Path], tmp_path: Path, driver: str) -> None:
+    if driver == "mpi":
+        path = recorded("async-momentum", 3)
+    else:
+        path = tmp_path / "run.h5"
+        rudra.simulate(make_job(3, **CASES["async-momentum"]), output=path, progress="quiet").close()
+    assert main(["timeline", str(path), "-o", str(tmp_path / "trace.json")]) == 0
+    with rudra.open_results(path) as results:
+        taken = check_trace((tmp_path / "trace.json").read_text(), 3)
+        whole = results.totals["time_s"][0]
+        for row in results.learners:
+            for name in ("compute", "push", "wait", "pull"):
+                # The account leaves out what was computed and never pushed, and has what ended the last exchange.
+                assert taken[int(row["world_rank"]), name] == pytest.approx(row[f"{name}_s"], rel=0.02, abs=0.02)
+            busy = sum(taken[int(row["world_rank"]), name] for name in ("compute", "push", "wait", "pull"))
+            assert busy == pytest.approx(whole, rel=0.2, abs=0.15)
+        assert taken[0, "update"] == pytest.approx(results.updates["update_s"].sum(), rel=1e-3, abs=1e-4)
+        assert taken[1, "evaluation"] == pytest.approx(np.nansum(results.epochs["evaluation_s"]), rel=1e-3, abs=1e-4)
+
+
+def test_what_a_rank_measures_is_in_order_across_ranks(recorded: Callable[[str, int], Path]) -> None:
+    """A gradient is ready before it is applied, and applied before weights with it are used."""
+    with rudra.open_results(recorded("async-momentum", 4)) as results:
+        ready = {(int(r["learner"]), int(r["step"])): float(r["time_s"]) for r in results.minibatches}
+        began = {(int(r["learner"]), int(r["step"])): r["time_s"] - r["compute_s"] for r in results.minibatches}
+        applied = dict(enumerate(results.updates["time_s"].tolist(), 1))
+        for gradient in results.gradients:
+            key = int(gradient["learner"]), int(gradient["step"])
+            assert ready[key] <= applied[int(gradient["update"])] + 1e-4
+            if gradient["timestamp"]:
+                assert applied[int(gradient["timestamp"])] <= began[key] + 1e-4
+
+
+def test_ranks_with_other_clocks_agree_on_one_moment() -> None:
+    origins = [figures["origin"] for figures in on_ranks(user_code.clock_origins, 3)]
+    assert len(origins) == 5
+    assert max(origins) <= time.perf_counter()
+    for one, other in itertools.combinations(origins, 2):
+        assert abs(one - other) < 0.01
