@@ -1,0 +1,105 @@
+"""Predicted against measured time per epoch, on this machine, calibrated right before in the same run."""
+
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from rudra.api import run as train
+from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.calibrate import calibrate
+from rudra.config import Job
+from rudra.costs import at
+from rudra.predict import predict, steady_rate
+
+MINIBATCH_SIZE = 16
+SIZES = (12, 24)
+"""μ of the runs that calibrate: none is that of a predicted run."""
+
+EPOCH = 50_000
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "hardsync": {"name": "hardsync"},
+    "1-softsync": {"name": "softsync", "n": 1},
+    "λ-softsync": {"name": "async"},
+}
+MODELS = {"lenet": (1, 28, 28), "cifar10_full": (3, 32, 32)}
+
+
+class Noise(Dataset[tuple[torch.Tensor, int]]):
+    """As many samples as one likes, of noise, in the memory of a few."""
+
+    def __init__(self, shape: Sequence[int], samples: int, pool: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._inputs = torch.randn(pool, *shape, generator=generator)
+        self._labels = torch.randint(10, (pool,), generator=generator).tolist()
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._inputs[index % len(self._labels)], self._labels[index % len(self._labels)]
+
+
+def noise(shape: Sequence[int], samples: int = EPOCH, pool: int = 512) -> tuple[Noise, Noise]:
+    """Training and test set."""
+    return Noise(shape, samples, pool), Noise(shape, 256, pool)
+
+
+def run(*, quick: bool) -> Report:
+    """Calibrates, then runs every configuration, in turns; each turn is predicted from its own calibration."""
+    configurations = [(1, "hardsync"), *((2, protocol) for protocol in PROTOCOLS)]
+    report = Report([f"s per {EPOCH:,} samples, μ = {MINIBATCH_SIZE}", "predicted", "measured", "predicted / measured"])
+    figures = []
+    for model in list(MODELS)[: 1 if quick else 2]:
+        found: dict[tuple[int, str], tuple[list[float], list[float]]] = {c: ([], []) for c in configurations}
+        for _ in range(1 if quick else 5):
+            for configuration, (predicted, measured) in zip(found, _turn(model, list(found), quick), strict=True):
+                found[configuration][0].append(predicted)
+                found[configuration][1].append(measured)
+        for (learners, protocol), (ours, theirs) in found.items():
+            ratio = ratios(ours, theirs)
+            figures.append(abs(ratio.median - 1))
+            name = f"{model}, λ = {learners}, {protocol if learners > 1 else 'all protocols alike'}"
+            report.rows.append((name, spread(ours), spread(theirs), ratio))
+    report.notes = [f"calibrated with async runs at μ = {SIZES[0]} and {SIZES[1]}; one torch thread per learner"]
+    report.goals = [Goal("median of predicted / measured within 10 % of 1", figures, at_most=0.1)]
+    return report
+
+
+def _turn(model: str, configurations: list[tuple[int, str]], quick: bool) -> list[tuple[float, float]]:
+    """Predicted and measured seconds per epoch of each configuration."""
+    seconds = 0.5 if quick else 4.0
+    with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
+        costs = Path(name) / "costs.toml"
+        costs.write_text(calibrate(_job(model), sizes=SIZES, seconds=seconds, show=False), encoding="utf-8")
+        table = tomllib.loads(costs.read_text(encoding="utf-8"))["models"][model]["compute_s"]
+        steps = max(40, int(seconds / at({int(size): s for size, s in table.items()}, MINIBATCH_SIZE)))
+        found = []
+        for learners, protocol in configurations:
+            job = _job(model).with_(
+                protocol=PROTOCOLS[protocol],
+                cluster={"learners": learners},
+                data={"train_limit": steps * learners * MINIBATCH_SIZE},
+                simulation={"costs": str(costs)},
+            )
+            with train(job, output=Path(name) / "run.h5", force=True, progress="quiet") as results:
+                _, rate = steady_rate(results.updates)
+            found.append((predict(job, samples=EPOCH).epoch_s, EPOCH / rate))
+        return found
+
+
+def _job(model: str) -> Job:
+    return Job(
+        name="bench",
+        model={"name": model},
+        data={"name": noise, "options": {"shape": MODELS[model]}, "classes": 10},
+        training={"epochs": 1, "minibatch_size": MINIBATCH_SIZE, "evaluate": False},
+        optimizer={"learning_rate": 1e-4, "momentum": 0.9},
+        protocol={"modulation": "none"},
+        cluster={"learners": 1, "threads_per_rank": 1},
+    )

@@ -1,0 +1,374 @@
+"""Measures what a job's model costs on this machine, and writes it as a cost file that jobs can name.
+
+Short real runs of async, with one learner and with several busy at once, at several μ, give the times as they are in
+place: with every overhead that a real run has. What async does not do, adding gradients and testing weights, is
+measured in this process.
+"""
+
+import json
+import math
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from rudra.config import Job, cores
+from rudra.errors import ResultsError
+from rudra.events import Accumulate, Compute
+from rudra.predict import outline
+
+if TYPE_CHECKING:
+    from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor
+
+Rows = npt.NDArray[Any]
+
+LEARNERS = 2
+SECONDS = 4.0
+"""How long each run trains."""
+
+STEPS = 40
+"""Mini-batches of each learner in a run, at least."""
+
+_WARM = 5  # first mini-batches of each learner, which do not count
+_KEPT = 0.98  # of the times, the quickest
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One run's times.
+
+    Attributes:
+        minibatch_size: μ.
+        learners: λ.
+        minibatches: `records.MINIBATCH`.
+        updates: `records.UPDATE`.
+    """
+
+    minibatch_size: int
+    learners: int
+    minibatches: Rows
+    updates: Rows
+
+    @property
+    def steady(self) -> Rows:
+        """Mini-batches that were pushed, without the first ones."""
+        rows = self.minibatches[self.minibatches["step"] >= _WARM]
+        return rows[rows["push_s"] > 0]
+
+    @property
+    def compute_s(self) -> float:
+        return _mean(self.steady["compute_s"])
+
+    @property
+    def cycle_s(self) -> float:
+        """From one gradient to the next."""
+        return _mean(sum(self.steady[f"{name}_s"] for name in ("compute", "push", "wait", "pull")))
+
+    @property
+    def variation(self) -> float:
+        """Standard deviation of one learner's compute time from step to step, as a fraction of its mean.
+
+        From differences of neighbouring steps, so that a slow drift of the whole machine does not count.
+        """
+        squares: list[float] = []
+        for learner in range(self.learners):
+            rows = np.sort(self.steady[self.steady["learner"] == learner], order="step")
+            squares += (np.diff(rows["compute_s"]) ** 2 / 2).tolist()
+        return math.sqrt(_mean(squares)) / self.compute_s
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What one process measures by itself.
+
+    Attributes:
+        compute_s: μ -> seconds for one gradient, roughly: it says how long a run must be.
+        gradient_s: to add a gradient.
+        evaluation_s: to test the weights.
+        samples: of the training set.
+    """
+
+    compute_s: dict[int, float]
+    gradient_s: float
+    evaluation_s: float
+    samples: int
+
+
+def calibrate(
+    job: Job,
+    *,
+    learners: int = LEARNERS,
+    sizes: Sequence[int] | None = None,
+    seconds: float = SECONDS,
+    show: bool = True,
+) -> str:
+    """Measures.
+
+    Args:
+        job: whose model, data and optimiser count; its protocol does not.
+        learners: how many compute at once in the runs with several.
+        sizes: the μ to measure at; by default a quarter of the job's, the job's, and four times as many.
+        seconds: how long each run trains.
+        show: a progress bar.
+
+    Returns:
+        The cost file's text.
+
+    Raises:
+        RudraError: a mistake in the job, or a run failed.
+    """
+    own = job.training.minibatch_size
+    sizes = sorted(set(sizes or (max(1, own // 4), own, own * 4)))
+    threads = job.cluster.threads_per_rank or max(1, cores() // learners)
+    job = job.resolved(learners=1, threads_per_rank=threads).with_(
+        protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
+        training={"epochs": 1, "evaluate": False},
+        results={"minibatches": True},
+    )
+    counts = sorted({1, learners})
+    with tqdm(total=1 + len(sizes) * len(counts), desc="calibrating", disable=not show, leave=False) as bar:
+        alone = measure_alone(job, sizes)
+        bar.update()
+        probes = []
+        for size in sizes:
+            for count in counts:
+                bar.set_description(f"calibrating: μ = {size}, λ = {count}")
+                probes.append(_probe(job, size, count, alone, seconds))
+                bar.update()
+    return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners)
+
+
+def _probe(job: Job, size: int, learners: int, alone: Alone, seconds: float) -> Probe:
+    from rudra.api import run
+
+    wanted = max(STEPS, math.ceil(seconds / alone.compute_s[size])) * size * learners
+    job = job.with_(
+        cluster={"learners": learners},
+        training={"minibatch_size": size, "epochs": math.ceil(wanted / alone.samples)},
+        data={"train_limit": min(wanted, alone.samples)},
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="rudra-") as directory,
+        run(job, output=Path(directory) / "probe.h5", progress="quiet") as results,
+    ):
+        return Probe(size, learners, results.minibatches, results.updates)
+
+
+def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
+    """Measures in this process what needs no other.
+
+    Args:
+        job: resolved.
+        sizes: the μ.
+    """
+    import torch
+
+    from rudra import data
+    from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors
+
+    plan = job.make_topology().plan(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.cluster.threads_per_rank or 1)
+    torch.set_flush_denormal(job.cluster.flush_denormals)
+    compute_s = {}
+    try:
+        train, test, info = data.load(job.data)
+        for size in sizes:
+            sized = job.with_(training={"minibatch_size": size})
+            made = make_executors(sized, plan, tuple(range(len(plan.roles))), (train, test), info, prefetch=False)
+            weights = made[plan.server].buffer("weights").vector
+            for role in (plan.learners[0], plan.statistics):
+                made[role].buffer("weights").vector.copy_(weights)
+            learner = made[plan.learners[0]]
+            assert isinstance(learner, LearnerExecutor)
+            compute_s[size] = _median_s(partial(_compute, learner), 4)
+        server, statistics = made[plan.server], made[plan.statistics]
+        assert isinstance(server, ServerExecutor)
+        assert isinstance(statistics, StatisticsExecutor)
+        server.buffer("gradient").vector.fill_(1.0)
+        gradient_s = _median_s(partial(_accumulate, server), 30)
+        evaluation_s = _evaluation_s(statistics, math.ceil(info.test_samples / job.training.evaluation_batch_size))
+    finally:
+        torch.set_num_threads(threads)
+    return Alone(compute_s, gradient_s, evaluation_s, info.training_samples)
+
+
+def _compute(learner: "LearnerExecutor", step: int) -> None:
+    learner.compute(Compute(step, "weights", "gradient"))
+
+
+def _accumulate(server: "ServerExecutor", turn: int) -> None:
+    server.accumulate(Accumulate("sum", "gradient", 0.5, 1.0))
+
+
+def _evaluation_s(statistics: "StatisticsExecutor", batches: int) -> float:
+    """Of one test, from as many of its batches as fit into a second."""
+    began, done = time.perf_counter(), 0
+    for _ in statistics.evaluate("weights"):
+        done += 1
+        if time.perf_counter() - began > 1.0:
+            break
+    return (time.perf_counter() - began) * batches / done
+
+
+def _mean(times: npt.ArrayLike) -> float:
+    """Mean, because that is what a rate comes from, without the slowest: on a shared machine those are not ours."""
+    taken = np.sort(np.asarray(times, np.float64))
+    return float(taken[: max(1, math.ceil(len(taken) * _KEPT))].mean())
+
+
+def _median_s(do: Callable[[int], object], times: int) -> float:
+    """Median duration; the first call, which warms up, does not count."""
+    taken = []
+    for turn in range(times + 1):
+        began = time.perf_counter()
+        do(turn)
+        taken.append(time.perf_counter() - began)
+    return float(np.median(taken[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What follows from the measurements, in seconds; most are keys of `[simulation]`.
+
+    Attributes:
+        transfer_s: of the model between two ranks, one way.
+    """
+
+    compute_s: dict[int, float]
+    node_slowdown: float
+    jitter: float
+    transfer_s: float
+    latency_s: float
+    message_s: float
+    gradient_s: float
+    update_s: float
+    evaluation_s: float
+
+
+def derive(probes: Sequence[Probe], alone: Alone) -> Costs:
+    """Takes the runs' times apart.
+
+    With one learner nothing waits for anything else, so each part of a step is one cost: a push is latency and
+    transfer, a pull is a transfer, and between them the server handles the gradient, updates and answers.
+
+    Args:
+        probes: with one learner at every μ, and perhaps with several.
+        alone: of this process.
+    """
+    single = {p.minibatch_size: p for p in probes if p.learners == 1}
+    several = [p for p in probes if p.learners > 1]
+    rows = np.concatenate([p.steady for p in single.values()])
+    push_s, wait_s, pull_s = (_mean(rows[f"{name}_s"]) for name in ("push", "wait", "pull"))
+    update_s = _mean(np.concatenate([p.updates["update_s"][_WARM:] for p in single.values()]))
+    # However its parts are told apart, the whole exchange must come out: a rate depends on that.
+    transfer_s = max(min(push_s, pull_s), 1e-9)
+    rest_s = max(0.0, push_s + wait_s + pull_s - 2 * transfer_s - update_s)
+    latency_s = min(push_s - transfer_s, rest_s / 2)
+    # Of the whole cycle: where ranks outnumber cores, learners slow each other's exchange down as well.
+    slower = [
+        (p.cycle_s - alone_.cycle_s) / alone_.compute_s / (p.learners - 1)
+        for p in several
+        if (alone_ := single.get(p.minibatch_size))
+    ]
+    variation = float(np.median([p.variation for p in several or single.values()]))
+    return Costs(
+        compute_s={size: p.compute_s for size, p in sorted(single.items())},
+        node_slowdown=max(0.0, float(np.mean(slower))) if slower else 0.0,
+        jitter=min(0.9, math.sqrt(3) * variation),  # the half-width of a uniform distribution
+        transfer_s=transfer_s,
+        latency_s=latency_s,
+        message_s=rest_s - 2 * latency_s,
+        gradient_s=alone.gradient_s,
+        update_s=update_s,
+        evaluation_s=alone.evaluation_s,
+    )
+
+
+def cost_file(job: Job, found: Costs, size_bytes: int, learners: int) -> str:
+    """The text of a cost file.
+
+    Args:
+        job: that was measured, resolved.
+        found: what it costs.
+        size_bytes: of its model on the wire.
+        learners: that were busy at once, at most.
+    """
+    model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
+    points = ", ".join(f"{size} = {seconds:.4g}" for size, seconds in found.compute_s.items())
+    measured = {
+        "date": date.today().isoformat(),
+        "processor": _processor(),
+        "cores": cores(),
+        "learners": learners,
+        "threads_per_rank": job.cluster.threads_per_rank or 1,
+        "model_bytes": size_bytes,
+        **{f"{name}_version": metadata.version(name) for name in ("torch", "mpi4py")},
+    }
+    about = "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in measured.items())
+    return f"""\
+# Measured by `rudra calibrate`; a job uses it with: [simulation] costs = "THIS FILE"
+# One node. For a cluster of such nodes set `nodes`, `latency_s` and `bandwidth_bytes_per_s` of its network too.
+
+nodes = 1
+servers_on_first_node = true
+local_latency_s = {found.latency_s:.3g}
+local_bandwidth_bytes_per_s = {size_bytes / found.transfer_s:.4g}  # {found.transfer_s * 1e3:.3g} ms for the model
+message_s = {found.message_s:.3g}
+
+[models.{json.dumps(model)}]
+compute_s = {{ {points} }}  # one learner alone
+node_slowdown = {found.node_slowdown:.3f}  # what each further learner adds
+jitter = {found.jitter:.3f}
+gradient_s = {found.gradient_s:.3g}
+update_s = {found.update_s:.3g}
+evaluation_s = {found.evaluation_s:.3g}
+
+[measured]
+{about}
+"""
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Makes sure, before minutes of measuring, that the file may be written.
+
+    Raises:
+        ResultsError: it exists already, or its directory does not.
+    """
+    if path.exists() and not force:
+        raise ResultsError(f"{path} exists; --force replaces it")
+    if not path.absolute().parent.is_dir():
+        raise ResultsError(f"{path}: there is no directory {path.parent}")
+
+
+def write(text: str, path: Path) -> None:
+    """Writes a cost file, as a whole or not at all.
+
+    Raises:
+        ResultsError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot write: {error.strerror}") from None

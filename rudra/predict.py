@@ -1,0 +1,251 @@
+"""What a job would cost before anybody pays for it: its roles in virtual time, without tensors and without its data.
+
+Only as many updates are simulated as a steady rate needs; an epoch's time follows from that rate. Tests of the weights,
+start and end are left out: they are off the training path, or do not grow with the epoch.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rudra import costs, hands, roles
+from rudra.bench.report import Report
+from rudra.config import Job
+from rudra.errors import ConfigError
+from rudra.events import Accumulate, Compute, Computed, Finish, Record, Update
+from rudra.messages import tail_bytes
+from rudra.sim import Simulation, TimingOnly
+from topologies import Plan
+
+ROUNDS = 24
+"""Mini-batches of each learner that are simulated at least."""
+
+GRADIENTS = 2000
+UPDATES = 40
+"""That are simulated at least, both."""
+
+_WARM = 0.25  # of the updates: they do not count
+
+
+class Outline(NamedTuple):
+    """What the costs of a job depend on, beside the job itself.
+
+    Attributes:
+        training_samples: of one epoch.
+        size_bytes: of a gradient or the weights on the wire.
+    """
+
+    training_samples: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one job would do.
+
+    Attributes:
+        job: resolved, with its costs read in.
+        updates: that were simulated.
+        epoch_s: duration of an epoch.
+        samples_per_s: all learners together.
+        mean_staleness: of the gradients.
+        max_staleness: likewise.
+        shares: of the learners' time: compute, push, wait and pull, which add up to 1.
+        loads: of the server: "server" (handling messages, adding, updating) and "link" (the busier way of its link),
+            each as a fraction of the time.
+        bound: what limits the rate most: "compute", "server" or "link".
+        bound_s: an epoch's time if everything else were free.
+    """
+
+    job: Job
+    updates: int
+    epoch_s: float
+    samples_per_s: float
+    mean_staleness: float
+    max_staleness: int
+    shares: Mapping[str, float]
+    loads: Mapping[str, float]
+    bound: str
+    bound_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """In numbers and texts that fit into JSON; the job by its learners."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "job"}
+        return {"learners": self.job.learners, **fields}
+
+
+def outline(job: Job) -> Outline:
+    """Finds the size of a job's data and model, reading little of the one and allocating nothing of the other.
+
+    Raises:
+        ConfigError: there is no such model, or it does not fit the data.
+        DataError: files are missing that would tell.
+    """
+    cluster = hands.make(job.with_(simulation={"tensors": False}), plan := job.make_topology().plan(job.learners))
+    return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(plan.records))
+
+
+def predict(
+    job: Job, *, samples: int | None = None, updates: int | None = None, known: Outline | None = None
+) -> Prediction:
+    """Predicts the time of an epoch, and where it goes.
+
+    Args:
+        job: with its number of learners; `[simulation]` says what things cost.
+        samples: of one epoch; by default as many as the training set has.
+        updates: how many to simulate; by default as many as a steady rate needs.
+        known: the job's outline, where that is known already.
+
+    Raises:
+        RudraError: a mistake in the job.
+    """
+    job = costs.load(job).resolved(learners=job.cluster.learners)
+    job = job.with_(training={"epochs": 1, "evaluate": False}, results={"minibatches": True})
+    known = known or outline(job)
+    training_samples = known.training_samples if samples is None else samples
+    per_update = job.make_protocol().gradients_per_update
+    updates = updates or _enough(job, per_update)
+    plan = job.make_topology().plan(job.learners)
+    model = costs.CostModel(job.simulation, plan, job.training.minibatch_size)
+    minibatch_size = job.training.minibatch_size
+    meter, rows = _Meter(minibatch_size, updates), _Rows()
+    machines = {i: roles.make(i, job, plan, updates * per_update * minibatch_size) for i in range(len(plan.roles))}
+    seed = job.training.seed
+    Simulation(plan, machines, meter, rows, model, size_bytes=known.size_bytes, seed=seed).run()
+    return _evaluate(job, plan, model, meter, rows, training_samples, known.size_bytes)
+
+
+def _enough(job: Job, per_update: int) -> int:
+    table = job.simulation
+    rare = 20 / table.straggler_probability if table.straggler_probability else 0
+    return max(UPDATES, math.ceil(max(ROUNDS * job.learners, GRADIENTS, rare) / per_update))
+
+
+class _Meter(TimingOnly):
+    """Counts what the server and the links have to do, from the first gradient to the last update."""
+
+    def __init__(self, samples: int, updates: int) -> None:
+        super().__init__(samples)
+        self.transfers: Counter[tuple[int, int]] = Counter()
+        self.added = self.updated = 0
+        self._updates = updates
+        self._training = False
+
+    def compute(self, role: int, action: Compute) -> Computed:
+        self._training = self.updated < self._updates
+        return super().compute(role, action)
+
+    def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
+        self.transfers[source, to] += self._training
+
+    def accumulate(self, role: int, action: Accumulate) -> None:
+        self.added += 1
+
+    def update(self, role: int, action: Update) -> int:
+        self.updated += 1
+        self._training = self.updated < self._updates
+        return 0
+
+
+class _Rows:
+    """Keeps what the statistics server records, in memory."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, list[npt.NDArray[Any]]] = {}
+
+    def record(self, action: Record) -> None:
+        self._tables.setdefault(action.table, []).append(action.rows)
+
+    def finish(self, role: int, action: Finish) -> None: ...
+    def warn(self, name: str, text: str) -> None: ...
+
+    def __getitem__(self, table: str) -> npt.NDArray[Any]:
+        return np.concatenate(self._tables[table])
+
+
+def _evaluate(
+    job: Job, plan: Plan, model: costs.CostModel, meter: _Meter, rows: _Rows, training_samples: int, size_bytes: int
+) -> Prediction:
+    updates, gradients, minibatches = rows["updates"], rows["gradients"], rows["minibatches"]
+    first, per_s = steady_rate(updates)
+    began, ended = updates["time_s"][first], updates["time_s"][-1]
+    steady = minibatches[(minibatches["time_s"] > began) & (minibatches["push_s"] + minibatches["wait_s"] > 0)]
+    times = {name: float(steady[f"{name}_s"].sum()) for name in ("compute", "push", "wait", "pull")}
+    staleness = gradients["staleness"][gradients["update"] > updates["timestamp"][first]]
+    work = _server_s(plan, model, meter, size_bytes)
+    elapsed, epochs = float(ended), float(updates["samples"].sum()) / training_samples
+    # Without anything to wait for, each learner computes all the time.
+    rate = sum(job.training.minibatch_size / _mean_s(steady, plan.roles[i].index) for i in plan.learners)
+    bounds = {"compute": training_samples / rate} | {name: seconds / epochs for name, seconds in work.items()}
+    bound = max(bounds, key=lambda name: bounds[name])
+    return Prediction(
+        job=job,
+        updates=len(updates),
+        epoch_s=training_samples / per_s,
+        samples_per_s=per_s,
+        mean_staleness=float(staleness.mean()),
+        max_staleness=int(staleness.max()),
+        shares={name: seconds / (sum(times.values()) or 1.0) for name, seconds in times.items()},
+        loads={name: min(1.0, seconds / elapsed) for name, seconds in work.items()},
+        bound=bound,
+        bound_s=bounds[bound],
+    )
+
+
+def steady_rate(updates: npt.NDArray[Any]) -> tuple[int, float]:
+    """Samples per second of a run, from its `records.UPDATE`, and the update from which on they are counted.
+
+    Raises:
+        ConfigError: too few updates.
+    """
+    if len(updates) < 2:
+        raise ConfigError(f"{len(updates)} updates tell no rate; at least 2 are needed")
+    first = min(int(len(updates) * _WARM), len(updates) - 2)
+    elapsed = updates["time_s"][-1] - updates["time_s"][first]
+    return first, float(updates["samples"][first:-1].sum() / elapsed)
+
+
+def _mean_s(minibatches: npt.NDArray[Any], learner: int) -> float:
+    mine = minibatches["compute_s"][minibatches["learner"] == learner]
+    return float(mine.mean()) if len(mine) else math.inf
+
+
+def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int) -> dict[str, float]:
+    """Seconds that the server and the busier way of its link were occupied."""
+    table, server = model.table, plan.server
+    ways: defaultdict[object, float] = defaultdict(float)
+    gradients = 0
+    for (source, to), count in meter.transfers.items():
+        link = model.link(source, to)
+        if to == server:
+            gradients += count
+            ways["in", link.into] += count * size_bytes * link.seconds_per_byte
+        elif source == server:
+            ways["out", link.out] += count * size_bytes * link.seconds_per_byte
+    handling = gradients * table.message_s + meter.added * table.gradient_s + meter.updated * table.update_s
+    return {"server": handling, "link": max(ways.values(), default=0.0)}
+
+
+def as_text(predictions: Sequence[Prediction]) -> str:
+    """A table with one row for each prediction; they differ in λ."""
+    columns = ["λ", "s/epoch", "speed-up", "samples/s", "staleness", "at most", "compute", "push", "wait", "pull"]
+    report = Report([*columns, "server", "link", "bound, s/epoch"])
+    for p in predictions:
+        shares = (f"{p.shares[name]:.1%}" for name in ("compute", "push", "wait", "pull"))
+        speed_up = f"{predictions[0].epoch_s / p.epoch_s:.2f}"
+        counts = f"{p.samples_per_s:,.0f}", f"{p.mean_staleness:.2f}", str(p.max_staleness)
+        loads = (f"{p.loads[name]:.1%}" for name in ("server", "link"))
+        cells = f"{p.epoch_s:.4g}", speed_up, *counts, *shares, *loads, f"{p.bound} {p.bound_s:.4g}"
+        report.rows.append((str(p.job.learners), *cells))
+    updates = sorted({p.updates for p in predictions})
+    simulated = f"{updates[0]:,} updates" if len(updates) == 1 else f"{updates[0]:,} to {updates[-1]:,} updates"
+    report.notes = [
+        "compute, push, wait, pull: of the learners' time; server, link: how long the server and the busier way of its",
+        f"link are occupied; bound: an epoch if all else were free. From {simulated}; tests of weights do not count.",
+    ]
+    return report.as_text()

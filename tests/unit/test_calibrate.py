@@ -1,0 +1,108 @@
+"""A cost file from made-up runs: the costs that went in come out, and a prediction gives the runs' times back."""
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rudra import calibrate, cli, records
+from rudra.calibrate import Alone, Probe
+from rudra.config import Job
+from rudra.predict import Outline, outline, predict
+
+STEPS = 400
+PUSH_S, WAIT_S, PULL_S, UPDATE_S = 9e-4, 1.6e-3, 6e-4, 7e-4
+ALONE = Alone({8: 0.01, 32: 0.03}, gradient_s=3e-4, evaluation_s=0.5, samples=1000)
+
+
+def probe(size: int, learners: int, compute_s: float, *, variation: float = 0.0, drift: float = 0.0) -> Probe:
+    """A run with these times; the first steps are slower, and one in 100 is disturbed."""
+    generator = np.random.default_rng(0)
+    rows = np.zeros(learners * STEPS, records.MINIBATCH)
+    rows["learner"], rows["step"] = np.divmod(np.arange(len(rows)), STEPS)
+    rows["samples"] = size
+    rows["compute_s"] = compute_s * (1 + variation * generator.standard_normal(len(rows)))
+    rows["compute_s"] *= 1 + drift * rows["step"] / STEPS
+    rows["push_s"], rows["wait_s"], rows["pull_s"] = PUSH_S, WAIT_S, PULL_S
+    rows["compute_s"][rows["step"] < 3] *= 50
+    rows["push_s"][50::100] *= 100
+    updates = np.zeros(len(rows), records.UPDATE)
+    updates["update_s"] = UPDATE_S
+    return Probe(size, learners, rows[generator.permutation(len(rows))], updates)
+
+
+def made() -> list[Probe]:
+    times = {(8, 1): 0.01, (8, 2): 0.012, (32, 1): 0.03, (32, 2): 0.033}
+    return [probe(size, learners, seconds, variation=0.05) for (size, learners), seconds in times.items()]
+
+
+def test_costs_that_went_in_come_out() -> None:
+    found = calibrate.derive(made(), ALONE)
+    assert found.compute_s == pytest.approx({8: 0.01, 32: 0.03}, rel=0.02)
+    assert found.node_slowdown == pytest.approx(0.15, abs=0.02)
+    assert found.jitter == pytest.approx(0.05 * 3**0.5, rel=0.1)
+    assert found.transfer_s == pytest.approx(PULL_S)
+    assert found.latency_s == pytest.approx(PUSH_S - PULL_S)
+    assert found.update_s == pytest.approx(UPDATE_S)
+    assert found.message_s == pytest.approx(WAIT_S - UPDATE_S - (PUSH_S - PULL_S))
+    assert (found.gradient_s, found.evaluation_s) == (3e-4, 0.5)
+
+
+def test_a_slow_drift_is_no_jitter() -> None:
+    found = calibrate.derive([probe(8, 1, 0.01, variation=0.02, drift=0.5)], ALONE)
+    assert found.jitter == pytest.approx(0.02 * 3**0.5, rel=0.15)
+
+
+def test_a_slower_exchange_beside_others_is_part_of_the_slowdown() -> None:
+    several = probe(8, 2, 0.01)
+    several.minibatches["wait_s"] += 1e-3
+    assert calibrate.derive([probe(8, 1, 0.01), several], ALONE).node_slowdown == pytest.approx(0.1, rel=0.02)
+
+
+def test_with_one_learner_alone_there_is_no_slowdown() -> None:
+    assert calibrate.derive([probe(8, 1, 0.01)], ALONE).node_slowdown == 0
+
+
+@pytest.mark.parametrize(("push_s", "wait_s", "pull_s"), [(1e-3, 0.0, 1e-3), (2e-3, 0.0, 1e-4), (1e-4, 2e-3, 3e-3)])
+def test_the_whole_exchange_comes_out_however_its_parts_were_seen(push_s: float, wait_s: float, pull_s: float) -> None:
+    run = probe(8, 1, 0.01)
+    run.minibatches["push_s"], run.minibatches["wait_s"], run.minibatches["pull_s"] = push_s, wait_s, pull_s
+    found = calibrate.derive([run], ALONE)
+    assert min(found.latency_s, found.message_s) >= 0
+    total = 2 * found.transfer_s + 2 * found.latency_s + found.message_s + found.update_s
+    assert total == pytest.approx(max(push_s + wait_s + pull_s, 2 * min(push_s, pull_s) + UPDATE_S))
+
+
+def test_a_prediction_from_the_file_gives_the_runs_times_back(tmp_path: Path) -> None:
+    job = Job.load("digits", ["cluster.learners=1", "protocol.name=async", "training.minibatch_size=16"])
+    size_bytes = outline(job).size_bytes
+    path = tmp_path / "costs.toml"
+    calibrate.write(calibrate.cost_file(job, calibrate.derive(made(), ALONE), size_bytes, 2), path)
+    measured = tomllib.loads(path.read_text(encoding="utf-8"))["measured"]
+    assert measured["learners"] == 2
+    assert {"date", "processor", "cores", "torch_version"} <= set(measured)
+    exchange_s = PUSH_S + WAIT_S + PULL_S
+    between_s = (0.01 * 0.03) ** 0.5  # log-log, and 16 is the middle of 8 and 32
+    for learners, slowdown in ((1, 1.0), (2, 1.15)):
+        named = job.with_(simulation={"costs": str(path)}, cluster={"learners": learners})
+        found = predict(named, known=Outline(16_000, size_bytes))
+        expected = 1000 / learners * (between_s * slowdown + exchange_s)
+        assert found.epoch_s == pytest.approx(expected, rel=0.04)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_users_model_is_named_as_it_is(tmp_path: Path) -> None:
+    job = Job.load("digits", ["model.name=my.models:net", "cluster.learners=1"])
+    text = calibrate.cost_file(job, calibrate.derive(made(), ALONE), 1000, 2)
+    assert list(tomllib.loads(text)["models"]) == ["my.models:net"]
+
+
+def test_a_file_that_exists_or_cannot_be_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.toml"
+    path.touch()
+    for output, text in ((path, "exists; --force replaces it"), (tmp_path / "a" / "b.toml", "there is no directory")):
+        assert cli.main(["calibrate", "digits", "-o", str(output)]) == 2
+        assert text in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""Predictions against what can be worked out by hand, and how they are shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rudra import cli
+from rudra.config import Job
+from rudra.errors import ConfigError
+from rudra.predict import Outline, outline, predict
+
+SAMPLES = 10_000
+SIZE = 1_000_000  # bytes
+KNOWN = Outline(SAMPLES, SIZE)
+COSTS = {
+    "compute_s": 0.01,
+    "jitter": 0.0,
+    "latency_s": 1e-5,
+    "bandwidth_bytes_per_s": 1e9,
+    "message_s": 2e-4,
+    "gradient_s": 1e-4,
+    "update_s": 5e-4,
+}
+TRANSFER_S = SIZE / 1e9
+
+
+def job(protocol: str = "async", learners: int = 1, **costs: Any) -> Job:
+    return Job(
+        protocol={"name": protocol},
+        training={"minibatch_size": 10},
+        cluster={"learners": learners},
+        simulation={**COSTS, **costs},
+    )
+
+
+def test_one_learner_takes_the_sum_of_all_parts() -> None:
+    found = predict(job(), known=KNOWN)
+    step_s = 0.01 + 2 * TRANSFER_S + 2e-4 + 5e-4 + 2 * 1e-5
+    assert found.epoch_s == pytest.approx(SAMPLES / 10 * step_s, rel=1e-3)
+    assert found.samples_per_s == pytest.approx(10 / step_s, rel=1e-3)
+    assert (found.bound, found.max_staleness) == ("compute", 0)
+    assert found.bound_s == pytest.approx(SAMPLES / 10 * 0.01, rel=1e-3)
+    assert sum(found.shares.values()) == pytest.approx(1)
+    assert found.shares["compute"] == pytest.approx(0.01 / step_s, rel=1e-3)
+    assert found.shares["push"] == pytest.approx((TRANSFER_S + 1e-5) / step_s, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("learners", "costs", "bound", "seconds_per_gradient"),
+    [
+        (4, {}, "compute", 0.01 / 4),
+        (100, {"bandwidth_bytes_per_s": 1e11}, "server", 7e-4),
+        (100, {"message_s": 0.0, "update_s": 1e-5}, "link", TRANSFER_S),
+    ],
+)
+def test_what_is_scarce_bounds_the_rate(
+    learners: int, costs: dict[str, float], bound: str, seconds_per_gradient: float
+) -> None:
+    found = predict(job(learners=learners, **costs), known=KNOWN)
+    assert found.bound == bound
+    assert found.bound_s == pytest.approx(SAMPLES / 10 * seconds_per_gradient, rel=0.02)
+    assert found.bound_s <= found.epoch_s * 1.01
+    if bound != "compute":
+        assert found.epoch_s == pytest.approx(found.bound_s, rel=0.05)
+        assert found.loads[bound] > 0.95
+
+
+@pytest.mark.parametrize("protocol", ["hardsync", "softsync", "async"])
+def test_few_updates_tell_what_many_would(protocol: str) -> None:
+    short = predict(job(protocol, 8, jitter=0.2), known=KNOWN)
+    long = predict(job(protocol, 8, jitter=0.2), known=KNOWN, updates=4 * short.updates)
+    assert short.epoch_s == pytest.approx(long.epoch_s, rel=0.01)
+    assert short.mean_staleness == pytest.approx(long.mean_staleness, abs=0.05)
+
+
+def test_an_epoch_is_as_long_as_one_says() -> None:
+    whole, half = predict(job(), known=KNOWN), predict(job(), known=KNOWN, samples=SAMPLES // 2)
+    assert whole.epoch_s == pytest.approx(2 * half.epoch_s)
+    assert whole.bound_s == pytest.approx(2 * half.bound_s)
+
+
+def test_rare_stragglers_are_met() -> None:
+    """Hardsync waits for the one in 8 x 1/1000 that takes 100 times as long."""
+    calm = predict(job("hardsync", 8), known=KNOWN)
+    troubled = predict(job("hardsync", 8, straggler_probability=1e-3, straggler_factor=100.0), known=KNOWN)
+    expected = calm.epoch_s + SAMPLES / 80 * (8e-3 * 0.99)
+    assert troubled.epoch_s == pytest.approx(expected, rel=0.15)
+
+
+def test_a_known_model_and_data_set_need_no_file() -> None:
+    cifar10 = Job(model={"name": "cifar10_full"}, data={"name": "cifar10", "train_limit": 20_000}).resolved()
+    samples, size = outline(cifar10)
+    assert samples == 20_000
+    assert 0 <= size - 4 * 89_578 < 4096
+
+
+def test_too_few_updates_are_refused() -> None:
+    with pytest.raises(ConfigError, match="1 updates tell no rate"):
+        predict(job(), known=KNOWN, updates=1)
+
+
+def test_the_command_shows_a_row_for_each_number_of_learners(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["predict", "rudra/table2", "--learners", "1,2,30", "--updates", "20", "--samples", "50000"]
+    assert cli.main(arguments) == 0
+    title, head, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith("table2: 1-softsync, μ = ")
+    assert title.endswith("costs: p775")
+    assert head.split()[:3] == ["λ", "s/epoch", "speed-up"]
+    assert [row.split()[0] for row in rows[:3]] == ["1", "2", "30"]
+    times = [float(row.split()[1]) for row in rows[:3]]
+    assert times == sorted(times, reverse=True)
+    assert cli.main([*arguments, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["learners"] for line in lines] == [1, 2, 30]
+    assert [line["epoch_s"] for line in lines] == pytest.approx(times, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--learners", "1,x"], "--learners 1,x: must be whole numbers >= 1 between commas, such as 1,2,4"),
+        (["--learners", "0"], "--learners 0: must be whole numbers"),
+        (["--set", "simulation.costs=p776"], "'p776' is neither a file nor a preset; presets: p775"),
+        (["--learners", "2,4", "--set", "protocol.n=3"], "n"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["predict", "digits", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rudra: ")
+    assert text in said
+    assert said.count("\n") == 1
+
+
+def test_nothing_is_read_that_need_not_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "nowhere"
+    assert cli.main(["predict", "rudra/table2", "--set", f"data.path={missing}", "--updates", "20"]) == 0
