@@ -13,10 +13,10 @@ from rudra.summary import protocol_label
 
 SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which people tell apart whatever their colour vision; after these the lines get dashed.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
-_MARKERS = "osD^vPX"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
 _MOST_POINTS = 200
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {  # of every picture, those of a report too
     "font.size": 13,
     "axes.titlesize": 14,
     "axes.titleweight": "bold",
@@ -34,6 +34,26 @@ _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.h_pad": 0.12,
     "svg.hashsalt": "rudra",
 }
+
+
+class Blocks(NamedTuple):
+    """Mean staleness over updates, thinned: each point stands for `width` updates, the last one for the rest."""
+
+    width: int
+    update: NDArray[np.int64]
+    mean: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+
+def blocks_of(update: NDArray[np.int64], mean_staleness: NDArray[np.float64], most: int) -> Blocks:
+    """Means and ranges over as many updates at a time as leave `most` points."""
+    width = max(1, -(-len(update) // most))
+    starts = np.arange(0, len(update), width)
+    if not len(starts):
+        return Blocks(width, update, mean_staleness, mean_staleness, mean_staleness)
+    low, high, total = (f.reduceat(mean_staleness, starts) for f in (np.minimum, np.maximum, np.add))
+    return Blocks(width, update[starts], total / np.diff(np.append(starts, len(update))), low, high)
 
 
 class _Curves(NamedTuple):
@@ -74,7 +94,7 @@ def plot(files: Sequence[str | Path], output: str | Path) -> None:
     paths = [Path(file) for file in files]
     unique = len({path.stem for path in paths}) == len(paths)
     curves = [_load(path, path.stem if unique else str(path.with_suffix(""))) for path in paths]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 8.2), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)  # no display, no global state
         _draw(figure, curves)
@@ -107,22 +127,23 @@ def _draw(figure: Any, curves: Sequence[_Curves]) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     (by_epoch, by_time), (over_updates, histogram) = figure.subplots(2, 2)
-    unit, unit_s = _time_unit(max((c.epoch_end_s.max() for c in curves if len(c.epoch_end_s)), default=0.0))
+    unit, unit_s = time_unit(max((c.epoch_end_s.max() for c in curves if len(c.epoch_end_s)), default=0.0))
     virtual = {c.driver == "simulation" for c in curves}
     clock = "virtual training time" if virtual == {True} else "training time"
     remark = "; virtual in simulations" if len(virtual) == 2 else ""
     lines = []
     for i, curve in enumerate(curves):
-        look = _look(i)
-        dots = {**look, "marker": _MARKERS[i % len(_MARKERS)], "markevery": max(1, len(curve.epoch) // 20)}
+        style = look(i)
+        dots = {**style, "marker": MARKERS[i % len(MARKERS)], "markevery": max(1, len(curve.epoch) // 20)}
         lines += by_epoch.plot(curve.epoch, curve.test_error, **dots)
         by_time.plot(curve.epoch_end_s / unit_s, curve.test_error, **dots)
-        _draw_staleness(over_updates, curve, look, band=len(curves) == 1)
-        _draw_histogram(histogram, curve, look, filled=len(curves) == 1)
-    _describe(by_epoch, "Test error over epochs", "epoch", "test error (%)")
-    _describe(by_time, "Test error over time", f"{clock} ({unit}{remark})", "test error (%)")
-    _describe(over_updates, "Mean staleness over updates", "update", "mean staleness ⟨σ⟩")
-    _describe(histogram, "Staleness of gradients", "staleness σ (updates)", "gradients (%)")
+        blocks = blocks_of(curve.update, curve.mean_staleness, _MOST_POINTS)
+        draw_staleness(over_updates, blocks, {**style, "linewidth": 1.5}, band=len(curves) == 1)
+        draw_histogram(histogram, curve.histogram, style, filled=len(curves) == 1)
+    describe(by_epoch, "Test error over epochs", "epoch", "test error (%)")
+    describe(by_time, "Test error over time", f"{clock} ({unit}{remark})", "test error (%)")
+    describe(over_updates, "Mean staleness over updates", "update", "mean staleness ⟨σ⟩")
+    describe(histogram, "Staleness of gradients", "staleness σ (updates)", "gradients (%)")
     for axis in (by_epoch, over_updates, histogram):
         axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -139,41 +160,35 @@ def _draw(figure: Any, curves: Sequence[_Curves]) -> None:
         figure.legend(lines, names, loc="outside upper center", ncols=1 if max(map(len, names)) > 48 else 2)
 
 
-def _draw_staleness(axis: Any, curve: _Curves, look: dict[str, Any], *, band: bool) -> None:
-    """The curve; for a long run means over blocks of updates, and (if alone) their range as a band."""
-    update, staleness = curve.update, curve.mean_staleness
-    width = -(-len(update) // _MOST_POINTS)
-    if width > 1:
-        starts = np.arange(0, len(update), width)
-        if band:
-            low, high = (f.reduceat(staleness, starts) for f in (np.minimum, np.maximum))
-            axis.fill_between(update[starts], low, high, color=look["color"], alpha=0.2, linewidth=0)
-        sizes = np.diff(np.append(starts, len(update)))
-        update, staleness = update[starts], np.add.reduceat(staleness, starts) / sizes
-    axis.plot(update, staleness, **{**look, "linewidth": 1.5}, marker="o" if len(update) == 1 else None)
+def draw_staleness(axis: Any, blocks: Blocks, style: dict[str, Any], *, band: bool) -> None:
+    """⟨σ⟩ over updates; where a point stands for several updates, `band` shows how far they range."""
+    if band and blocks.width > 1:
+        axis.fill_between(blocks.update, blocks.low, blocks.high, color=style["color"], alpha=0.2, linewidth=0)
+    axis.plot(blocks.update, blocks.mean, **style, marker="o" if len(blocks.update) == 1 else None)
 
 
-def _draw_histogram(axis: Any, curve: _Curves, look: dict[str, Any], *, filled: bool) -> None:
-    sigma = np.arange(len(curve.histogram))
+def draw_histogram(axis: Any, histogram: NDArray[np.float64], style: dict[str, Any], *, filled: bool) -> None:
+    """Share of the gradients with σ = 0, 1, … in percent."""
+    sigma = np.arange(len(histogram))
     if filled:
-        axis.bar(sigma, curve.histogram, width=0.9 if len(sigma) < 50 else 1.0, color=look["color"])
+        axis.bar(sigma, histogram, width=0.9 if len(sigma) < 50 else 1.0, color=style["color"])
     elif len(sigma):
         edges = np.append(sigma, len(sigma)) - 0.5
-        axis.stairs(curve.histogram, edges, fill=True, color=look["color"], alpha=0.15)
-        axis.stairs(curve.histogram, edges, **look)
+        axis.stairs(histogram, edges, fill=True, color=style["color"], alpha=0.15)
+        axis.stairs(histogram, edges, **style)
 
 
-def _describe(axis: Any, title: str, x: str, y: str) -> None:
+def describe(axis: Any, title: str, x: str, y: str) -> None:
     axis.set(title=title, xlabel=x, ylabel=y)
     top = axis.get_ylim()[1]
     top = top if top > 0.1 else 1.0  # all zero: a line at the bottom, not noise around it
     axis.set_ylim(-0.01 * top, top)
 
 
-def _look(i: int) -> dict[str, Any]:
-    dashed, colour = divmod(i, len(_COLOURS))
-    return {"color": _COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[dashed % 4]}
+def look(i: int) -> dict[str, Any]:
+    dashed, colour = divmod(i, len(COLOURS))
+    return {"color": COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[dashed % 4]}
 
 
-def _time_unit(longest_s: float) -> tuple[str, float]:
+def time_unit(longest_s: float) -> tuple[str, float]:
     return ("s", 1.0) if longest_s < 180 else ("min", 60.0) if longest_s < 3 * 3600 else ("h", 3600.0)

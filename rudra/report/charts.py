@@ -1,0 +1,539 @@
+"""The figures of a report: which runs go into which panel, how it is drawn, and the numbers it is drawn from."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rudra.analysis import COLOURS, MARKERS, blocks_of, draw_histogram, draw_staleness, look, time_unit
+from rudra.report.ink import GRID, INK, MUTED
+from rudra.report.runs import Run, Study
+from rudra.report.tables import MOST_ROWS, Table, base_of, clock_of, percent, seconds, speed_up
+
+_MOST_TOGETHER = 8  # lines in one panel that people can still tell apart
+_MOST_POINTS = 150
+_MOST_BARS = 30
+_MARKED = 12  # markers on a line
+
+Finish = Callable[[], None]
+Panel = Callable[[Any], Finish | None]
+"""Draws on the axes it is given; what it returns is called when the layout stands."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure, whatever its width.
+
+    Attributes:
+        name: of its files, without suffix.
+        title: heading.
+        caption: what one sees, in a sentence or two.
+        panels: what to draw.
+        table: its numbers.
+        height: of a panel, in inches.
+        share_y: whether the panels have one scale.
+        from_zero: whether that begins at zero.
+    """
+
+    name: str
+    title: str
+    caption: str
+    panels: Sequence[Panel]
+    table: Table
+    height: float = 3.0
+    share_y: bool = False
+    from_zero: bool = True
+
+
+class _Line(NamedTuple):
+    run: Run
+    label: str
+    style: dict[str, Any]
+    marker: str
+
+
+def figures(study: Study, everything: Sequence[Run]) -> list[Figure]:
+    """All figures that a study's runs have the data for, the one that it is about first.
+
+    Args:
+        study: what to draw.
+        everything: all runs of the report: the tradeoff curves show the others' hardsync region.
+    """
+    made = [
+        *_errors(study),
+        *_staleness(study),
+        *_tradeoff(study, everything),
+        *_speed_up(study),
+        *_roles(study),
+    ]
+    first = {"test-error": "error", "speed-up": "speedup"}.get(study.figure, study.figure)
+    return sorted(made, key=lambda figure: not figure.name.startswith(first))
+
+
+def _groups(runs: Sequence[Run], split: Callable[[Run], str]) -> list[tuple[str, list[_Line]]]:
+    """Runs in panels: few by `split`, many by protocol and μ with a colour for every λ."""
+    panels: dict[str, list[_Line]] = {}
+    if len(runs) <= _MOST_TOGETHER:
+        for i, run in enumerate(runs):
+            line = _Line(run, run.label, look(i), MARKERS[i % len(MARKERS)])
+            panels.setdefault(split(run), []).append(line)
+        if len(panels) == len(runs) > 1:  # the titles do for a legend
+            return [(line.label, [line._replace(label="_")]) for (line,) in panels.values()]
+        return list(panels.items())
+    lambdas = sorted({run.learners for run in runs})
+    for run in sorted(runs, key=lambda run: (_family_order(run.family), run.minibatch_size, run.learners)):
+        lines = panels.setdefault(f"{run.family}, μ = {run.minibatch_size}", [])
+        i, again = lambdas.index(run.learners), sum(line.run.learners == run.learners for line in lines)
+        style = look(i) | ({"linestyle": ("--", ":", "-.")[(again - 1) % 3]} if again else {})
+        lines.append(_Line(run, f"λ = {run.learners}", style, MARKERS[i % len(MARKERS)]))
+    return list(panels.items())
+
+
+def _family_order(family: str) -> tuple[int, str]:
+    known = ("hardsync", "λ-softsync", "async (λ-softsync)", "1-softsync")
+    return (known.index(family) if family in known else len(known), family)
+
+
+def _errors(study: Study) -> list[Figure]:
+    runs = [run for run in study.known if len(run.epoch)]
+    if not runs:
+        return []
+    unit, unit_s = time_unit(max(run.epoch_end_s[-1] for run in runs))
+    clock = clock_of(runs)
+    groups = _groups(runs, lambda run: "")
+
+    def panel(title: str, lines: Sequence[_Line], *, by_time: bool) -> Panel:
+        def draw(axis: Any) -> None:
+            for run, label, style, marker in lines:
+                x = run.epoch_end_s / unit_s if by_time else run.epoch
+                every = max(1, len(x) // _MARKED)
+                axis.plot(x, run.test_error, label=label, marker=marker, markevery=every, **style)
+            _axes(axis, title, f"{clock} ({unit})" if by_time else "epoch", "test error (%)", whole=not by_time)
+
+        return draw
+
+    each = max(20, MOST_ROWS // len(runs))
+    rows = []
+    for run in runs:
+        chosen = _thin(len(run.epoch), each)
+        columns = (run.epoch[chosen].astype(int), run.epoch_end_s[chosen], run.test_error[chosen])
+        rows += [(run.label, *(value.item() for value in row)) for row in zip(*columns, strict=True)]
+    thinned = sum(len(run.epoch) for run in runs) > len(rows)
+    shown = {f"{clock} (s)": seconds, "test error (%)": percent}
+    heads = ("run", "epoch", f"{clock} (s)", "test error (%)")
+    caption = "Error on the test set at the end of each epoch."
+    if len(groups) == 1:
+        table = Table("error", heads, rows, shown, thinned)
+        lines = groups[0][1]
+        panels = [panel("Over epochs", lines, by_time=False), panel("Over time", lines, by_time=True)]
+        return [Figure("error", "Test error", caption, panels, table, 3.4)]
+    caption += _PANELS
+    return [
+        Figure(
+            f"error-over-{over}",
+            f"Test error over {over}",
+            caption,
+            [panel(title, lines, by_time=over == "time") for title, lines in groups],
+            Table(f"error-over-{over}", heads, rows, shown, thinned),
+            2.7,
+            share_y=True,
+        )
+        for over in ("epochs", "time")
+    ]
+
+
+_PANELS = " One panel for each protocol and μ, one colour for each λ."
+
+
+def _staleness(study: Study) -> list[Figure]:
+    runs = [run for run in study.known if run.staleness is not None and len(run.histogram)]
+    never = [run for run in runs if run.n is None or run.learners == 1]
+    if len(never) < len(runs):  # always zero is worth a panel only where there is nothing else
+        runs = [run for run in runs if run not in never]
+    if not runs:
+        return []
+    groups = _groups(runs, lambda run: run.protocol)
+    left_out = " Left out: hardsync and single learners, which have none." if never and never[0] not in runs else ""
+    many = _PANELS if len(runs) > _MOST_TOGETHER else ""
+
+    def over_updates(title: str, lines: Sequence[_Line]) -> Panel:
+        def draw(axis: Any) -> None:
+            for run, label, style, _ in lines:
+                assert run.staleness is not None
+                blocks = blocks_of(run.staleness.update, run.staleness.mean, _MOST_POINTS)
+                if blocks.width > 1:  # of blocks again: their range is that of the updates
+                    starts = np.arange(0, len(run.staleness.update), blocks.width)
+                    low = np.minimum.reduceat(run.staleness.low, starts)
+                    blocks = blocks._replace(low=low, high=np.maximum.reduceat(run.staleness.high, starts))
+                style = {**style, "linewidth": 1.6, "label": label}
+                draw_staleness(axis, blocks, style, band=len(lines) == 1)
+            _law(axis, lines, (1,), axis.axhline)
+            _axes(axis, title, "update", "⟨σ⟩", whole=True)
+
+        return draw
+
+    def histogram(title: str, lines: Sequence[_Line]) -> Panel:
+        def draw(axis: Any) -> None:
+            for run, label, style, _ in lines:
+                axis.plot([], [], label=label, **style)
+                draw_histogram(axis, run.histogram, style, filled=len(lines) == 1)
+            _law(axis, lines, (1, 2), axis.axvline)
+            _axes(axis, title, "σ (updates)", "gradients (%)", whole=True)
+            axis.set_xlim(-0.7, max(max(len(line.run.histogram) - 1, 2 * (line.run.n or 0)) for line in lines) + 0.7)
+
+        return draw
+
+    each = max(20, MOST_ROWS // len(runs))
+    curve = [row for run in runs for row in _staleness_rows(run, each)]
+    counts = [
+        (run.label, sigma, count)
+        for run in runs
+        for sigma, count in enumerate(run.summary["staleness_histogram"])
+        if count
+    ]
+    thinned = any(run.staleness is not None and run.summary["updates"] > each for run in runs)
+    law = " Dashed: n, where theory puts the mean"
+    return [
+        Figure(
+            "staleness-over-updates",
+            "Mean staleness over updates",
+            f"⟨σ⟩ of the gradients in each update (means over blocks, and their range in a panel with one run).{law}."
+            + many
+            + left_out,
+            [over_updates(*group) for group in groups],
+            Table("staleness-over-updates", ("run", "update", "⟨σ⟩", "lowest", "highest"), curve, {}, thinned),
+            2.6,
+        ),
+        Figure(
+            "staleness-histogram",
+            "Staleness of gradients",
+            f"How many updates old gradients were on arrival.{law}; dotted: 2n, which few exceed." + many + left_out,
+            [histogram(*group) for group in groups],
+            Table("staleness-histogram", ("run", "σ", "gradients"), counts[:MOST_ROWS], {}, len(counts) > MOST_ROWS),
+            2.6,
+        ),
+    ]
+
+
+def _staleness_rows(run: Run, most: int) -> Iterable[tuple[Any, ...]]:
+    assert run.staleness is not None
+    columns = [column[_thin(len(column), most)].tolist() for column in run.staleness[1:]]
+    return [(run.label, *row) for row in zip(*columns, strict=True)]
+
+
+def _law(axis: Any, lines: Sequence[_Line], multiples: Sequence[int], draw: Callable[..., Any]) -> None:
+    """Marks n and its multiples in a panel whose runs agree on n."""
+    found = {line.run.n for line in lines}
+    n = found.pop()
+    if found or not n:
+        return
+    for multiple in multiples:
+        draw(multiple * n, color=INK, linewidth=1.2, linestyle=("--", ":")[multiple - 1], zorder=2.5)
+
+
+def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
+    runs = [run for run in study.known if run.finished and run.error is not None and run.time_s > 0]
+    points = _points(runs)
+    if len({(mu, lam) for mu, lam in (key for cells in points.values() for key in cells)}) < 3:
+        return []
+    like = [run for run in everything if run.finished and run.error is not None and _alike(run, runs[0])]
+    hardsync = _points(like).get("hardsync", {})
+    sizes = sorted({mu for cells in points.values() for mu, _ in cells})
+    unit, unit_s = time_unit(max(run.time_s for run in runs))
+    times = [time_s for cells in (*points.values(), hardsync) for time_s, _ in cells.values()]
+    baseline = _baseline(runs)
+    lines = [("baseline", baseline.error, "--")] if baseline else []
+    level = f" Dashed: the baseline {baseline.triple} with {baseline.error:.1f} %." if baseline else ""
+    if not study.quick:
+        theirs = [r for r in study.paper if r.get("learners") == 1 and "test_error" in r and study.of(r)]
+        lines += [("the paper's", 100 * row["test_error"], ":") for row in theirs[:1]]
+        level += " Dotted: the paper's." if theirs else ""
+
+    def panel(family: str, cells: dict[tuple[int, int], tuple[float, float]]) -> Panel:
+        def draw(axis: Any) -> Finish:
+            if family != "hardsync":
+                _shade(axis, hardsync, unit_s)
+            ends = []
+            for lam in sorted({lam for _, lam in cells}):
+                path = [cells[mu, lam] for mu in sizes if (mu, lam) in cells]
+                x, y = [t / unit_s for t, _ in path], [error for _, error in path]
+                axis.plot(x, y, color=MUTED, linewidth=1, linestyle=(0, (4, 2)), zorder=1.5)
+                ends.append((f"λ = {lam}", list(zip(x, y, strict=True))))
+            for i, mu in enumerate(sizes):
+                path = [cells[mu, lam] for lam in sorted({lam for _, lam in cells}) if (mu, lam) in cells]
+                x, y = [t / unit_s for t, _ in path], [error for _, error in path]
+                style = {**look(i), "linestyle": "-"}
+                axis.plot(x, y, label=f"μ = {mu}", marker=MARKERS[i % len(MARKERS)], zorder=3, **style)
+            for text, error, dashes in lines:
+                axis.axhline(error, color=COLOURS[4], linewidth=1.3, linestyle=dashes, label=text, zorder=1.2)
+            _axes(axis, family, f"{clock_of(runs)} ({unit})", "test error (%)")
+            if max(times) > 6 * min(times):
+                _log_ticks(axis.xaxis)
+                axis.set_xlim(0.7 * min(times) / unit_s, 1.25 * max(times) / unit_s)
+            else:
+                axis.set_xlim(0, 1.08 * max(times) / unit_s)
+            return lambda: _place(axis, ends)
+
+        return draw
+
+    order = sorted(points.items(), key=lambda item: _family_order(item[0]))
+    rows = [
+        (family, mu, lam, time_s, error)
+        for family, cells in order
+        for (mu, lam), (time_s, error) in sorted(cells.items())
+    ]
+    heads = ("protocol", "μ", "λ", f"{clock_of(runs)} (s)", "test error (%)")
+    shading = " Grey area: where hardsync's points lie." if hardsync and len(points) > ("hardsync" in points) else ""
+    repeated = " Points are means over runs with equal protocol, μ and λ." if len(runs) > _distinct(runs) else ""
+    return [
+        Figure(
+            "tradeoff",
+            "Test error against training time",
+            "Each point is a run: the lower and the further left, the better. Coloured lines join equal μ, dashed grey "
+            f"lines equal λ.{level}{shading}{repeated}",
+            [panel(family, cells) for family, cells in order],
+            Table("tradeoff", heads, rows, {heads[3]: seconds, heads[4]: percent}),
+            3.9,
+            share_y=True,
+            from_zero=False,
+        )
+    ]
+
+
+def _points(runs: Sequence[Run]) -> dict[str, dict[tuple[int, int], tuple[float, float]]]:
+    """Protocol -> (μ, λ) -> mean time in seconds and test error in percent.
+
+    With one learner every softsync is the same, so that such a run belongs to all of them.
+    """
+    families = {run.family for run in runs if run.learners > 1} or {run.family for run in runs}
+    found: dict[str, dict[tuple[int, int], list[tuple[float, float]]]] = {}
+    for run in runs:
+        own = run.learners > 1 or run.n is None or run.family not in families
+        homes = [run.family] if own else [family for family in families if family != "hardsync"]
+        for family in homes or [run.family]:
+            cell = found.setdefault(family, {}).setdefault((run.minibatch_size, run.learners), [])
+            cell.append((run.time_s, run.error or 0.0))
+    return {
+        family: {
+            key: (float(np.mean([t for t, _ in c])), float(np.mean([e for _, e in c]))) for key, c in cells.items()
+        }
+        for family, cells in found.items()
+    }
+
+
+def _distinct(runs: Sequence[Run]) -> int:
+    return len({(run.family, run.minibatch_size, run.learners) for run in runs})
+
+
+def _alike(one: Run, other: Run) -> bool:
+    keys = ("model.name", "data.name", "data.train_limit", "training.epochs")
+    return one.virtual == other.virtual and all(one.job.get(key) == other.job.get(key) for key in keys)
+
+
+def _baseline(runs: Sequence[Run]) -> Run | None:
+    """(0, B, 1): one learner with the batch size that the learning rate was tuned for."""
+    alone = [r for r in runs if r.learners == 1 and r.minibatch_size == r.job.get("protocol.reference_batch_size")]
+    return min(alone, key=lambda run: run.n is not None, default=None)
+
+
+def _shade(axis: Any, cells: dict[tuple[int, int], tuple[float, float]], unit_s: float) -> None:
+    """Fills the meshes of the hardsync grid that are complete."""
+    sizes, lambdas = (sorted({key[i] for key in cells}) for i in (0, 1))
+    for mu, next_mu in pairwise(sizes):
+        for lam, next_lam in pairwise(lambdas):
+            corners = [(mu, lam), (mu, next_lam), (next_mu, next_lam), (next_mu, lam)]
+            if all(corner in cells for corner in corners):
+                x, y = zip(*(cells[corner] for corner in corners), strict=True)
+                axis.fill([t / unit_s for t in x], y, facecolor=GRID, edgecolor=GRID, linewidth=0.8, zorder=0.5)
+
+
+def _speed_up(study: Study) -> list[Figure]:
+    runs = [run for run in study.known if run.finished and speed_up(run, study.known) is not None]
+    alone = [run for run in runs if run.learners == 1]
+    panels: list[Panel] = []
+    rows = []
+    families = sorted({run.family for run in runs if run.learners > 1}, key=_family_order)
+    for mu in sorted({run.minibatch_size for run in runs if run.learners > 1}, reverse=True):
+        curves = {}
+        for family in families:
+            points = {1: 1.0} | {
+                run.learners: speed_up(run, study.known) or 0.0
+                for run in runs
+                if run.minibatch_size == mu and run.learners > 1 and run.family == family
+            }
+            if len(points) > 1:
+                curves[family] = sorted(points.items())
+        base = base_of(next(run for run in alone if run.minibatch_size == mu), alone)
+        panels.append(_speed_up_panel(f"μ = {mu}", families, curves, base.triple if base else ""))
+        rows += [(mu, family, lam, factor) for family, points in curves.items() for lam, factor in points]
+    if not panels:
+        return []
+    virtual = "virtual time" if all(run.virtual for run in runs) else "time"
+    heads = ("μ", "protocol", "λ", "speed-up")
+    return [
+        Figure(
+            "speedup",
+            "Speed-up",
+            f"Samples per second of {virtual} against one learner with the same μ. Dotted: λ times as fast.",
+            panels,
+            Table("speedup", heads, rows, {"speed-up": percent}),
+            3.2,
+        )
+    ]
+
+
+def _speed_up_panel(title: str, families: Sequence[str], curves: dict[str, Any], base: str) -> Panel:
+    def draw(axis: Any) -> None:
+        for family, points in curves.items():
+            i = families.index(family)
+            x, y = zip(*points, strict=True)
+            axis.plot(x, y, label=family, marker=MARKERS[i % len(MARKERS)], **look(i))
+        top = 1.08 * max(factor for points in curves.values() for _, factor in points)
+        most = max(lam for points in curves.values() for lam, _ in points)
+        axis.plot([0, most], [0, most], color=MUTED, linewidth=1.2, linestyle=":", scalex=False, scaley=False, zorder=1)
+        _axes(axis, title, "learners λ", f"speed-up over {base}", whole=True)
+        axis.set_ylim(0, top)
+
+    return draw
+
+
+_PHASES = {"compute": COLOURS[0], "push": COLOURS[1], "wait": COLOURS[4], "pull": COLOURS[2]}
+
+
+def _roles(study: Study) -> list[Figure]:
+    runs = [run for run in study.known if run.summary["learner_times"] and run.time_s > 0]
+    if not runs:
+        return []
+    shares = []
+    for run in runs:
+        times = run.summary["learner_times"]
+        phases = [100 * float(np.mean([row[f"{phase}_share"] or 0.0 for row in times])) for phase in _PHASES]
+        whole = max(0.0, 100 - sum(phases))
+        shares.append((*phases, whole, 100 * run.update_s / run.time_s, 100 * run.evaluation_s / run.time_s))
+    drawn = [(run.label, share) for run, share in zip(runs, shares, strict=True)][:_MOST_BARS]
+    kinds = {**_PHASES, "other": MUTED}
+
+    def learners(axis: Any) -> None:
+        left = np.zeros(len(drawn))
+        for i, (phase, colour) in enumerate(kinds.items()):
+            width = np.array([share[i] for _, share in drawn])
+            axis.barh(range(len(drawn)), width, left=left, height=0.42, color=colour, label=phase)
+            left += width
+        _bars(axis, drawn, "Learners (mean)")
+        axis.set_xlim(0, 100)
+
+    def single(title: str, column: int) -> Panel:
+        def draw(axis: Any) -> None:
+            values = [share[column] for _, share in drawn]
+            axis.barh(range(len(drawn)), values, height=0.42, color=COLOURS[5])
+            for i, value in enumerate(values):
+                axis.annotate(
+                    f"{value:.3g} %", (value, i), (3, 0), textcoords="offset points", va="center", fontsize="small"
+                )
+            _bars(axis, drawn, title)
+            axis.set_xlim(0, 1.3 * max(values))
+
+        return draw
+
+    heads = ("run", *(f"learners: {kind} (%)" for kind in kinds), "server: updates (%)", "statistics: tests (%)")
+    rows = [(run.label, *share) for run, share in zip(runs, shares, strict=True)]
+    left_out = f" Drawn are the first {_MOST_BARS} of {len(runs)} runs." if len(runs) > _MOST_BARS else ""
+    virtual = "virtual training time" if all(run.virtual for run in runs) else "training time"
+    return [
+        Figure(
+            "roles",
+            "Time per role",
+            f"Share of the {virtual} that each role spent at its work. The server's rest is handling messages and "
+            f"waiting for them; tests run beside the training.{left_out}",
+            [
+                learners,
+                *(
+                    single(title, column)
+                    for title, column in (("Server: updates", 5), ("Statistics server: tests", 6))
+                    if any(share[column] > 0 for _, share in drawn)
+                ),
+            ],
+            Table("roles", heads, rows, dict.fromkeys(heads[1:], percent)),
+            0.9 + 0.42 * len(drawn),
+        )
+    ]
+
+
+def _bars(axis: Any, drawn: Sequence[tuple[str, Any]], title: str) -> None:
+    """Names above the bars, so that long ones have room."""
+    for i, (label, _) in enumerate(drawn):
+        note = axis.annotate(label, (0, i - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize="small")
+        note.set_in_layout(False)
+    axis.set(title=title, xlabel="share of the time (%)", yticks=[], ylim=(len(drawn) - 0.6, -0.85))
+    axis.grid(False, axis="y")
+
+
+def _axes(axis: Any, title: str, x: str, y: str, *, whole: bool = False) -> None:
+    """Titles, and a scale from zero; `whole`: x counts things."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    axis.set(title=title, xlabel=x, ylabel=y)
+    top = max(axis.get_ylim()[1], 0.1)
+    axis.set_ylim(-0.01 * top, top)
+    axis.set_xlim(0)
+    if whole:
+        axis.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def _log_ticks(axis: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.axes.set_xscale("log")
+    axis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _place(axis: Any, labels: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:
+    """Writes each label beside its line where it covers the fewest points and other labels."""
+    renderer = axis.figure.canvas.get_renderer()
+    taken: list[Any] = []
+    lines = [axis.transData.transform(line.get_xydata()) for line in axis.lines if line.get_label()[0] == "μ"]
+    dots = np.vstack([line for line in lines if len(line)])
+    steps = np.linspace(0, 1, 12)[:, None]
+    between = np.vstack([dots, *(a + (b - a) * steps for line in lines for a, b in pairwise(line))])
+    frame = axis.get_window_extent(renderer)
+    for text, path in labels:
+        best: Any = None
+        for at in (path[-1], path[0], *path[1:-1]):
+            for dx, dy in ((0, 9), (9, 0), (0, -9), (-9, 0), (8, 8), (8, -8), (-8, 8), (-8, -8)):
+                ha, va = ("left", "center", "right")[1 - np.sign(dx)], ("bottom", "center", "top")[1 - np.sign(dy)]
+                note = axis.annotate(
+                    text, at, (dx, dy), textcoords="offset points", ha=ha, va=va, color=MUTED, fontsize="small"
+                )
+                note.set_in_layout(False)
+                box = note.get_window_extent(renderer).padded(2)
+                cost = 3 * sum(box.overlaps(other) for other in taken) + box.count_contains(dots)
+                cost += 0.1 * box.count_contains(between)
+                middle = np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2
+                nearest = dots[np.hypot(*(dots - middle).T).argmin()]
+                cost += 2 * (not np.isclose(axis.transData.transform(path), nearest).all(axis=1).any())
+                inside = (
+                    frame.containsx(box.x0),
+                    frame.containsx(box.x1),
+                    frame.containsy(box.y0),
+                    frame.containsy(box.y1),
+                )
+                cost += 2 * (not all(inside))
+                if best is None or cost < best[0]:
+                    if best is not None:
+                        best[1].remove()
+                    best = (cost, note, box)
+                else:
+                    note.remove()
+            if best[0] == 0:
+                break
+        taken.append(best[2])
+
+
+def _thin(length: int, most: int) -> Any:
+    """Numbers of at most `most` rows, evenly spread, with the first and the last."""
+    return np.unique(np.linspace(0, length - 1, min(length, most)).round().astype(int))

@@ -1,0 +1,36 @@
+"""The page: sections put into the template, with nothing that it would have to load."""
+
+import base64
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rudra.report.sections import Section
+from rudra.report.svg import inline
+from rudra.report.tables import SHOWN_ROWS, Table
+
+
+def render(sections: Sequence[Section]) -> str:
+    """The whole page as text; everything that users named is escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("rudra.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(
+        sections=sections,
+        title=" · ".join(s.title for s in sections) if len(sections) <= 3 else f"{len(sections)} studies",
+        now=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        inline=inline,
+        download=_download,
+        shown_rows=SHOWN_ROWS,
+    )
+
+
+def _download(table: Table) -> str:
+    """The table as CSV in a link; the mark at the start tells spreadsheets that it is UTF-8."""
+    content = table.csv().encode("utf-8-sig")
+    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(content).decode()

@@ -1,0 +1,301 @@
+"""What a report is about: runs read from their files, and the studies that they are points of."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+
+from rudra.analysis import Blocks, blocks_of
+from rudra.errors import ConfigError, ResultsError
+from rudra.results import Results, open_results
+from rudra.summary import protocol_label
+
+INDEX = "sweep.json"
+_MOST_BLOCKS = 2000
+_LONGEST_LABEL = 60
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, or one that is missing.
+
+    Attributes:
+        file: its result file.
+        label: what it is called in tables and figures.
+        status: of the run; or "missing", or "unreadable".
+        reason: why it failed, or cannot be read.
+        overrides: what a sweep changed in the job.
+        summary: see `Results.summary`; empty where the file cannot be read, as are the next two.
+        attributes: of the result file.
+        job: as resolved.
+        epoch: the epochs that were tested, shape (tested,), as the next two.
+        epoch_end_s: when they ended.
+        test_error: in percent.
+        staleness: over updates.
+        update_s: time in the optimiser's steps.
+        evaluation_s: time in tests.
+    """
+
+    file: Path
+    label: str
+    status: str
+    reason: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    job: Mapping[str, Any] = field(default_factory=dict)
+    epoch: Numbers = field(default_factory=lambda: np.zeros(0))
+    epoch_end_s: Numbers = field(default_factory=lambda: np.zeros(0))
+    test_error: Numbers = field(default_factory=lambda: np.zeros(0))
+    staleness: Blocks | None = None
+    update_s: float = 0.0
+    evaluation_s: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether there is something to show of it."""
+        return bool(self.summary)
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def virtual(self) -> bool:
+        return bool(self.summary.get("driver") == "simulation")
+
+    @property
+    def learners(self) -> int:
+        return int(self.summary["learners"])
+
+    @property
+    def minibatch_size(self) -> int:
+        return int(self.summary["minibatch_size"])
+
+    @property
+    def n(self) -> int | None:
+        """The splitting parameter; async has λ, hardsync none."""
+        name, n = self.summary["protocol"], self.summary["n"]
+        return None if name == "hardsync" or n is None else int(n)
+
+    @property
+    def protocol(self) -> str:
+        return protocol_label(dict(self.summary))
+
+    @property
+    def family(self) -> str:
+        """The protocol as one curve over λ: `λ-softsync` where n is the number of learners, whose rule is async's."""
+        if self.summary["protocol"] == "async":
+            return "async (λ-softsync)"
+        softsync = self.summary["protocol"] == "softsync"
+        return "λ-softsync" if softsync and self.n == self.learners != 1 else self.protocol
+
+    @property
+    def time_s(self) -> float:
+        return float(self.summary["wall_time_s"])
+
+    @property
+    def error(self) -> float | None:
+        """Last test error in percent."""
+        return float(self.test_error[-1]) if len(self.test_error) else None
+
+    @property
+    def seconds_per_sample(self) -> float | None:
+        samples = self.summary["samples"]
+        return self.time_s / samples if samples and self.time_s > 0 else None
+
+    @property
+    def triple(self) -> str:
+        """(σ, μ, λ) with the nominal staleness, as the paper names a configuration."""
+        return f"({self.n or 0 if self.learners > 1 else 0}, {self.minibatch_size}, {self.learners})"
+
+    @cached_property
+    def histogram(self) -> Numbers:
+        """Gradients with σ = 0, 1, …, in percent."""
+        counts = np.asarray(self.summary.get("staleness_histogram", ()), float)
+        return 100 * counts / max(1.0, float(counts.sum()))
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that belong together.
+
+    Attributes:
+        title: of its part of the report.
+        runs: also those that are missing.
+        figure: what to show first: "staleness", "test-error", "tradeoff", "speed-up" or "table".
+        quick: whether it is the smaller form of an experiment.
+        paper: rows of published numbers to compare with.
+    """
+
+    title: str
+    runs: tuple[Run, ...]
+    figure: str = "table"
+    quick: bool = False
+    paper: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def known(self) -> list[Run]:
+        return [run for run in self.runs if run.known]
+
+    def of(self, row: Mapping[str, Any]) -> Run | None:
+        """The run that a row of the paper describes, if there is one."""
+        return next((run for run in self.known if row.get("file") and run.file.name == row["file"]), None)
+
+
+class _Point(BaseModel):
+    file: str
+    overrides: dict[str, Any] = {}
+    label: str = ""
+
+
+class _Index(BaseModel):
+    """`sweep.json`, as far as a report needs it."""
+
+    title: str = ""
+    job: str = ""
+    figure: str = "table"
+    quick: bool = False
+    points: list[_Point] = []
+    paper: list[dict[str, Any]] = []
+
+
+def collect(paths: Sequence[Path]) -> list[Study]:
+    """One study for each directory, and one for all the files that were named.
+
+    Raises:
+        ConfigError: there is no run at all, or a damaged `sweep.json`.
+        ResultsError: a file that was named cannot be read.
+    """
+    if not paths:
+        raise ConfigError("no result file to report on")
+    files = [path for path in paths if not path.is_dir()]
+    studies = [study for path in paths if path.is_dir() for study in _directory(path)]
+    if files:
+        runs = _labelled([read(path) for path in dict.fromkeys(files)])
+        names = dict.fromkeys(str(run.summary["name"]) for run in runs)
+        studies.append(Study(" and ".join(names) if len(names) <= 3 else f"{len(runs)} runs", runs))
+    return studies
+
+
+def _directory(path: Path) -> Iterator[Study]:
+    """The sweep or the files in a directory; failing these, what is in the directories in it."""
+    if (path / INDEX).is_file():
+        yield _sweep(path)
+        return
+    files = sorted(path.glob("*.h5"))
+    if files:
+        yield Study(path.resolve().name, _labelled([_tolerant(file) for file in files]))
+        return
+    inner = [p for p in sorted(path.iterdir()) if p.is_dir() and ((p / INDEX).is_file() or any(p.glob("*.h5")))]
+    if not inner:
+        raise ConfigError(f"{path}: has neither a result file nor a {INDEX}")
+    for directory in inner:
+        yield from _directory(directory)
+
+
+def _sweep(path: Path) -> Study:
+    try:
+        index = _Index.model_validate_json((path / INDEX).read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path / INDEX}: damaged: {where + ': ' if where else ''}{first['msg']}") from None
+    except OSError as error:
+        raise ConfigError(f"{path / INDEX}: cannot read: {error.strerror or error}") from None
+    runs = [
+        replace(_tolerant(path / point.file), label=_short(point.label or point.file), overrides=point.overrides)
+        for point in index.points
+    ]
+    if not runs:
+        raise ConfigError(f"{path / INDEX}: has no points")
+    title = index.title or index.job or path.resolve().name
+    return Study(title, tuple(runs), index.figure, index.quick, tuple(index.paper))
+
+
+def _tolerant(path: Path) -> Run:
+    """A point of a sweep: one that is not there yet or damaged is shown as such."""
+    if not path.is_file():
+        return Run(path, path.stem, "missing", "not run yet, or stopped before it began")
+    try:
+        return read(path)
+    except ResultsError as error:
+        return Run(path, path.stem, "unreadable", str(error).removeprefix(f"{path}: "))
+
+
+def read(path: Path) -> Run:
+    """One result file, in whatever state it is.
+
+    Raises:
+        ResultsError: it cannot be read.
+    """
+    with open_results(path) as results:
+        summary, epochs, updates = results.summary(), results.epochs, results.updates
+        timing_only = results.job.get("simulation", {}).get("tensors") is False and summary["driver"] == "simulation"
+        tested = epochs[(epochs["evaluated"] != 0) & np.isfinite(epochs["test_error"])][: 0 if timing_only else None]
+        ran = epochs["evaluation_s"][epochs["evaluated"] != 0]
+        return Run(
+            path,
+            _short(path.stem),
+            str(summary["status"]),
+            summary["reason"] or "",
+            {},
+            summary,
+            results.attributes,
+            _job(results),
+            tested["epoch"].astype(float),
+            tested["time_s"],
+            100 * tested["test_error"],
+            blocks_of(updates["timestamp"], updates["mean_staleness"], _MOST_BLOCKS),
+            float(updates["update_s"].sum()),
+            float(ran[np.isfinite(ran)].sum()),
+        )
+
+
+def _job(results: Results) -> dict[str, Any]:
+    """Table.key -> value; what stands at the top of a job has no table."""
+    flat: dict[str, Any] = {}
+    for table, keys in results.job.items():
+        if table == "study":  # what a sweep made this run of
+            continue
+        flat |= {f"{table}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {table: keys}
+    return flat
+
+
+def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Names runs by protocol, μ and λ where that tells them apart, else also by what their jobs or files differ in."""
+    names = [f"{r.protocol}, μ = {r.minibatch_size}, λ = {r.learners}" if r.known else r.label for r in runs]
+    if len(set(names)) < len(names):
+        shown = {"protocol.name", "protocol.n", "training.minibatch_size", "cluster.learners", "name"}
+        keys = [key for key in varying(runs) if key not in shown]
+        extra = [", ".join(f"{k.partition('.')[2]} {text(r.job[k])}" for k in keys if k in r.job) for r in runs]
+        names = [f"{name}, {more}" if more else name for name, more in zip(names, extra, strict=True)]
+    if len(set(names)) < len(names) or max(map(len, names), default=0) > _LONGEST_LABEL:
+        unique = len({run.file.stem for run in runs}) == len(runs)
+        names = [run.file.stem if unique else str(run.file.with_suffix("")) for run in runs]
+    return tuple(replace(run, label=_short(name)) for run, name in zip(runs, names, strict=True))
+
+
+def varying(runs: Sequence[Run]) -> list[str]:
+    """Keys of the job that the runs differ in."""
+    jobs = [run.job for run in runs if run.known]
+    keys = dict.fromkeys(key for job in jobs for key in job)
+    return [key for key in keys if len({text(job.get(key)) for job in jobs}) > 1]
+
+
+def text(value: Any) -> str:
+    """A value of a job for people."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _short(label: str) -> str:
+    """The end of a long name tells more than its beginning."""
+    return label if len(label) <= _LONGEST_LABEL else "…" + label[1 - _LONGEST_LABEL :]

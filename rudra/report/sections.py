@@ -1,0 +1,147 @@
+"""A report in parts, one for each study: facts, tables and figures, still without a page around them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rudra.report.charts import Figure, figures
+from rudra.report.runs import Run, Study, text, varying
+from rudra.report.tables import Table, comparison, summary
+
+
+@dataclass(frozen=True)
+class Section:
+    """One study, ready to be written down.
+
+    Attributes:
+        slug: name for links and files.
+        title: heading.
+        facts: what was run: name -> text.
+        job: what all runs have in common, as lines of a job file.
+        varied: key of the job -> its values, where runs differ.
+        notes: what to know before reading on.
+        summary: one row for each run.
+        paper: ours beside the paper's, if there is something to compare.
+        figures: the most important one first.
+    """
+
+    slug: str
+    title: str
+    facts: Mapping[str, str]
+    job: str
+    varied: Mapping[str, str]
+    notes: Sequence[str]
+    summary: Table
+    paper: Table | None
+    figures: Sequence[Figure]
+
+    @property
+    def tables(self) -> list[Table]:
+        return [self.summary, *([self.paper] if self.paper else []), *(figure.table for figure in self.figures)]
+
+
+def sections_of(studies: Sequence[Study]) -> list[Section]:
+    """One part for each study."""
+    everything = [run for study in studies for run in study.known]
+    slugs: list[str] = []
+    for study in studies:
+        slug = re.sub(r"[^a-z0-9]+", "-", study.title.lower()).strip("-")[:40].strip("-") or "runs"
+        slugs.append(slug if slug not in slugs else f"{slug}-{len(slugs) + 1}")
+    return [_section(study, slug, everything) for study, slug in zip(studies, slugs, strict=True)]
+
+
+def _section(study: Study, slug: str, everything: Sequence[Run]) -> Section:
+    runs = study.known
+    differing = varying(runs)
+    return Section(
+        slug,
+        study.title,
+        _facts(runs) if runs else {},
+        _job_text({key: value for key, value in runs[0].job.items() if key not in differing}) if runs else "",
+        {key: _values(run.job.get(key) for run in runs) for key in varying(runs)},
+        _notes(study),
+        summary(study),
+        comparison(study),
+        figures(study, everything),
+    )
+
+
+def _facts(runs: Sequence[Run]) -> dict[str, str]:
+    """What was run, where, and with what."""
+
+    def each(name: str) -> str:
+        return _values(run.attributes.get(name) for run in runs if run.attributes.get(name) not in (None, ""))
+
+    drivers = {"mpi": "MPI ranks, wall-clock time", "simulation": "simulated in one process; times are virtual"}
+    hosts = dict.fromkeys(host for run in runs for host in run.attributes.get("hosts") or ())
+    started = sorted(
+        str(run.attributes["started"])[:16].replace("T", " ") for run in runs if "started" in run.attributes
+    )
+    versions = {name: each(f"{name}_version") for name in ("rudra", "torch", "numpy", "mpi4py")}
+    facts = {
+        "job": each("name"),
+        "command": each("command"),
+        "runs": str(len(runs)),
+        "driver": "; ".join(
+            dict.fromkeys(drivers.get(str(r.summary["driver"]), str(r.summary["driver"])) for r in runs)
+        ),
+        "model": _values(run.job.get("model.name") for run in runs),
+        "data": f"{_values(run.job.get('data.name') for run in runs)}, {each('training_samples')} training samples",
+        "topology": each("topology"),
+        "seed": each("seed"),
+        "hosts": _values(hosts),
+        "processor": each("processor"),
+        "threads per learner": each("threads_per_rank"),
+        "device": each("device"),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "started": " to ".join(dict.fromkeys((f"{started[0]} UTC", f"{started[-1]} UTC"))) if started else "",
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _values(values: Any, most: int = 12) -> str:
+    found = list(dict.fromkeys("unset" if value is None else text(value) for value in values))
+    return ", ".join(found[:most]) + (", …" if len(found) > most else "")
+
+
+def _job_text(job: Mapping[str, Any]) -> str:
+    """Like a job file; keys that are not set are left out."""
+    lines: list[str] = []
+    table = ""
+    for key, value in job.items():
+        if value is None or value == {} or value == []:
+            continue
+        own, _, name = key.rpartition(".")
+        if own != table:
+            lines += ["", f"[{own}]"]
+            table = own
+        lines.append(f"{name} = {_toml(value)}")
+    return "\n".join(lines).strip()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items() if inner is not None) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else text(value)
+
+
+def _notes(study: Study) -> list[str]:
+    notes = []
+    if study.quick:
+        notes.append("The quick variant of this study: fewer samples or epochs than the full one.")
+    runs = study.known
+    if runs and all(run.virtual for run in runs):
+        notes.append("All times are virtual: they come from the cost model in the job's table [simulation].")
+    elif any(run.virtual for run in runs):
+        notes.append("Times of simulated runs are virtual: they come from the cost model in the job's [simulation].")
+    if any(run.job.get("simulation.tensors") is False and run.virtual for run in runs):
+        notes.append("Runs without tensors simulate times and staleness only: they have no test error.")
+    bad = [run for run in study.runs if not run.finished]
+    if bad:
+        kinds = {run.status: sum(other.status == run.status for other in bad) for run in bad}
+        what = ", ".join(f"{count} {status}" for status, count in kinds.items())
+        notes.append(f"{len(bad)} of {len(study.runs)} runs did not finish ({what}): figures show what they have.")
+    return notes

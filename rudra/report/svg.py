@@ -1,0 +1,125 @@
+"""Figures as SVG for the page, and as files."""
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rudra.analysis import COLOURS, STYLE
+from rudra.report.charts import Figure
+from rudra.report.ink import GRID, INK, MUTED
+
+if TYPE_CHECKING:
+    from rudra.report.sections import Section
+
+_WIDE, _NARROW = 11.0, 4.6  # inches, that become the page's width and a phone's
+_INKS = {"ink": INK, "muted": MUTED, "grid": GRID} | {f"c{i}": colour for i, colour in enumerate(COLOURS)}
+
+
+def inline(figure: Figure, prefix: str, *, narrow: bool) -> str:
+    """The figure as an `<svg>` element whose colours are the page's variables, and whose ids are its own.
+
+    Args:
+        figure: to draw.
+        prefix: of all ids.
+        narrow: for a phone.
+    """
+    file = io.StringIO()
+    drawn = _drawn(figure, narrow=narrow)
+    with _style(narrow):
+        drawn.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
+    for name, colour in _INKS.items():
+        text = text.replace(colour.lower(), f"var(--{name})")
+    label = re.sub(r'[<>&"]', " ", f"{figure.title}. {figure.caption}")
+    head = f'<svg role="img" aria-label="{label}" class="{"narrow" if narrow else "wide"}"'
+    return re.sub(r'<svg( (?:width|height)="[^"]*")*', head, re.sub(r' (width|height)="[\d.]+pt"', "", text), count=1)
+
+
+def save(sections: Sequence["Section"], directory: Path) -> list[Path]:
+    """Writes every figure as PDF and SVG and everything in tables as CSV; returns the files.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for section in sections:
+        start = f"{section.slug}-" if len(sections) > 1 else ""
+        for figure in section.figures:
+            drawn = _drawn(figure, narrow=False)
+            for suffix, date in ((".pdf", "CreationDate"), (".svg", "Date")):
+                written.append(directory / f"{start}{figure.name}{suffix}")
+                with _style(False):
+                    drawn.savefig(written[-1], metadata={date: None})
+        for table in section.tables:
+            written.append(directory / f"{start}{table.name}.csv")
+            written[-1].write_text(table.csv(), encoding="utf-8")
+    return written
+
+
+def _style(narrow: bool) -> Any:
+    import matplotlib
+
+    sizes: dict[Any, Any] = {"font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11, "legend.fontsize": 11}
+    inks: dict[Any, Any] = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    )
+    rest: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "grid.color": GRID, "lines.linewidth": 1.8}
+    sizes |= {"lines.markersize": 4.5 if narrow else 5, "xtick.labelsize": 10, "ytick.labelsize": 10}
+    return matplotlib.rc_context({**STYLE, **sizes, **inks, **rest})
+
+
+def _drawn(figure: Figure, *, narrow: bool) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Drawing
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    count = len(figure.panels)
+    columns = (1 if count <= 6 else 2) if narrow else min(3, count)
+    rows = -(-count // columns)
+    width, height = (_NARROW if narrow else _WIDE), figure.height * (0.9 if narrow and columns == 2 else 1)
+    with _style(narrow):
+        engine = ConstrainedLayoutEngine()
+        drawing = Drawing(figsize=(width, rows * height), layout=engine)
+        FigureCanvasAgg(drawing)
+        axes = drawing.subplots(rows, columns, squeeze=False, sharey=figure.share_y).ravel().tolist()
+        finishes = [panel(axis) for panel, axis in zip(figure.panels, axes, strict=False)]
+        for axis in axes[count:]:
+            axis.remove()
+        if figure.share_y:
+            _share(axes[:count], columns, from_zero=figure.from_zero)
+        _legend(drawing, axes[:count], width)
+        engine.execute(drawing)
+        drawing.set_layout_engine(None)  # labels are placed where things are now
+        for finish in finishes:
+            if finish is not None:
+                finish()
+    return drawing
+
+
+def _share(axes: Sequence[Any], columns: int, *, from_zero: bool) -> None:
+    """One scale that has room for all panels, named at the left."""
+    low, high = min(axis.dataLim.y0 for axis in axes), max(axis.dataLim.y1 for axis in axes)
+    room = 0.09 * max(high - low, 1.0)
+    axes[0].set_ylim(-0.01 * high if from_zero else max(0.0, low - room), high + room)
+    for i, axis in enumerate(axes):
+        if i % columns:
+            axis.set_ylabel("")
+
+
+def _legend(drawing: Any, axes: Sequence[Any], width: float) -> None:
+    """One for all panels, in as many columns as fit."""
+    found = {label: h for axis in axes for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if len(found) < 2:
+        return
+    room = int(11 * width)  # letters
+    columns = max(1, min(len(found), room // (max(map(len, found)) + 8)))
+    rows = -(-len(found) // columns)
+    drawing.set_figheight(drawing.get_figheight() + 0.25 * rows)
+    drawing.legend(found.values(), found.keys(), loc="outside upper left", ncols=columns)

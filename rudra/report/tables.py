@@ -1,0 +1,211 @@
+"""Everything that a report shows as numbers: the tables of runs, and what the figures are drawn from."""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rudra.report.runs import Run, Study
+
+MOST_ROWS = 5000
+SHOWN_ROWS = 60
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of plain values; None is what is not known.
+
+    Attributes:
+        name: of its file, without suffix.
+        columns: heads, with units.
+        rows: as many values as there are columns.
+        shown: head -> how a value is written in the page; without it, `number`.
+        thinned: whether rows were left out.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Any, ...]]
+    shown: Mapping[str, Callable[[Any], str]]
+    thinned: bool = False
+
+    def csv(self) -> str:
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(["" if value is None else value for value in row] for row in self.rows)
+        return file.getvalue()
+
+    def cells(self, row: tuple[Any, ...]) -> list[tuple[str, Any, bool]]:
+        """Text, value and whether it is a number, for every cell."""
+        return [
+            ("–" if value is None else self.shown.get(head, number)(value), value, isinstance(value, int | float))
+            for head, value in zip(self.columns, row, strict=True)
+        ]
+
+
+def number(value: Any) -> str:
+    """Numbers with as many digits as people read."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def summary(study: Study) -> Table:
+    """One row for each run, also for those that are missing."""
+    clock = clock_of(study.known)
+    counts = ("pushed", "applied", "discarded")
+    return Table(
+        "runs",
+        (
+            "run",
+            "protocol",
+            "⟨σ⟩",
+            "μ",
+            "λ",
+            "epochs",
+            "test error (%)",
+            f"{clock} (s)",
+            "samples/s",
+            *counts,
+            "status",
+        ),
+        [_summary_row(run) for run in study.runs],
+        {"test error (%)": percent, f"{clock} (s)": seconds, "samples/s": lambda v: f"{v:,.0f}", "⟨σ⟩": percent},
+    )
+
+
+def _summary_row(run: Run) -> tuple[Any, ...]:
+    status = f"{run.status}: {run.reason}" if run.reason else run.status
+    if not run.known:
+        return (run.label, *[None] * 11, status)
+    s = run.summary
+    planned = s["planned_epochs"]
+    epochs = s["epochs"] if planned in (None, s["epochs"]) else f"{s['epochs']} of {planned}"
+    counts = (s["pushed"], s["applied"], s["discarded"])
+    numbers = (epochs, run.error, run.time_s, s["samples_per_s"], *counts)
+    return (run.label, run.protocol, s["mean_staleness"], run.minibatch_size, run.learners, *numbers, status)
+
+
+def clock_of(runs: Sequence[Run]) -> str:
+    """What the time axis shows: simulated time is always called so."""
+    virtual = {run.virtual for run in runs}
+    return {True: "virtual time", False: "training time"}[virtual == {True}] + (
+        ", virtual in simulations" if len(virtual) == 2 else ""
+    )
+
+
+def comparison(study: Study) -> Table | None:
+    """Ours beside the paper's, one row for each number that it prints; None where there is none."""
+    found = [row for paper in study.paper for row in _compare(study, paper)]
+    heads = ("source", "(σ, μ, λ)", "quantity", "paper", "ours", "difference", "remark")
+    return Table("paper", heads, found, {}) if found else None
+
+
+def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    run = study.of(paper)
+    sigma, size = paper.get("sigma", "?"), paper.get("minibatch_size", "any")
+    where = (paper.get("source", "paper"), f"({sigma}, {size}, {paper.get('learners', '?')})")
+    if run is None or not run.finished:
+        quantities = [name for key, name in _QUANTITIES.items() if isinstance(paper.get(key), int | float)]
+        remark = "no such run here" if run is None else f"our run is {run.status}"
+        return [(*where, ", ".join(quantities), None, None, None, remark)] if quantities else []
+    rows = []
+    for key, name in _QUANTITIES.items():
+        theirs = paper.get(key)
+        if isinstance(theirs, int | float):
+            name, theirs, ours, remark = _pair(study, run, paper, key, name, float(theirs))
+            rows.append((*where, name, _shown(key, theirs), _shown(key, ours), _difference(key, theirs, ours), remark))
+    return rows
+
+
+_QUANTITIES = {
+    "test_error": "test error (%)",
+    "time_s": "training time (s)",
+    "speed_up": "speed-up",
+    "mean_staleness": "⟨σ⟩",
+    "staleness_max": "largest σ",
+    "beyond_max": "share of larger σ (%)",
+}
+
+
+def _pair(
+    study: Study, run: Run, paper: Mapping[str, Any], key: str, name: str, theirs: float
+) -> tuple[str, float, float | None, str]:
+    """Name, the paper's number, ours, and what keeps them from being the same thing."""
+    epochs, images = paper.get("epochs", 0), paper.get("training_samples", 0)
+    work = (run.summary["epochs"], run.attributes.get("training_samples"))
+    smaller = bool(epochs and images) and work != (epochs, images)
+    remark = f"ours: {work[0]} epochs of {number(work[1])}; paper: {epochs} of {number(images)}" if smaller else ""
+    counts = run.summary["staleness_histogram"]
+    clock = "virtual " if run.virtual else ""
+    match key:
+        case "test_error":
+            return name, 100 * theirs, run.error, remark
+        case "time_s" if smaller:
+            per_sample = run.seconds_per_sample
+            ours = None if per_sample is None else 1e3 * per_sample
+            return "time per sample (ms)", 1e3 * theirs / (epochs * images), ours, clock.strip()
+        case "time_s":
+            return name, theirs, run.time_s, clock.strip()
+        case "speed_up":
+            return name, theirs, speed_up(run, study.known), clock + "against λ = 1"
+        case "mean_staleness":
+            return name, theirs, run.summary["mean_staleness"], "the paper's is a round number"
+        case "staleness_max":
+            ours = run.summary["max_staleness"]
+            return name, theirs, None if ours is None else float(ours), ""
+        case _:
+            beyond = sum(counts[int(paper.get("staleness_max", 0)) + 1 :]) / max(1, sum(counts))
+            return name, 100 * theirs, 100 * beyond, "the paper's is a bound"
+
+
+def _shown(key: str, value: float | None) -> str | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return percent(value) if key in ("test_error", "speed_up") else number(value)
+
+
+def _difference(key: str, theirs: float, ours: float | None) -> str | None:
+    if ours is None or not math.isfinite(ours):
+        return None
+    if key in ("staleness_max", "beyond_max") and ours <= theirs:
+        return "within"
+    if key in ("time_s", "speed_up") and theirs:
+        return f"{100 * (ours / theirs - 1):+.0f} %".replace("-", "−")
+    return signed(ours - theirs) + (" points" if key == "test_error" else "")
+
+
+def base_of(run: Run, runs: Sequence[Run]) -> Run | None:
+    """What a speed-up is measured against: one learner with the same μ, (0, μ, 1) if it was run."""
+    alone = [r for r in runs if r.finished and r.learners == 1 and r.minibatch_size == run.minibatch_size]
+    alike = [r for r in alone if r.seconds_per_sample and _same_work(r, run)]
+    return min(alike, key=lambda r: r.summary["protocol"] != "hardsync", default=None)
+
+
+def speed_up(run: Run, runs: Sequence[Run]) -> float | None:
+    """How many times faster a sample goes than with one learner; None where that was not run."""
+    base = base_of(run, runs)
+    if base is None or not run.seconds_per_sample or not base.seconds_per_sample:
+        return None
+    return base.seconds_per_sample / run.seconds_per_sample
+
+
+def _same_work(one: Run, other: Run) -> bool:
+    return one.virtual == other.virtual and all(one.job.get(k) == other.job.get(k) for k in ("model.name", "data.name"))
