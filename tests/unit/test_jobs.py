@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rudra import models
+from rudra import costs, models, sweep
 from rudra.config import Job, shipped_jobs
 from rudra.data import DataInfo
 from rudra.optim import UpdateRule
@@ -17,20 +17,28 @@ DATA = {
     "idx": DataInfo("idx", 60_000, 10_000, (1, 28, 28), 10),
     "cifar10": DataInfo("cifar10", 50_000, 10_000, (3, 32, 32), 10),
 }
-JOBS = sorted((ROOT / "jobs").glob("*.toml"))
+JOBS = sorted(file for file in (ROOT / "jobs").rglob("*.toml") if file.name != "paper.toml")
+STUDIES = [file for file in JOBS if "[study]" in file.read_text(encoding="utf-8")]
 
 
 def test_every_file_is_shipped() -> None:
-    assert {file.stem: file for file in JOBS} == shipped_jobs()
-    assert "digits" in shipped_jobs()
+    assert {str(file.relative_to(ROOT / "jobs"))[: -len(".toml")]: file for file in JOBS} == shipped_jobs()
+    assert {"digits", "rudra/figure5"} <= set(shipped_jobs())
 
 
 @pytest.mark.parametrize("file", JOBS, ids=lambda f: f.stem)
 def test_a_shipped_job_can_be_run(file: Path) -> None:
-    job = Job.load(file.stem)
+    job = Job.load(str(file.relative_to(ROOT / "jobs").with_suffix("")))
     assert job == Job.load(file)
     assert job.name == file.stem
-    job = job.resolved()
+    job = costs.load(job.resolved())
+    check(job)
+    module = models.build(job.model, DATA[job.data.name], job.training.seed)
+    models.check_output(module, DATA[job.data.name])
+    UpdateRule(job.optimizer, torch.zeros(100))
+
+
+def check(job: Job) -> None:
     info = DATA[job.data.name]
     assert (job.data.path is None) == (job.data.name == "digits")
     assert job.data.path is None or not job.data.path.is_absolute(), "users keep data where they like"
@@ -38,9 +46,20 @@ def test_a_shipped_job_can_be_run(file: Path) -> None:
     samples = min(job.data.train_limit or info.training_samples, info.training_samples)
     assert protocol.gradients_per_update * job.training.minibatch_size <= samples, "an epoch is at least one update"
     assert all(m < job.training.epochs for m in job.optimizer.milestones), "every milestone is reached"
-    module = models.build(job.model, info, job.training.seed)
-    models.check_output(module, info)
-    UpdateRule(job.optimizer, torch.zeros(100))
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
+@pytest.mark.parametrize("file", STUDIES, ids=lambda f: f.stem)
+def test_every_point_of_a_study_can_be_run(file: Path, quick: bool) -> None:
+    study = sweep.plan(file, quick=quick)
+    for point in study.points:
+        check(point.job)
+        optimizer, epochs = point.job.optimizer, point.job.training.epochs
+        assert (optimizer.learning_rate, optimizer.momentum) == (0.001, 0.9)
+        if not quick and point.job.simulation.tensors:
+            assert (optimizer.milestones, epochs) == ((120, 130), 140)
+    assert study.title
+    assert any(row["file"] for row in study.paper), "a study is compared with what the paper prints"
 
 
 @pytest.mark.parametrize("file", JOBS, ids=lambda f: f.stem)
@@ -66,13 +85,42 @@ def test_a_shipped_job_names_what_decides_its_result(file: Path) -> None:
         assert key in tables[table]
 
 
-def test_the_paper_reproduction_has_the_papers_setting() -> None:
-    """Figure 5 (rudra.txt §5.1): λ = 30, 30-softsync, μ = 128, α0 = 0.001, momentum 0.9, drops after 120 and 130."""
-    for name, epochs in (("figure5", 140), ("figure5-quick", None)):
-        job = Job.load(name)
-        protocol = job.make_protocol()
-        assert (job.learners, protocol.n, protocol.gradients_per_update) == (30, 30, 1)
-        assert (job.training.minibatch_size, job.optimizer.learning_rate, job.optimizer.momentum) == (128, 0.001, 0.9)
-        assert protocol.modulation.rate_factor(30.0) == 1 / 30
-        if epochs:
-            assert (job.training.epochs, job.optimizer.milestones) == (epochs, (120, 130))
+@pytest.mark.parametrize(
+    ("name", "points", "matched"),
+    [
+        ("baseline", 1, 1),
+        ("figure4", 3, 3),
+        ("figure5", 4, 1),
+        ("figure6", 36, 3),
+        ("figure7", 72, 24),
+        ("figure8", 36, 5),
+        ("table2", 23, 23),
+        ("table3", 5, 5),
+    ],
+)
+def test_a_study_has_the_papers_points(name: str, points: int, matched: int) -> None:
+    study = sweep.plan(f"rudra/{name}")
+    assert len(study.points) == points
+    rows = [row for row in study.paper if row["file"]]
+    assert len(rows) == matched
+    for row in rows:
+        (point,) = (point for point in study.points if point.file == row["file"])
+        protocol = point.job.make_protocol()
+        assert point.job.learners == row["learners"]
+        assert point.job.training.minibatch_size == row.get("minibatch_size", point.job.training.minibatch_size)
+        expected = 0 if row["protocol"] == "hardsync" else protocol.n
+        assert row["sigma"] == expected or point.job.learners == 1
+        if row["protocol"] == "softsync" and row.get("modulation") != "none":
+            assert protocol.modulation.rate_factor(1.0) == pytest.approx(1 / row["n"])
+
+
+def test_the_papers_numbers_are_consistent() -> None:
+    """Tables 2 and 3 share three rows, and what the text says of them holds."""
+    paper = tomllib.loads((ROOT / "jobs" / "rudra" / "paper.toml").read_text(encoding="utf-8"))
+    table2, table3 = paper["table2"]["rows"], paper["table3"]["rows"]
+    assert len(table2) == 23
+    assert sum(row in table2 for row in table3) == 3
+    best = [row["test_error"] for row in table2 if 120 <= row["minibatch_size"] * row["learners"] <= 160]
+    assert (min(best), max(best)) == (0.1796, 0.1892)
+    for row in paper["figure8"]["rows"]:
+        assert row["speed_up"] == pytest.approx(paper["baseline"]["rows"][0]["time_s"] / row["time_s"], abs=0.005)

@@ -1,0 +1,335 @@
+"""A grid of runs, `rudra sweep`: which points there are, where each one's results go, and which are still to be run.
+
+A sweep's directory holds one result file for each point, named after what sets the point apart, and `sweep.json`, which
+says what they are (`rudra report` reads both). A point is finished when its file says so: whatever else is there,
+be it of a killed worker, is done again.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from rudra import costs
+from rudra.config import PAPER, Job, apply, cores, parsed, read_job
+from rudra.errors import ConfigError, ResultsError
+
+FORMAT = 1
+_SYMBOLS = {
+    "training.minibatch_size": "μ = {}",
+    "cluster.learners": "λ = {}",
+    "protocol.n": "n = {}",
+    "protocol.name": "{}",
+    "optimizer.learning_rate": "α0 = {}",
+}
+_PAPERS = {"hardsync": "hardsync", "softsync": "softsync", "async": "softsync"}  # async is its λ-softsync
+_LONGEST_NAME = 120  # of a file, without what makes it unique
+
+Driver = Literal["simulation", "mpi"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a sweep.
+
+    Attributes:
+        overrides: key of the job -> value: what sets it apart from the other points.
+        job: as it will be run.
+        file: name of its result file in the sweep's directory.
+        label: what it is called in figures.
+    """
+
+    overrides: Mapping[str, Any]
+    job: Job
+    file: str
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sweep:
+    """All points of a sweep, validated; `plan` makes one.
+
+    Attributes:
+        name: of the job.
+        title: of the report.
+        quick: whether it is the quick variant of a study.
+        driver: what runs the points.
+        figure: what the report shows first, see `rudra.config.StudyTable`.
+        grid: key -> values, where the points are combinations.
+        paper: rows of the paper's numbers; `file` is the point that each belongs to, or None.
+    """
+
+    name: str
+    title: str
+    quick: bool
+    driver: Driver
+    figure: str
+    grid: Mapping[str, Sequence[Any]]
+    points: tuple[Point, ...]
+    paper: tuple[Mapping[str, Any], ...]
+
+    def write_index(self, directory: Path) -> None:
+        """Writes `sweep.json`, all at once or not at all."""
+        points = [{"file": p.file, "overrides": dict(p.overrides), "label": p.label} for p in self.points]
+        own = {"title": self.title, "job": self.name, "quick": self.quick, "driver": self.driver}
+        index = {"format": FORMAT, **own, "grid": self.grid, "figure": self.figure}
+        text = json.dumps({**index, "points": points, "paper": self.paper}, indent=1, ensure_ascii=False, default=str)
+        handle, name = tempfile.mkstemp(prefix=".sweep-", dir=directory)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                os.fchmod(handle, 0o666 & ~_umask())
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(handle)
+            os.replace(name, directory / "sweep.json")
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+
+    def finished(self, directory: Path, *, force: bool = False) -> set[str]:
+        """Files of the points that need not be run again.
+
+        Raises:
+            ConfigError: there are finished points of another job, which only `force` replaces.
+        """
+        done: set[str] = set()
+        for point in self.points:
+            found = _finished(directory / point.file)
+            if found is None:
+                continue
+            driver, job = found
+            differences = _differences(job, json.loads(point.job.to_json()), self.driver)
+            differences += [f"driver is {driver}, not {self.driver}"] if driver != self.driver else []
+            if not differences:
+                done.add(point.file)
+            elif not force:
+                what = "; ".join(differences[:2]) + ("; …" if len(differences) > 2 else "")
+                hint = "give another --output, or --force to replace it"
+                raise ConfigError(f"{directory / point.file} is of another job: {what}; {hint}")
+        return done
+
+
+def plan(
+    job: str | Path,
+    *,
+    grid: Mapping[str, Sequence[Any]] | None = None,
+    quick: bool = False,
+    overrides: Sequence[str] = (),
+    driver: Driver = "simulation",
+) -> Sweep:
+    """What a sweep would run; everything is validated here, and nothing is run.
+
+    Args:
+        job: path of a TOML file, or a name that `shipped_jobs` lists.
+        grid: job key -> values; every combination is a point. By default the job's own `[study]` says.
+        quick: the study's quick variant.
+        overrides: texts `table.key=value`, for all points; they win over the study's `quick`.
+        driver: "simulation", or "mpi" for real ranks.
+
+    Raises:
+        ConfigError: a mistake in the job, the study or one of the points, which the text names.
+    """
+    path, tables = read_job(job)
+    study = Job.of(path, {"study": tables.pop("study", {})}).study
+    given = dict(parsed(override) for override in overrides)
+    if grid is None:
+        quick_points = quick and (study.quick_grid or study.quick_points)
+        grid = study.quick_grid if quick_points else study.grid
+        listed = study.quick_points if quick_points else study.points
+        figure, title = study.figure, study.title
+    else:
+        listed, figure, title = [], "table", f"{path.stem} over {' and '.join(grid)}"
+    if quick and not (study.quick or study.quick_grid or study.quick_points):
+        raise ConfigError(f"{path}: [study] has no quick variant; leave out --quick")
+    varied = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())] if grid else []
+    varied += listed
+    if not varied:
+        raise ConfigError(f"{path}: has no [study] with a grid or points; say what to vary: --grid table.key=v1,v2")
+    for key in given.keys() & {key for point in varied for key in point}:
+        raise ConfigError(f"--set {key}: the points of the sweep differ in it; use --grid {key}=… in its place")
+    common = {**(study.quick if quick else {}), **given}
+    points = tuple(_point(path, tables, common, point, driver) for point in varied)
+    for first, second in itertools.combinations(points, 2):
+        if first.file == second.file:
+            raise ConfigError(f"{path}: [study] has the point {first.label} twice")
+    rows = tuple(_paper_rows(path, study.paper, points))
+    return Sweep(path.stem, title or path.stem, quick, driver, figure, dict(grid), points, rows)
+
+
+def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
+    """Key -> values of options `table.key=v1,v2`; values are TOML, or plain strings where they are no TOML.
+
+    Raises:
+        ConfigError: an option does not read so, or repeats a key or a value.
+    """
+    grid: dict[str, list[Any]] = {}
+    for option in options:
+        key, equals, text = (part.strip() for part in option.partition("="))
+        if not (equals and text and "." in key):
+            raise ConfigError(f"--grid {option}: must read table.key=v1,v2")
+        try:
+            values = tomllib.loads(f"values = [{text}]")["values"]
+        except tomllib.TOMLDecodeError:
+            values = [parsed(f"value={value}")[1] for value in text.split(",")]
+        if key in grid or any(value in values[:i] for i, value in enumerate(values)):
+            raise ConfigError(f"--grid {option}: each key once, and each of its values once")
+        grid[key] = values
+    return grid
+
+
+def _point(
+    path: Path, tables: Mapping[str, Any], common: Mapping[str, Any], overrides: Mapping[str, Any], driver: Driver
+) -> Point:
+    own = _copied(tables)
+    for key, value in {**common, **overrides}.items():
+        apply(own, key, value, said=f"{path}: {key} = {json.dumps(value, default=str)}")
+    name = ",".join(f"{key}={_text(value)}" for key, value in _short_keys(overrides).items())
+    try:
+        job = Job.of(path, own)
+        if driver == "simulation":  # one thread each, because several run at a time
+            job = costs.load(job.resolved(threads_per_rank=job.cluster.threads_per_rank or 1))
+        else:
+            job = job.with_(cluster={"learners": job.cluster.learners or 4})
+    except ConfigError as error:
+        raise ConfigError(f"point {name}: {error}") from None
+    label = ", ".join(_SYMBOLS.get(k, k.rpartition(".")[2] + " {}").format(_text(v)) for k, v in overrides.items())
+    return Point(dict(overrides), job, _file_name(name), label)
+
+
+def _short_keys(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys without their table, as far as they remain different; `protocol.name` is the protocol."""
+    last = [key.rpartition(".")[2] for key in overrides]
+    short: dict[str, Any] = {}
+    for key, value in overrides.items():
+        table, _, end = key.rpartition(".")
+        short[table if end == "name" else end if last.count(end) == 1 else key] = value
+    return short
+
+
+def _file_name(name: str) -> str:
+    """A safe file name; where that loses something, a digest keeps it different from the others."""
+    safe = re.sub(r"[^\w.,=+-]+", "-", name).strip("-.")[:_LONGEST_NAME]
+    return f"{safe}.h5" if safe == name else f"{safe}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.h5"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _copied(value: Any) -> Any:
+    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+    """The rows of the named tables, each with the file of the point that it describes, or None.
+
+    Raises:
+        ConfigError: `paper.toml` is missing or damaged, or has no such table.
+    """
+    if not names:
+        return
+    file = path.parent / PAPER
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    for name in names:
+        if name not in tables:
+            raise ConfigError(f"{path}: [study] paper: '{name}' is not in {file}; valid: {', '.join(tables)}")
+        common = {key: value for key, value in tables[name].items() if key != "rows"}
+        for row in tables[name]["rows"]:
+            fits = [point.file for point in points if _describes(row, point.job)]
+            yield {**common, **row, "file": fits[0] if fits else None}
+
+
+def _describes(row: Mapping[str, Any], job: Job) -> bool:
+    """Whether a row of the paper has this job's protocol, μ, λ and modulation, as far as it tells them."""
+    protocol = job.make_protocol()
+    name = job.protocol.name if isinstance(job.protocol.name, str) else ""
+    alike = job.learners == 1  # all protocols are the same then
+    modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
+    ours = {
+        "protocol": row.get("protocol") if alike else _PAPERS.get(name),
+        "n": row.get("n") if alike else protocol.n,
+        "minibatch_size": job.training.minibatch_size,
+        "learners": job.learners,
+        "modulation": modulation,
+    }
+    told = {"modulation": protocol.default_modulation, **row}
+    return all(told[key] == value for key, value in ours.items() if key in told)
+
+
+def _finished(file: Path) -> tuple[str, dict[str, Any]] | None:
+    """Driver and job of a finished result file; None where there is none."""
+    from rudra.results import open_results
+
+    try:
+        with open_results(file) as results:
+            return (results.attributes["driver"], results.job) if results.status == "finished" else None
+    except ResultsError:
+        return None
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], driver: Driver) -> list[str]:
+    """What a result file's job has different from the one that is wanted, but for what a run itself decides."""
+    decided = {("cluster", "device")} if wanted["cluster"]["device"] == "auto" else set()
+    decided |= set() if wanted["simulation"]["tensors"] else {("training", "evaluate")}
+    if driver == "mpi" and wanted["cluster"]["threads_per_rank"] is None:
+        decided.add(("cluster", "threads_per_rank"))
+    return [
+        f"[{table}] {key} is {json.dumps(found.get(table, {}).get(key))}, not {json.dumps(value)}"
+        for table, keys in wanted.items()
+        if isinstance(keys, Mapping)
+        for key, value in keys.items()
+        if (table, key) not in decided and found.get(table, {}).get(key) != value
+    ]
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Makes the directory if need be, and keeps other sweeps out of it.
+
+    Raises:
+        ResultsError: it cannot be made or written, or another sweep is at work in it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("a+")
+    except OSError as error:
+        raise ResultsError(f"{directory}: cannot write there: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ResultsError(f"{directory}: another sweep is at work there; wait, or give another --output") from None
+        yield
+
+
+def workers_for(sweep: Sweep, asked: int | None) -> int:
+    """How many points may run at a time: never more threads than cores, and real ranks one job at a time.
+
+    Raises:
+        ConfigError: more were asked for than that.
+    """
+    threads = max(point.job.cluster.threads_per_rank or 1 for point in sweep.points)
+    most = 1 if sweep.driver == "mpi" else max(1, cores() // threads)
+    if asked is not None and not 1 <= asked <= most:
+        why = "with --mpi" if sweep.driver == "mpi" else f"with {threads} thread(s) each on {cores()} cores"
+        raise ConfigError(f"--workers {asked}: valid {why}: 1{f' to {most}' if most > 1 else ''}")
+    return min(asked or most, len(sweep.points))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,92 @@
+"""What the paper found, in the studies that come with Rudra: of time and staleness in full, of errors on few images."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rudra
+from rudra import sweep
+from rudra.config import cores
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("RUDRA_DATA", ROOT.parent / "shared" / "data")) / "cifar-10"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no CIFAR-10 in {DATA}; RUDRA_DATA can name another place")
+TIME_ALONE = ["simulation.tensors=false", "results.minibatches=false"]
+
+
+def summaries(study: sweep.Sweep, directory: Path) -> dict[str, dict[str, Any]]:
+    """Label of a point -> its run's figures."""
+    found = {}
+    for point in study.points:
+        with rudra.simulate(point.job, output=directory / point.file, progress="quiet") as results:
+            found[point.label] = results.summary()
+    return found
+
+
+@pytest.mark.slow
+def test_figure_4_staleness_is_about_n_and_hardly_ever_beyond_2n(tmp_path: Path) -> None:
+    study = sweep.plan("rudra/figure4", overrides=["training.epochs=30", "optimizer.milestones=[]", *TIME_ALONE])
+    found = summaries(study, tmp_path)
+    for n in (1, 2, 30):
+        summary = found[f"n = {n}"]
+        counts = np.array(summary["staleness_histogram"])
+        assert summary["mean_staleness"] == pytest.approx(n, rel=0.05, abs=0.05)
+        assert counts.sum() > 10_000
+        assert counts[2 * n + 1 :].sum() / counts.sum() < 0.0001, "the paper's bound"
+
+
+@pytest.mark.slow
+def test_table_3_and_figure_8_1_softsync_is_the_fastest(tmp_path: Path) -> None:
+    short = ["training.epochs=1", "optimizer.milestones=[]", *TIME_ALONE]
+    table = summaries(sweep.plan("rudra/table3", overrides=short), tmp_path)
+    time_s = {label: summary["wall_time_s"] for label, summary in table.items()}
+    one, thirty = (time_s[f"softsync, n = {n}, μ = 4, λ = 30"] for n in (1, 30))
+    assert one == min(time_s.values())
+    assert one < thirty < time_s["hardsync, μ = 4, λ = 30"]
+
+    grid = {"protocol.name": ["softsync", "async", "hardsync"], "cluster.learners": [1, 30]}
+    longer = ["training.epochs=10", *short[1:]]  # at μ = 128 an epoch is 13 updates of 1-softsync
+    large = summaries(sweep.plan("rudra/figure8", grid=grid, overrides=longer), tmp_path)
+    speed_up = {
+        name: large[f"{name}, λ = 1"]["wall_time_s"] / large[f"{name}, λ = 30"]["wall_time_s"]
+        for name in ("softsync", "async", "hardsync")
+    }
+    assert speed_up["softsync"] == pytest.approx(speed_up["async"], rel=0.05), "at μ = 128 both softsyncs are similar"
+    assert speed_up["hardsync"] < min(speed_up["softsync"], speed_up["async"])
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_figure_5_rate_divided_by_n_is_what_lets_30_softsync_learn(tmp_path: Path) -> None:
+    few = [f"data.path={DATA}", "data.train_limit=20000", "training.epochs=2", "optimizer.milestones=[]"]
+    few.append(f"cluster.threads_per_rank={cores()}")
+    grid = {"protocol.modulation": ["none", "n"]}
+    found = summaries(sweep.plan("rudra/figure5", grid=grid, quick=True, overrides=few), tmp_path)
+    fails = found["modulation none"]
+    assert fails["train_error"][1] == pytest.approx(0.9, abs=0.02), "chance"
+    assert fails["mean_staleness"] == pytest.approx(29, abs=3)
+    learns = found["modulation n"]
+    assert learns["final_test_error"] < min(0.87, fails["final_test_error"])
+    assert learns["train_loss"][1] < learns["train_loss"][0] < 2.3026 < fails["train_loss"][1]
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_table_2_errors_rise_with_the_product_of_minibatch_and_learners(tmp_path: Path) -> None:
+    few = [f"data.path={DATA}", "data.train_limit=5000", "training.epochs=3", "optimizer.milestones=[2]"]
+    study = sweep.plan("rudra/table2", quick=True, overrides=[*few, f"cluster.threads_per_rank={cores()}"])
+    groups = {128: [(4, 30), (32, 4)], 1024: [(32, 30), (128, 10)]}
+    sizes = [size for group in groups.values() for size in group]
+    points = tuple(p for p in study.points if (p.job.training.minibatch_size, p.job.learners) in sizes)
+    found = summaries(dataclasses.replace(study, points=points), tmp_path)
+    error = {(s["minibatch_size"], s["learners"]): s["final_test_error"] for s in found.values()}
+    for group in groups.values():
+        first, second = (error[size] for size in group)
+        assert first == pytest.approx(second, abs=0.05)
+    assert max(error[size] for size in groups[128]) < min(error[size] for size in groups[1024]) - 0.05
