@@ -97,12 +97,36 @@ def _parser() -> argparse.ArgumentParser:
 
     _job_options(add("run", _run, "train a job on MPI ranks", RUN_MORE), runs=True)
     _job_options(add("simulate", _simulate, "run a job in one process and virtual time", SIMULATE_MORE), runs=True)
+    _sweep_options(add("sweep", _sweep, "run a grid of jobs, or the study that a job describes", SWEEP_MORE))
+    _predict_options(add("predict", _predict, "say what a job would take, without training", PREDICT_MORE))
+    _calibrate_options(add("calibrate", _calibrate, "measure what a job's model costs here", CALIBRATE_MORE))
     show = add("show", _show, "print the figures of a run")
     show.add_argument("file", type=Path, metavar="FILE.h5")
     show.add_argument("--json", action="store_true", help="as one JSON object, for scripts")
     plot = add("plot", _plot, "draw test error and staleness of one or more runs")
     plot.add_argument("files", type=Path, nargs="+", metavar="FILE.h5")
     plot.add_argument("--output", type=Path, help=".png, .svg or .pdf; default: the first file's name with .png")
+    replay = add("replay", _replay, "repeat a recorded run in one process, and compare bit for bit", REPLAY_MORE)
+    replay.add_argument("file", type=Path, metavar="FILE.h5")
+    replay.add_argument("--until", type=int, metavar="UPDATE", help="stop there and write the weights of that moment")
+    replay.add_argument("--output", type=Path, metavar="W.pt", help="for these weights; default: FILE-UPDATE.pt")
+    _set_option(replay, "where something is: data.path or training.warm_start")
+    replay.add_argument("--quiet", action="store_true", help="no progress bar")
+    timeline = add("timeline", _timeline, "write a run as a trace for Perfetto or Chrome", TIMELINE_MORE)
+    timeline.add_argument("file", type=Path, metavar="FILE.h5")
+    timeline.add_argument(
+        "-o", "--output", type=Path, metavar="TRACE.json", help=".json or .json.gz; default: FILE.trace.json"
+    )
+    report = add("report", _page, "write one page about any number of runs", REPORT_MORE)
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="result file, or directory of a sweep")
+    report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
+    report.add_argument(
+        "--figures", type=Path, metavar="DIR", help="also write each figure as PDF and SVG, and its numbers as CSV"
+    )
+    watch = add("watch", _watch, "show a running job's curves in the terminal, from another shell", WATCH_MORE)
+    watch.add_argument("file", type=Path, metavar="FILE.h5")
+    watch.add_argument("--once", action="store_true", help="print what is there now, and end")
+    watch.add_argument("--wait", action="store_true", help="wait for a file that does not exist yet")
     jobs = add("jobs", _jobs, "list the jobs that come with Rudra")
     jobs.add_argument("--paths", action="store_true", help="where their files are, as templates for your own")
     _job_options(add("validate", _validate, "check a job and say what it would run"), runs=False)
@@ -116,22 +140,87 @@ RUN_MORE = """\
 Started plainly, it starts mpirun itself, with one rank for each learner and server. Started by
 mpirun or srun, it uses the ranks it was given, and the learners are what the servers leave."""
 
+REPORT_MORE = """\
+The page is one HTML file that needs nothing else: tables, test error, staleness, tradeoff curves,
+speed-up and time per role, each with its numbers as CSV. Runs that failed or are missing are shown as such."""
+
+WATCH_MORE = """\
+Reads while the run writes, redraws every second, and ends with the run or Ctrl-C; the run does not notice."""
+
 SIMULATE_MORE = """\
 The same roles and real gradients as in `rudra run`, but any number of learners in one process.
 Time is virtual and comes from the job's table [simulation]; the same job gives the same bits."""
 
 
+SWEEP_MORE = """\
+Each point is simulated (or, with --mpi, run on real ranks), several at a time. Called again, it does what is missing.
+The directory has one result file for each point and sweep.json; `rudra report DIR` makes a page of it."""
+
+
+def _sweep_options(parser: argparse.ArgumentParser) -> None:
+    _job_options(parser, runs=False)
+    parser.add_argument(
+        "--grid",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=V1,V2",
+        help="values of a key; several make all combinations; default: the job's [study]",
+    )
+    parser.add_argument("--quick", action="store_true", help="the study's quick variant: minutes on two cores")
+    parser.add_argument("--mpi", action="store_true", help="run on real ranks, one point after the other")
+    parser.add_argument("--workers", type=int, metavar="N", help="points at a time; default: as many as cores")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: NAME-sweep, or NAME-quick-sweep")
+    parser.add_argument("--force", action="store_true", help="replace finished points of another job")
+    parser.add_argument("--quiet", action="store_true", help="no progress; print only the directory's name")
+
+
+PREDICT_MORE = """\
+Simulates the job's roles without tensors and data, for as long as a steady rate needs, with the costs in
+its table [simulation]: `costs = "p775"` (the paper's cluster), a file of `rudra calibrate`, or your own keys."""
+
+CALIBRATE_MORE = """\
+Short runs on real ranks, with one learner and with several, at several μ: a minute or two, in which the
+machine should have nothing else to do. A job uses the file with [simulation] costs = "FILE.toml"."""
+
+
+def _predict_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
+    parser.add_argument(
+        "--learners", dest="counts", metavar="N,N,…", help="one row for each number; default: the job's"
+    )
+    _set_option(parser, "override any key of the job; may be given several times")
+    parser.add_argument("--samples", type=_at_least(1), metavar="N", help="of an epoch; default: the training set's")
+    parser.add_argument("--updates", type=_at_least(4), metavar="N", help="to simulate; default: what a rate needs")
+    parser.add_argument("--json", action="store_true", help="as one JSON object for each row, for scripts")
+    parser.set_defaults(learners=None)
+
+
+def _calibrate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.toml", required=True)
+    parser.add_argument("--learners", type=_at_least(1), default=2, metavar="N", help="how many compute at once; 2")
+    parser.add_argument("--sizes", metavar="N,N,…", help="μ to measure at; default: the job's, a quarter, 4 times")
+    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="that each run trains; 4")
+    _set_option(parser, "override any key of the job; may be given several times")
+    parser.add_argument("--force", action="store_true", help="replace FILE.toml if it exists")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+REPLAY_MORE = """\
+The same roles are fed the recorded gradients in the recorded order. Ends with exit code 0 if every
+update and the final weights are the same bits, else with 1 and the first update that differs.
+--until leaves the weights of one moment as a state dict for torch.load. Modules of your own are
+found beside FILE.h5 and in the current directory."""
+
+TIMELINE_MORE = """\
+Open it at https://ui.perfetto.dev: when each learner computed, pushed, waited and pulled, and when
+the servers updated and tested, on one clock."""
+
+
 def _job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
     parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
     parser.add_argument("--learners", type=int, metavar="N", help="number of learners, as --set cluster.learners=N")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="TABLE.KEY=VALUE",
-        dest="overrides",
-        help="override any key of the job; may be given several times",
-    )
+    _set_option(parser, "override any key of the job; may be given several times")
     if runs:
         parser.add_argument(
             "--output", type=Path, metavar="FILE.h5", help="default: made from the job's name and the time"
@@ -140,15 +229,22 @@ def _job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
         parser.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
 
 
+def _set_option(parser: argparse.ArgumentParser, about: str) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides", help=about)
+
+
 def _load(arguments: argparse.Namespace) -> Job:
-    """The job of the command line; a job file's own directory is where its `package.module:callable` may lie."""
+    """The job of the command line."""
+    return Job.load(arguments.job, _overrides(arguments))
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """What the command line changes; a job file's own directory is where its `package.module:callable` may lie."""
     path = Path(arguments.job)
     if path.is_file():
         sys.path.insert(0, str(path.resolve().parent))
-    overrides = list(arguments.overrides)
-    if arguments.learners is not None:
-        overrides.append(f"cluster.learners={arguments.learners}")
-    return Job.load(arguments.job, overrides)
+    learners = [] if arguments.learners is None else [f"cluster.learners={arguments.learners}"]
+    return [*arguments.overrides, *learners]
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -161,6 +257,86 @@ def _simulate(arguments: argparse.Namespace) -> int:
     import rudra
 
     return _report(arguments, rudra.simulate)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from rudra import predict
+
+    counts: Sequence[int | None] = _numbers("--learners", arguments.counts) or [None]
+    overrides = _overrides(arguments)
+    made = [[*overrides, *([] if n is None else [f"cluster.learners={n}"])] for n in counts]
+    jobs = [Job.load(arguments.job, each) for each in made]
+    found = [predict.predict(job, samples=arguments.samples, updates=arguments.updates) for job in jobs]
+    if arguments.json:
+        print("\n".join(json.dumps(p.as_dict()) for p in found))
+        return 0
+    job = found[0].job
+    source = job.simulation.costs or "[simulation]"
+    print(f"{job.name}: {_protocol_text(job)}, μ = {job.training.minibatch_size}, costs: {source}")
+    print(predict.as_text(found))
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from rudra import calibrate
+
+    calibrate.check_output(arguments.output, force=arguments.force)
+    text = calibrate.calibrate(
+        Job.load(arguments.job, arguments.overrides),
+        learners=arguments.learners,
+        sizes=_numbers("--sizes", arguments.sizes),
+        seconds=arguments.seconds,
+        show=not arguments.quiet and sys.stderr.isatty(),
+    )
+    calibrate.write(text, arguments.output)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    """Whole numbers between commas; none where the option was not given."""
+    if text is None:
+        return []
+    numbers = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(numbers) != len(text.split(",")) or 0 in numbers:
+        raise ConfigError(f"{option} {text}: must be whole numbers >= 1 between commas, such as 1,2,4")
+    return numbers
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, not '{text}'")
+        return int(text)
+
+    return number
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from rudra import pool, sweep
+
+    if world_size() is not None:
+        raise ConfigError("rudra sweep starts mpirun itself: start it plainly")
+    study = sweep.plan(
+        arguments.job,
+        grid=sweep.parse_grid(arguments.grid) or None,
+        quick=arguments.quick,
+        overrides=_overrides(arguments),
+        driver="mpi" if arguments.mpi else "simulation",
+    )
+    workers = sweep.workers_for(study, arguments.workers)
+    directory = arguments.output or Path(f"{study.name}{'-quick' if study.quick else ''}-sweep")
+    with sweep.locked(directory):
+        done = study.finished(directory, force=arguments.force)
+        study.write_index(directory)
+        mode: pool.Mode = "quiet" if arguments.quiet else "bar" if sys.stderr.isatty() else "lines"
+        failures = pool.run(study, directory, done, workers=workers, mode=mode)
+    if arguments.quiet:
+        print(directory)
+    else:
+        print(pool.summary(study, directory, failures))
+        print(f"wrote {directory}: {len(study.points) - len(done)} of {len(study.points)} points run now")
+    return 1 if failures else 0
 
 
 def _report(arguments: argparse.Namespace, execute: Callable[..., "Results"]) -> int:
@@ -204,6 +380,60 @@ def _plot(arguments: argparse.Namespace) -> int:
     output = arguments.output or arguments.files[0].with_suffix(".png")
     plot(arguments.files, output)
     print(f"wrote {output}")
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    import rudra
+
+    _find_modules(arguments.file)
+    replayed = rudra.replay(
+        arguments.file,
+        until=arguments.until,
+        output=arguments.output,
+        overrides=arguments.overrides,
+        quiet=arguments.quiet,
+    )
+    print(f"{arguments.file}: {replayed}")
+    return 0 if replayed.identical else 1
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    import rudra
+    from rudra.timeline import write_timeline
+
+    _find_modules(arguments.file)
+    output = arguments.output or arguments.file.with_suffix(".trace.json")
+    with rudra.open_results(arguments.file) as results:
+        if not results.job["results"]["minibatches"]:
+            print(
+                f"rudra: {arguments.file}: holds no times of learners: [results] minibatches = false", file=sys.stderr
+            )
+        with tqdm(unit=" rows", desc=output.name, leave=False, disable=None) as bar:
+            events = write_timeline(results, output, bar.update)
+    print(f"wrote {output}: {events:,} events")
+    return 0
+
+
+def _find_modules(file: Path) -> None:
+    """The user's `package.module:callable` of a result file may lie beside it, or where the user is."""
+    sys.path[:0] = [str(file.resolve().parent), str(Path.cwd())]
+
+
+def _page(arguments: argparse.Namespace) -> int:
+    from rudra.report import report
+
+    page, *files = report(arguments.files, arguments.output, arguments.figures)
+    print(f"wrote {page}" + (f" and {len(files)} files in {arguments.figures}" if files else ""))
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from rudra.watch import watch
+
+    watch(arguments.file, once=arguments.once, wait=arguments.wait)
     return 0
 
 

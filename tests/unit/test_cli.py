@@ -41,6 +41,8 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
         ("validate digits --set protocol.name=no.such:Rule", r"rudra: .*no.such:Rule: no module 'no'.*"),
         ("show nope.h5", r"rudra: nope.h5: .*"),
         ("plot nope.h5", r"rudra: nope.h5: .*"),
+        ("replay nope.h5", r"rudra: nope.h5: no such result file"),
+        ("timeline nope.h5", r"rudra: nope.h5: no such result file"),
         ("run digits --output no/where.h5", r"rudra: no/where.h5: .*"),
         ("simulate digits --output no/where.h5", r"rudra: no/where.h5: .*"),
     ],

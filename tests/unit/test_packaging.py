@@ -63,14 +63,19 @@ def test_the_wheel_holds_every_module_job_and_type_marker(wheel: Path) -> None:
     modules = {str(f.relative_to(ROOT)) for p in PACKAGES for f in (ROOT / p).rglob("*.py")}
     assert modules - held == set(), "list the package in setup.cfg"
     assert {f"{p}/py.typed" for p in PACKAGES} <= held
-    assert {Path(name).stem for name in held if "/share/rudra/jobs/" in name} == set(shipped_jobs())
+    presets = {str(f.relative_to(ROOT)) for f in (ROOT / "rudra" / "presets").glob("*.toml")}
+    assert presets
+    assert presets <= held
+    shipped = {name.partition("/share/rudra/jobs/")[2].removesuffix(".toml") for name in held}
+    assert shipped - {""} == {*shipped_jobs(), "rudra/paper"}
 
 
 def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     paths = output(installed / "rudra", "jobs", "--paths", cwd=tmp_path).splitlines()
-    assert {Path(path).stem for path in paths} == set(shipped_jobs())
+    assert {path.partition("/rudra/jobs/")[2].removesuffix(".toml") for path in paths} == set(shipped_jobs())
     assert all(Path(path).is_relative_to(installed.parent.resolve()) for path in paths)
-    assert output(installed / "rudra", "validate", "digits", cwd=tmp_path).startswith("digits: valid\n")
+    for job in ("digits", "rudra/figure4"):
+        assert output(installed / "rudra", "validate", job, cwd=tmp_path).startswith(f"{job}: valid\n")
 
 
 def test_packages_of_our_names_in_the_working_directory_do_no_harm(installed: Path, tmp_path: Path) -> None:
