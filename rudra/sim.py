@@ -6,6 +6,7 @@ everything else takes comes from a cost model (`rudra.costs`). A transfer of a t
 posted a buffer, as MPI's rendezvous does, and until both ends' ports are free.
 """
 
+import gc
 import math
 import random
 from collections import OrderedDict, deque
@@ -142,7 +143,8 @@ class _Actor:
     )
 
     def __init__(self, role: int, machine: Machine, message_s: float, seed: int) -> None:
-        self.role, self.machine, self.handle = role, machine, machine.handle
+        self.role, self.machine = role, machine
+        self.handle: Callable[[Event, float], list[Action]] = machine.handle
         self.take: Callable[[_Actor, Event], None]
         self.random = random.Random(mix(seed, role))
         self.message_s = message_s
@@ -191,7 +193,6 @@ class Simulation:
         self._gradient_s, self._cores = costs.table.gradient_s, costs.table.cores_per_node
         self._lent, self._transferred, self._sent = hands.lent, hands.transfer, hands.sent
         self._posted, self._planned, self._accumulated = hands.posted, hands.planned, hands.accumulate
-        self._check = check
         self._size_bytes = size_bytes
         # Where all latencies are alike, tensors arrive in the order in which they are sent: that needs no event.
         self._latency_jitter_s = self._table.latency_jitter_s
@@ -218,7 +219,6 @@ class Simulation:
             Halt: self._halt,
         }
         self._actors: dict[int, _Actor] = {}
-        handle = self._handle
         for role, machine in machines.items():
             serves = plan.roles[role].kind == PARAMETER_SERVER
             actor = self._actors[role] = _Actor(role, machine, self._table.message_s if serves else 0.0, seed)
@@ -226,7 +226,9 @@ class Simulation:
                 actor.take = self._take
                 actor.offered = OrderedDict()  # of many: a dict would be slow to find its first key
             else:
-                actor.take = handle  # never busy
+                actor.take = self._handle  # never busy
+            if check:
+                actor.handle = _checked(machine, check)
             if role in costs.compute_s:
                 actor.compute_s = costs.computation(role, actor.random)
         if self._cores is not None:
@@ -244,7 +246,13 @@ class Simulation:
             RunError: a role failed, or all wait for each other.
         """
         self.start()
-        self.settle()
+        thresholds = gc.get_threshold()
+        if self._lent is None:  # only tensors might be worth the search for cycles, which takes a seventh of the time
+            gc.set_threshold(100_000, *thresholds[1:])
+        try:
+            self.settle()
+        finally:
+            gc.set_threshold(*thresholds)
         stuck = [a.machine for a in self._actors.values() if not a.halted]
         if stuck:
             raise RunError("; ".join(f"{m.name} waits for {m.waiting_for or 'nothing'}" for m in stuck[:4]))
@@ -277,13 +285,13 @@ class Simulation:
             if len(actor.inbox) == 1:
                 self._later(max(self.now, actor.busy_until), self._take_next, actor, None)
         else:
-            self._handle(actor, event)
+            self._handle_busily(actor, event)
 
     def _take_next(self, actor: _Actor, _: None) -> None:
         """Hands over what waits in the inbox, one event at a time, when the role is free."""
         inbox = actor.inbox
         while actor.busy_until <= self.now:
-            self._handle(actor, inbox[0])
+            self._handle_busily(actor, inbox[0])
             inbox.popleft()
             if not inbox:
                 return
@@ -291,9 +299,14 @@ class Simulation:
 
     def _handle(self, actor: _Actor, event: Event) -> None:
         now = self.now
+        do = self._do
+        for action in actor.handle(event, now):
+            do[type(action)](actor, action, now)
+
+    def _handle_busily(self, actor: _Actor, event: Event) -> None:
+        """The same for a server: it has the time of a message to spend, and begins what follows when that is over."""
+        now = self.now
         actions = actor.handle(event, now)
-        if self._check:
-            self._check(actor.machine)
         if actor.message_s and type(event) is Received:
             self._work(actor, now, actor.message_s)
         do = self._do
@@ -431,6 +444,15 @@ class Simulation:
     def _halt(self, actor: _Actor, action: Halt, time: float) -> None:
         actor.halted = True
         actor.handle = _ignore
+
+
+def _checked(machine: Machine, check: Callable[[Machine], None]) -> Callable[[Event, float], list[Action]]:
+    def handle(event: Event, now: float) -> list[Action]:
+        actions = machine.handle(event, now)
+        check(machine)
+        return actions
+
+    return handle
 
 
 def _ignore(event: Event, now: float) -> list[Action]:
