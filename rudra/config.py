@@ -140,7 +140,7 @@ class ClusterTable(Table):
         None, ge=1, description="torch threads of a learner; default: cores / learners"
     )
     device: Literal["cpu", "cuda", "auto"] = Field(
-        "cpu", description="where a simulation computes: auto is a GPU if there is one"
+        "auto", description="where a simulation computes: auto is a GPU if there is one; MPI ranks use the CPU"
     )
     flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, changes bits")
 

@@ -4,6 +4,15 @@ import os
 from collections.abc import Generator
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits are compared on the CPU; subprocesses see no GPU either."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,11 +10,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rudra import executor, recorder
+from rudra import recorder
 from rudra.bench.ranks import SERVER, STATISTICS, lenet_job, on_ranks, rest, step_s, train, write_images
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.config import OptimizerTable
-from rudra.executor import Executor, StatisticsExecutor
+from rudra.executor import Buffer, Executor, StatisticsExecutor
 from rudra.messages import Kind
 from rudra.optim import UpdateRule
 from rudra.roles import machine
@@ -108,12 +108,11 @@ def _timed(spent: list[float]) -> Iterator[None]:
         return call
 
     with (
-        mock.patch.object(executor, "digest", timed(executor.digest)),
+        mock.patch.object(Buffer, "digest", timed(Buffer.digest)),
         mock.patch.object(StatisticsExecutor, "hash", timed(StatisticsExecutor.hash)),
         mock.patch.object(recorder.Recorder, "record", timed(recorder.Recorder.record)),
         mock.patch.multiple(
             machine.Outbox,
-            add=timed(machine.Outbox.add),
             extend=timed(machine.Outbox.extend),
             flush=timed(machine.Outbox.flush),
         ),
@@ -124,39 +123,37 @@ def _timed(spent: list[float]) -> Iterator[None]:
 @contextmanager
 def _unrecorded() -> Iterator[None]:
     """Leaves out what only a replay needs."""
-    add = machine.Outbox.add
+    extend = machine.Outbox.extend
 
-    def others(outbox: machine.Outbox, kind: Kind, row: tuple[Any, ...]) -> None:
+    def others(outbox: machine.Outbox, kind: Kind, rows: Any) -> None:
         if kind not in REPLAYED:
-            add(outbox, kind, row)
+            extend(outbox, kind, rows)
 
-    def nothing(outbox: machine.Outbox, kind: Kind, rows: Any) -> None: ...
-
-    def no_digest(weights: torch.Tensor, timestamp: int) -> int:
+    def no_digest(weights: Buffer, timestamp: int) -> int:
         return 0
 
     def no_hash(of: Executor, name: str) -> str:
         return "0" * 64
 
     with (
-        mock.patch.object(executor, "digest", no_digest),
+        mock.patch.object(Buffer, "digest", no_digest),
         mock.patch.object(Executor, "hash", no_hash),
-        mock.patch.multiple(machine.Outbox, add=others, extend=nothing),
+        mock.patch.object(machine.Outbox, "extend", others),
     ):
         yield
 
 
 def _large(size: int) -> tuple[list[float], list[float]]:
     """Seconds of digests and of the updates between them, for weights that no cache holds."""
-    weights, gradient = torch.full((size,), 0.5), torch.full((size,), 1e-3)
-    rule = UpdateRule(OptimizerTable(momentum=0.9), weights)
+    weights, gradient = Buffer(size, 0), torch.full((size,), 1e-3)
+    rule = UpdateRule(OptimizerTable(momentum=0.9), weights.vector)
     rule.prepare()
     digests, updates = [], []
     for timestamp in range(8):
         began = time.perf_counter()
         rule.step(gradient, 1e-6)
         updated = time.perf_counter()
-        executor.digest(weights, timestamp)
+        weights.digest(timestamp)
         digests.append(time.perf_counter() - updated)
         updates.append(updated - began)
     return digests[1:], updates[1:]

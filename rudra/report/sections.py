@@ -81,7 +81,6 @@ def _facts(runs: Sequence[Run]) -> dict[str, str]:
     versions = {name: each(f"{name}_version") for name in ("rudra", "torch", "numpy", "mpi4py")}
     facts = {
         "job": each("name"),
-        "command": each("command"),
         "runs": str(len(runs)),
         "driver": "; ".join(
             dict.fromkeys(drivers.get(str(r.summary["driver"]), str(r.summary["driver"])) for r in runs)

@@ -88,7 +88,8 @@ def test_attributes_describe_the_job_as_resolved() -> None:
 
 
 def described(driver: str = "mpi", **tables: Any) -> dict[str, Any]:
-    job = Job(cluster={"learners": 3, "threads_per_rank": 1, **tables.pop("cluster", {})}, **tables).resolved()
+    cluster = {"learners": 3, "threads_per_rank": 1, "device": "cpu", **tables.pop("cluster", {})}
+    job = Job(cluster=cluster, **tables).resolved()
     return attributes(job, driver=driver, training_samples=9, classes=5)
 
 
