@@ -61,9 +61,8 @@ def simulate(
     job: Job, *, output: str | Path | None = None, force: bool = False, progress: ProgressMode | None = None
 ) -> Results:
     """Runs the same job in this process and in virtual time; arguments and results as `run`."""
-    import torch
-
     from rudra import costs, hands
+    from rudra.executor import torch_as_in
     from rudra.messages import tail_bytes
     from rudra.progress import Progress
     from rudra.recorder import Recorder, make_writer
@@ -77,10 +76,7 @@ def simulate(
     else:
         job = job.with_(cluster={"device": "cpu"}, training={"evaluate": False})
     plan = job.make_topology().plan(job.learners)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(job.cluster.threads_per_rank or 1)
-    torch.set_flush_denormal(job.cluster.flush_denormals)
-    try:
+    with torch_as_in(job):
         cluster = hands.make(job, plan)
         samples = cluster.info.training_samples
         writer = make_writer(
@@ -110,8 +106,6 @@ def simulate(
                 simulation.run()
             finally:
                 shown.close()
-    finally:
-        torch.set_num_threads(threads)
     return open_results(path)
 
 

@@ -171,17 +171,12 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         job: resolved.
         sizes: the μ.
     """
-    import torch
-
     from rudra import data
-    from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors
+    from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
 
     plan = job.make_topology().plan(1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(job.cluster.threads_per_rank or 1)
-    torch.set_flush_denormal(job.cluster.flush_denormals)
     compute_s = {}
-    try:
+    with torch_as_in(job):
         train, test, info = data.load(job.data)
         for size in sizes:
             sized = job.with_(training={"minibatch_size": size})
@@ -198,8 +193,6 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         server.buffer("gradient").vector.fill_(1.0)
         gradient_s = _median_s(partial(_accumulate, server), 30)
         evaluation_s = _evaluation_s(statistics, math.ceil(info.test_samples / job.training.evaluation_batch_size))
-    finally:
-        torch.set_num_threads(threads)
     return Alone(compute_s, gradient_s, evaluation_s, info.training_samples)
 
 

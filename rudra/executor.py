@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,19 @@ CPU = torch.device("cpu")
 SAMPLED = 128
 """Elements of the weights in the digest of an update: enough to catch what differs, few enough to cost nothing. Result
 files depend on it: another number is another `FORMAT_VERSION`."""
+
+
+@contextmanager
+def torch_as_in(job: Job) -> Iterator[None]:
+    """Threads and denormals as the job has them; afterwards as they were."""
+    threads, flushed = torch.get_num_threads(), not torch.tensor(1e-40).mul(1.0).any()
+    torch.set_num_threads(job.cluster.threads_per_rank or 1)
+    torch.set_flush_denormal(job.cluster.flush_denormals)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(flushed)
 
 
 class Buffer:

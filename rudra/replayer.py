@@ -9,8 +9,7 @@ and updates. What it records is compared with the record, row by row, and the fi
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -25,7 +24,7 @@ from rudra.config import Job, SimulationTable, cores
 from rudra.costs import CostModel
 from rudra.errors import ConfigError, ProtocolError, ReplayError, ResultsError
 from rudra.events import Compute, Finish, Record
-from rudra.executor import Executor, make_executors
+from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.hands import TensorHands
 from rudra.messages import Rows
 from rudra.recorder import arithmetic
@@ -134,7 +133,7 @@ def replay(
             check_output(target, force=True)
         for line in surroundings(results):
             print(f"rudra: {path}: {line}", file=sys.stderr)
-    with _arithmetic_of(job):
+    with torch_as_in(job):
         return _repeat(job, record, until, target, quiet)
 
 
@@ -148,7 +147,9 @@ def surroundings(results: Results) -> list[str]:
     ]
     if then["threads_per_rank"] > cores():
         lines.append(f"computed with {then['threads_per_rank']} threads; they share {cores()} cores here")
-    if then["flush_denormals"] and not torch.set_flush_denormal(True):
+    with torch_as_in(Job(cluster={"flush_denormals": False})):
+        flushable = torch.set_flush_denormal(True)
+    if then["flush_denormals"] and not flushable:
         lines.append("denormal numbers were flushed to zero, which this processor cannot; the weights may differ")
     return lines
 
@@ -394,14 +395,3 @@ def _quiet(job: Job) -> Job:
         faults={"non_finite_loss": "warn"},
         results={"minibatches": False, "report_s": 0.0},
     )
-
-
-@contextmanager
-def _arithmetic_of(job: Job) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(job.cluster.threads_per_rank or 1)
-    torch.set_flush_denormal(job.cluster.flush_denormals)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

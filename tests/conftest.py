@@ -1,10 +1,13 @@
 """What all tests share."""
 
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
 import torch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,11 @@ def run(*, quick: bool) -> Report:
     """Numeric mode in turns with the same number of bare gradients; then timing-only runs, each in its own process."""
     report = Report(["", "simulated", "bare", "bare / simulated", "peak memory, MB"])
     turns = []
-    for job in (_digits(1),) if quick else (_digits(8), PAPERS):
+    batched = [
+        PAPERS.with_(protocol={"name": "hardsync", "n": None}, simulation={"batching": batching})
+        for batching in ("big-batch", "vmap")
+    ]
+    for job in (_digits(1),) if quick else (_digits(8), PAPERS, *batched):
         simulated, bare = [], []
         for turn in range(2 if quick else 6):
             ours, theirs = _simulated_s(job), _bare_s(job)
@@ -32,8 +36,11 @@ def run(*, quick: bool) -> Report:
                 simulated.append(ours)
                 bare.append(theirs)
         milliseconds = (spread(t * 1e3 for t in times) for times in (simulated, bare))
-        turns.append(ratios(bare, simulated).median)
+        batching = job.simulation.batching
+        if batching == "none":
+            turns.append(ratios(bare, simulated).median)
         name = f"{job.model.name}, μ = {job.training.minibatch_size}, λ = {job.learners}"
+        name += f", {job.protocol.name}, {batching}" if batching != "none" else ""
         report.rows.append((f"{name}: ms per gradient", *milliseconds, ratios(bare, simulated), ""))
     messages_per_s, seconds = [], 0.0
     for learners, updates in ((16, 200), (256, 8)) if quick else ((16, 20_000), (256, 2_000), (4096, 1_000)):

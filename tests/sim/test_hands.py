@@ -314,3 +314,14 @@ def test_a_gpu_computes_what_a_cpu_does(batching: str, tmp_path: Path) -> None:
             assert results.attributes["device"] == device
             found.append(results.weights)
     assert np.abs(found[0] - found[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_simulation_leaves_torch_as_it_was(flushed: bool, tmp_path: Path) -> None:
+    if not torch.set_flush_denormal(flushed):
+        pytest.skip("this processor cannot flush denormal numbers to zero")
+    try:
+        rudra.simulate(make_job(training={"epochs": 1}), output=tmp_path / "run.h5", progress="quiet").close()
+        assert bool(torch.tensor(1e-40).mul(1.0).any()) is not flushed
+    finally:
+        torch.set_flush_denormal(False)
