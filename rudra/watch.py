@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -81,9 +82,9 @@ class Watched:
             Curve("test error (%)", tested["time_s"], 100 * tested["test_error"], f"s of {unit}"),
             Curve("mean staleness ⟨σ⟩", *self._staleness, f"s of {unit}"),
         ]
-        head = self._head(attributes, state, epochs, now)
+        head = [part for line in self._head(attributes, state, epochs, now) for part in textwrap.wrap(line, width)]
         rows = (height - len(head)) // len(curves) - 3
-        lines = [line[:width] for line in head]
+        lines = head[:]
         for curve in curves if rows >= 2 else []:
             lines += ["", *plotted(curve, width, min(rows, 9))]
         return lines[:height]
