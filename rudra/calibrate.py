@@ -7,7 +7,6 @@ measured in this process.
 
 import json
 import math
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from rudra.config import Job, cores
 from rudra.errors import ResultsError
 from rudra.events import Accumulate, Compute
 from rudra.predict import outline
+from rudra.recorder import arithmetic
 
 if TYPE_CHECKING:
     from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor
@@ -301,7 +301,7 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int) -> str:
     points = ", ".join(f"{size} = {seconds:.4g}" for size, seconds in found.compute_s.items())
     measured = {
         "date": date.today().isoformat(),
-        "processor": _processor(),
+        "processor": arithmetic()["processor"],
         "cores": cores(),
         "learners": learners,
         "threads_per_rank": job.cluster.threads_per_rank or 1,
@@ -330,15 +330,6 @@ evaluation_s = {found.evaluation_s:.3g}
 [measured]
 {about}
 """
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def check_output(path: Path, *, force: bool) -> None:

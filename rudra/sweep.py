@@ -24,6 +24,7 @@ from rudra.config import PAPER, Job, apply, cores, parsed, read_job
 from rudra.errors import ConfigError, ResultsError
 
 FORMAT = 1
+INDEX = "sweep.json"
 _SYMBOLS = {
     "training.minibatch_size": "μ = {}",
     "cluster.learners": "λ = {}",
@@ -90,7 +91,7 @@ class Sweep:
                 file.write(text + "\n")
                 file.flush()
                 os.fsync(handle)
-            os.replace(name, directory / "sweep.json")
+            os.replace(name, directory / INDEX)
         except BaseException:
             with suppress(OSError):
                 os.unlink(name)

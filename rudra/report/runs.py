@@ -15,8 +15,8 @@ from rudra.analysis import Blocks, blocks_of
 from rudra.errors import ConfigError, ResultsError
 from rudra.results import Results, open_results
 from rudra.summary import protocol_label
+from rudra.sweep import INDEX
 
-INDEX = "sweep.json"
 _MOST_BLOCKS = 2000
 _LONGEST_LABEL = 60
 
