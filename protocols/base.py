@@ -15,7 +15,8 @@ class Clock(NamedTuple):
 
     Attributes:
         timestamp: of the server's weights; the number of updates so far.
-        pushed: gradients received so far, for each learner.
+        pushed: gradients received so far, for each learner (or compute group); empty where that is not known, on a
+            server of a tree.
     """
 
     timestamp: int
@@ -47,6 +48,11 @@ class Protocol:
         self.n = learners
         self.gradients_per_update = 1
 
+    @property
+    def waits(self) -> bool:
+        """Whether a learner may have to wait for an update."""
+        return type(self).pull_granted is not Protocol.pull_granted
+
     def update_due(self, pending: int) -> bool:
         """Whether `pending` gradients, received since the last update, make an update."""
         return pending >= self.gradients_per_update
@@ -60,7 +66,7 @@ def make(
     name: str | Callable[..., Protocol],
     *,
     learners: int,
-    minibatch_size: int,
+    minibatch_size: float,
     n: int | None = None,
     modulation: str = "auto",
     reference_batch_size: int = 128,
@@ -72,7 +78,7 @@ def make(
     Args:
         name: a module of this package, or a class (or callable) that gives a `Protocol`.
         learners: λ.
-        minibatch_size: μ.
+        minibatch_size: μ; of a compute group kμ.
         n: the splitting parameter, for protocols that take one.
         modulation: a key of `MODULATIONS`, or "auto" for the protocol's own.
         reference_batch_size: B.

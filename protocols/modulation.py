@@ -22,9 +22,14 @@ class Modulation:
     """
 
     learners: int
-    minibatch_size: int
+    minibatch_size: float
     n: int
     reference_batch_size: int
+
+    @property
+    def weighs(self) -> bool:
+        """Whether gradients of one average have different weights."""
+        return type(self).gradient_weight is not Modulation.gradient_weight
 
     def rate_factor(self, mean_staleness: float) -> float:
         """Factor on the scheduled learning rate of an update whose gradients have this mean staleness."""

@@ -46,7 +46,7 @@ def run(
     else:
         path = _output(job, output, force)
         job = job.on_cpu().resolved(cores=cores())
-        plan = job.make_topology().plan(job.learners)
+        plan = job.plan()
         names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
         payload = {"job": job, "output": path, "progress": shown, "overwrite": force}
         code = launch.launch(job, path, roles=names, payload=payload, quiet=progress == "quiet")
@@ -75,7 +75,7 @@ def simulate(
         job = job.with_(cluster={"device": hands.find_device(job).type})
     else:
         job = job.with_(cluster={"device": "cpu"}, training={"evaluate": False})
-    plan = job.make_topology().plan(job.learners)
+    plan = job.plan(costs.places(job))
     with torch_as_in(job):
         cluster = hands.make(job, plan)
         samples = cluster.info.training_samples
@@ -86,6 +86,7 @@ def simulate(
             cluster.size,
             cluster.initial_sha256,
             force,
+            plan=plan,
             driver="simulation",
             training_samples=samples,
             classes=cluster.info.classes,
@@ -99,7 +100,7 @@ def simulate(
                 cluster.hands,
                 Recorder(writer, shown, cluster.weights),
                 costs.CostModel(job.simulation, plan, job.training.minibatch_size),
-                size_bytes=cluster.size * 4 + tail_bytes(plan.records),
+                size_bytes=cluster.size * 4 + tail_bytes(1),
                 seed=job.training.seed,
             )
             try:

@@ -174,7 +174,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     from rudra import data
     from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
 
-    plan = job.make_topology().plan(1)
+    plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()
     compute_s = {}
     with torch_as_in(job):
         train, test, info = data.load(job.data)

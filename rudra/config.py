@@ -31,6 +31,7 @@ import protocols
 import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
+from topologies.plan import TREE_SERVER
 
 Named = str | Callable[..., Any]
 """The name of something shipped, `package.module:callable`, or (in code) the callable itself."""
@@ -90,6 +91,9 @@ class OptimizerTable(Table):
     name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
     learning_rate: float = Field(0.01, gt=0, description="α0")
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
+    momentum_correction: Literal["none", "implicit"] = Field(
+        "none", description="implicit: asynchrony g acts like momentum 1 - 1/g, so that much less is used; a heuristic"
+    )
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty, as the torch.optim class applies it")
     milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
     factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
@@ -130,8 +134,10 @@ class ProtocolTable(Table):
 
 
 class TopologyTable(Table):
-    name: Named = Field("base", description="base, or package.module:callable")
-    options: dict[str, Any] = Field({}, description="keyword arguments for the user's own topology")
+    name: Named = Field("base", description="base, adv, adv*, groups, or package.module:object")
+    options: dict[str, Any] = Field(
+        {}, description="adv, adv*: fan_out; adv*: weight_fan_out; groups: groups, reduction; or those of the user's own"
+    )
 
 
 class ClusterTable(Table):
@@ -275,8 +281,12 @@ class Job(Table):
     @model_validator(mode="after")
     def _check_across_tables(self) -> Self:
         self.make_topology()
+        if self.optimizer.momentum_correction != "none" and not (
+            self.optimizer.name == "sgd" and self.optimizer.momentum
+        ):
+            raise ValueError("[optimizer] momentum_correction corrects the momentum of sgd, and there is none")
         if self.cluster.learners is not None:
-            self.make_protocol()  # raises what does not fit
+            self._check_pair(self.plan())
             for key in ("slowdown", "learner_jitter"):
                 for learner in getattr(self.simulation, key):
                     if not 0 <= learner < self.cluster.learners:
@@ -343,19 +353,49 @@ class Job(Table):
             raise ConfigError("[cluster] learners is not resolved yet")
         return self.cluster.learners
 
-    def make_protocol(self) -> protocols.Protocol:
-        """The job's protocol, for the resolved number of learners."""
+    def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:
+        """Who is who in the resolved job; `nodes` of the learners, by default one for all."""
+        plan = self.make_topology().plan(self.learners, nodes)
+        if nodes is not None:
+            self.check(plan)
+        return plan
+
+    def check(self, plan: topologies.Plan) -> None:
+        """Raises ConfigError where the job's protocol cannot work on a plan of its topology."""
+        try:
+            self._check_pair(plan)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def _check_pair(self, plan: topologies.Plan) -> None:
+        _check_pair(self.make_protocol(plan), plan, self.topology.name)
+
+    def make_protocol(self, plan: topologies.Plan | None = None) -> protocols.Protocol:
+        """The job's protocol, for the workers that the resolved job has: learners or compute groups."""
         table = self.protocol
+        workers = (self.plan() if plan is None else plan).workers
         return protocols.make(
             _resolved("protocol", table.name),
-            learners=self.learners,
-            minibatch_size=self.training.minibatch_size,
+            learners=workers,
+            minibatch_size=self.training.minibatch_size * self.learners / workers,
             n=table.n,
             modulation=table.modulation,
             reference_batch_size=table.reference_batch_size,
             scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,
             options=table.options,
         )
+
+    def explicit_momentum(self) -> float:
+        """What is left of the momentum that the job wants, once asynchrony has given its share.
+
+        With g workers that update independently, gradients arrive as if there were momentum 1 - 1/g (Omnivore, theorem 1:
+        for step times that are exponential, and no explicit momentum). That the two add up is a rule of thumb.
+        """
+        if self.optimizer.momentum_correction == "none":
+            return self.optimizer.momentum
+        protocol = self.make_protocol()
+        asynchrony = max(1, protocol.learners // protocol.gradients_per_update)
+        return max(0.0, self.optimizer.momentum - (1 - 1 / asynchrony))
 
     def make_topology(self) -> topologies.Topology:
         """The job's topology."""
@@ -364,6 +404,27 @@ class Job(Table):
     def to_json(self) -> str:
         """The job as one line of JSON; callables appear as `module:name`. A study is no part of a run."""
         return json.dumps(self.model_dump(exclude={"study"}), default=_name_of, sort_keys=True)
+
+
+def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: Named) -> None:
+    """Raises ValueError where a protocol cannot work on a topology."""
+    name, on = type(protocol).__name__.lower(), f"[topology] name: {topology}"
+    if plan.overlapped and protocol.waits:
+        raise ValueError(
+            f"{on}: its learners never wait for a server, but with protocol {name} they must; valid: softsync, async, "
+            "or topology adv"
+        )
+    if any(role.kind == TREE_SERVER for role in plan.roles):
+        if protocol.waits and protocol.grants_on_push:
+            raise ValueError(
+                f"{on}: protocol {name} decides by what every learner has pushed, which servers of a tree do not know; "
+                "valid: topology base, or a rule by timestamps alone (grants_on_push = False)"
+            )
+        if protocol.modulation.weighs:
+            raise ValueError(
+                f"{on}: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree has "
+                "averaged them by then; valid: topology base, or modulation 'mean_staleness'"
+            )
 
 
 def shipped_jobs() -> dict[str, Path]:

@@ -10,14 +10,15 @@ Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ); O
 import math
 import random
 import tomllib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rudra.config import Job, SimulationTable
 from rudra.errors import ConfigError
 from topologies import Plan
-from topologies.plan import LEARNER
+from topologies.plan import ELSEWHERE
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -53,7 +54,8 @@ class CostModel:
 
     def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int) -> None:
         self.table, self.plan = table, plan
-        self.node = _nodes(table, plan)
+        servers = 0 if table.servers_on_first_node else ELSEWHERE
+        self.node = {i: servers if role.node == ELSEWHERE else role.node for i, role in enumerate(plan.roles)}
         self.compute_s = self._compute_times(minibatch_size)
 
     def _compute_times(self, minibatch_size: int) -> dict[int, float]:
@@ -90,6 +92,20 @@ class CostModel:
         latency_s = table.latency_s if table.local_latency_s is None else table.local_latency_s
         bandwidth = table.local_bandwidth_bytes_per_s or table.bandwidth_bytes_per_s
         return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver))
+
+    def reduction_s(self, members: Sequence[int], size_bytes: int) -> float:
+        """Time in which a compute group adds up its gradients: slices are exchanged and added, then gathered."""
+        table, k = self.table, len(members)
+        if k == 1:
+            return 0.0
+        on_node = Counter(self.node[role] for role in members)
+        links = [self.link(a, b) for a, b in zip(members, members[1:], strict=False)]
+        share = (k - 1) / k  # of the vector that each member sends, and receives, in each of two phases
+        if len(on_node) > 1:  # those of a node share its link
+            share = max(count * (k - count) for count in on_node.values()) / k
+        slowest = max(links, key=lambda link: link.seconds_per_byte)
+        latency_s = max(link.latency_s for link in links)
+        return 2 * (latency_s + share * size_bytes * slowest.seconds_per_byte) + table.gradient_s * (k - 1) / k
 
 
 def load(job: Job) -> Job:
@@ -147,17 +163,14 @@ def at(compute_s: float | Mapping[int, float], minibatch_size: int) -> float:
     return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
-def _nodes(table: SimulationTable, plan: Plan) -> dict[int, int]:
-    """Role -> node; learners in blocks that differ by one at most, servers on node -1 or with the first learners."""
-    learners = plan.learners
-    count = table.nodes if table.nodes is not None else len(learners)
+def places(job: Job) -> list[int]:
+    """The node of every learner in a simulation: blocks that differ by one at most."""
+    learners, count = job.learners, job.simulation.nodes
     if isinstance(count, Mapping):
-        known = max((size for size in count if size <= len(learners)), default=min(count))
-        count = math.ceil(count[known] * len(learners) / known)
-    count = min(count, len(learners))
-    place = {role: i * count // len(learners) for i, role in enumerate(learners)}
-    servers = 0 if table.servers_on_first_node else -1
-    return {i: place[i] if role.kind == LEARNER else servers for i, role in enumerate(plan.roles)}
+        known = max((size for size in count if size <= learners), default=min(count))
+        count = math.ceil(count[known] * learners / known)
+    count = learners if count is None else min(count, learners)
+    return [i * count // learners for i in range(learners)]
 
 
 def _uniform(source: random.Random, width: float) -> float:

@@ -20,7 +20,7 @@ class Doorbell:
     Args:
         job: a name that is unique on the node.
         world_rank: of this rank.
-        neighbours: ranks on this node.
+        neighbours: ranks on this node, this one among them: its own threads ring, too.
     """
 
     def __init__(self, job: str, world_rank: int, neighbours: Iterable[int]) -> None:
@@ -37,7 +37,7 @@ class Doorbell:
             return
         bell.setblocking(False)
         self._bell = bell
-        self._addresses = {rank: f"\0rudra-{job}-{rank}" for rank in neighbours if rank != world_rank}
+        self._addresses = {rank: f"\0rudra-{job}-{rank}" for rank in neighbours}
 
     def ring(self, world_rank: int) -> None:
         """Wakes that rank if it is a neighbour and sleeps."""

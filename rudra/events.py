@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec import Struct
 
 from rudra.messages import Message, Rows
+from rudra.records import Gradient
 
 Table = Literal["gradients", "updates", "minibatches", "epochs"]
 
@@ -58,6 +59,13 @@ class Computed(Struct, frozen=True, gc=False):
     samples: int
 
 
+class Reduced(Struct, frozen=True, gc=False):
+    """A group's gradients are added up; `gradients` are what its members gave, in group_rank order."""
+
+    sequence: int
+    gradients: tuple[Gradient, ...]
+
+
 class Evaluated(Struct, frozen=True, gc=False):
     """A test of the weights in `buffer` is over; errors are fractions."""
 
@@ -68,7 +76,7 @@ class Evaluated(Struct, frozen=True, gc=False):
     seconds: float
 
 
-Event = Started | Received | Sent | Hashed | Updated | Computed | Evaluated
+Event = Started | Received | Sent | Hashed | Updated | Computed | Reduced | Evaluated
 
 
 class Send(Struct, frozen=True, gc=False):
@@ -80,10 +88,11 @@ class Send(Struct, frozen=True, gc=False):
 
 
 class Receive(Struct, frozen=True, gc=False):
-    """Let one tensor in, from role `source` or from anybody; its end is `Received`."""
+    """Let one tensor in, from role `source` or from anybody: a gradient, or weights; its end is `Received`."""
 
     buffer: str
     source: int | None = None
+    gradient: bool = False
 
 
 class Hash(Struct, frozen=True, gc=False):
@@ -98,6 +107,20 @@ class Compute(Struct, frozen=True, gc=False):
     step: int
     weights: str
     gradient: str
+
+
+class Reduce(Struct, frozen=True, gc=False):
+    """Average a buffer over the compute group, weighted by samples; its end is `Reduced`.
+
+    Every member of the group must say the same `sequence`. The average is then in the buffer of every member, or, unless
+    it goes `to_all`, in that of the first alone, and the others' buffers are void.
+    """
+
+    buffer: str
+    group: int
+    sequence: int
+    gradient: Gradient
+    to_all: bool
 
 
 class Accumulate(Struct, frozen=True, gc=False):
@@ -169,5 +192,7 @@ class Halt(Struct, frozen=True, gc=False):
     """This role is done."""
 
 
-Action = Send | Receive | Hash | Compute | Accumulate | Update | Copy | Evaluate | Record | Finish | Warn | Fail | Halt
+Action = (
+    Send | Receive | Hash | Compute | Reduce | Accumulate | Update | Copy | Evaluate | Record | Finish | Warn | Fail | Halt
+)
 Actions = Sequence[Action]

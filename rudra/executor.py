@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,7 +18,7 @@ from rudra.learning import GradientSource, evaluate
 from rudra.messages import Message, tail_bytes
 from rudra.optim import UpdateRule
 from topologies import Plan
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER
+from topologies.plan import LEARNER, PARAMETER_SERVER, TREE_SERVER
 
 CACHE_LINE = 64
 CPU = torch.device("cpu")
@@ -79,9 +79,11 @@ class Buffer:
         taken = self.vector[sample].numpy(force=True) if self._array is None else self._array[sample]
         return int.from_bytes(hashlib.blake2b(taken.tobytes(), digest_size=8).digest(), "little")
 
-    def write(self, message: Message) -> None:
+    def write(self, message: Message) -> npt.NDArray[np.uint8]:
+        """Puts a message behind the tensor; returns what is to travel: the tensor, and no more of the tail than is used."""
         data_ = message.encode()
         self._tail[: len(data_)] = data_
+        return self.wire[: len(self.wire) - len(self._tail) + len(data_)]
 
     def read(self) -> Message:
         return Message.decode(self._tail)
@@ -139,20 +141,8 @@ class Executor:
         """Ends threads."""
 
 
-class ServerExecutor(Executor):
-    """Adds gradients and lets the optimiser step the weights."""
-
-    def __init__(self, job: Job, flat: FlatModel, gradients: int) -> None:
-        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients, flat.device)
-        weights = self.buffer("weights").vector
-        flat.read_into(weights)
-        flat.bind(weights)  # frees the model's own: a server has no room for both
-        if job.training.warm_start is not None:
-            _warm_start(job, flat.layout, weights)
-        self._rule = UpdateRule(job.optimizer, weights[: self.parameters])
-
-    def prepare(self) -> None:
-        self._rule.prepare()
+class AveragingExecutor(Executor):
+    """Adds gradients: the hands of a server."""
 
     def accumulate(self, action: Accumulate) -> None:
         into, gradient = self.buffer(action.into).vector, self.buffer(action.gradient).vector
@@ -165,6 +155,23 @@ class ServerExecutor(Executor):
             into[head].mul_(1 - action.fraction).add_(gradient[head], alpha=action.fraction * action.scale)
             into[rest].lerp_(gradient[rest], action.fraction)
 
+
+class OwnerExecutor(Executor):
+    """Lets the optimiser step weights of its own."""
+
+    def own(self, job: Job, flat: FlatModel) -> None:
+        """Takes over the weights that the model was built with."""
+        weights = self.buffer("weights").vector
+        flat.read_into(weights)
+        flat.bind(weights)  # frees the model's own: a server has no room for both
+        if job.training.warm_start is not None:
+            _warm_start(job, flat.layout, weights)
+        table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum()})
+        self._rule = UpdateRule(table, weights[: self.parameters])
+
+    def prepare(self) -> None:
+        self._rule.prepare()
+
     def update(self, action: Update) -> int:
         """Updates the weights and returns the digest of the new ones."""
         buffer = self.buffer(action.weights)
@@ -175,14 +182,23 @@ class ServerExecutor(Executor):
         return buffer.digest(action.timestamp)
 
 
-class LearnerExecutor(Executor):
-    """Computes gradients."""
+class ServerExecutor(AveragingExecutor, OwnerExecutor):
+    """Hands of the parameter server."""
 
-    def __init__(
-        self, job: Job, learner: int, flat: FlatModel, split: data.Samples, gradients: int, *, prefetch: bool
-    ) -> None:
-        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients, flat.device)
-        self.source = GradientSource(job, learner, flat, split, prefetch=prefetch)
+
+class LearnerExecutor(Executor):
+    """Computes gradients.
+
+    Attributes:
+        plain: a gradient is pushed as soon as it is ready, and no mini-batch begins with weights that are not current.
+    """
+
+    source: GradientSource
+    plain = True
+
+    def learn(self, source: GradientSource, *, plain: bool) -> None:
+        """What computes, and how its learner goes about it."""
+        self.source, self.plain = source, plain
 
     def compute(self, action: Compute) -> Computed:
         weights, gradient = self.buffer(action.weights).vector, self.buffer(action.gradient).vector
@@ -193,11 +209,15 @@ class LearnerExecutor(Executor):
         self.source.close()
 
 
+class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
+    """Hands of a learner that updates weights of its own."""
+
+
 class StatisticsExecutor(Executor):
     """Tests weights, one batch at a time."""
 
-    def __init__(self, job: Job, flat: FlatModel, split: data.Samples, gradients: int) -> None:
-        super().__init__(flat.layout, flat.size, flat.parameter_count, gradients, flat.device)
+    def test(self, job: Job, flat: FlatModel, split: data.Samples) -> None:
+        """What to test, on which samples."""
         self._flat, self._split, self._batch_size = flat, split, job.training.evaluation_batch_size
 
     def evaluate(self, buffer: str) -> Iterator[Evaluated | None]:
@@ -209,6 +229,28 @@ class StatisticsExecutor(Executor):
             else:
                 seconds = time.perf_counter() - began
                 yield Evaluated(buffer, result.loss, result.error, result.error_top5, seconds)
+
+
+def average(into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int]) -> None:
+    """The mean of gradients, weighted by samples, added in order.
+
+    Only operations on single elements that round in one way: a slice gives the bits that the whole gives.
+
+    Args:
+        into: (size,) float32; may be one of the gradients.
+        gradients: (size,) float32 each; overwritten unless all have the same number of samples.
+        samples: of each.
+    """
+    alike = len(set(samples)) == 1
+    if not alike:
+        for gradient, count in zip(gradients, samples, strict=True):
+            gradient.mul_(count)
+    total = gradients[0]
+    if len(gradients) > 1:
+        total = torch.add(gradients[0], gradients[1])
+        for gradient in gradients[2:]:
+            total.add_(gradient)
+    torch.mul(total, 1 / (len(samples) if alike else sum(samples)), out=into)
 
 
 def make_executors(
@@ -236,22 +278,31 @@ def make_executors(
         ConfigError: the model does not fit the data, or the optimiser's options are wrong.
     """
     flat = FlatModel(models.build(job.model, info, job.training.seed).to(device), roles=len(roles))
-    if any(plan.roles[role].kind != PARAMETER_SERVER for role in roles):
+    if any(plan.roles[role].kind not in {PARAMETER_SERVER, TREE_SERVER} for role in roles):
         models.check_output(flat.module, info)
     made: dict[int, Executor] = {}
     for role in roles:
         kind = plan.roles[role].kind
+        about = (flat.layout, flat.size, flat.parameter_count, plan.records, flat.device)
+        executor: Executor
         if kind == PARAMETER_SERVER:
-            made[role] = ServerExecutor(job, flat, plan.records)
+            executor = ServerExecutor(*about)
+        elif kind == TREE_SERVER:
+            executor = AveragingExecutor(*about)
         elif kind == LEARNER:
+            executor = LearnerExecutor(*about) if plan.served else ReplicaExecutor(*about)
+        else:
+            executor = Executor(*about) if splits[1] is None else StatisticsExecutor(*about)
+        if isinstance(executor, OwnerExecutor):
+            executor.own(job, flat)
+        if isinstance(executor, LearnerExecutor):
             assert splits[0] is not None
-            index = plan.roles[role].index
-            made[role] = LearnerExecutor(job, index, flat, splits[0], plan.records, prefetch=prefetch)
-        elif kind == STATISTICS_SERVER:
-            if splits[1] is None:  # it will test nothing
-                made[role] = Executor(flat.layout, flat.size, flat.parameter_count, plan.records, flat.device)
-            else:
-                made[role] = StatisticsExecutor(job, flat, splits[1], plan.records)
+            source = GradientSource(job, plan.roles[role].index, flat, splits[0], prefetch=prefetch)
+            executor.learn(source, plain=not (plan.overlapped or plan.groups))
+        if isinstance(executor, StatisticsExecutor):
+            assert splits[1] is not None
+            executor.test(job, flat, splits[1])
+        made[role] = executor
     return made
 
 

@@ -6,7 +6,7 @@ version of the weights is copied once at most, and is gone as soon as nobody hol
 again, which bounds memory by what is held at one moment.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,14 +16,16 @@ import torch
 from rudra import data, models, sim
 from rudra.config import Job
 from rudra.errors import ConfigError
-from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Update
+from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.executor import (
     CPU,
+    AveragingExecutor,
     Buffer,
     Executor,
     LearnerExecutor,
-    ServerExecutor,
+    OwnerExecutor,
     StatisticsExecutor,
+    average,
     make_executors,
 )
 from rudra.flat import Entry, FlatModel
@@ -50,7 +52,7 @@ class TensorHands:
 
     def __init__(self, executors: dict[int, Executor], *, poison: bool = False) -> None:
         self._executors, self._poison = executors, poison
-        self._servers = {role for role, executor in executors.items() if isinstance(executor, ServerExecutor)}
+        self._servers = {role for role, executor in executors.items() if isinstance(executor, AveragingExecutor)}
         self._holders: dict[Buffer, set[Place]] = {}
         self._free: list[Buffer] = []
         self._hashes: dict[Buffer, str] = {}  # of vectors that have not changed since
@@ -66,7 +68,7 @@ class TensorHands:
         self._share((source, source_buffer), (to, to_buffer))
 
     def sent(self, role: int, buffer: str) -> None:
-        if buffer in {"snapshot", "gradient"}:
+        if buffer == "snapshot" or buffer.startswith("gradient"):
             self.posted(role, buffer)
 
     def posted(self, role: int, buffer: str) -> None:
@@ -92,11 +94,28 @@ class TensorHands:
 
     def accumulate(self, role: int, action: Accumulate) -> None:
         self._make_own((role, action.into))
-        self._server(role).accumulate(action)
+        executor = self._executors[role]
+        assert isinstance(executor, AveragingExecutor)
+        executor.accumulate(action)
 
     def update(self, role: int, action: Update) -> int:
         self._make_own((role, action.weights))
-        return self._server(role).update(action)
+        executor = self._executors[role]
+        assert isinstance(executor, OwnerExecutor)
+        return executor.update(action)
+
+    def reduce(self, reductions: Mapping[int, Reduce]) -> None:
+        """Members of one group, in group_rank order, average their gradients; the result is one vector for all."""
+        places = [(role, action.buffer) for role, action in reductions.items()]
+        for place in places:
+            self._make_own(place)
+        vectors = [self._held(place).vector for place in places]
+        average(vectors[0], vectors, [action.gradient.samples for action in reductions.values()])
+        for place, action in zip(places[1:], list(reductions.values())[1:], strict=True):
+            if action.to_all:
+                self._share(places[0], place)
+            else:
+                self.posted(*place)
 
     def copy(self, role: int, action: Copy) -> None:
         self._share((role, action.source), (role, action.target))
@@ -106,25 +125,22 @@ class TensorHands:
         assert isinstance(executor, StatisticsExecutor)
         return next(result for result in executor.evaluate(action.buffer) if result is not None)
 
-    def _server(self, role: int) -> ServerExecutor:
-        executor = self._executors[role]
-        assert isinstance(executor, ServerExecutor)
-        return executor
-
     def _learner(self, role: int) -> LearnerExecutor:
         executor = self._executors[role]
         assert isinstance(executor, LearnerExecutor)
         return executor
 
     def _computes(self, gradient: Place) -> None:
-        """A learner sends its gradient at once; one that has not is leaving, and nobody will read it."""
+        """A plain learner sends its gradient at once; one that has not is leaving, and nobody will read it."""
+        if not self._learner(gradient[0]).plain:
+            return
         if self._unsent is not None:
             self._let_go(self._unsent)
         self._unsent = gradient
 
     def _forget_stale(self, weights: Place) -> None:
-        """A learner asks for newer weights after each gradient, and gets them if the server has moved on by then."""
-        if not any(role in self._servers for role, _ in self._holders[self._held(weights)]):
+        """A plain learner asks for newer weights after each gradient, and gets them if its server has moved on by then."""
+        if self._learner(weights[0]).plain and not any(role in self._servers for role, _ in self._holders[self._held(weights)]):
             self.posted(*weights)
 
     # Who holds which vector.

@@ -20,12 +20,13 @@ Rows = npt.NDArray[np.void]
 class Kind(IntEnum):
     """What a message says; the comment names sender and receiver."""
 
-    WEIGHTS = auto()  # server -> learner, tensor
-    GRADIENT = auto()  # learner -> server, tensor: computed at `timestamp`; have you newer weights?
+    WEIGHTS = auto()  # server -> learner or tree server, learner -> learner, tensor
+    GRADIENT = auto()  # learner or tree server -> server, tensor; if `value` >= 0 also a PULL
     SNAPSHOT = auto()  # server -> statistics, tensor: weights at an epoch's end
+    PULL = auto()  # tree server -> server: have you newer weights than `timestamp`? I hold those of `value`
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
-    TIMESTAMP = auto()  # server -> learner: the answer to a gradient; weights follow if it is newer
+    TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
     STOP = auto()  # server -> learner: no more gradients
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
     CREDIT = auto()  # statistics -> server: room for one more snapshot

@@ -1,7 +1,7 @@
 """The MPI driver: roles on real ranks.
 
 One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is computed in
-that thread, because nobody needs the rank meanwhile. Only buffer-mode calls are on the training path: a control
+that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers (`rudra.lanes`). Only buffer-mode calls are on the training path: a control
 message is one small eager send, a tensor one transfer from its own buffer into the receiver's. Where ranks share
 cores, a waiting rank sleeps until a neighbour rings (`rudra.doorbell`): the core belongs to whoever computes. A rank
 with a core to itself spins for a while before it sleeps.
@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rudra.doorbell import Doorbell
@@ -33,6 +34,7 @@ from rudra.events import (
     Receive,
     Received,
     Record,
+    Reduce,
     Send,
     Sent,
     Started,
@@ -40,16 +42,19 @@ from rudra.events import (
     Updated,
     Warn,
 )
-from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
-from rudra.messages import CONTROL_BYTES, Message
+from rudra.executor import AveragingExecutor, Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor
+from rudra.lanes import Lane, Worker
+from rudra.messages import CONTROL_BYTES, Kind, Message
 from rudra.recorder import Recorder
+from rudra.reduction import GroupReduction
 from rudra.roles import Machine
 from topologies import Plan
+from topologies.plan import LEARNER
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CONTROL, TENSOR, CHANNELS = 0, 1, 2
+CONTROL, GRADIENTS, WEIGHTS, CHANNELS = 0, 1, 2, 3
 FAILURE_TAG = 32767  # the largest tag that every MPI has
 CLOCK_TAG = FAILURE_TAG - 1
 RING = 16
@@ -148,6 +153,13 @@ class Rank:
         self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
         self._computations: deque[tuple[int, Compute]] = deque()
         self._evaluation: tuple[int, Iterator[Evaluated | None]] | None = None
+        self._results: deque[Callable[[], None]] = deque()  # of other threads
+        self._lanes: dict[int, Lane] = {}
+        self._computer: Worker | None = None
+        learners = [role for role in machines if plan.roles[role].kind == LEARNER]
+        self._reductions = make_reductions(comm, plan, learners, executors, doorbell)
+        if plan.overlapped and learners:
+            self._start_threads()
         self._running = set(machines)
         self.interrupted: int = 0  # the signal that said so
 
@@ -199,6 +211,11 @@ class Rank:
 
     def _poll(self) -> bool:
         """Turns finished requests into events."""
+        while self._results:
+            self._results.popleft()()
+        for role, reduction in self._reductions.items():
+            if reduction.busy and (event := reduction.test()) is not None:
+                self._events.append((role, event))
         for role, ring in self._rings.items():
             while (message := ring.take()) is not None:
                 self._events.append((role, Received(message)))
@@ -215,17 +232,33 @@ class Rank:
     def _finished(self, places: list[int]) -> None:
         for place in places:
             transfer = self._transfers[place]
-            executor = self._executors[transfer.role]
-            if transfer.to is not None:
-                if transfer.buffer == "snapshot":
-                    executor.release(transfer.buffer)
-                self._events.append((transfer.role, Sent(transfer.buffer, transfer.to)))
-            else:
-                message = executor.buffer(transfer.buffer).read()
-                self._to_ring.add(self._plan.roles[message.sender].world_rank)  # its send is complete now
-                self._events.append((transfer.role, Received(message, transfer.buffer)))
+            self._transferred(transfer.role, transfer.buffer, transfer.to)
         gone = set(places)
         self._transfers = [t for i, t in enumerate(self._transfers) if i not in gone]
+
+    def _transferred(self, role: int, buffer: str, to: int | None) -> None:
+        """A transfer is over."""
+        executor = self._executors[role]
+        if to is not None:
+            if buffer == "snapshot":
+                executor.release(buffer)
+            self._events.append((role, Sent(buffer, to)))
+        else:
+            message = executor.buffer(buffer).read()
+            self._to_ring.add(self._plan.roles[message.sender].world_rank)  # its send is complete now
+            self._events.append((role, Received(message, buffer)))
+
+    def _post(self, result: Callable[[], None]) -> None:
+        """Lets another thread's result in."""
+        self._results.append(result)
+        self._doorbell.ring(self._comm.rank)
+
+    def _compute_beside(self, role: int, action: Compute) -> None:
+        """Computes in the computing thread."""
+        executor = self._executors[role]
+        assert isinstance(executor, LearnerExecutor)
+        computed = executor.compute(action)
+        self._post(lambda: self._events.append((role, computed)))
 
     def _compute(self) -> bool:
         if not self._computations:
@@ -251,17 +284,23 @@ class Rank:
             case Send():
                 self._send(role, action)
             case Receive():
-                wire = self._executors[role].buffer(action.buffer).wire
-                source = self._mpi.ANY_SOURCE if action.source is None else self._plan.roles[action.source].world_rank
-                request = self._comm.Irecv(wire, source, role * CHANNELS + TENSOR)
-                self._transfers.append(_Transfer(request, role, action.buffer, None))
+                self._receive(role, action)
             case Compute():
-                self._computations.append((role, action))
+                if self._computer is None:
+                    self._computations.append((role, action))
+                else:
+                    self._computer.submit(partial(self._compute_beside, role, action))
+            case Reduce():
+                self._reductions[role].begin(action, self._executors[role].buffer(action.buffer))
             case Accumulate():
-                self._server(role).accumulate(action)
+                executor = self._executors[role]
+                assert isinstance(executor, AveragingExecutor)
+                executor.accumulate(action)
             case Update():
                 began = time.perf_counter()
-                digest = self._server(role).update(action)
+                executor = self._executors[role]
+                assert isinstance(executor, OwnerExecutor)
+                digest = executor.update(action)
                 self._events.append((role, Updated(action.timestamp, digest, time.perf_counter() - began)))
             case Copy():
                 self._executors[role].copy(action)
@@ -291,15 +330,26 @@ class Rank:
             data = action.message.encode()
             self._sending.append((self._comm.Isend(data, to, action.to * CHANNELS + CONTROL), data))
             return
-        buffer = self._executors[role].buffer(action.buffer)
-        buffer.write(action.message)
-        request = self._comm.Isend(buffer.wire, to, action.to * CHANNELS + TENSOR)
-        self._transfers.append(_Transfer(request, role, action.buffer, action.to))
+        wire = self._executors[role].buffer(action.buffer).write(action.message)
+        channel = GRADIENTS if action.message.kind is Kind.GRADIENT else WEIGHTS
+        start = partial(self._comm.Isend, wire, to, action.to * CHANNELS + channel)
+        self._carry(self._lanes.get(channel), start, role, action.buffer, action.to)
 
-    def _server(self, role: int) -> ServerExecutor:
-        executor = self._executors[role]
-        assert isinstance(executor, ServerExecutor)
-        return executor
+    def _receive(self, role: int, action: Receive) -> None:
+        wire = self._executors[role].buffer(action.buffer).wire
+        source = self._mpi.ANY_SOURCE if action.source is None else self._plan.roles[action.source].world_rank
+        channel = GRADIENTS if action.gradient else WEIGHTS
+        start = partial(self._comm.Irecv, wire, source, role * CHANNELS + channel)
+        self._carry(self._lanes.get(channel), start, role, action.buffer, None)
+
+    def _carry(
+        self, lane: Lane | None, start: "Callable[[], MPI.Request]", role: int, buffer: str, to: int | None
+    ) -> None:
+        """Starts a transfer, here or in the thread for its kind."""
+        if lane is None:
+            self._transfers.append(_Transfer(start(), role, buffer, to))
+        else:
+            lane.carry(start, partial(self._transferred, role, buffer, to))
 
     def _who(self, role: int) -> str:
         return f"{self._plan.roles[role].name} (rank {self._plan.roles[role].world_rank})"
@@ -325,9 +375,46 @@ class Rank:
         for transfer in self._transfers:
             transfer.request.Cancel()
             transfer.request.Wait()
+        for thread in (*self._lanes.values(), *filter(None, (self._computer,))):
+            thread.close()
+        for reduction in self._reductions.values():
+            reduction.close()
         for ring in self._rings.values():
             ring.close()
         self._doorbell.close()
+
+    def _start_threads(self) -> None:
+        """A learner that overlaps communication has a thread to push, one to pull, and one to compute."""
+        if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
+            raise RunError(
+                "topology adv* pushes and pulls in threads of their own, for which MPI must grant MPI_THREAD_MULTIPLE; "
+                "it does not here: use another MPI library, or topology adv"
+            )
+        self._lanes = {GRADIENTS: Lane("push", self._post), WEIGHTS: Lane("pull", self._post)}
+        self._computer = Worker("compute", self._post)
+
+
+def make_reductions(
+    comm: "MPI.Comm", plan: Plan, learners: list[int], executors: dict[int, Executor], doorbell: Doorbell
+) -> dict[int, GroupReduction]:
+    """A communicator for every compute group, and the reductions of those that live here; all ranks call this together."""
+    from mpi4py import MPI
+
+    made = {}
+    mine = {role: plan.roles[role].group for role in learners if plan.roles[role].group is not None}
+    if plan.groups:
+        (role, color), *_ = [*mine.items(), (-1, MPI.UNDEFINED)]
+        key = 0 if role < 0 else plan.groups[color or 0].index(role)
+        group = comm.Split(color, key)
+        if role >= 0:
+            others = [plan.roles[i].world_rank for i in plan.groups[color] if i != role]
+
+            def ring() -> None:
+                for rank in others:
+                    doorbell.ring(rank)
+
+            made[role] = GroupReduction(group, executors[role].size, plan.reduction, ring)
+    return made
 
 
 def make_doorbell(comm: "MPI.Comm") -> Doorbell:

@@ -86,8 +86,8 @@ def outline(job: Job) -> Outline:
         ConfigError: there is no such model, or it does not fit the data.
         DataError: files are missing that would tell.
     """
-    cluster = hands.make(job.with_(simulation={"tensors": False}), plan := job.make_topology().plan(job.learners))
-    return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(plan.records))
+    cluster = hands.make(job.with_(simulation={"tensors": False}), job.plan())
+    return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1))
 
 
 def predict(
@@ -108,9 +108,9 @@ def predict(
     job = job.with_(training={"epochs": 1, "evaluate": False}, results={"minibatches": True})
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples
-    per_update = job.make_protocol().gradients_per_update
+    per_update = job.make_protocol().gradients_per_update * job.learners // job.plan().workers
     updates = updates or _enough(job, per_update)
-    plan = job.make_topology().plan(job.learners)
+    plan = job.plan(costs.places(job))
     model = costs.CostModel(job.simulation, plan, job.training.minibatch_size)
     minibatch_size = job.training.minibatch_size
     meter, rows = _Meter(minibatch_size, updates), _Rows()

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import plugins
+from rudra import plugins, roster
 from rudra.config import Job
 from rudra.errors import ConfigError
 from rudra.events import Finish, Record
 from rudra.flat import Entry, sha256
 from rudra.progress import Progress
 from rudra.writer import ResultsWriter
+from topologies import Plan
 
 VERSIONED = ("rudra", "torch", "numpy", "mpi4py", "h5py")
 
@@ -59,7 +60,15 @@ class Recorder:
 
 
 def make_writer(
-    path: Path, job: Job, layout: Sequence[Entry], size: int, initial_sha256: str, overwrite: bool, **about: Any
+    path: Path,
+    job: Job,
+    layout: Sequence[Entry],
+    size: int,
+    initial_sha256: str,
+    overwrite: bool,
+    *,
+    plan: Plan | None = None,
+    **about: Any,
 ) -> ResultsWriter:
     """The result file of a resolved job, with everything in it that is known before the first gradient.
 
@@ -70,11 +79,15 @@ def make_writer(
         size: of that vector.
         initial_sha256: hash of the weights that all learners start from.
         overwrite: whether an existing file may be replaced.
+        plan: who is who; by default as the job says, on one node.
         about: attributes that only the driver knows, and those that `attributes` takes.
     """
+    plan = job.plan() if plan is None else plan
+    known = {**attributes(job, plan=plan, **about), "initial_weights_sha256": initial_sha256}
     return ResultsWriter(
         path,
-        attributes={**attributes(job, **about), "initial_weights_sha256": initial_sha256},
+        attributes=known,
+        roles=roster.rows_of(plan),
         layout=layout,
         size=size,
         learners=job.learners,
@@ -83,18 +96,19 @@ def make_writer(
     )
 
 
-def attributes(job: Job, *, driver: str, training_samples: int, classes: int, **extra: Any) -> dict[str, Any]:
+def attributes(job: Job, *, plan: Plan, driver: str, training_samples: int, classes: int, **extra: Any) -> dict[str, Any]:
     """What the result file says of the run as a whole.
 
     Args:
         job: resolved.
+        plan: who is who.
         driver: "mpi" or "simulation".
         training_samples: size of the training set.
         classes: of the data.
         extra: what only the driver knows, or knows better.
     """
-    protocol = job.make_protocol()
-    obstacle = not_replayable(job, driver)
+    protocol = job.make_protocol(plan)
+    obstacle = not_replayable(job, plan, driver)
     return {
         "name": job.name,
         "job": job.to_json(),
@@ -103,7 +117,9 @@ def attributes(job: Job, *, driver: str, training_samples: int, classes: int, **
         "n": protocol.n,
         "gradients_per_update": protocol.gradients_per_update,
         "topology": _text(job.topology.name),
+        **roster.about(plan),
         "learners": job.learners,
+        "momentum": job.explicit_momentum(),
         "minibatch_size": job.training.minibatch_size,
         "epochs": job.training.epochs,
         "seed": job.training.seed,
@@ -129,16 +145,17 @@ def arithmetic() -> dict[str, str]:
     return {**versions, "processor": _processor(), "cpu_capability": torch.backends.cpu.get_cpu_capability()}
 
 
-def not_replayable(job: Job, driver: str) -> str | None:
+def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
     """Why a record of this job's gradients will not determine the weights bit for bit; None if it does.
 
     Args:
         job: resolved.
+        plan: who is who.
         driver: "mpi" or "simulation".
     """
-    if not job.make_protocol().replayable:
+    if not job.make_protocol(plan).replayable:
         return f"protocol {_text(job.protocol.name)} declares that it is not replayable"
-    if not job.make_topology().plan(job.learners).replayable:
+    if not plan.replayable:
         return f"topology {_text(job.topology.name)} declares that it is not replayable"
     if job.cluster.device != "cpu":
         return f"device {job.cluster.device}, whose kernels may add in another order each time"

@@ -93,6 +93,19 @@ EPOCH = np.dtype(
 )
 """One epoch; errors are fractions in 0…1."""
 
+ROLE = np.dtype(
+    [
+        ("kind", "S20"),
+        ("index", "<i4"),  # counts the roles of one kind
+        ("world_rank", "<i4"),
+        ("parent", "<i4"),  # row of the role that takes this one's gradients; -1: nobody
+        ("source", "<i4"),  # row of the role that gives it weights; -1: its parent
+        ("node", "<i4"),  # -1: of its own, or the first
+        ("group", "<i4"),  # compute group; -1: none
+    ]
+)
+"""Who was who: one role; its id in messages is the number of its row."""
+
 LEARNER = np.dtype(
     [
         ("learner", "<i4"),
@@ -102,9 +115,9 @@ LEARNER = np.dtype(
         ("pulls", "<i8"),  # weights received
         ("skipped_pulls", "<i8"),  # asked, and the weights were current
         ("compute_s", "<f8"),
-        ("push_s", "<f8"),
+        ("push_s", "<f8"),  # as far as the learner waited for it; in a compute group with the reduction
         ("wait_s", "<f8"),  # from asking for weights to the server's answer
-        ("pull_s", "<f8"),  # transfer of the weights
+        ("pull_s", "<f8"),  # transfer of the weights; where every learner updates its own, the update
     ]
 )
 """Where one learner's time went."""

@@ -1,10 +1,11 @@
 """Replay: a recorded run once more, in one process, through the same roles, to the same bits.
 
-A replay is a simulation in which not virtual time but the record decides what happens next. A learner's gradient is
-computed when its (learner, step) is the next one in the record. The server lets a learner have weights when its
-timestamp is the one that the record gives for that learner's next gradient. Whatever is sent arrives at once. So the
-server receives the same gradients, of the same weights, in the same order, and by its own rules forms the same averages
-and updates. What it records is compared with the record, row by row, and the first difference ends the replay.
+A replay is a simulation in which not virtual time but the record decides what happens next. A gradient is computed when
+its (learner, step) is the next one in the record, of the weights whose timestamp the record gives, and goes the way that
+it went then; whatever is sent arrives at once. So the servers receive the same gradients, of the same weights, in the same
+order, and by their own rules form the same averages and updates. Weights that the record still needs are kept. Where there
+is no server, nothing but the job decides what happens, and the replay simply trains again. What is recorded now is compared
+with the record, row by row, and the first difference ends the replay.
 """
 
 import json
@@ -18,20 +19,24 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from protocols import Clock
-from rudra import data, models, roles
+from rudra import data, models, roles, roster
 from rudra.config import Job, SimulationTable, cores
 from rudra.costs import CostModel
 from rudra.errors import ConfigError, ProtocolError, ReplayError, ResultsError
-from rudra.events import Compute, Finish, Record
+from rudra.events import Action, Compute, Copy, Event, Finish, Receive, Received, Record, Reduce, Send, Started
 from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.hands import TensorHands
-from rudra.messages import Rows
+from rudra.messages import Kind, Message, Rows
 from rudra.recorder import arithmetic
+from rudra.records import Gradient
 from rudra.results import Results, check_output, open_results
-from rudra.roles import Machine, ParameterServer
-from rudra.sim import Hands, Simulation, _Actor
+from rudra.roles import Machine
+from rudra.roles.learner import GRADIENT
+from rudra.roles.machine import States, short
+from rudra.roles.owner import WEIGHTS, Owner
+from rudra.sim import Simulation
 from topologies import Plan
+from topologies.plan import LEARNER
 
 CHANGEABLE = ("data.path", "training.warm_start")
 """Keys of the job that say where something is: all that a replay may change."""
@@ -125,6 +130,7 @@ def replay(
         if until is not None and not 0 <= until <= record.updates_count:
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
         job = _restored(results, overrides) if job is None else _checked(results, job)
+        plan = roster.plan_of(results.roles, results.attributes)
         if until is None and output is not None:
             raise ConfigError("--output is for the weights of --until")
         target = None
@@ -134,7 +140,7 @@ def replay(
         for line in surroundings(results):
             print(f"rudra: {path}: {line}", file=sys.stderr)
     with torch_as_in(job):
-        return _repeat(job, record, until, target, quiet)
+        return _repeat(job, plan, record, until, target, quiet)
 
 
 def surroundings(results: Results) -> list[str]:
@@ -227,34 +233,60 @@ class _Comparison:
                     _differs(update, who + what, then[place][name], row[name])
 
 
+class _Fed(Machine):
+    """A learner that computes what it is told, and has reported that it is ready to.
+
+    Args:
+        role: id in the plan.
+        plan: who is who.
+        digest: of the initial weights.
+    """
+
+    state: States
+
+    def __init__(self, role: int, plan: Plan, digest: int) -> None:
+        super().__init__(role, plan)
+        about = plan.roles[role]
+        parent = plan.server if about.parent is None else about.parent
+        self._source = parent if about.source is None else about.source
+        self._served = plan.roles[self._source].kind != LEARNER
+        leads = plan.roles[parent].kind != LEARNER
+        self._ready = [Send(parent, Message(Kind.READY, role, value=digest))] if leads else []
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        if isinstance(event, Started):
+            return [Receive("weights", self._source)] if self._served else [*self._ready]
+        return [*self._ready] if isinstance(event, Received) and event.message.kind is Kind.WEIGHTS else []
+
+
 class _Replay(Simulation):
     """Drives the roles of a run through its record.
 
     Args:
         record: what to repeat.
         plan: who is who.
-        machines: every role, by id.
+        machines: every role, by id; learners that have a server are replaced.
         hands: what handles tensors.
         comparison: what is told of every row.
     """
 
     def __init__(
-        self, record: _Record, plan: Plan, machines: dict[int, Machine], hands: Hands, comparison: _Comparison
+        self, record: _Record, plan: Plan, machines: dict[int, Machine], hands: TensorHands, comparison: _Comparison
     ) -> None:
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
+        if plan.served:
+            digest = short(hands.hash(plan.server, WEIGHTS))
+            machines = {**machines, **{role: _Fed(role, plan, digest) for role in plan.learners}}
         super().__init__(plan, machines, hands, comparison, costs, size_bytes=1, seed=0)
+        self._tensors = hands
         self._rows = record.gradients
-        order = np.argsort(self._rows["learner"], kind="stable")
-        learners, starts = np.unique(self._rows["learner"][order], return_index=True)
-        stamps = np.split(self._rows["timestamp"][order], starts[1:])
-        self._stamps: dict[int, list[int]] = {int(i): s.tolist() for i, s in zip(learners, stamps, strict=False)}
         self._done = dict.fromkeys(range(len(plan.learners)), 0)
-        self._computations: dict[int, tuple[_Actor, Compute]] = {}
-        server = machines[plan.server]
-        assert isinstance(server, ParameterServer)
-        self._server = server
-        self._rule = server.protocol.pull_granted
-        server.protocol.pull_granted = self._pull_granted  # type: ignore[method-assign]
+        stamps, counts = np.unique(self._rows["timestamp"], return_counts=True)
+        self._needed = dict(zip(stamps.tolist(), counts.tolist(), strict=True))  # timestamp -> gradients to come
+        self._kept: set[int] = set()
+        owner = machines[plan.server]
+        assert isinstance(owner, Owner)
+        self._owner = owner
 
     def repeat(self, updates: int) -> None:
         """Goes through the record up to and with that update.
@@ -263,47 +295,90 @@ class _Replay(Simulation):
             _Left: the replay differs from the record.
         """
         self.start()
+        if not self.plan.served:
+            while self._queue and (self._owner.timestamp < updates or self._owner.epoch == self._owner.epochs):
+                self.step()
+            return
         self.settle()
-        for row in self._rows:
-            if self._server.timestamp == updates:
-                return
+        self._keep()
+        place = 0
+        while place < len(self._rows) and self._owner.timestamp < updates:
             try:
-                self._apply(row)
+                place += self._apply(place)
             except ProtocolError as error:
-                raise _Left(self._server.timestamp + 1, str(error)) from None
-        if self._server.timestamp < updates:
-            raise _Left(self._server.timestamp + 1, "a row of /gradients is missing in the record")
+                raise _Left(self._owner.timestamp + 1, str(error)) from None
+        if self._owner.timestamp < updates:
+            raise _Left(self._owner.timestamp + 1, "a row of /gradients is missing in the record")
 
-    def _apply(self, row: np.void) -> None:
-        """Computes one gradient and lets everything happen that follows from it."""
+    def _apply(self, place: int) -> int:
+        """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""
+        members = self._together(self._rows[place])
+        rows = self._rows[place : place + len(members)]
+        computed = [self._compute_row(row, role) for row, role in zip(rows, members, strict=False)]
+        if len(computed) < len(members):
+            raise _Left(self._owner.timestamp + 1, "a row of /gradients is missing in the record")
+        if len(members) > 1:
+            reductions = {role: Reduce(GRADIENT, 0, 0, g, False) for role, g in zip(members, computed, strict=True)}
+            self._tensors.reduce(reductions)
+        sender = members[0]
+        parent = self.plan.roles[sender].parent
+        assert parent is not None
+        message = Message(Kind.GRADIENT, sender, int(rows[0]["timestamp"]), -1, None, tuple(computed))
+        before = self._owner.timestamp
+        self._send(self._actors[sender], Send(parent, message, GRADIENT), self.now)
+        self.settle()
+        if self._owner.timestamp > before:
+            self._keep()
+        return len(members)
+
+    def _together(self, row: np.void) -> tuple[int, ...]:
+        """The learners whose gradients were added up before they were pushed, this row's among them."""
+        learner = int(row["learner"])
+        if not 0 <= learner < len(self.plan.learners):
+            update = self._owner.timestamp + 1
+            who = f"gradient of learner {learner}, step {row['step']}"
+            raise _Left(update, f"{who}: there are {len(self.plan.learners)} learners")
+        role = self.plan.learners[learner]
+        group = self.plan.roles[role].group
+        return (role,) if group is None else self.plan.groups[group]
+
+    def _compute_row(self, row: np.void, role: int) -> Gradient:
+        """Computes the gradient that a row describes, if it is the next one of that learner."""
         learner, step, timestamp = (int(row[name]) for name in ("learner", "step", "timestamp"))
-        update, who = self._server.timestamp + 1, f"gradient of learner {learner}, step {step}"
+        update, who = self._owner.timestamp + 1, f"gradient of learner {learner}, step {step}"
         if row["update"] != update:
             _differs(update, f"{who}: update", row["update"], update)
-        if learner not in self._done:
-            raise _Left(update, f"{who}: there are {len(self._done)} learners")
-        if learner not in self._computations:
+        if self.plan.learners[learner] != role:
+            _differs(update, "gradient of learner", learner, self.plan.roles[role].index)
+        if step != self._done[learner]:
+            _differs(update, f"gradient of learner {learner}, step", step, self._done[learner])
+        if timestamp not in self._kept:
             raise _Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
-        actor, action = self._computations.pop(learner)
-        if action.step != step:
-            _differs(update, f"gradient of learner {learner}, step", step, action.step)
         self._done[learner] += 1
-        self._handle(actor, self.hands.compute(actor.role, action))
-        self.settle()
+        hands = self._tensors
+        hands.transfer(self.plan.server, _version(timestamp), role, WEIGHTS)
+        computed = hands.compute(role, Compute(step, WEIGHTS, GRADIENT))
+        hands.posted(role, WEIGHTS)
+        self._needed[timestamp] -= 1
+        if not self._needed[timestamp]:
+            self._kept.discard(timestamp)
+            hands.posted(self.plan.server, _version(timestamp))
+        samples, loss, errors = computed.samples, computed.loss, computed.errors
+        return Gradient(-1, learner, samples, step, timestamp, -1, 1.0, loss, errors)
 
-    def _pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
-        """The protocol's rule, at the one timestamp at which the record says that weights were given."""
-        stamps, done = self._stamps.get(learner, []), self._done[learner]
-        return done < len(stamps) and clock.timestamp == stamps[done] and self._rule(learner, timestamp, clock)
-
-    def _compute(self, actor: _Actor, action: Compute, time: float) -> None:
-        if self._planned:
-            self._planned(actor.role, action)
-        self._computations[self.plan.roles[actor.role].index] = (actor, action)
+    def _keep(self) -> None:
+        """Keeps the weights of this moment, if the record still needs them."""
+        timestamp = self._owner.timestamp
+        if self._needed.get(timestamp):
+            self._kept.add(timestamp)
+            self._tensors.copy(self.plan.server, Copy(WEIGHTS, _version(timestamp)))
 
 
-def _repeat(job: Job, record: _Record, until: int | None, target: Path | None, quiet: bool) -> Replayed:
-    plan = job.make_topology().plan(job.learners)
+def _version(timestamp: int) -> str:
+    return f"weights of {timestamp}"
+
+
+def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Path | None, quiet: bool) -> Replayed:
     updates = record.updates_count if until is None else until
     train, _, info = data.load(job.data, test=False)
     executors = make_executors(job, plan, tuple(range(len(plan.roles))), (train, None), info, prefetch=False)

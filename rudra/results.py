@@ -1,6 +1,6 @@
 """Result files: one HDF5 file for each run, readable while it is written.
 
-Layout, format version 2 (all numbers little-endian, all strings of fixed length, UTF-8):
+Layout, format version 3 (all numbers little-endian, all strings of fixed length, UTF-8):
 
 ==================  ===================  ===================================================================
 object              rows                 content
@@ -13,6 +13,7 @@ root attributes     -                    `format_version` and what is fixed when
 /updates            updates              `rudra.records.UPDATE`
 /minibatches        mini-batches         `rudra.records.MINIBATCH`; none if the job says so
 /epochs             finished epochs      `rudra.records.EPOCH`
+/roles              roles                `rudra.records.ROLE`: kind, rank, parent, node and group of each, by id
 /learners           λ, none until the    `rudra.records.LEARNER`
                     end
 /totals             1, none until the    `rudra.records.TOTALS`
@@ -147,6 +148,11 @@ class Results:
     def epochs(self) -> Rows:
         """`records.EPOCH`."""
         return self._rows("epochs")
+
+    @property
+    def roles(self) -> Rows:
+        """`records.ROLE`, by id."""
+        return self._read("roles")
 
     @property
     def learners(self) -> Rows:

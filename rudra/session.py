@@ -66,21 +66,21 @@ def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
     from mpi4py import MPI
 
     job, topology = job.on_cpu(), job.make_topology()
-    left = topology.learners_for(comm.size)
-    learners = job.cluster.learners or left
-    if left < 1:
-        need = topology.plan(job.cluster.learners or 1).ranks
-        enough = "" if job.cluster.learners else " or more"
-        raise TopologyError(f"{comm.size} ranks are too few for topology {topology.name}: start {need}{enough}")
-    plan = topology.plan(learners)
-    if plan.ranks != comm.size:
-        raise TopologyError(
-            f"{learners} learners with topology {topology.name} need {plan.ranks} ranks, but the launcher started "
-            f"{comm.size}: start {plan.ranks}, or set cluster.learners = {left}"
-        )
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    places: list[int] = comm.allgather(node.bcast(comm.rank))
+    node.Free()
+    try:
+        plan = topology.fit(places, job.cluster.learners)
+    except ValueError as error:
+        raise TopologyError(str(error)) from None
+    learners = len(plan.learners)
+    job.with_(cluster={"learners": learners}).check(plan)
     mine = sum(plan.roles[i].kind == "learner" for i in plan.on_rank(comm.rank))
     threads = max(1, cores() // max(1, _sum_on_node(comm, mine)))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
+    if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in plan.roles})):
+        text = f"{idle} of {comm.size} ranks have no role: servers and learners do not come out even"
+        print(f"rudra: {text}; `rudra topology` shows who is where", file=sys.stderr, flush=True)
     return job.resolved(learners=learners, threads_per_rank=threads), plan
 
 
@@ -124,7 +124,7 @@ class _Session:
 
     @property
     def _name(self) -> str:
-        names = ", ".join(self._plan.roles[i].name for i in self._roles)
+        names = ", ".join(self._plan.roles[i].name for i in self._roles) or "a rank without a role"
         return f"{names} (rank {self._comm.rank})"
 
     def _load(self) -> None:
@@ -133,7 +133,7 @@ class _Session:
         from rudra import data
 
         kinds = {self._plan.roles[i].kind for i in self._roles}
-        learns, serves = "learner" in kinds, "parameter server" in kinds
+        learns, serves = "learner" in kinds, bool(kinds & {"parameter server", "tree server"})
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self._job.cluster.flush_denormals)
         if learns:
@@ -148,7 +148,10 @@ class _Session:
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(getattr(self, "_info", None), source)
-        self._executors = make_executors(self._job, self._plan, self._roles, self._splits, self._info, prefetch=True)
+        if self._roles:
+            self._executors = make_executors(
+                self._job, self._plan, self._roles, self._splits, self._info, prefetch=True
+            )
 
     def _open(self, output: Path, progress: dict[str, Any], overwrite: bool) -> None:
         from mpi4py import MPI
@@ -170,6 +173,7 @@ class _Session:
             executor.size,
             digest,
             overwrite,
+            plan=self._plan,
             driver="mpi",
             training_samples=self._info.training_samples,
             classes=self._info.classes,

@@ -10,7 +10,7 @@ import gc
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol
@@ -36,6 +36,8 @@ from rudra.events import (
     Receive,
     Received,
     Record,
+    Reduce,
+    Reduced,
     Send,
     Sent,
     Started,
@@ -43,16 +45,18 @@ from rudra.events import (
     Updated,
     Warn,
 )
+from rudra.messages import Kind
 from rudra.roles import Machine
 from rudra.sampling import mix
 from topologies import Plan
-from topologies.plan import PARAMETER_SERVER
+from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 
+GRADIENT = Kind.GRADIENT
 _LATER = 1 << 58  # where the sequence numbers begin of what comes last among things of one moment
 
 
 class Hands(Protocol):
-    """What the simulator needs done with tensors; the first six may be None, where there is nothing to do.
+    """What the simulator needs done with tensors; the first seven may be None, where there is nothing to do.
 
     `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void;
     `planned` that the weights of a computation are fixed from now on. `hash` gives SHA-256, `update` a digest.
@@ -70,6 +74,8 @@ class Hands(Protocol):
     def planned(self) -> Callable[[int, Compute], None] | None: ...
     @property
     def accumulate(self) -> Callable[[int, Accumulate], None] | None: ...
+    @property
+    def reduce(self) -> Callable[[Mapping[int, Reduce]], None] | None: ...
 
     def hash(self, role: int, buffer: str) -> str: ...
     def compute(self, role: int, action: Compute) -> Computed: ...
@@ -156,7 +162,8 @@ class _Actor:
         self.neighbours: list[_Actor] = []  # on a server's node, where cores may be short
         self.inbox: deque[Event] = deque()  # came while the role was busy
         self.posted: list[Receive] = []
-        self.offered: dict[int, list[_Offer]] = {}  # by sender, as they came: tensors without a buffer
+        # Tensors without a buffer, as they came: gradients by sender, weights by ~sender.
+        self.offered: dict[int, list[_Offer]] = {}
         self.ways: dict[int, _Way] = {}
 
 
@@ -193,6 +200,7 @@ class Simulation:
         self._gradient_s, self._cores = costs.table.gradient_s, costs.table.cores_per_node
         self._lent, self._transferred, self._sent = hands.lent, hands.transfer, hands.sent
         self._posted, self._planned, self._accumulated = hands.posted, hands.planned, hands.accumulate
+        self._reducer = hands.reduce
         self._size_bytes = size_bytes
         # Where all latencies are alike, tensors arrive in the order in which they are sent: that needs no event.
         self._latency_jitter_s = self._table.latency_jitter_s
@@ -207,6 +215,7 @@ class Simulation:
             Send: self._send,
             Receive: self._receive,
             Compute: self._compute,
+            Reduce: self._reduce,
             Accumulate: self._accumulate,
             Update: self._update,
             Copy: lambda actor, action, time: hands.copy(actor.role, action),
@@ -218,9 +227,10 @@ class Simulation:
             Fail: self._fail,
             Halt: self._halt,
         }
+        self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
         self._actors: dict[int, _Actor] = {}
         for role, machine in machines.items():
-            serves = plan.roles[role].kind == PARAMETER_SERVER
+            serves = plan.roles[role].kind in {PARAMETER_SERVER, TREE_SERVER}
             actor = self._actors[role] = _Actor(role, machine, self._table.message_s if serves else 0.0, seed)
             if serves:
                 actor.take = self._take
@@ -268,6 +278,11 @@ class Simulation:
         while queue:
             self.now, _, what, whom, about = heappop(queue)
             what(whom, about)
+
+    def step(self) -> None:
+        """Lets happen what is next in the queue."""
+        self.now, _, what, whom, about = heappop(self._queue)
+        what(whom, about)
 
     def _at(self, time: float, what: Callable[[Any, Any], None], whom: Any, about: Any) -> None:
         """Ends of transfers and computations: first among what happens at one moment."""
@@ -355,29 +370,33 @@ class Simulation:
             self._posted(actor.role, action.buffer)
         offered = actor.offered
         source = action.source
-        if not offered or (source is not None and source not in offered):
+        key: int | None
+        if source is None:
+            key = next((key for key in offered if key >= 0), None)
+        else:
+            key = source if action.gradient else ~source
+        if key is None or key not in offered:
             actor.posted.append(action)
             return
-        if source is None:
-            source = next(iter(offered))
-        offers = offered[source]
+        offers = offered[key]
         way, send, arrival = offers.pop(0)
         if not offers:
-            del offered[source]
+            del offered[key]
         self._transfer(way, send, action, arrival if arrival > time else time)
 
     def _offer(self, receiver: _Actor, offer: _Offer) -> None:
         """A tensor has come to its receiver's door."""
         way, send, arrival = offer
-        source = way.sender.role
+        source, gradient = way.sender.role, send.message.kind is GRADIENT
         for place, receive in enumerate(receiver.posted):
-            if receive.source is None or receive.source == source:
+            if receive.gradient is gradient and (receive.source is None or receive.source == source):
                 del receiver.posted[place]
                 self._transfer(way, send, receive, arrival)
                 return
-        offers = receiver.offered.get(source)
+        key = source if gradient else ~source
+        offers = receiver.offered.get(key)
         if offers is None:
-            receiver.offered[source] = [offer]
+            receiver.offered[key] = [offer]
         else:
             offers.append(offer)
 
@@ -416,6 +435,30 @@ class Simulation:
             return
         actor.computing = False
         self._handle(actor, self.hands.compute(actor.role, action))
+
+    def _reduce(self, actor: _Actor, action: Reduce, time: float) -> None:
+        """A collective begins when its last member comes, and occupies the members' ports until it is over."""
+        key = (action.group, action.sequence)
+        here = self._reductions.setdefault(key, {})
+        here[actor.role] = action
+        members = self.plan.groups[action.group]
+        if len(here) < len(members):
+            return
+        del self._reductions[key]
+        pairs = [(self._actors[a], b) for a, b in zip(members, members[1:], strict=False)]
+        ways = [a.ways.get(b) or self._way(a, b) for a, b in pairs]
+        ports = [port for way in ways for port in (way.out, way.into)]
+        end = max([time, *(port.free_at for port in ports)]) + self.costs.reduction_s(members, self._size_bytes)
+        for port in ports:
+            port.free_at = end
+        self._at(end, self._reduced, members, {role: here[role] for role in members})
+
+    def _reduced(self, members: Sequence[int], reductions: dict[int, Reduce]) -> None:
+        if self._reducer:
+            self._reducer(reductions)
+        event = Reduced(reductions[members[0]].sequence, tuple(action.gradient for action in reductions.values()))
+        for role in members:
+            self._later(self.now, self._actors[role].take, self._actors[role], event)
 
     def _accumulate(self, actor: _Actor, action: Accumulate, time: float) -> None:
         if self._accumulated:
@@ -468,6 +511,7 @@ class TimingOnly:
     posted: Callable[[int, str], None] | None = None
     planned: Callable[[int, Compute], None] | None = None
     accumulate: Callable[[int, Accumulate], None] | None = None
+    reduce: Callable[[Mapping[int, Reduce]], None] | None = None
 
     def __init__(self, samples: int) -> None:
         self._samples = samples

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import topologies
-from rudra import plugins
+from rudra import roster
 from rudra.errors import ResultsError
 from rudra.results import Results, check_output
 from topologies import Plan
@@ -41,7 +40,7 @@ def write_timeline(results: Results, output: Path, progress: Callable[[int], obj
     """
     check_output(output, force=True)
     about = {name: results.attributes[name] for name in ("name", "driver", "protocol", "learners", "started")}
-    plan, count = _plan(results), 0
+    plan, count = roster.plan_of(results.roles, results.attributes), 0
     try:
         with gzip.open(output, "wt") if output.suffix == ".gz" else output.open("w") as file:
             file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [')
@@ -117,17 +116,13 @@ def _moments(began_s: Column, *spans_s: Column) -> list[list[int]]:
 def _names(plan: Plan) -> Iterator[Event]:
     for rank in range(plan.ranks):
         here = plan.on_rank(rank)
+        if not here:
+            continue
         name = f"rank {rank}: " + ", ".join(plan.roles[id_].name for id_ in here)
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": here[0], "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": here[0], "args": {"sort_index": rank}}
         for id_ in here:
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": id_, "args": {"name": plan.roles[id_].name}}
-
-
-def _plan(results: Results) -> Plan:
-    table = results.job["topology"]
-    name = plugins.resolve(table["name"]) if ":" in table["name"] else table["name"]
-    return topologies.load(name, table["options"]).plan(results.attributes["learners"])
 
 
 def _finite(value: Any) -> float | None:

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import ResultsError
-from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, TOTALS, UPDATE
+from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Rows = NDArray[np.void]
 Kind = Literal["gradients", "updates", "minibatches", "epochs"]
@@ -30,7 +30,7 @@ GROWING: dict[Kind, np.dtype[np.void]] = {
     "epochs": EPOCH,
 }
 STATE = np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")])
-DATASETS = (*GROWING, "learners", "totals", "state", "weights/final", "weights/layout")
+DATASETS = (*GROWING, "roles", "learners", "totals", "state", "weights/final", "weights/layout")
 _CHUNK_ROWS = 1024
 _CHUNK_WEIGHTS = 1 << 20
 
@@ -87,6 +87,7 @@ class ResultsWriter:
         size: elements of the flat weights.
         learners: λ.
         flush_s: rows stay in memory for this long, and then until the next `append` or `flush`.
+        roles: who is who, `records.ROLE`.
         overwrite: replace an existing file. A reader that has the old one open keeps it.
 
     Raises:
@@ -102,6 +103,7 @@ class ResultsWriter:
         size: int,
         learners: int,
         flush_s: float,
+        roles: Rows | None = None,
         overwrite: bool = False,
     ) -> None:
         check_output(path, overwrite)
@@ -121,7 +123,7 @@ class ResultsWriter:
         try:
             with self._writing():
                 # All stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
-                self._datasets = _create(self._file, attributes, layout, size, learners)
+                self._datasets = _create(self._file, attributes, layout, size, learners, roles)
                 self._file.swmr_mode = True
                 self._flush(time.monotonic())
         except ResultsError:
@@ -245,7 +247,12 @@ class ResultsWriter:
 
 
 def _create(
-    file: h5py.File, attributes: Mapping[str, Any], layout: Sequence[EntryLike], size: int, learners: int
+    file: h5py.File,
+    attributes: Mapping[str, Any],
+    layout: Sequence[EntryLike],
+    size: int,
+    learners: int,
+    roles: Rows | None,
 ) -> dict[str, h5py.Dataset]:
     """Makes everything that the file will ever have; the data sets are open."""
     for name, value in {"format_version": FORMAT_VERSION, **attributes}.items():
@@ -261,7 +268,8 @@ def _create(
     chunks = (max(1, min(size, _CHUNK_WEIGHTS)),)
     final = file.create_dataset("weights/final", (size,), "<f4", chunks=chunks, maxshape=(None,), fillvalue=np.nan)
     tensors = file.create_dataset("weights/layout", data=_layout_rows(layout))
-    return {**made, "weights/final": final, "weights/layout": tensors}
+    who = file.create_dataset("roles", data=np.zeros(0, ROLE) if roles is None else roles)
+    return {**made, "weights/final": final, "weights/layout": tensors, "roles": who}
 
 
 def _layout_rows(layout: Sequence[EntryLike]) -> Rows:

@@ -1,17 +1,24 @@
-"""The plan that a topology draws up, and how a topology is found by name."""
+"""The plan that a topology draws up, how a topology is found by name, and how a plan is fitted to real ranks."""
 
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 PARAMETER_SERVER = "parameter server"
+TREE_SERVER = "tree server"
 STATISTICS_SERVER = "statistics server"
 LEARNER = "learner"
+
+ELSEWHERE = -1
+"""The node of servers that need not be near a learner: of their own in a simulation, else the first."""
+
+Reduction = Literal["ordered", "mpi"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +26,26 @@ class Role:
     """One role: its place in `Plan.roles` is its id, by which messages are addressed.
 
     Attributes:
-        kind: parameter server, statistics server or learner.
+        kind: parameter server, tree server, statistics server or learner.
         index: counts the roles of one kind from 0.
         world_rank: the rank that hosts it; a rank may host several.
-        parent: id of the role that takes this one's gradients and gives it weights; None at the root.
+        parent: id of the role that takes this one's gradients; None at the root.
+        source: id of the role that gives it weights; None: its parent.
+        node: where it lives; roles of one node share memory.
+        group: number of its compute group; None without.
     """
 
     kind: str
     index: int
     world_rank: int
     parent: int | None = None
+    source: int | None = None
+    node: int = ELSEWHERE
+    group: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.index}" if self.kind == LEARNER else self.kind
+        return f"{self.kind} {self.index}" if self.kind in {LEARNER, TREE_SERVER} else self.kind
 
 
 @dataclass(frozen=True)
@@ -41,13 +54,18 @@ class Plan:
 
     Attributes:
         roles: every role of the job.
-        records: gradients that one message may stand for (1 unless servers aggregate).
+        records: gradients that one message may stand for (1 unless servers or groups aggregate).
         replayable: the order of everything that is added is recorded, so that a replay reaches the same bits.
+        overlapped: learners push and pull beside computing, and never wait for a server; weights come down a tree of
+            their own (`Role.source`).
+        reduction: how a compute group adds its gradients: in group_rank order, or as the MPI library likes.
     """
 
     roles: tuple[Role, ...]
     records: int = 1
     replayable: bool = True
+    overlapped: bool = False
+    reduction: Reduction = "ordered"
 
     @property
     def ranks(self) -> int:
@@ -56,8 +74,8 @@ class Plan:
 
     @cached_property
     def server(self) -> int:
-        """Id of the role that owns the weights."""
-        return self._ids(PARAMETER_SERVER)[0]
+        """Id of the role that owns the weights: the parameter server, or the first learner where there is none."""
+        return (*self._ids(PARAMETER_SERVER), *self.learners)[0]
 
     @cached_property
     def statistics(self) -> int:
@@ -68,53 +86,174 @@ class Plan:
         """Ids of the learners, in learner order."""
         return self._ids(LEARNER)
 
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Role -> those whose gradients it takes."""
+        return self._below(lambda role: role.parent)
+
+    @cached_property
+    def receivers(self) -> tuple[tuple[int, ...], ...]:
+        """Role -> those to whom it gives weights; servers of a tree get none where weights have a tree of their own."""
+        own_tree = self.overlapped
+        return self._below(
+            lambda role: None if own_tree and role.kind == TREE_SERVER else role.parent if role.source is None else role.source
+        )
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Compute groups: ids of their learners in group_rank order."""
+        members: dict[int, list[int]] = {}
+        for id_ in self.learners:
+            group = self.roles[id_].group
+            if group is not None:
+                members.setdefault(group, []).append(id_)
+        return tuple(tuple(members[group]) for group in sorted(members))
+
+    @cached_property
+    def workers(self) -> int:
+        """How many learners a protocol sees: a compute group acts as one."""
+        return len(self.groups) or len(self.learners)
+
+    @cached_property
+    def served(self) -> bool:
+        """Whether there is a parameter server; else every learner updates weights of its own, all alike."""
+        return bool(self._ids(PARAMETER_SERVER))
+
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
         """Ids of the roles that a rank hosts."""
         return tuple(i for i, role in enumerate(self.roles) if role.world_rank == world_rank)
 
+    def learners_below(self, role: int) -> int:
+        """How many learners' gradients pass a role, itself included."""
+        return int(self.roles[role].kind == LEARNER) + sum(map(self.learners_below, self.children[role]))
+
     def _ids(self, kind: str) -> tuple[int, ...]:
         return tuple(i for i, role in enumerate(self.roles) if role.kind == kind)
+
+    def _below(self, above: Callable[[Role], int | None]) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.roles]
+        for id_, role in enumerate(self.roles):
+            if role.kind != STATISTICS_SERVER and (parent := above(role)) is not None:
+                found[parent].append(id_)
+        return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A topology's two functions, with the user's options bound."""
+    """A topology's function, with the user's options bound.
+
+    Attributes:
+        name: as the job gives it.
+        draw: makes a plan of the node of every learner; `plan` checks first.
+    """
 
     name: str
-    plan: Callable[[int], Plan]
-    learners_for: Callable[[int], int]
+    draw: Callable[[Sequence[int]], Plan]
+
+    def plan(self, learners: int, nodes: Sequence[int] | None = None) -> Plan:
+        """Places the roles of a job.
+
+        Args:
+            learners: λ.
+            nodes: of every learner, in ascending order; by default all are on one.
+
+        Raises:
+            ValueError: the topology's options do not fit these learners.
+        """
+        return self.draw([0] * learners if nodes is None else nodes)
+
+    def fit(self, places: Sequence[int], learners: int | None = None) -> Plan:
+        """The plan for real ranks: as many learners as they leave, and each role on a rank of its node.
+
+        The order of ranks does not matter, and nodes may have different numbers of them. Where servers and learners do
+        not come out even, some ranks have no role.
+
+        Args:
+            places: node of every rank, any numbers.
+            learners: λ, if the job gives it.
+
+        Raises:
+            ValueError: the ranks are too few, or do not suit that number of learners.
+        """
+        order = {node: i for i, node in enumerate(dict.fromkeys(places))}
+        ranks: list[list[int]] = [[] for _ in order]
+        for rank, node in enumerate(places):
+            ranks[order[node]].append(rank)
+        plan = self._filling([len(on_node) for on_node in ranks])
+        found = 0 if plan is None else len(plan.learners)
+        if plan is None or learners not in {None, found}:
+            least, total = self.plan(learners or 1).ranks, len(places)
+            if learners is None or not found:
+                enough = "" if learners else " or more"
+                raise ValueError(f"{total} ranks are too few for topology {self.name}: start {least}{enough}")
+            raise ValueError(
+                f"{learners} learners with topology {self.name} need {least} ranks, but the launcher started {total}: "
+                f"start {least}, or set cluster.learners = {found}"
+            )
+        free = [iter(on_node) for on_node in ranks]
+        real: dict[int, int] = {}  # by the plan's rank: roles that share one go on sharing it
+        for role in plan.roles:
+            if role.world_rank not in real:
+                real[role.world_rank] = next(free[max(0, role.node)])
+        return replace(plan, roles=tuple(replace(role, world_rank=real[role.world_rank]) for role in plan.roles))
+
+    def _filling(self, sizes: Sequence[int]) -> Plan | None:
+        """The plan with the most learners that nodes of so many ranks can host; None: with none at all."""
+        on_node, best = list(sizes), None
+        while any(on_node):  # down, until everybody has a place
+            plan, spare = self._drawn(on_node, sizes)
+            if min(spare) >= 0:
+                best = plan
+                break
+            # A quarter of what is too much, because each learner less may need fewer servers, too.
+            on_node = [count - (3 - min(0, more)) // 4 for count, more in zip(on_node, spare, strict=True)]
+            on_node = [max(0, count) for count in on_node]
+        for node in range(len(sizes) if best else 0):  # and up again: fewer learners need fewer servers
+            while spare[node] > 0:
+                more = [count + (i == node) for i, count in enumerate(on_node)]
+                plan, spare_then = self._drawn(more, sizes)
+                if min(spare_then) < 0:
+                    break
+                on_node, best, spare = more, plan, spare_then
+        return best
+
+    def _drawn(self, on_node: Sequence[int], sizes: Sequence[int]) -> tuple[Plan, list[int]]:
+        """The plan for so many learners on each node, and how many ranks it leaves there."""
+        plan = self.draw([node for node, count in enumerate(on_node) for _ in range(count)])
+        used = Counter({role.world_rank: max(0, role.node) for role in plan.roles}.values())
+        return plan, [size - used[node] for node, size in enumerate(sizes)]
 
 
 def load(name: Any, options: Mapping[str, Any] | None = None) -> Topology:
     """Finds a topology.
 
     Args:
-        name: a module of this package, or an object with the functions `plan` and `learners_for`.
-        options: keyword arguments for both.
+        name: a module of this package, or an object with the function `plan`.
+        options: keyword arguments for it.
 
     Raises:
-        ValueError: unknown name, an object without the two functions, or options that these do not take.
+        ValueError: unknown name, an object without the function, or options that it does not take.
     """
     source: Any = name
     if isinstance(name, str):
-        if name not in shipped():
+        known = shipped()
+        if name not in known:
             raise ValueError(
-                f"[topology] name: '{name}' is unknown; valid: {', '.join(shipped())} or package.module:object"
+                f"[topology] name: '{name}' is unknown; valid: {', '.join(known)} or package.module:object"
             )
-        source = importlib.import_module(f"topologies.{name}")
+        source = importlib.import_module(f"topologies.{known[name]}")
     bound = dict(options or {})
     text = name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
-    for function in ("plan", "learners_for"):
-        if not callable(getattr(source, function, None)):
-            raise ValueError(f"[topology] name: {text} has no function {function}")
-        try:
-            inspect.signature(getattr(source, function)).bind(1, **bound)
-        except TypeError as error:
-            raise ValueError(f"[topology] options: {text}.{function}: {error}") from None
-    return Topology(text, partial(source.plan, **bound), partial(source.learners_for, **bound))
+    if not callable(getattr(source, "plan", None)):
+        raise ValueError(f"[topology] name: {text} has no function plan")
+    try:
+        inspect.signature(source.plan).bind([0], **bound)
+    except TypeError as error:
+        raise ValueError(f"[topology] options: {text}.plan: {error}") from None
+    return Topology(text, partial(source.plan, **bound))
 
 
-def shipped() -> tuple[str, ...]:
-    """Names of the topologies in this package."""
+def shipped() -> dict[str, str]:
+    """Name -> module of the topologies in this package ("adv*" is no name for a module, so its is adv_star)."""
     modules = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return tuple(sorted(m for m in modules if m != "plan"))
+    return {m.replace("_star", "*"): m for m in sorted(modules) if m not in {"plan", "tree"}}

@@ -100,7 +100,7 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
         protocol={"name": "async"},
         cluster={"learners": 1, "threads_per_rank": 1},
     )
-    plan = job.make_topology().plan(1)
+    plan = job.plan()
     executor = {SERVER: _Server, STATISTICS: _Statistics, LEARNER: _Learner}[comm.rank](floats)
     there, back = np.zeros(floats, np.float32), np.ones(floats, np.float32)
     figures: dict[str, Any] = {"raw": [], "copy": [], "accounts": []}

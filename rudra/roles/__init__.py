@@ -5,14 +5,27 @@ real ranks, `rudra.sim` in virtual time). A role sees no clock but `now`, no ran
 """
 
 from rudra.config import Job
+from rudra.roles.group import GroupLearner, Replica
 from rudra.roles.learner import Learner
 from rudra.roles.machine import Machine
+from rudra.roles.overlapped import OverlappedLearner
 from rudra.roles.server import ParameterServer
 from rudra.roles.statistics import StatisticsServer
+from rudra.roles.tree import TreeServer
 from topologies import Plan
-from topologies.plan import LEARNER, PARAMETER_SERVER
+from topologies.plan import LEARNER, PARAMETER_SERVER, TREE_SERVER
 
-__all__ = ["Learner", "Machine", "ParameterServer", "StatisticsServer", "make"]
+__all__ = [
+    "GroupLearner",
+    "Learner",
+    "Machine",
+    "OverlappedLearner",
+    "ParameterServer",
+    "Replica",
+    "StatisticsServer",
+    "TreeServer",
+    "make",
+]
 
 
 def make(role: int, job: Job, plan: Plan, training_samples: int) -> Machine:
@@ -26,7 +39,12 @@ def make(role: int, job: Job, plan: Plan, training_samples: int) -> Machine:
     """
     kind = plan.roles[role].kind
     if kind == LEARNER:
-        return Learner(role, plan, job.faults, job.results)
+        if not plan.served:
+            return Replica(role, plan, job, training_samples)
+        cls = OverlappedLearner if plan.overlapped else GroupLearner if plan.groups else Learner
+        return cls(role, plan, job.faults, job.results)
     if kind == PARAMETER_SERVER:
         return ParameterServer(role, plan, job, training_samples)
+    if kind == TREE_SERVER:
+        return TreeServer(role, plan, job)
     return StatisticsServer(role, plan, job)

@@ -49,6 +49,7 @@ class State(States):
     READY = auto()
     COMPUTING = auto()
     EXCHANGING = auto()
+    LEAVING = auto()  # of learners that overlap communication alone
     STOPPED = auto()
     DONE = auto()
 
@@ -86,6 +87,7 @@ class Learner(Machine):
         "_samples",
         "_since",
         "_skipped_pulls",
+        "_source",
         "_stopping",
         "_wait_s",
         "_warned",
@@ -113,8 +115,7 @@ class Learner(Machine):
     def __init__(self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable) -> None:
         super().__init__(role, plan)
         parent = plan.roles[role].parent
-        assert parent is not None
-        self.server = parent
+        self.server = role if parent is None else parent
         self.learner = plan.roles[role].index
         self.state = State.WAITING
         self.timestamp = -1
@@ -129,7 +130,9 @@ class Learner(Machine):
         self._answered_at: float | None = None
         self._expects_weights = False
         self._minibatch: tuple[float, ...] = ()
-        self._receive = Receive(WEIGHTS, parent)
+        source = plan.roles[role].source
+        self._source = self.server if source is None else source
+        self._receive = Receive(WEIGHTS, self._source)
         self._pushed_at = self._since = self._began = 0.0
         self._samples = self._pulls = self._skipped_pulls = 0
         self._compute_s = self._push_s = self._wait_s = self._pull_s = 0.0
@@ -149,7 +152,7 @@ class Learner(Machine):
         return waits.get(self.state, "")
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Receive(WEIGHTS, self.server)]
+        return [self._receive]
 
     def _first_weights(self, event: Received, now: float) -> list[Action]:
         self.state = State.HASHING
@@ -170,33 +173,46 @@ class Learner(Machine):
         return [Compute(self.step, WEIGHTS, GRADIENT)]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
-        learner, step, timestamp, loss = self.learner, event.step, self.timestamp, event.loss
+        warnings, ends = self._computed(event, now)
+        if ends:
+            return warnings
+        self.state = EXCHANGING
+        timestamp = self.timestamp
+        message = Message(PUSH, self.id, timestamp, timestamp, None, (self._gradient(event, now),))
+        return [Send(self.server, message, GRADIENT), *warnings]
+
+    def _computed(self, event: Computed, now: float) -> tuple[list[Action], bool]:
+        """Takes a mini-batch into the books; what to do about it, and whether that is all because training ends."""
+        step, loss = event.step, event.loss
         compute_s = now - self._since
         self._compute_s += compute_s
         if self._reports_minibatches:
-            about = (learner, event.samples, step, timestamp, loss, event.errors, 0)
+            about = (self.learner, event.samples, step, self.timestamp, loss, event.errors, 0)
             self._minibatch = (*about, now - self._began, compute_s)
         warnings: list[Action] = []
         if not isfinite(loss):
             text = f"the loss of mini-batch {step} is {loss}: a smaller learning_rate may help"
             if self._non_finite_stops:
                 self._report(0.0, 0.0, 0.0)
-                return [*self._outbox.flush(now), Fail(text)]
+                return [*self._outbox.flush(now), Fail(text)], True
             if not self._warned:
                 self._warned = True
                 warnings.append(Warn(f"{text} (training goes on, as [faults] non_finite_loss says)"))
         self.step = step + 1
         if self._stopping:
             self._report(0.0, 0.0, 0.0)
-            return warnings + self._leave(now)
-        self.state = EXCHANGING
+            return warnings + self._leave(now), True
+        return warnings, False
+
+    def _gradient(self, event: Computed, now: float) -> Gradient:
+        """Counts a gradient that is pushed now, and describes it."""
         self.pushed += 1
         self._samples += event.samples
         self._pushed_at = now
         self._delivered_at = self._answered_at = None
-        gradient = Gradient(-1, learner, event.samples, step, timestamp, -1, 1.0, loss, event.errors)
-        message = Message(PUSH, self.id, timestamp, self.pushed, None, (gradient,))
-        return [Send(self.server, message, GRADIENT), *warnings]
+        return Gradient(
+            -1, self.learner, event.samples, event.step, self.timestamp, -1, 1.0, event.loss, event.errors
+        )
 
     def _delivered(self, event: Sent, now: float) -> list[Action]:
         self._delivered_at = now

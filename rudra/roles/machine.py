@@ -31,7 +31,7 @@ class Machine:
 
     __slots__ = ("_methods", "id", "name", "plan", "state")
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]]
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {}
     _METHODS: ClassVar[dict[tuple[States, Any], Callable[[Any, Any, float], list[Action]]]]
     state: States
 
@@ -112,6 +112,18 @@ class Outbox:
         return [Send(self._to, message) for kind, rows in joined for message in split(kind, self._role, rows)]
 
 
+class Silent(Outbox):
+    """Of a role that has nothing to report."""
+
+    def add(self, kind: Kind, *row: Any) -> None: ...
+    def extend(self, kind: Kind, rows: Sequence[bytes]) -> None: ...
+
+
 def short(digest: str) -> int:
     """63 bits of a hexadecimal digest, for the number in a message; 0 where there is none."""
     return int(digest[:16] or "0", 16) >> 1
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

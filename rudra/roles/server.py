@@ -1,56 +1,32 @@
 """The parameter server: sum gradients, update the weights when the protocol says so, answer pulls.
 
-Source: rudra.txt §2, §3.1 and §3.2. The server is serial: one message after the other. Weights that
-are being sent are lent out, and an update waits until they are back; what arrives meanwhile is
-handled after the update, as a serial server would.
+Source: rudra.txt §2, §3.1, §3.2 and, for the tree that weights come down, §3.3. The server is serial: one message after
+the other. Weights that are being sent are lent out, and an update waits until they are back; what arrives meanwhile is
+handled after the update, as a serial server would. Where learners overlap communication, nobody asks for weights: a copy
+goes down the weights' tree, on each edge as soon as it is idle and there are newer ones; updates do not wait for that.
 
     INITIALISING  weights sent, digests compared      -> TRAINING  start everybody
     TRAINING      the last epoch's samples applied    -> DRAINING  stop the learners
-    DRAINING      every learner left, and every gradient that it pushed came -> CLOSING  account
+    DRAINING      every child left, and every gradient that it pushed came -> CLOSING  account
     CLOSING       everything is recorded              -> DONE
-
-A gradient buffer is in one place at a time: free, posted (a transfer may land in it), arrived (to be
-handled), or the accumulator (the first gradient of an update; the others are averaged into it, weighted
-by their samples). Two of them serve any number of learners.
 """
 
-import math
-from collections import deque
 from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
-import numpy as np
-
 from protocols import Clock
-from rudra import records
 from rudra.config import Job
-from rudra.events import (
-    Accumulate,
-    Action,
-    Copy,
-    Fail,
-    Halt,
-    Hash,
-    Hashed,
-    Receive,
-    Received,
-    Send,
-    Sent,
-    Started,
-    Update,
-    Updated,
-)
-from rudra.messages import PACK, Kind, Message, Rows
+from rudra.events import Action, Copy, Fail, Halt, Hash, Hashed, Received, Send, Sent, Started, Updated
+from rudra.messages import Kind, Message
 from rudra.records import Gradient
-from rudra.roles.machine import Machine, Outbox, States, short
+from rudra.roles.intake import Intake
+from rudra.roles.machine import States, listed, short
+from rudra.roles.owner import WEIGHTS, Owner
 from topologies import Plan
 
-WEIGHTS = "weights"
-SNAPSHOT = "snapshot"
-POOL = ("gradient 0", "gradient 1")
-CREDITS = 2
-"""Snapshots that the statistics server can hold: one in work and one waiting."""
+DOWNCAST = ("downcast 0", "downcast 1")
+"""Copies of the weights on their way down the weights' tree; two, so that one slow edge holds up no other."""
 
 
 class State(States):
@@ -61,12 +37,11 @@ class State(States):
     DONE = auto()
 
 
-ROW = PACK[Kind.GRADIENTS]
 TRAINING = State.TRAINING
 """A name for what is looked up all the time: an enum's attributes are slow."""
 
 
-class ParameterServer(Machine):
+class ParameterServer(Owner):
     """The owner of the weights.
 
     Args:
@@ -80,12 +55,14 @@ class ParameterServer(Machine):
         (State.INITIALISING, Started): "_start",
         (State.INITIALISING, Hashed): "_send_first_weights",
         (State.INITIALISING, Sent): "_returned",
-        (State.INITIALISING, Kind.READY): "_learner_ready",
+        (State.INITIALISING, Kind.READY): "_child_ready",
         (State.TRAINING, Kind.GRADIENT): "_gradient",
+        (State.TRAINING, Kind.PULL): "_pull",
         (State.TRAINING, Kind.CREDIT): "_credit",
         (State.TRAINING, Sent): "_returned",
         (State.TRAINING, Updated): "_updated",
         (State.DRAINING, Kind.GRADIENT): "_late_gradient",
+        (State.DRAINING, Kind.PULL): "_late_pull",
         (State.DRAINING, Kind.BYE): "_bye",
         (State.DRAINING, Kind.CREDIT): "_credit",
         (State.DRAINING, Sent): "_returned",
@@ -96,75 +73,53 @@ class ParameterServer(Machine):
     }
 
     def __init__(self, role: int, plan: Plan, job: Job, training_samples: int) -> None:
-        super().__init__(role, plan)
+        super().__init__(role, plan, job, training_samples)
         self.state = State.INITIALISING
-        self.protocol = job.make_protocol()
         self._ordered, self._grants_on_push = self.protocol.ordered, self.protocol.grants_on_push
-        self._gradient_weight = self.protocol.modulation.gradient_weight
-        self.optimizer = job.optimizer
-        self.epochs = job.training.epochs
-        self.training_samples = training_samples
-        self.timestamp = 0
-        self.epoch = 0
-        self.samples = 0
-        self.applied = self.discarded = self.lost = 0
-        self.received = 0
-        self.pushed = [0] * len(plan.learners)
-        self._outbox = Outbox(role, plan.statistics, job.results.report_s)
-        self._learner_ids = plan.learners
-        self._index = {id_: index for index, id_ in enumerate(plan.learners)}
+        self.discarded = self.lost = self.received = 0
+        self.pushed = [0] * plan.workers
+        self._children = plan.children[role]
+        self._receivers = plan.receivers[role]
+        self._worker = {child: worker for worker, child in enumerate(self._children)}
+        self._grouped = bool(plan.groups)
+        self.intake = Intake(self._children, 2, self._ordered)
+        self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
         self._digest: int | None = None
         self._ready: set[int] = set()
         self._lent = 0  # transfers of the weights under way
-        self._free = deque(POOL)
-        self._posted: set[str] = set()
-        self._arrived: deque[tuple[str, tuple[Gradient, ...]]] = deque()
-        self._accumulator: str | None = None
-        self._pending: list[bytes] = []  # rows of `records.GRADIENT`
-        self._pending_samples = self._pending_staleness = 0
         self._update_due = False
-        self._next_source = 0
-        self._receives = {buffer: Receive(buffer) for buffer in POOL}
-        self._weights_changed()
-        self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
-        self._pulls: dict[int, int] = {}  # not answered yet: learner -> the timestamp that it holds
-        self._credits = CREDITS
-        self._snapshot_lent = False
-        self._final: Rows | None = None
+        self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
         self._left: dict[int, int] = {}
-        self._began = self._ended = 0.0
-        self._epoch_loss = 0.0
-        self._epoch_staleness = self._epoch_errors = self._epoch_gradients = self._epoch_samples = 0
+        self._overlapped = plan.overlapped
+        self._downcast = dict.fromkeys(DOWNCAST, (-1, 0))  # timestamp, transfers under way
+        self._given = dict.fromkeys(self._receivers, 0)  # down the weights' tree: the newest timestamp sent
+        self._edges_busy: set[int] = set()
+        self._weights_changed()
 
     @property
     def pending(self) -> int:
         """Gradients that are here but not applied."""
-        return len(self._pending) + sum(len(gradients) for _, gradients in self._arrived)
+        return len(self._pending) + self.intake.waiting
 
     @property
     def waiting_for(self) -> str:
+        names = [self.plan.roles[i].name for i in self._children]
         if self.state is State.INITIALISING:
-            missing = [self.plan.roles[i].name for i in self._learner_ids if i not in self._ready]
-        elif self.state is State.DRAINING:
-            missing = [self.plan.roles[i].name for i in self._learner_ids if i not in self._left]
-        elif self.state is State.TRAINING:
-            here = len(self._pending) if self._ordered else 0
-            missing = [self.plan.roles[i].name for i in self._learner_ids[here:]]
-            return f"a gradient from {_listed(missing)}"
-        else:
-            return "the statistics server to finish"
-        return _listed(missing)
+            return listed([name for i, name in zip(self._children, names, strict=True) if i not in self._ready])
+        if self.state is State.DRAINING:
+            return listed([name for i, name in zip(self._children, names, strict=True) if i not in self._left])
+        if self.state is State.TRAINING:
+            return f"a gradient from {listed(names[self._units if self._ordered else 0 :])}"
+        return "the statistics server to finish"
 
     def validate(self) -> None:
-        places = [*self._free, *self._posted, *(buffer for buffer, _ in self._arrived)]
-        places += [self._accumulator] if self._accumulator else []
-        assert sorted(places) == sorted(POOL), places
-        assert self.received == sum(self.pushed)
+        super().validate()
+        self.intake.validate()
+        assert self._grouped or self.received == sum(self.pushed)
         assert self.received == self.applied + self.pending + self.discarded + self.lost
         assert self._lent >= 0
-        assert 0 <= self._credits <= CREDITS
-        assert bool(self._pending) == (self._accumulator is not None)
-        assert len(self._pending) <= self.protocol.gradients_per_update
+        assert bool(self._pending) == (self.intake.accumulator is not None)
+        assert all(lent >= 0 for _, lent in self._downcast.values())
 
     # Start: everybody holds the same weights.
 
@@ -173,10 +128,10 @@ class ParameterServer(Machine):
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
         self._digest = short(event.digest)
-        self._lent = len(self._learner_ids)
-        return [Send(learner, self._weights, WEIGHTS) for learner in self._learner_ids]
+        self._lent = len(self._receivers)
+        return [Send(to, self._weights, WEIGHTS) for to in self._receivers]
 
-    def _learner_ready(self, event: Received, now: float) -> list[Action]:
+    def _child_ready(self, event: Received, now: float) -> list[Action]:
         if event.message.value != self._digest:
             name = self.plan.roles[event.message.sender].name
             return [Fail(f"{name} received other initial weights than were sent (digests differ)")]
@@ -184,157 +139,80 @@ class ParameterServer(Machine):
         return self._begin(now)
 
     def _begin(self, now: float) -> list[Action]:
-        if self.state is not State.INITIALISING or len(self._ready) < len(self._learner_ids) or self._lent:
+        if self.state is not State.INITIALISING or len(self._ready) < len(self._children) or self._lent:
             return []
         self.state = State.TRAINING
         start = Message(Kind.START, self.id, value=round(now * 1e9))
         self._began = self._ended = start.value * 1e-9  # the same number everywhere
-        everybody = (self.plan.statistics, *self._learner_ids)
-        return [*(Send(to, start) for to in everybody), *self._post()]
+        return [*(Send(to, start) for to in (self.plan.statistics, *self._children)), *self.intake.post(True)]
 
     # Gradients in.
-
-    def _post(self) -> list[Action]:
-        """Lets gradients into the free buffers; in learner order if the protocol asks for it."""
-        actions: list[Action] = []
-        while self._free:
-            buffer = self._free.popleft()
-            receive = self._receives[buffer]
-            if self._ordered and self.state is TRAINING:
-                receive = Receive(buffer, self._learner_ids[self._next_source])
-                self._next_source = (self._next_source + 1) % len(self._learner_ids)
-            self._posted.add(buffer)
-            actions.append(receive)
-        return actions
 
     def _gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event)
         actions = self._work(now)
-        if self.state is TRAINING:
-            learner, timestamp = self._index[event.message.sender], event.message.timestamp
+        message = event.message
+        if message.value >= 0 and self.state is TRAINING:
+            child, asked, held = message.sender, message.timestamp, message.value
             if self._grants_on_push:
-                self._pulls[learner] = timestamp
+                self._pulls[child] = (asked, held)
                 actions += self._answer_all()
             else:
-                actions += self._answer(learner, timestamp)
+                actions += self._answer(child, asked, held)
         return actions
 
     def _take(self, event: Received) -> None:
         """Counts the gradients that arrived."""
-        gradients, buffer, pushed = event.message.gradients, event.buffer or "", self.pushed
-        self._posted.discard(buffer)
-        self._arrived.append((buffer, gradients))
+        self.intake.take(event)
+        gradients, pushed = event.message.gradients, self.pushed
         self.received += len(gradients)
-        for gradient in gradients:
-            pushed[gradient.learner] += 1
+        if self._grouped:
+            pushed[self._worker[event.message.sender]] += 1
+        else:
+            for gradient in gradients:
+                pushed[gradient.learner] += 1
 
     def _work(self, now: float) -> list[Action]:
         """Handles what has arrived, one gradient after the other, as far as the leases allow."""
         actions: list[Action] = []
-        updates = self.timestamp
+        updates, intake = self.timestamp, self.intake
         while self.state is TRAINING:
             if self._update_due:
                 if self._lent:
                     return actions
                 actions += self._update(now)
-            elif self._arrived and (not self._ordered or self._next_is_here()):
-                actions += self._add(*self._arrived.popleft())
+            elif intake.arrived and (not self._ordered or intake.bring(len(self._pending))):
+                actions += self._add(*intake.arrived.popleft())
             else:
                 break
         if self.timestamp > updates:
             actions += self._answer_all()
-        if self._free:
-            actions += self._post()
+        if intake.free:
+            actions += intake.post(self.state is TRAINING)
         return actions
 
-    def _next_is_here(self) -> bool:
-        """Brings the next gradient in learner order to the front, if it has arrived."""
-        for place, (_, gradients) in enumerate(self._arrived):
-            if gradients[0].learner == len(self._pending):
-                self._arrived.rotate(-place)
-                return True
-        return False
-
     def _add(self, buffer: str, gradients: tuple[Gradient, ...]) -> list[Action]:
-        timestamp, pending = self.timestamp, self._pending
-        scale = self._gradient_weight(timestamp - gradients[0].timestamp)
-        samples = 0
-        for g in gradients:
-            count, loss, errors, staleness = g.samples, g.loss, g.errors, timestamp - g.timestamp
-            row = ROW(timestamp + 1, g.learner, count, g.step, g.timestamp, staleness, scale, loss, errors, 0)
-            pending.append(row)
-            samples += count
-            self._pending_staleness += staleness
-            self._epoch_loss += loss * count
-            self._epoch_errors += errors
-        self._pending_samples += samples
-        self._update_due = self.protocol.update_due(len(pending))
-        if self._accumulator is None:
-            self._accumulator = buffer
-            return [] if scale == 1.0 else [Accumulate(buffer, buffer, 1.0, scale)]
-        self._free.append(buffer)
-        return [Accumulate(self._accumulator, buffer, samples / self._pending_samples, scale)]
+        scale = self._gradient_weight(self.timestamp - gradients[0].timestamp)
+        samples = self._count(gradients, scale)
+        self._units += 1 if self._grouped else len(gradients)
+        self._update_due = self.protocol.update_due(self._units)
+        return self.intake.average(buffer, samples, scale)
 
     # Updates out.
 
     def _update(self, now: float) -> list[Action]:
-        assert self._accumulator is not None
-        gradients, samples, staleness = self._pending, self._pending_samples, self._pending_staleness
-        count = len(gradients)
-        mean_staleness = staleness / count
-        rate = self.optimizer.scheduled(self.epoch) * self.protocol.modulation.rate_factor(mean_staleness)
-        self.timestamp += 1
+        gradient = self.intake.give()
+        actions, ended = self._update_by(gradient, now)
         self._weights_changed()
-        actions: list[Action] = [Update(self._accumulator, WEIGHTS, rate, self.timestamp)]
-        self.samples += samples
-        self.applied += count
-        self._outbox.extend(Kind.GRADIENTS, gradients)
-        self._epoch_staleness += staleness
-        self._epoch_gradients += count
-        self._epoch_samples += samples
-        self._ended = now
-        self._update_rows.append((self.timestamp, self.epoch, count, samples, rate, mean_staleness, now - self._began))
-        self._free.append(self._accumulator)
-        self._accumulator, self._pending, self._pending_samples, self._pending_staleness = None, [], 0, 0
-        self._update_due = False
-        while self.state is TRAINING and self.samples >= (self.epoch + 1) * self.training_samples:
-            actions += self._end_epoch(now, rate)
-        return actions
+        self.intake.free.append(gradient)
+        self._units, self._update_due = 0, False
+        if ended:
+            return actions + self._drain()
+        return actions + self._publish() if self._overlapped else actions
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
-        self._outbox.add(Kind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
-        due = self._outbox.due(now)
+        due = self._note(event, now)
         return due + self._close(now) if self.state is State.DRAINING else due
-
-    def _end_epoch(self, now: float, rate: float) -> list[Action]:
-        self.epoch += 1
-        gradients, samples = max(1, self._epoch_gradients), max(1, self._epoch_samples)
-        means = (self._epoch_staleness / gradients, rate, self._epoch_loss / samples, self._epoch_errors / samples)
-        self._epoch_loss = 0.0
-        self._epoch_staleness = self._epoch_errors = self._epoch_gradients = self._epoch_samples = 0
-        measured = (now - self._began, *means)
-        untested = (*(math.nan,) * 5, b"")
-        row = np.array([(self.epoch, 0, self.timestamp, self.samples, *measured, *untested)], records.EPOCH)
-        actions = self._outbox.flush(now)
-        if self.epoch == self.epochs:
-            self._final = row
-            return actions + self._send_final() + self._drain()
-        if not self._credits or self._snapshot_lent:
-            return [*actions, Send(self.plan.statistics, Message(Kind.EPOCHS, self.id, self.timestamp, rows=row))]
-        self._credits -= 1
-        self._snapshot_lent = True
-        message = Message(Kind.SNAPSHOT, self.id, self.timestamp, rows=row)
-        return [*actions, Copy(WEIGHTS, SNAPSHOT), Send(self.plan.statistics, message, SNAPSHOT)]
-
-    def _send_final(self) -> list[Action]:
-        """Sends the last weights as soon as the statistics server has room; they change no more."""
-        if self._final is None or not self._credits:
-            return []
-        self._credits -= 1
-        self._lent += 1
-        message = Message(Kind.SNAPSHOT, self.id, self.timestamp, rows=self._final)
-        self._final = None
-        return [Send(self.plan.statistics, message, WEIGHTS)]
 
     # Weights to learners.
 
@@ -344,73 +222,88 @@ class ParameterServer(Machine):
         self._stamp = Message(Kind.TIMESTAMP, self.id, self.timestamp)
         self._weights = Message(Kind.WEIGHTS, self.id, self.timestamp)
 
-    def _answer(self, learner: int, timestamp: int) -> list[Action]:
-        """Answers a learner that holds this timestamp if no update is due, and the protocol agrees; else it waits."""
-        if self._update_due or not self.protocol.pull_granted(learner, timestamp, self._clock):
-            self._pulls[learner] = timestamp
+    def _pull(self, event: Received, now: float) -> list[Action]:
+        return self._answer(event.message.sender, event.message.timestamp, event.message.value)
+
+    def _answer(self, child: int, asked: int, held: int) -> list[Action]:
+        """Answers who asks for weights newer than `asked` if no update is due, and the protocol agrees; else it waits.
+
+        Weights themselves are sent if they are newer than what is `held`.
+        """
+        if self._update_due or not self.protocol.pull_granted(self._worker[child], asked, self._clock):
+            self._pulls[child] = (asked, held)
             return []
-        role = self._learner_ids[learner]
-        if timestamp == self.timestamp:
-            return [Send(role, self._stamp)]
+        if held == self.timestamp:
+            return [Send(child, self._stamp)]
         self._lent += 1
-        return [Send(role, self._stamp), Send(role, self._weights, WEIGHTS)]
+        return [Send(child, self._stamp), Send(child, self._weights, WEIGHTS)]
 
     def _answer_all(self) -> list[Action]:
         """Answers those that wait, if training goes on."""
         if self.state is not TRAINING:
             return []
         waiting, self._pulls = self._pulls, {}
-        return [action for learner, timestamp in waiting.items() for action in self._answer(learner, timestamp)]
+        return [action for child, pull in waiting.items() for action in self._answer(child, *pull)]
+
+    def _publish(self) -> list[Action]:
+        """Sends the newest weights down every edge of the weights' tree that is idle."""
+        actions: list[Action] = []
+        for to in self._receivers:
+            if to in self._edges_busy or self._given[to] == self.timestamp:
+                continue
+            ready = [b for b, (timestamp, _) in self._downcast.items() if timestamp == self.timestamp]
+            if not ready:
+                ready = [b for b, (_, lent) in self._downcast.items() if not lent][:1]
+                if not ready:
+                    break  # all copies are under way; the first that is back carries the newest weights then
+                actions.append(Copy(WEIGHTS, ready[0]))
+            self._downcast[ready[0]] = (self.timestamp, self._downcast[ready[0]][1] + 1)
+            self._given[to] = self.timestamp
+            self._edges_busy.add(to)
+            actions.append(Send(to, self._weights, ready[0]))
+        return actions
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
-        if event.buffer == SNAPSHOT:
-            self._snapshot_lent = False
+        if event.to == self.plan.statistics:
+            self._snapshot_returned(event.buffer)
             return []
+        if event.buffer in self._downcast:
+            timestamp, lent = self._downcast[event.buffer]
+            self._downcast[event.buffer] = (timestamp, lent - 1)
+            self._edges_busy.discard(event.to)
+            return self._publish() if self.state is TRAINING else self._close(now)
         self._lent -= 1
         if self._update_due and not self._lent:
             return self._work(now)
         return [] if self.state is TRAINING else self._begin(now)
 
-    def _credit(self, event: Received, now: float) -> list[Action]:
-        self._credits += 1
-        return self._send_final()
-
     # The end: what is under way is let in, counted and dropped.
 
     def _drain(self) -> list[Action]:
         self.state = State.DRAINING
-        self._discard()
+        self.discarded += self.intake.discard()
         self._pulls.clear()
-        return [Send(learner, Message(Kind.STOP, self.id)) for learner in self._learner_ids]
-
-    def _discard(self) -> None:
-        for buffer, gradients in self._arrived:
-            self.discarded += len(gradients)
-            self._free.append(buffer)
-        self._arrived.clear()
+        return [Send(child, Message(Kind.STOP, self.id)) for child in self._children]
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event)
-        self._discard()
-        return self._post() + self._close(now)
+        self.discarded += self.intake.discard()
+        return self.intake.post(False) + self._close(now)
+
+    def _late_pull(self, event: Received, now: float) -> list[Action]:
+        return []  # stop is the answer
 
     def _bye(self, event: Received, now: float) -> list[Action]:
         self._left[event.message.sender] = event.message.value
         return self._close(now)
 
     def _close(self, now: float) -> list[Action]:
-        here = len(self._left) == len(self._learner_ids) and self.received == sum(self._left.values())
-        if not here or self._update_rows:
+        here = len(self._left) == len(self._children) and self.received == sum(self._left.values())
+        if self.state is not State.DRAINING or not here or self._update_rows or self._edges_busy:
             return []
         self.state = State.CLOSING
-        counts = (self.received, self.applied, self.pending, self.discarded, self.lost)
-        self._outbox.add(Kind.TOTALS, self.timestamp, self.samples, *counts, self._ended - self._began)
-        return self._outbox.flush(now)
+        return self._totals(now, self.received, self.pending, self.discarded, self.lost)
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
         return [Halt()]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

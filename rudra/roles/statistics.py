@@ -32,7 +32,7 @@ from rudra.events import (
 )
 from rudra.messages import Kind, Message, Rows
 from rudra.roles.machine import Machine, States
-from rudra.roles.server import CREDITS
+from rudra.roles.owner import CREDITS
 from topologies import Plan
 
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))

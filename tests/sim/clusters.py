@@ -10,7 +10,7 @@ import torch
 
 from rudra import data, roles, sim
 from rudra.config import Job
-from rudra.costs import CostModel
+from rudra.costs import CostModel, places
 from rudra.events import Compute, Computed, Finish, Record
 from rudra.executor import Executor, make_executors
 from rudra.hands import TensorHands
@@ -56,7 +56,7 @@ def validate(machine: Machine) -> None:
 
 def timing(job_: Job, training_samples: int) -> Rows:
     """Runs a job without tensors and checks every invariant after every event."""
-    plan = job_.make_topology().plan(job_.learners)
+    plan = job_.plan(places(job_))
     machines = {i: roles.make(i, job_, plan, training_samples) for i in range(len(plan.roles))}
     rows = Rows()
     hands = sim.TimingOnly(job_.training.minibatch_size)
@@ -113,7 +113,7 @@ class Trained:
 
 def train(job_: Job, kind: Callable[[dict[int, Executor]], TensorHands] = Guarded) -> Trained:
     """Runs a job with real gradients, poisoned buffers (unless other hands are given) and every invariant checked."""
-    plan = job_.make_topology().plan(job_.learners)
+    plan = job_.plan(places(job_))
     train_, test, info = data.load(job_.data)
     torch.set_num_threads(job_.cluster.threads_per_rank or 1)
     roles_ = tuple(range(len(plan.roles)))

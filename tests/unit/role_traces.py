@@ -30,11 +30,11 @@ def job(name: str, learners: int = 2, **tables: Any) -> Job:
 
 
 def machine(role: int, run: Job, training_samples: int = 10**6) -> Machine:
-    return make(role, run, run.make_topology().plan(run.learners), training_samples)
+    return make(role, run, run.plan(), training_samples)
 
 
 def plan(learners: int = 2) -> Plan:
-    return job("async", learners).make_topology().plan(learners)
+    return job("async", learners).plan()
 
 
 def brief(action: Action) -> str:

@@ -38,7 +38,6 @@ class Unordered:
     def plan(learners: int) -> Plan:
         return replace(base.plan(learners), replayable=False)
 
-    learners_for = staticmethod(base.learners_for)
 
 
 def test_a_run_as_recorded_is_a_run_as_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,362 @@
+"""Learners of compute groups: synchronous inside a group, which acts as one learner of batch kμ.
+
+Source: omnivore.txt §IV-A and appendix D-A3. Members average their gradients on the group's communicator. Where there is
+a parameter server, the first member pushes the average and pulls for all (`GroupLearner`), and weights go down a tree of
+the group. With one group there is none: every learner updates a replica of its own (`Replica`), which is hardsync by
+allreduce; the first one keeps the books.
+"""
+
+from collections.abc import Mapping
+from enum import auto
+from math import isfinite
+from typing import Any, ClassVar
+
+from rudra.config import FaultsTable, Job, ResultsTable
+from rudra.events import (
+    Action,
+    Compute,
+    Computed,
+    Fail,
+    Halt,
+    Hash,
+    Hashed,
+    Received,
+    Reduce,
+    Reduced,
+    Send,
+    Sent,
+    Started,
+    Updated,
+    Warn,
+)
+from rudra.messages import Kind, Message
+from rudra.records import Gradient
+from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
+from rudra.roles.machine import Outbox, States, listed, short
+from rudra.roles.owner import Owner
+from topologies import Plan
+
+
+class GroupLearner(Learner):
+    """One member of one of several groups; arguments as for `Learner`.
+
+    As `Learner`, with this between: a gradient that is ready is reduced first; then the first member exchanges it for
+    newer weights, and the others wait in the same state for what it hands on. Each goes on when it has handed on all.
+    """
+
+    __slots__ = ("_digest", "_early", "_group", "_handing_on", "_last_samples", "_leads", "_members", "_receivers", "_reducing")
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
+        **Learner.TRANSITIONS,
+        (State.HASHING, Sent): "_handed_on",
+        (State.HASHING, Kind.READY): "_member_ready",
+        (State.READY, Sent): "_handed_on",
+        (State.READY, Kind.READY): "_member_ready",
+        (State.COMPUTING, Sent): "_handed_on",
+        (State.COMPUTING, Reduced): "_reduced",
+        (State.COMPUTING, Kind.TIMESTAMP): "_answered_early",
+        (State.EXCHANGING, Sent): "_returned",
+    }
+
+    def __init__(self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable) -> None:
+        super().__init__(role, plan, faults, results)
+        group = plan.roles[role].group
+        assert group is not None
+        self._group = group
+        self._leads = plan.groups[group][0] == role
+        self._members = plan.children[role]
+        self._receivers = plan.receivers[role]
+        self._handing_on = 0
+        self._last_samples = 0
+        self._reducing = False
+        self._early: Received | None = None  # what the others are told, before the reduction has ended here
+        self._digest: list[int] = []  # of the first weights, here and at the members
+
+    @property
+    def waiting_for(self) -> str:
+        if self._reducing:
+            return f"the gradients of compute group {self._group}"
+        if self.state is State.EXCHANGING and self._handing_on:
+            return f"{listed([self.plan.roles[i].name for i in self._receivers])} to take weights"
+        if self.state is State.EXCHANGING and not self._leads:
+            return f"{self.plan.roles[self._source].name} to hand on weights"
+        return super().waiting_for
+
+    def validate(self) -> None:
+        assert 0 <= self._handing_on <= len(self._receivers)
+
+    # Start: the first member reports for all.
+
+    def _first_weights(self, event: Received, now: float) -> list[Action]:
+        return [*super()._first_weights(event, now), *self._hand_on(event)]
+
+    def _report_digest(self, event: Hashed, now: float) -> list[Action]:
+        self.state = State.READY
+        return self._ready(short(event.digest))
+
+    def _member_ready(self, event: Received, now: float) -> list[Action]:
+        return self._ready(event.message.value)
+
+    def _ready(self, digest: int) -> list[Action]:
+        self._digest.append(digest)
+        if len(self._digest) <= len(self._members):
+            return []
+        if len(set(self._digest)) > 1:
+            return [Fail(f"learners of compute group {self._group} received different initial weights")]
+        return [Send(self.server, Message(Kind.READY, self.id, value=digest))]
+
+    def _begin(self, event: Received, now: float) -> list[Action]:
+        return [*(Send(to, event.message) for to in self._receivers), *super()._begin(event, now)]
+
+    # Gradients: to the group, and from its first member to the server.
+
+    def _push(self, event: Computed, now: float) -> list[Action]:
+        # Who is to stop goes on for once: the others do not know yet, and will reduce.
+        stopping, self._stopping = self._stopping, False
+        actions, ends = self._computed(event, now)
+        if ends:
+            return actions
+        self._stopping, self._reducing = stopping, True
+        self._last_samples = event.samples
+        return [Reduce(GRADIENT, self._group, event.step, self._gradient(event, now), to_all=False), *actions]
+
+    def _reduced(self, event: Reduced, now: float) -> list[Action]:
+        self._reducing = False
+        if self._stopping:
+            if self._leads:  # nobody's gradient of this step is pushed
+                self._uncount()
+            self._report(0.0, 0.0, 0.0)
+            return self._leave(now)
+        self.state = State.EXCHANGING
+        if not self._leads:
+            self._delivered_at = now
+            early, self._early = self._early, None
+            return [] if early is None else self._answered(early, now)
+        message = Message(Kind.GRADIENT, self.id, self.timestamp, self.timestamp, None, event.gradients)
+        return [Send(self.server, message, GRADIENT)]
+
+    def _uncount(self) -> None:
+        self.pushed -= 1
+        self._samples -= self._last_samples
+
+    # Weights: from the server to the first member, and down the group.
+
+    def _answered_early(self, event: Received, now: float) -> list[Action]:
+        self._early = event
+        return []
+
+    def _answered(self, event: Received, now: float) -> list[Action]:
+        return [*(Send(to, event.message) for to in self._receivers), *super()._answered(event, now)]
+
+    def _pulled(self, event: Received, now: float) -> list[Action]:
+        self._expects_weights = False
+        self.timestamp = event.message.timestamp
+        return self._hand_on(event) or self._advance(now)
+
+    def _hand_on(self, event: Received) -> list[Action]:
+        self._handing_on = len(self._receivers)
+        return [Send(to, event.message, WEIGHTS) for to in self._receivers]
+
+    def _returned(self, event: Sent, now: float) -> list[Action]:
+        if event.buffer == GRADIENT:
+            return self._delivered(event, now)
+        self._handing_on -= 1
+        return self._advance(now)
+
+    def _handed_on(self, event: Sent, now: float) -> list[Action]:
+        self._handing_on -= 1
+        return []
+
+    def _advance(self, now: float) -> list[Action]:
+        if self._handing_on:
+            return []
+        # A first member that has told the others to go on has to go with them.
+        stopping = self._stopping
+        self._stopping = stopping and not (self._leads and self._answered_at is not None)
+        actions = super()._advance(now)
+        self._stopping = stopping
+        return actions
+
+    # The end: the first member tells the others, and how many gradients were pushed.
+
+    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+        if not self._leads and self.pushed > event.message.value:
+            self._uncount()
+        return super()._stop_soon(event, now)
+
+    def _leave(self, now: float) -> list[Action]:
+        stop = Message(Kind.STOP, self.id, value=self.pushed)
+        actions: list[Action] = [Send(to, stop) for to in self._receivers]
+        *report, bye = super()._leave(now)
+        if not self._leads:
+            return actions + report
+        in_all = self.pushed * (1 + len(self._members))
+        return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
+
+
+class Replicas(States):
+    HASHING = auto()
+    READY = auto()
+    COMPUTING = auto()
+    REDUCING = auto()
+    UPDATING = auto()
+    STOPPED = auto()
+    DONE = auto()
+
+
+class Replica(Owner):
+    """A learner of the only group: it updates weights of its own.
+
+        HASHING    digest of the initial weights -> READY      tell the first learner, which compares
+        READY      training starts               -> COMPUTING
+        COMPUTING  gradient ready                -> REDUCING   average over all learners
+        REDUCING   averaged                      -> UPDATING   every learner by the same sum
+        UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
+        STOPPED    everything is recorded        -> DONE
+
+    A gradient carries a digest of the weights that it was computed from: should replicas differ, the run ends.
+
+    Args:
+        role: id in the plan.
+        plan: who is who.
+        job: resolved.
+        training_samples: samples of one epoch.
+    """
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
+        (Replicas.HASHING, Started): "_start",
+        (Replicas.HASHING, Hashed): "_report_digest",
+        (Replicas.HASHING, Kind.READY): "_member_ready",
+        (Replicas.READY, Kind.READY): "_member_ready",
+        (Replicas.READY, Kind.START): "_begin",
+        (Replicas.COMPUTING, Computed): "_reduce",
+        (Replicas.REDUCING, Reduced): "_reduced",
+        (Replicas.UPDATING, Updated): "_updated",
+        **{(state, Kind.CREDIT): "_credit" for state in Replicas if state is not Replicas.DONE},
+        **{(state, Sent): "_returned" for state in Replicas if state is not Replicas.DONE},
+        (Replicas.STOPPED, Kind.DONE): "_finish",
+    }
+
+    def __init__(self, role: int, plan: Plan, job: Job, training_samples: int) -> None:
+        self._leads = plan.server == role
+        super().__init__(role, plan, job, training_samples, reports=self._leads)
+        self.state: States = Replicas.HASHING
+        self.learner = plan.roles[role].index
+        self.step = 0
+        self._ended_training = False
+        self._members = plan.children[role]
+        self._to_members = plan.receivers[role]
+        self._digests: list[int] = []
+        self._digest = 0  # of the weights, as much as goes into a gradient's record
+        self._non_finite_stops = job.faults.non_finite_loss == "stop"
+        self._warned = False
+        self._reports_minibatches = job.results.minibatches
+        self._own = Outbox(role, plan.statistics, job.results.report_s)
+        self._minibatch: tuple[float, ...] = ()
+        self._since = self._ready_at = self._reduced_at = 0.0
+        self._samples = 0
+        self._compute_s = self._push_s = self._pull_s = 0.0
+
+    @property
+    def waiting_for(self) -> str:
+        if self.state is Replicas.REDUCING:
+            return "the gradients of all learners"
+        if self.state is Replicas.READY:
+            return "other learners to get ready"
+        return "the statistics server to finish" if self.state is Replicas.STOPPED else ""
+
+    def validate(self) -> None:
+        super().validate()
+        assert self.timestamp <= self.step
+
+    def _start(self, event: Started, now: float) -> list[Action]:
+        return [Hash(WEIGHTS)]
+
+    def _report_digest(self, event: Hashed, now: float) -> list[Action]:
+        self.state = Replicas.READY
+        digest = short(event.digest)
+        if self._leads:
+            return self._ready(digest, now)
+        return [Send(self.plan.server, Message(Kind.READY, self.id, value=digest))]
+
+    def _member_ready(self, event: Received, now: float) -> list[Action]:
+        return self._ready(event.message.value, now)
+
+    def _ready(self, digest: int, now: float) -> list[Action]:
+        self._digests.append(digest)
+        if len(self._digests) <= len(self._members) or self.state is not Replicas.READY:
+            return []
+        if len(set(self._digests)) > 1:
+            return [Fail("learners hold different initial weights (digests differ)")]
+        start = Message(Kind.START, self.id, value=round(now * 1e9))
+        return [Send(self.plan.statistics, start), *self._start_training(start, now)]
+
+    def _begin(self, event: Received, now: float) -> list[Action]:
+        return self._start_training(event.message, now)
+
+    def _start_training(self, start: Message, now: float) -> list[Action]:
+        self._began = self._ended = start.value * 1e-9
+        return [*(Send(to, start) for to in self._to_members), *self._next(now)]
+
+    def _next(self, now: float) -> list[Action]:
+        self.state = Replicas.COMPUTING
+        self._since = now
+        return [Compute(self.step, WEIGHTS, GRADIENT)]
+
+    def _reduce(self, event: Computed, now: float) -> list[Action]:
+        self.state = Replicas.REDUCING
+        self._ready_at = now
+        compute_s = now - self._since
+        self._compute_s += compute_s
+        about = (self.learner, event.samples, event.step, self.timestamp, event.loss, event.errors)
+        self._minibatch = (*about, 0, now - self._began, compute_s)
+        actions: list[Action] = []
+        if not isfinite(event.loss):
+            text = f"the loss of mini-batch {event.step} is {event.loss}: a smaller learning_rate may help"
+            if self._non_finite_stops:
+                self._own.add(Kind.MINIBATCHES, *self._minibatch, 0.0, 0.0, 0.0)
+                return [*self._own.flush(now), Fail(text)]
+            if not self._warned:
+                self._warned = True
+                actions.append(Warn(f"{text} (training goes on, as [faults] non_finite_loss says)"))
+        self.step = event.step + 1
+        self._samples += event.samples
+        learner, samples, loss = self.learner, event.samples, event.loss
+        gradient = Gradient(
+            -1, learner, samples, event.step, self.timestamp, -1, 1.0, loss, event.errors, self._digest
+        )
+        return [*actions, Reduce(GRADIENT, 0, event.step, gradient, to_all=True)]
+
+    def _reduced(self, event: Reduced, now: float) -> list[Action]:
+        self.state = Replicas.UPDATING
+        self._reduced_at = now
+        for gradient in event.gradients:
+            if gradient.pad != self._digest:
+                other = f"those of learner {gradient.learner}"
+                return [Fail(f"its weights at timestamp {self.timestamp} differ from {other}, although they must not")]
+        self._count(event.gradients, 1.0)
+        actions, self._ended_training = self._update_by(GRADIENT, now)
+        return actions
+
+    def _updated(self, event: Updated, now: float) -> list[Action]:
+        self._digest = event.digest & 0x7FFFFFFF
+        push_s, pull_s = self._reduced_at - self._ready_at, now - self._reduced_at
+        self._push_s += push_s
+        self._pull_s += pull_s
+        if self._reports_minibatches:
+            self._own.add(Kind.MINIBATCHES, *self._minibatch, push_s, 0.0, pull_s)
+        actions = self._note(event, now)
+        if not self._ended_training:
+            return self._next(now) + self._own.due(now) + actions
+        self.state = Replicas.STOPPED
+        row = (self.learner, self.plan.roles[self.id].world_rank, self.step, self._samples, 0, 0)
+        self._own.add(Kind.LEARNERS, *row, self._compute_s, self._push_s, 0.0, self._pull_s)
+        return actions + self._own.flush(now) + self._totals(now, self.applied, 0, 0, 0)
+
+    def _returned(self, event: Sent, now: float) -> list[Action]:
+        self._snapshot_returned(event.buffer)
+        return []
+
+    def _finish(self, event: Received, now: float) -> list[Action]:
+        self.state = Replicas.DONE
+        return [Halt()]

@@ -1,0 +1,92 @@
+"""Gradients on their way into an average: what a parameter server and a tree server have in common.
+
+A gradient buffer is in one place at a time: free, posted (a transfer may land in it), arrived (to be handled), the
+accumulator (the first gradient of an average; the others are averaged into it, weighted by their samples), or lent.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from rudra.events import Accumulate, Action, Receive, Received
+from rudra.records import Gradient
+
+
+class Intake:
+    """The gradient buffers of one server.
+
+    Args:
+        sources: ids of the roles that push to it, in learner order.
+        buffers: how many there are; two serve any number of sources, a third while an average is passed on.
+        ordered: tensors are received and added in the order of the sources.
+    """
+
+    def __init__(self, sources: Sequence[int], buffers: int, ordered: bool) -> None:
+        self.pool = tuple(f"gradient {i}" for i in range(buffers))
+        self.free = deque(self.pool)
+        self.posted: set[str] = set()
+        self.arrived: deque[tuple[str, tuple[Gradient, ...]]] = deque()
+        self.accumulator: str | None = None
+        self.samples = 0
+        self.lent: str | None = None
+        self._sources, self._ordered, self._next_source = sources, ordered, 0
+        self._receives = {buffer: Receive(buffer, gradient=True) for buffer in self.pool}
+
+    def validate(self) -> None:
+        places = [*self.free, *self.posted, *(buffer for buffer, _ in self.arrived)]
+        places += [buffer for buffer in (self.accumulator, self.lent) if buffer is not None]
+        assert sorted(places) == sorted(self.pool), places
+
+    @property
+    def waiting(self) -> int:
+        """Gradients that have arrived and are not added yet."""
+        return sum(len(gradients) for _, gradients in self.arrived)
+
+    def post(self, training: bool) -> list[Action]:
+        """Lets gradients into the free buffers; in order while the training goes on, if the protocol asks for it."""
+        actions: list[Action] = []
+        while self.free:
+            buffer = self.free.popleft()
+            receive = self._receives[buffer]
+            if self._ordered and training:
+                receive = Receive(buffer, self._sources[self._next_source], gradient=True)
+                self._next_source = (self._next_source + 1) % len(self._sources)
+            self.posted.add(buffer)
+            actions.append(receive)
+        return actions
+
+    def take(self, event: Received) -> None:
+        """A transfer has landed."""
+        buffer = event.buffer or ""
+        self.posted.discard(buffer)
+        self.arrived.append((buffer, event.message.gradients))
+
+    def bring(self, learner: int) -> bool:
+        """Brings the arrived gradient that begins with this learner's to the front; False if there is none."""
+        for place, (_, gradients) in enumerate(self.arrived):
+            if gradients[0].learner == learner:
+                self.arrived.rotate(-place)
+                return True
+        return False
+
+    def average(self, buffer: str, samples: int, scale: float) -> list[Action]:
+        """Adds a gradient to the average, in which it counts by its samples."""
+        self.samples += samples
+        if self.accumulator is None:
+            self.accumulator = buffer
+            return [] if scale == 1.0 else [Accumulate(buffer, buffer, 1.0, scale)]
+        self.free.append(buffer)
+        return [Accumulate(self.accumulator, buffer, samples / self.samples, scale)]
+
+    def give(self) -> str:
+        """The average; whoever takes it puts the buffer back."""
+        buffer = self.accumulator
+        assert buffer is not None
+        self.accumulator, self.samples = None, 0
+        return buffer
+
+    def discard(self) -> int:
+        """Drops what has arrived; how many gradients that was."""
+        dropped = self.waiting
+        self.free.extend(buffer for buffer, _ in self.arrived)
+        self.arrived.clear()
+        return dropped

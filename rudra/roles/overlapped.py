@@ -1,0 +1,209 @@
+"""The learner that never waits for a server: it pushes and pulls while it computes.
+
+Source: rudra.txt §3.3, Rudra-adv*. Every gradient is pushed, and none before the one before was delivered: two gradient
+buffers, one computed into while the other is sent. Weights come down a tree of the root and all learners, whenever newer
+ones can come; a mini-batch begins with the newest that are here complete, which is a change of a name. Of three weight
+buffers one is computed with, one holds the newest, and one is open for the next. Each learner hands weights on to its
+receivers, on each edge the newest as soon as the edge is idle: versions may be skipped there, but never queue up. A buffer
+that is computed with or handed on is not overwritten.
+
+    WAITING    first weights                      -> HASHING
+    HASHING    their digest                       -> READY      handed on; tell the server
+    READY      training starts                    -> COMPUTING
+    COMPUTING  gradient ready, the one before delivered -> COMPUTING   push it, next mini-batch
+    COMPUTING  gradient ready, the one before not       -> EXCHANGING  until that is delivered
+    any        stop                               -> LEAVING    when the gradient at hand is ready
+    LEAVING    nothing of ours is under way       -> STOPPED
+    STOPPED    everything is recorded             -> DONE
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from rudra.config import FaultsTable, ResultsTable
+from rudra.events import Action, Compute, Computed, Halt, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.messages import Kind, Message
+from rudra.records import Gradient
+from rudra.roles.learner import Learner, State
+from rudra.roles.machine import States, short
+from topologies import Plan
+
+WEIGHTS = ("weights", "weights 1", "weights 2")
+GRADIENTS = ("gradient 0", "gradient 1")
+
+
+class OverlappedLearner(Learner):
+    """One learner of adv*; arguments as for `Learner`.
+
+    Attributes:
+        timestamp: of the weights that are computed with.
+    """
+
+    __slots__ = (
+        "_computing_with",
+        "_edges",
+        "_given",
+        "_into",
+        "_newest",
+        "_open",
+        "_receivers",
+        "_sending",
+        "_source",
+        "_stamps",
+        "_waiting",
+    )
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
+        (State.WAITING, Started): "_start",
+        (State.WAITING, Kind.WEIGHTS): "_first_weights",
+        (State.HASHING, Hashed): "_report_digest",
+        **{(state, Sent): "_returned" for state in State if state is not State.DONE},
+        **{
+            (state, Kind.WEIGHTS): "_arrived"
+            for state in (State.HASHING, State.READY, State.COMPUTING, State.EXCHANGING, State.LEAVING, State.STOPPED)
+        },
+        (State.READY, Kind.START): "_begin",
+        (State.COMPUTING, Computed): "_push",
+        (State.COMPUTING, Kind.STOP): "_stop_soon",
+        (State.EXCHANGING, Kind.STOP): "_stop_soon",
+        (State.STOPPED, Kind.DONE): "_finish",
+    }
+
+    def __init__(self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable) -> None:
+        super().__init__(role, plan, faults, results)
+        source = plan.roles[role].source
+        assert source is not None
+        self._source = source
+        self._receivers = plan.receivers[role]
+        self._stamps = dict.fromkeys(WEIGHTS, -1)
+        self._open: str | None = WEIGHTS[0]  # where the next weights may land
+        self._newest = WEIGHTS[0]
+        self._computing_with: str | None = None
+        self._edges: dict[int, str] = {}  # receiver -> what is on its way there
+        self._given = dict.fromkeys(self._receivers, -1)
+        self._into = 0  # the gradient buffer that is computed into
+        self._sending: str | None = None
+        self._waiting: Gradient | None = None  # ready, while the gradient before is still under way
+
+    @property
+    def waiting_for(self) -> str:
+        server = self.plan.roles[self.server].name
+        if self.state is State.EXCHANGING:
+            return f"the {server} to take gradient {self.pushed - 2}"
+        if self.state is State.LEAVING:
+            last = [] if self._sending is None else [f"the {server} to take gradient {self.pushed - 1}"]
+            return ", ".join([*last, *(f"{self.plan.roles[to].name} to take weights" for to in self._edges)])
+        waits: dict[States, str] = {
+            State.WAITING: f"the first weights from the {self.plan.roles[self._source].name}",
+            State.READY: f"the {server} to start training",
+            State.STOPPED: "the statistics server to finish",
+        }
+        return waits.get(self.state, "")
+
+    def validate(self) -> None:
+        assert self._open is None or self._open not in {self._computing_with, *self._edges.values()}
+        assert self.state is State.WAITING or self._open != self._newest
+        assert self._sending is None or self._sending != GRADIENTS[self._into] or self._waiting is None
+
+    # Start.
+
+    def _start(self, event: Started, now: float) -> list[Action]:
+        return [Receive(WEIGHTS[0], self._source)]
+
+    def _first_weights(self, event: Received, now: float) -> list[Action]:
+        self.state = State.HASHING
+        return [*self._arrived(event, now), Hash(self._newest)]
+
+    def _report_digest(self, event: Hashed, now: float) -> list[Action]:
+        self.state = State.READY
+        return [Send(self.server, Message(Kind.READY, self.id, value=short(event.digest)))]
+
+    # Weights: in, and on.
+
+    def _arrived(self, event: Received, now: float) -> list[Action]:
+        assert event.buffer is not None
+        self._newest, self._open = event.buffer, None
+        self._stamps[event.buffer] = event.message.timestamp
+        self._pulls += self.state in {State.COMPUTING, State.EXCHANGING}
+        return self._hand_on() + self._reopen()
+
+    def _hand_on(self) -> list[Action]:
+        """Sends the newest weights along every edge that is idle; when training ends there, too, this ends."""
+        if self.state in {State.LEAVING, State.STOPPED}:
+            return []
+        stamp, actions = self._stamps[self._newest], list[Action]()
+        for to in self._receivers:
+            if to not in self._edges and self._given[to] < stamp:
+                self._edges[to], self._given[to] = self._newest, stamp
+                actions.append(Send(to, Message(Kind.WEIGHTS, self.id, stamp), self._newest))
+        return actions
+
+    def _reopen(self) -> list[Action]:
+        """Lets the next weights in, if a buffer is free and none is open."""
+        if self._open is not None:
+            return []
+        used = {self._newest, self._computing_with, *self._edges.values()}
+        self._open = next((buffer for buffer in WEIGHTS if buffer not in used), None)
+        return [] if self._open is None else [Receive(self._open, self._source)]
+
+    # Gradients.
+
+    def _next(self, now: float) -> list[Action]:
+        self.state = State.COMPUTING
+        self._since = now
+        self._computing_with = self._newest
+        self.timestamp = self._stamps[self._newest]
+        return [Compute(self.step, self._newest, GRADIENTS[self._into]), *self._reopen()]
+
+    def _push(self, event: Computed, now: float) -> list[Action]:
+        warnings, ends = self._computed(event, now)
+        if ends:
+            return warnings
+        self._waiting = self._gradient(event, now)
+        if self._sending is None:
+            return [*warnings, *self._send(now)]
+        self.state = State.EXCHANGING
+        return warnings
+
+    def _send(self, now: float) -> list[Action]:
+        """Pushes the gradient that is ready, and goes on to the next, into the other buffer."""
+        gradient, self._waiting = self._waiting, None
+        assert gradient is not None
+        waited_s = now - self._pushed_at
+        self._push_s += waited_s
+        self._report(waited_s, 0.0, 0.0)
+        self._sending = GRADIENTS[self._into]
+        self._into = 1 - self._into
+        message = Message(Kind.GRADIENT, self.id, gradient.timestamp, -1, None, (gradient,))
+        after = self._leave(now) if self._stopping else self._next(now)
+        return [Send(self.server, message, self._sending), *after, *self._outbox.due(now)]
+
+    def _returned(self, event: Sent, now: float) -> list[Action]:
+        if event.to == self.server and event.buffer == self._sending:
+            self._sending = None
+            if self.state is State.EXCHANGING:
+                return self._send(now)
+            return self._left(now)
+        del self._edges[event.to]
+        return self._hand_on() + self._reopen() + self._left(now)
+
+    # The end.
+
+    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+        self._stopping = True
+        return []
+
+    def _leave(self, now: float) -> list[Action]:
+        self.state = State.LEAVING
+        self._computing_with = None
+        return [*self._reopen(), *self._left(now)]
+
+    def _left(self, now: float) -> list[Action]:
+        """Takes leave when nothing is under way; weights that still come are let in, so that nobody waits with them."""
+        if self.state is not State.LEAVING or self._sending is not None or self._edges:
+            return []
+        return super()._leave(now)
+
+    def _finish(self, event: Received, now: float) -> list[Action]:
+        self.state = State.DONE
+        return [Halt()]

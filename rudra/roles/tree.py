@@ -1,0 +1,298 @@
+"""The tree server: average the children's gradients, pass one on, and hand weights down.
+
+Source: rudra.txt §3.3. To its children it is a server, to its parent it behaves like a learner. It passes an average on
+when it stands for as many gradients as there are learners below, or as make an update if those are fewer; never before
+the one before was delivered. When a child asks for weights it asks its parent, once for all that ask meanwhile; newer
+ones land in a second buffer, while those of before may still be on their way to a child.
+
+    WAITING   first weights, and every child ready -> READY     tell the parent
+    READY     training starts                      -> TRAINING  start the children
+    TRAINING  stop                                 -> STOPPING  stop the children
+    STOPPING  every child left, everything sent    -> STOPPED   pass on what is left, and leave
+    STOPPED   everything is recorded               -> DONE
+"""
+
+from collections.abc import Mapping
+from enum import auto
+from typing import Any, ClassVar
+
+from protocols import Clock
+from rudra.config import Job
+from rudra.events import Action, Fail, Halt, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.messages import Kind, Message
+from rudra.records import Gradient
+from rudra.roles.intake import Intake
+from rudra.roles.machine import Machine, States, listed, short
+from topologies import Plan
+
+WEIGHTS = ("weights 0", "weights 1")
+
+
+class State(States):
+    WAITING = auto()
+    READY = auto()
+    TRAINING = auto()
+    STOPPING = auto()
+    STOPPED = auto()
+    DONE = auto()
+
+
+class TreeServer(Machine):
+    """A server between the root and learners.
+
+    Args:
+        role: id in the plan.
+        plan: who is who; where weights have a tree of their own, this server has none.
+        job: resolved.
+    """
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
+        (State.WAITING, Started): "_start",
+        (State.WAITING, Kind.WEIGHTS): "_first_weights",
+        (State.WAITING, Hashed): "_hashed",
+        (State.WAITING, Sent): "_first_returned",
+        (State.WAITING, Kind.READY): "_child_ready",
+        (State.READY, Kind.START): "_begin",
+        (State.TRAINING, Kind.GRADIENT): "_gradient",
+        (State.TRAINING, Kind.PULL): "_pull",
+        (State.TRAINING, Kind.TIMESTAMP): "_answered",
+        (State.TRAINING, Kind.WEIGHTS): "_pulled",
+        (State.TRAINING, Sent): "_returned",
+        (State.TRAINING, Kind.STOP): "_stop",
+        (State.STOPPING, Kind.GRADIENT): "_late_gradient",
+        (State.STOPPING, Kind.PULL): "_late_pull",
+        (State.STOPPING, Kind.WEIGHTS): "_late_weights",
+        (State.STOPPING, Sent): "_returned",
+        (State.STOPPING, Kind.BYE): "_bye",
+        (State.STOPPED, Kind.DONE): "_finish",
+    }
+
+    def __init__(self, role: int, plan: Plan, job: Job) -> None:
+        super().__init__(role, plan)
+        parent = plan.roles[role].parent
+        assert parent is not None
+        self.parent = parent
+        self.state = State.WAITING
+        self._children = plan.children[role]
+        self._receivers = plan.receivers[role]
+        self._protocol = job.make_protocol(plan)
+        self._ordered = self._protocol.ordered
+        self._together = min(plan.learners_below(role), self._protocol.gradients_per_update)
+        self._first_learner = _first_learner(plan, role)
+        self.intake = Intake(self._children, 3, self._ordered)
+        self._pending: list[Gradient] = []
+        self.timestamp = 0
+        self.received = self.relayed = 0
+        self._digest: int | None = None
+        self._ready: set[int] = set()
+        self._current, self._spare = WEIGHTS
+        self._lent = dict.fromkeys(WEIGHTS, 0)  # transfers under way
+        self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
+        self._asking = False  # the parent, for weights
+        self._fetching = False  # newer weights are announced or coming
+        self._left: dict[int, int] = {}
+
+    @property
+    def waiting_for(self) -> str:
+        parent = self.plan.roles[self.parent].name
+        if self.state is State.WAITING:
+            missing = [self.plan.roles[i].name for i in self._children if i not in self._ready]
+            return f"the first weights from the {parent}" if len(missing) == len(self._children) else listed(missing)
+        if self.state is State.STOPPING:
+            return listed([self.plan.roles[i].name for i in self._children if i not in self._left])
+        if self.state is State.TRAINING:
+            if self.intake.lent is not None:
+                return f"the {parent} to take a gradient"
+            return f"a gradient from {listed([self.plan.roles[i].name for i in self._children])}"
+        return f"the {parent} to start training" if self.state is State.READY else "the statistics server to finish"
+
+    def validate(self) -> None:
+        self.intake.validate()
+        assert self.received == self.relayed + len(self._pending) + self.intake.waiting
+        assert bool(self._pending) == (self.intake.accumulator is not None)
+        assert all(lent >= 0 for lent in self._lent.values())
+
+    # Start: everybody holds the same weights.
+
+    def _start(self, event: Started, now: float) -> list[Action]:
+        return [Receive(self._current, self.parent)] if self._receivers else []
+
+    def _first_weights(self, event: Received, now: float) -> list[Action]:
+        return [Hash(self._current)]
+
+    def _hashed(self, event: Hashed, now: float) -> list[Action]:
+        self._digest = short(event.digest)
+        self._lent[self._current] = len(self._receivers)
+        message = Message(Kind.WEIGHTS, self.id, self.timestamp)
+        return [Send(to, message, self._current) for to in self._receivers]
+
+    def _child_ready(self, event: Received, now: float) -> list[Action]:
+        if self._digest is None:  # without weights of its own it compares its children's
+            self._digest = event.message.value
+        if event.message.value != self._digest:
+            name = self.plan.roles[event.message.sender].name
+            return [Fail(f"{name} received other initial weights than its neighbours (digests differ)")]
+        self._ready.add(event.message.sender)
+        return self._report_ready()
+
+    def _first_returned(self, event: Sent, now: float) -> list[Action]:
+        self._lent[event.buffer] -= 1
+        return self._report_ready()
+
+    def _report_ready(self) -> list[Action]:
+        if len(self._ready) < len(self._children) or any(self._lent.values()):
+            return []
+        assert self._digest is not None
+        self.state = State.READY
+        return [Send(self.parent, Message(Kind.READY, self.id, value=self._digest))]
+
+    def _begin(self, event: Received, now: float) -> list[Action]:
+        self.state = State.TRAINING
+        return [*(Send(to, event.message) for to in self._children), *self.intake.post(True)]
+
+    # Gradients up.
+
+    def _gradient(self, event: Received, now: float) -> list[Action]:
+        self._take(event)
+        message = event.message
+        if message.value >= 0:
+            self._pulls[message.sender] = (message.timestamp, message.value)
+        return self._work() + self._ask()
+
+    def _take(self, event: Received) -> None:
+        self.intake.take(event)
+        self.received += len(event.message.gradients)
+
+    def _work(self) -> list[Action]:
+        """Averages what has arrived, and passes the average on when it is complete and the way is free."""
+        actions: list[Action] = []
+        intake = self.intake
+        while True:
+            if len(self._pending) >= self._together:
+                if intake.lent is not None:
+                    break
+                actions.append(self._relay())
+            elif intake.arrived and (not self._ordered or intake.bring(self._first_learner + len(self._pending))):
+                actions += self._add()
+            else:
+                break
+        return actions + intake.post(self.state is State.TRAINING)
+
+    def _add(self) -> list[Action]:
+        buffer, gradients = self.intake.arrived.popleft()
+        self._pending += gradients
+        return self.intake.average(buffer, sum(g.samples for g in gradients), 1.0)
+
+    def _relay(self) -> Action:
+        """Passes the average on; if children wait for weights, with the question for them."""
+        gradients, self._pending = tuple(self._pending), []
+        self.relayed += len(gradients)
+        buffer = self.intake.lent = self.intake.give()
+        asked, held = self._question() if self._may_ask() else (self.timestamp, -1)
+        return Send(self.parent, Message(Kind.GRADIENT, self.id, asked, held, None, gradients), buffer)
+
+    # Weights down.
+
+    def _may_ask(self) -> bool:
+        return bool(self._pulls) and not self._asking and self.state is State.TRAINING
+
+    def _question(self) -> tuple[int, int]:
+        """What to ask the parent: the oldest timestamp that a child asks about, and the one that is here."""
+        self._asking = True
+        return min(asked for asked, _ in self._pulls.values()), self.timestamp
+
+    def _pull(self, event: Received, now: float) -> list[Action]:
+        self._pulls[event.message.sender] = (event.message.timestamp, event.message.value)
+        return self._ask()
+
+    def _ask(self) -> list[Action]:
+        """Asks the parent, unless that is under way, or can go with the gradient that waits for its turn."""
+        if not self._may_ask() or len(self._pending) >= self._together:
+            return []
+        asked, held = self._question()
+        return [Send(self.parent, Message(Kind.PULL, self.id, asked, held))]
+
+    def _answered(self, event: Received, now: float) -> list[Action]:
+        if event.message.timestamp == self.timestamp:
+            return self._answer_all()
+        self._fetching = True
+        return self._fetch()
+
+    def _fetch(self) -> list[Action]:
+        """Lets newer weights in, as soon as the spare buffer is back from all children."""
+        return [] if self._lent[self._spare] else [Receive(self._spare, self.parent)]
+
+    def _pulled(self, event: Received, now: float) -> list[Action]:
+        self._fetching = False
+        self.timestamp = event.message.timestamp
+        self._current, self._spare = self._spare, self._current
+        return self._answer_all()
+
+    def _answer_all(self) -> list[Action]:
+        """Answers the children to whom the protocol grants these weights, and asks again for the others."""
+        self._asking = False
+        clock = Clock(self.timestamp, ())
+        stamp = Message(Kind.TIMESTAMP, self.id, self.timestamp)
+        actions: list[Action] = []
+        for child, (asked, held) in list(self._pulls.items()):
+            if self._protocol.pull_granted(-1, asked, clock):
+                del self._pulls[child]
+                actions.append(Send(child, stamp))
+                if held < self.timestamp:
+                    self._lent[self._current] += 1
+                    actions.append(Send(child, Message(Kind.WEIGHTS, self.id, self.timestamp), self._current))
+        return actions + self._ask()
+
+    def _returned(self, event: Sent, now: float) -> list[Action]:
+        if event.buffer == self.intake.lent:
+            self.intake.lent = None
+            self.intake.free.append(event.buffer)
+            actions = self._work() + self._ask()
+        else:
+            self._lent[event.buffer] -= 1
+            waits = self._fetching and event.buffer == self._spare and not self._lent[self._spare]
+            actions = [Receive(self._spare, self.parent)] if waits else []
+        return actions + self._leave() if self.state is State.STOPPING else actions
+
+    # The end: what the children have pushed is passed on, and counted by the root.
+
+    def _stop(self, event: Received, now: float) -> list[Action]:
+        self.state = State.STOPPING
+        self._pulls.clear()
+        return [*(Send(to, Message(Kind.STOP, self.id)) for to in self._children), *self.intake.post(False)]
+
+    def _late_gradient(self, event: Received, now: float) -> list[Action]:
+        self._take(event)
+        return self._work() + self._leave()
+
+    def _late_pull(self, event: Received, now: float) -> list[Action]:
+        return []  # stop is the answer
+
+    def _late_weights(self, event: Received, now: float) -> list[Action]:
+        self._fetching = False
+        return self._leave()
+
+    def _bye(self, event: Received, now: float) -> list[Action]:
+        self._left[event.message.sender] = event.message.value
+        return self._leave()
+
+    def _leave(self) -> list[Action]:
+        here = len(self._left) == len(self._children) and self.received == sum(self._left.values())
+        if not here or self._fetching or self.intake.lent is not None or any(self._lent.values()):
+            return []
+        while self.intake.arrived:  # out of turn: nobody will fill the gap
+            self._add()
+        if self._pending:
+            return [self._relay()]
+        self.state = State.STOPPED
+        return [Send(self.parent, Message(Kind.BYE, self.id, value=self.relayed))]
+
+    def _finish(self, event: Received, now: float) -> list[Action]:
+        self.state = State.DONE
+        return [Halt()]
+
+
+def _first_learner(plan: Plan, role: int) -> int:
+    while children := plan.children[role]:
+        role = children[0]
+    return plan.roles[role].index

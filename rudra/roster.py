@@ -1,0 +1,38 @@
+"""Who was who in a run: a plan as rows of its result file, and back."""
+
+from typing import Any
+
+import numpy as np
+
+from rudra.messages import Rows
+from rudra.records import ROLE
+from topologies import Plan, Role
+
+_OPTIONAL = ("parent", "source", "group")
+
+
+def rows_of(plan: Plan) -> Rows:
+    """One row for each role, by id."""
+    rows = np.zeros(len(plan.roles), ROLE)
+    for row, role in zip(rows, plan.roles, strict=True):
+        for name in ROLE.names or ():
+            value: Any = getattr(role, name)
+            row[name] = value.encode() if name == "kind" else -1 if value is None else value
+    return rows
+
+
+def about(plan: Plan) -> dict[str, Any]:
+    """What the rows do not tell."""
+    return {"records": plan.records, "overlapped": plan.overlapped, "reduction": plan.reduction}
+
+
+def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
+    """The plan that `rows_of` and `about` were given."""
+    roles = []
+    for row in rows:
+        fields = {name: row[name].item() for name in ROLE.names or ()}
+        fields |= {name: None for name in _OPTIONAL if fields[name] == -1}
+        roles.append(Role(**{**fields, "kind": fields["kind"].decode()}))
+    known = {name: attributes[name] for name in ("records", "overlapped", "reduction")}
+    known["overlapped"] = bool(known["overlapped"])
+    return Plan(tuple(roles), **known)

@@ -1,0 +1,40 @@
+"""Compute groups: synchronous inside a group, asynchronous between groups.
+
+Source: omnivore.txt §IV-A and appendix D-A3. The learners of a group add their gradients on a communicator of their own
+and act as one learner of batch kμ; the group's first learner pushes and pulls for all. With one group there is no
+parameter server: every learner updates weights of its own by the same sum, which is hardsync by allreduce.
+"""
+
+from collections.abc import Sequence
+
+from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Plan, Reduction, Role
+
+BINARY = 2
+
+
+def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered") -> Plan:
+    """Learners in blocks that differ by one at most; block i is group i.
+
+    Args:
+        nodes: of every learner.
+        groups: g, 1 to λ.
+        reduction: "ordered": slices are exchanged and added in group_rank order, which a replay can repeat; "mpi": the
+            library's allreduce, which it cannot.
+    """
+    learners = len(nodes)
+    if not isinstance(groups, int) or isinstance(groups, bool) or not 1 <= groups <= learners:
+        raise ValueError(f"[topology] options.groups = {groups}, with {learners} learners; valid: 1 to {learners}")
+    if reduction not in {"ordered", "mpi"}:
+        raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: ordered, mpi")
+    served = groups > 1
+    roles = [Role(PARAMETER_SERVER, 0, 0)] if served else []
+    roles.append(Role(STATISTICS_SERVER, 0, len(roles)))
+    first = len(roles)
+    for group in range(groups):
+        begin, end = group * learners // groups, (group + 1) * learners // groups
+        for i in range(begin, end):
+            head = first + begin
+            parent = head if i > begin else 0 if served else None
+            source = first + begin + (i - begin - 1) // BINARY if i > begin else None
+            roles.append(Role(LEARNER, i, first + i, parent, source, nodes[i], group))
+    return Plan(tuple(roles), -(-learners // groups), replayable=reduction == "ordered", reduction=reduction)

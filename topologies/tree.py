@@ -1,0 +1,81 @@
+"""Trees: how the topologies that have one build it."""
+
+from collections.abc import Sequence
+
+from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER, Role
+
+FanOut = int | Sequence[int] | None
+Block = tuple[int, list[int]]
+"""A node, and the ids of those that are together there."""
+
+SERVERS = 2
+
+
+def even(count: int, most: int | None) -> list[int]:
+    """Splits `count` things into as few blocks of at most `most` as will do; sizes differ by one at most."""
+    blocks = 1 if most is None else -(-count // most)
+    return [(i + 1) * count // blocks - i * count // blocks for i in range(blocks)]
+
+
+def fan_outs(value: FanOut, name: str) -> list[int]:
+    """The option as a list.
+
+    Raises:
+        ValueError: it is none of what is allowed.
+    """
+    given = [] if value is None else [value] if isinstance(value, int) else list(value)
+    if any(not isinstance(f, int) or isinstance(f, bool) or f < least for f, least in zip(given, (1, *[2] * len(given)), strict=False)):
+        raise ValueError(f"[topology] options.{name} = {value}: must be a whole number >= 1, or a list of these, all but the first >= 2")
+    if len(given) == 1 and given[0] < 2:
+        given = [given[0], 2]
+    return given
+
+
+def server_tree(nodes: Sequence[int], fan_out: FanOut) -> list[Role]:
+    """Root, statistics server, the tree of servers between root and learners from top to bottom, and learners.
+
+    Args:
+        nodes: of every learner, ascending.
+        fan_out: most children of a leaf server, of the servers above those, …; the last number counts for all
+            levels above. None: one leaf server to a node, all of them right below the root; on one node, the root itself.
+
+    Raises:
+        ValueError: a fan-out is out of range.
+    """
+    limits = fan_outs(fan_out, "fan_out")
+    levels: list[list[Block]] = []  # from the leaf servers up: node, and places in the level below
+    first = 0
+    leaves: list[Block] = []
+    for node in dict.fromkeys(nodes):
+        for size in even(nodes.count(node), limits[0] if limits else None):
+            leaves.append((node, list(range(first, first + size))))
+            first += size
+    levels.append(leaves)
+    above = limits[1:] or limits
+    while above and len(levels[-1]) > above[min(len(levels), len(above)) - 1]:
+        below, first, level = levels[-1], 0, list[Block]()
+        for size in even(len(below), above[min(len(levels), len(above)) - 1]):
+            level.append((below[first][0], list(range(first, first + size))))
+            first += size
+        levels.append(level)
+    alone = not limits and len(leaves) == 1
+    root = Role(PARAMETER_SERVER, 0, 0, node=nodes[0] if alone else ELSEWHERE)
+    roles = [root, Role(STATISTICS_SERVER, 0, 1, parent=0)]
+    if alone:
+        return roles + [Role(LEARNER, i, SERVERS + i, 0, node=node) for i, node in enumerate(nodes)]
+    parents = [0] * len(levels[-1])
+    for level in reversed(levels):
+        below_parents: list[int] = []
+        for (node, members), parent in zip(level, parents, strict=True):
+            id_ = len(roles)
+            roles.append(Role(TREE_SERVER, id_ - SERVERS, id_, parent, node=node))
+            below_parents += [id_] * len(members)
+        parents = below_parents
+    first = len(roles)
+    return roles + [Role(LEARNER, i, first + i, parents[i], node=node) for i, node in enumerate(nodes)]
+
+
+def records(roles: Sequence[Role]) -> int:
+    """Room that the messages of a tree need: a server relays when it has as many gradients as learners below it,
+    and until then it may have one less, to which its largest child adds as many again."""
+    return 2 * max(1, sum(role.kind == LEARNER for role in roles))
