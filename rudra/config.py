@@ -136,7 +136,8 @@ class ProtocolTable(Table):
 class TopologyTable(Table):
     name: Named = Field("base", description="base, adv, adv*, groups, or package.module:object")
     options: dict[str, Any] = Field(
-        {}, description="adv, adv*: fan_out; adv*: weight_fan_out; groups: groups, reduction; or those of the user's own"
+        {},
+        description="adv, adv*: fan_out; adv*: weight_fan_out; groups: groups, reduction; or those of the user's own",
     )
 
 
@@ -388,8 +389,9 @@ class Job(Table):
     def explicit_momentum(self) -> float:
         """What is left of the momentum that the job wants, once asynchrony has given its share.
 
-        With g workers that update independently, gradients arrive as if there were momentum 1 - 1/g (Omnivore, theorem 1:
-        for step times that are exponential, and no explicit momentum). That the two add up is a rule of thumb.
+        With g workers that update independently, gradients arrive as if there were momentum 1 - 1/g (Omnivore,
+        theorem 1: for step times that are exponential, and no explicit momentum). That the two add up is a rule of
+        thumb.
         """
         if self.optimizer.momentum_correction == "none":
             return self.optimizer.momentum

@@ -7,6 +7,7 @@ learners send it; and a server handles one message after the other.
 Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ); Omnivore §4 (hardware efficiency).
 """
 
+import itertools
 import math
 import random
 import tomllib
@@ -99,7 +100,7 @@ class CostModel:
         if k == 1:
             return 0.0
         on_node = Counter(self.node[role] for role in members)
-        links = [self.link(a, b) for a, b in zip(members, members[1:], strict=False)]
+        links = [self.link(a, b) for a, b in itertools.pairwise(members)]
         share = (k - 1) / k  # of the vector that each member sends, and receives, in each of two phases
         if len(on_node) > 1:  # those of a node share its link
             share = max(count * (k - count) for count in on_node.values()) / k

@@ -112,8 +112,8 @@ class Compute(Struct, frozen=True, gc=False):
 class Reduce(Struct, frozen=True, gc=False):
     """Average a buffer over the compute group, weighted by samples; its end is `Reduced`.
 
-    Every member of the group must say the same `sequence`. The average is then in the buffer of every member, or, unless
-    it goes `to_all`, in that of the first alone, and the others' buffers are void.
+    Every member of the group must say the same `sequence`. The average is then in the buffer of every member, or,
+    unless it goes `to_all`, in that of the first alone, and the others' buffers are void.
     """
 
     buffer: str
@@ -193,6 +193,19 @@ class Halt(Struct, frozen=True, gc=False):
 
 
 Action = (
-    Send | Receive | Hash | Compute | Reduce | Accumulate | Update | Copy | Evaluate | Record | Finish | Warn | Fail | Halt
+    Send
+    | Receive
+    | Hash
+    | Compute
+    | Reduce
+    | Accumulate
+    | Update
+    | Copy
+    | Evaluate
+    | Record
+    | Finish
+    | Warn
+    | Fail
+    | Halt
 )
 Actions = Sequence[Action]

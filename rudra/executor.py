@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -38,6 +38,17 @@ def torch_as_in(job: Job) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(flushed)
+
+
+def arithmetic_of_thread() -> Callable[[], None]:
+    """Gives what another thread calls to compute as this one does: both settings are a thread's own."""
+    threads, flushed = torch.get_num_threads(), not torch.tensor(1e-40).mul(1.0).any()
+
+    def adopt() -> None:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(flushed)
+
+    return adopt
 
 
 class Buffer:
@@ -80,7 +91,7 @@ class Buffer:
         return int.from_bytes(hashlib.blake2b(taken.tobytes(), digest_size=8).digest(), "little")
 
     def write(self, message: Message) -> npt.NDArray[np.uint8]:
-        """Puts a message behind the tensor; returns what is to travel: the tensor, and no more of the tail than is used."""
+        """Puts a message behind the tensor; returns what is to travel: no more of the tail than is used."""
         data_ = message.encode()
         self._tail[: len(data_)] = data_
         return self.wire[: len(self.wire) - len(self._tail) + len(data_)]

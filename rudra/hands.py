@@ -139,8 +139,10 @@ class TensorHands:
         self._unsent = gradient
 
     def _forget_stale(self, weights: Place) -> None:
-        """A plain learner asks for newer weights after each gradient, and gets them if its server has moved on by then."""
-        if self._learner(weights[0]).plain and not any(role in self._servers for role, _ in self._holders[self._held(weights)]):
+        """A plain learner asks for newer weights after each gradient, and gets them if there are any by then."""
+        if self._learner(weights[0]).plain and not any(
+            role in self._servers for role, _ in self._holders[self._held(weights)]
+        ):
             self.posted(*weights)
 
     # Who holds which vector.

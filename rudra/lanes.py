@@ -1,8 +1,8 @@
 """Threads beside the one that owns a rank's roles: transfers that go on while the rank computes, and computing itself.
 
-Source: rudra.txt §3.3, the pushGradient and pullWeights threads. MPI makes no progress on large messages while nobody is
-inside it, so somebody must be. A thread that blocks in MPI spins on a whole core, which it takes from the computation; so
-these start transfers, test them, and sleep in between.
+Source: rudra.txt §3.3, the pushGradient and pullWeights threads. MPI makes no progress on large messages while nobody
+is inside it, so somebody must be. A thread that blocks in MPI spins on a whole core, which it takes from the
+computation; so these start transfers, test them, and sleep in between.
 """
 
 import threading

@@ -1,10 +1,11 @@
 """The MPI driver: roles on real ranks.
 
 One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is computed in
-that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers (`rudra.lanes`). Only buffer-mode calls are on the training path: a control
-message is one small eager send, a tensor one transfer from its own buffer into the receiver's. Where ranks share
-cores, a waiting rank sleeps until a neighbour rings (`rudra.doorbell`): the core belongs to whoever computes. A rank
-with a core to itself spins for a while before it sleeps.
+that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers (`rudra.lanes`). Only
+buffer-mode calls are on the training path: a control message is one small eager send, a tensor one transfer from its
+own buffer into the receiver's. Where ranks share cores, a waiting rank sleeps until a neighbour rings
+(`rudra.doorbell`): the core belongs to whoever computes. A rank with a core to itself spins for a while before it
+sleeps.
 """
 
 import secrets
@@ -42,11 +43,18 @@ from rudra.events import (
     Updated,
     Warn,
 )
-from rudra.executor import AveragingExecutor, Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor
+from rudra.executor import (
+    AveragingExecutor,
+    Executor,
+    LearnerExecutor,
+    OwnerExecutor,
+    StatisticsExecutor,
+    arithmetic_of_thread,
+)
 from rudra.lanes import Lane, Worker
 from rudra.messages import CONTROL_BYTES, Kind, Message
 from rudra.recorder import Recorder
-from rudra.reduction import GroupReduction
+from rudra.reduction import make_reductions
 from rudra.roles import Machine
 from topologies import Plan
 from topologies.plan import LEARNER
@@ -156,9 +164,8 @@ class Rank:
         self._results: deque[Callable[[], None]] = deque()  # of other threads
         self._lanes: dict[int, Lane] = {}
         self._computer: Worker | None = None
-        learners = [role for role in machines if plan.roles[role].kind == LEARNER]
-        self._reductions = make_reductions(comm, plan, learners, executors, doorbell)
-        if plan.overlapped and learners:
+        self._reductions = make_reductions(comm, plan, executors, doorbell)
+        if plan.overlapped and any(plan.roles[role].kind == LEARNER for role in machines):
             self._start_threads()
         self._running = set(machines)
         self.interrupted: int = 0  # the signal that said so
@@ -392,29 +399,7 @@ class Rank:
             )
         self._lanes = {GRADIENTS: Lane("push", self._post), WEIGHTS: Lane("pull", self._post)}
         self._computer = Worker("compute", self._post)
-
-
-def make_reductions(
-    comm: "MPI.Comm", plan: Plan, learners: list[int], executors: dict[int, Executor], doorbell: Doorbell
-) -> dict[int, GroupReduction]:
-    """A communicator for every compute group, and the reductions of those that live here; all ranks call this together."""
-    from mpi4py import MPI
-
-    made = {}
-    mine = {role: plan.roles[role].group for role in learners if plan.roles[role].group is not None}
-    if plan.groups:
-        (role, color), *_ = [*mine.items(), (-1, MPI.UNDEFINED)]
-        key = 0 if role < 0 else plan.groups[color or 0].index(role)
-        group = comm.Split(color, key)
-        if role >= 0:
-            others = [plan.roles[i].world_rank for i in plan.groups[color] if i != role]
-
-            def ring() -> None:
-                for rank in others:
-                    doorbell.ring(rank)
-
-            made[role] = GroupReduction(group, executors[role].size, plan.reduction, ring)
-    return made
+        self._computer.submit(arithmetic_of_thread())
 
 
 def make_doorbell(comm: "MPI.Comm") -> Doorbell:

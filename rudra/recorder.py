@@ -96,7 +96,9 @@ def make_writer(
     )
 
 
-def attributes(job: Job, *, plan: Plan, driver: str, training_samples: int, classes: int, **extra: Any) -> dict[str, Any]:
+def attributes(
+    job: Job, *, plan: Plan, driver: str, training_samples: int, classes: int, **extra: Any
+) -> dict[str, Any]:
     """What the result file says of the run as a whole.
 
     Args:

@@ -1,8 +1,9 @@
 """Averaging gradients over a compute group, on a communicator of its own.
 
 In group_rank order: each member gets its slice of all gradients, adds them up in that order, and hands the sum round
-(or to the first member alone). Every element is added by the same operations in the same order whatever the slices are,
-so a replay, which has no slices, reaches the same bits. Or by the MPI library's own allreduce, in whatever order it likes.
+(or to the first member alone). Every element is added by the same operations in the same order whatever the slices
+are, so a replay, which has no slices, reaches the same bits. Or by the MPI library's own allreduce, in whatever order
+it likes.
 
 Nothing blocks: `test` drives what is under way, so a rank that waits for its group still notices everything else.
 """
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rudra.doorbell import Doorbell
 from rudra.events import Reduce, Reduced
-from rudra.executor import CACHE_LINE, Buffer, average
+from rudra.executor import CACHE_LINE, Buffer, Executor, average
 from rudra.messages import Kind, Message, tail_bytes
 from rudra.records import Gradient
+from topologies import Plan
 from topologies.plan import Reduction
 
 if TYPE_CHECKING:
@@ -43,7 +46,9 @@ class GroupReduction:
         mine = self._slices[self._rank]
         length = mine.stop - mine.start
         # Touched, not only promised: transfers into untouched memory are slow.
-        self._incoming = [np.full(length if how == "ordered" and i != self._rank else 0, 0.0, np.float32) for i in range(comm.size)]
+        self._incoming = [
+            np.full(length if how == "ordered" and i != self._rank else 0, 0.0, np.float32) for i in range(comm.size)
+        ]
         self._record = np.zeros(tail_bytes(1), np.uint8)
         self._records = np.zeros((comm.size, tail_bytes(1)), np.uint8)
         self._requests: list[MPI.Request] = []
@@ -111,3 +116,33 @@ class GroupReduction:
 
     def close(self) -> None:
         self._comm.Free()
+
+
+def make_reductions(
+    comm: "MPI.Comm", plan: Plan, executors: dict[int, Executor], doorbell: Doorbell
+) -> dict[int, GroupReduction]:
+    """A communicator for every compute group, and this rank's part in its own, by role; all ranks call this together.
+
+    Args:
+        comm: of all ranks of the job.
+        plan: who is who.
+        executors: of the roles that live here, by id.
+        doorbell: wakes those that wait.
+    """
+    from mpi4py import MPI
+
+    if not plan.groups:
+        return {}
+    here = ((role, members) for members in plan.groups for role in members if role in executors)
+    role, members = next(here, (None, ()))
+    if role is None:
+        comm.Split(MPI.UNDEFINED)
+        return {}
+    group = comm.Split(plan.roles[role].group or 0, members.index(role))
+    others = [plan.roles[i].world_rank for i in members if i != role]
+
+    def ring() -> None:
+        for rank in others:
+            doorbell.ring(rank)
+
+    return {role: GroupReduction(group, executors[role].size, plan.reduction, ring)}

@@ -1,11 +1,11 @@
 """Replay: a recorded run once more, in one process, through the same roles, to the same bits.
 
-A replay is a simulation in which not virtual time but the record decides what happens next. A gradient is computed when
-its (learner, step) is the next one in the record, of the weights whose timestamp the record gives, and goes the way that
-it went then; whatever is sent arrives at once. So the servers receive the same gradients, of the same weights, in the same
-order, and by their own rules form the same averages and updates. Weights that the record still needs are kept. Where there
-is no server, nothing but the job decides what happens, and the replay simply trains again. What is recorded now is compared
-with the record, row by row, and the first difference ends the replay.
+A replay is a simulation in which not virtual time but the record decides what happens next. A gradient is computed
+when its (learner, step) is the next one in the record, of the weights whose timestamp the record gives, and goes the
+way that it went then; whatever is sent arrives at once. So the servers receive the same gradients, of the same
+weights, in the same order, and by their own rules form the same averages and updates. Weights that the record still
+needs are kept. Where there is no server, nothing but the job decides what happens, and the replay simply trains
+again. What is recorded now is compared with the record, row by row, and the first difference ends the replay.
 """
 
 import json

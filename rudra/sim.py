@@ -12,7 +12,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, Protocol
 
 import msgspec
@@ -445,7 +445,7 @@ class Simulation:
         if len(here) < len(members):
             return
         del self._reductions[key]
-        pairs = [(self._actors[a], b) for a, b in zip(members, members[1:], strict=False)]
+        pairs = [(self._actors[a], b) for a, b in pairwise(members)]
         ways = [a.ways.get(b) or self._way(a, b) for a, b in pairs]
         ports = [port for way in ways for port in (way.out, way.into)]
         end = max([time, *(port.free_at for port in ports)]) + self.costs.reduction_s(members, self._size_bytes)

@@ -1,7 +1,8 @@
 """Rudra-adv: a tree of parameter servers, whose leaves sit on the node of the learners that they serve.
 
-Source: rudra.txt §3.3, figure 2. Every server averages what its children push and passes one gradient on; the root alone
-updates; weights come down the same tree, each server pulling from the one above. So all weights have one timestamp.
+Source: rudra.txt §3.3, figure 2. Every server averages what its children push and passes one gradient on; the root
+alone updates; weights come down the same tree, each server pulling from the one above. So all weights have one
+timestamp.
 """
 
 from collections.abc import Sequence

@@ -94,10 +94,13 @@ class Plan:
     @cached_property
     def receivers(self) -> tuple[tuple[int, ...], ...]:
         """Role -> those to whom it gives weights; servers of a tree get none where weights have a tree of their own."""
-        own_tree = self.overlapped
-        return self._below(
-            lambda role: None if own_tree and role.kind == TREE_SERVER else role.parent if role.source is None else role.source
-        )
+
+        def above(role: Role) -> int | None:
+            if self.overlapped and role.kind == TREE_SERVER:
+                return None
+            return role.parent if role.source is None else role.source
+
+        return self._below(above)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -24,8 +24,10 @@ def fan_outs(value: FanOut, name: str) -> list[int]:
         ValueError: it is none of what is allowed.
     """
     given = [] if value is None else [value] if isinstance(value, int) else list(value)
-    if any(not isinstance(f, int) or isinstance(f, bool) or f < least for f, least in zip(given, (1, *[2] * len(given)), strict=False)):
-        raise ValueError(f"[topology] options.{name} = {value}: must be a whole number >= 1, or a list of these, all but the first >= 2")
+    for place, number in enumerate(given):
+        if not isinstance(number, int) or isinstance(number, bool) or number < min(2, 1 + place):
+            text = "must be a whole number >= 1, or a list of these, all but the first >= 2"
+            raise ValueError(f"[topology] options.{name} = {value}: {text}")
     if len(given) == 1 and given[0] < 2:
         given = [given[0], 2]
     return given
@@ -37,7 +39,8 @@ def server_tree(nodes: Sequence[int], fan_out: FanOut) -> list[Role]:
     Args:
         nodes: of every learner, ascending.
         fan_out: most children of a leaf server, of the servers above those, …; the last number counts for all
-            levels above. None: one leaf server to a node, all of them right below the root; on one node, the root itself.
+            levels above. None: one leaf server to a node, all of them right below the root, which on a single node is
+            the leaf itself.
 
     Raises:
         ValueError: a fan-out is out of range.

@@ -30,7 +30,9 @@ def run(*, quick: bool) -> Report:
             torch.set_num_threads(count)
             for name, momentum, vectors in (("sgd", 0.9, SGD), ("adam", 0.0, ADAM)):
                 job = Job(optimizer={"name": name, "momentum": momentum})
-                rows = _rows(ServerExecutor(job, flat, 1), name, vectors)
+                server = ServerExecutor(flat.layout, flat.size, flat.parameter_count, 1)
+                server.own(job, flat)
+                rows = _rows(server, name, vectors)
                 for what, function, moved in rows:
                     medians.append(_measure(report, what, count, function, moved, flat.size, 2 if quick else 9))
     finally:

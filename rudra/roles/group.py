@@ -1,9 +1,9 @@
 """Learners of compute groups: synchronous inside a group, which acts as one learner of batch kμ.
 
-Source: omnivore.txt §IV-A and appendix D-A3. Members average their gradients on the group's communicator. Where there is
-a parameter server, the first member pushes the average and pulls for all (`GroupLearner`), and weights go down a tree of
-the group. With one group there is none: every learner updates a replica of its own (`Replica`), which is hardsync by
-allreduce; the first one keeps the books.
+Source: omnivore.txt §IV-A and appendix D-A3. Members average their gradients on the group's communicator. Where there
+is a parameter server, the first member pushes the average and pulls for all (`GroupLearner`), and weights go down a
+tree of the group. With one group there is none: every learner updates a replica of its own (`Replica`), which is
+hardsync by allreduce; the first one keeps the books.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,17 @@ class GroupLearner(Learner):
     newer weights, and the others wait in the same state for what it hands on. Each goes on when it has handed on all.
     """
 
-    __slots__ = ("_digest", "_early", "_group", "_handing_on", "_last_samples", "_leads", "_members", "_receivers", "_reducing")
+    __slots__ = (
+        "_digest",
+        "_early",
+        "_group",
+        "_handing_on",
+        "_last_samples",
+        "_leads",
+        "_members",
+        "_receivers",
+        "_reducing",
+    )
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
         **Learner.TRANSITIONS,
@@ -187,7 +197,7 @@ class GroupLearner(Learner):
     def _leave(self, now: float) -> list[Action]:
         stop = Message(Kind.STOP, self.id, value=self.pushed)
         actions: list[Action] = [Send(to, stop) for to in self._receivers]
-        *report, bye = super()._leave(now)
+        *report, _ = super()._leave(now)
         if not self._leads:
             return actions + report
         in_all = self.pushed * (1 + len(self._members))
@@ -322,9 +332,7 @@ class Replica(Owner):
         self.step = event.step + 1
         self._samples += event.samples
         learner, samples, loss = self.learner, event.samples, event.loss
-        gradient = Gradient(
-            -1, learner, samples, event.step, self.timestamp, -1, 1.0, loss, event.errors, self._digest
-        )
+        gradient = Gradient(-1, learner, samples, event.step, self.timestamp, -1, 1.0, loss, event.errors, self._digest)
         return [*actions, Reduce(GRADIENT, 0, event.step, gradient, to_all=True)]
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:

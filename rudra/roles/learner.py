@@ -210,9 +210,7 @@ class Learner(Machine):
         self._samples += event.samples
         self._pushed_at = now
         self._delivered_at = self._answered_at = None
-        return Gradient(
-            -1, self.learner, event.samples, event.step, self.timestamp, -1, 1.0, event.loss, event.errors
-        )
+        return Gradient(-1, self.learner, event.samples, event.step, self.timestamp, -1, 1.0, event.loss, event.errors)
 
     def _delivered(self, event: Sent, now: float) -> list[Action]:
         self._delivered_at = now

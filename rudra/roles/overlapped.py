@@ -1,11 +1,11 @@
 """The learner that never waits for a server: it pushes and pulls while it computes.
 
-Source: rudra.txt §3.3, Rudra-adv*. Every gradient is pushed, and none before the one before was delivered: two gradient
-buffers, one computed into while the other is sent. Weights come down a tree of the root and all learners, whenever newer
-ones can come; a mini-batch begins with the newest that are here complete, which is a change of a name. Of three weight
-buffers one is computed with, one holds the newest, and one is open for the next. Each learner hands weights on to its
-receivers, on each edge the newest as soon as the edge is idle: versions may be skipped there, but never queue up. A buffer
-that is computed with or handed on is not overwritten.
+Source: rudra.txt §3.3, Rudra-adv*. Every gradient is pushed, and none before the one before was delivered: two
+gradient buffers, one computed into while the other is sent. Weights come down a tree of the root and all learners,
+whenever newer ones can come; a mini-batch begins with the newest that are here complete, which is a change of a name.
+Of three weight buffers one is computed with, one holds the newest, and one is open for the next. Each learner hands
+weights on to its receivers, on each edge the newest as soon as the edge is idle: versions may be skipped there, but
+never queue up. A buffer that is computed with or handed on is not overwritten.
 
     WAITING    first weights                      -> HASHING
     HASHING    their digest                       -> READY      handed on; tell the server

@@ -1,9 +1,10 @@
 """The parameter server: sum gradients, update the weights when the protocol says so, answer pulls.
 
-Source: rudra.txt §2, §3.1, §3.2 and, for the tree that weights come down, §3.3. The server is serial: one message after
-the other. Weights that are being sent are lent out, and an update waits until they are back; what arrives meanwhile is
-handled after the update, as a serial server would. Where learners overlap communication, nobody asks for weights: a copy
-goes down the weights' tree, on each edge as soon as it is idle and there are newer ones; updates do not wait for that.
+Source: rudra.txt §2, §3.1, §3.2 and, for the tree that weights come down, §3.3. The server is serial: one message
+after the other. Weights that are being sent are lent out, and an update waits until they are back; what arrives
+meanwhile is handled after the update, as a serial server would. Where learners overlap communication, nobody asks for
+weights: a copy goes down the weights' tree, on each edge as soon as it is idle and there are newer ones; updates do
+not wait for that.
 
     INITIALISING  weights sent, digests compared      -> TRAINING  start everybody
     TRAINING      the last epoch's samples applied    -> DRAINING  stop the learners
