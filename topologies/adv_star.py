@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from topologies.plan import LEARNER, Plan
-from topologies.tree import FanOut, fan_outs, records, server_tree
+from topologies.tree import FanOut, records, server_tree, whole
 
 
 def plan(nodes: Sequence[int], fan_out: FanOut = None, weight_fan_out: int = 2) -> Plan:
@@ -19,7 +19,9 @@ def plan(nodes: Sequence[int], fan_out: FanOut = None, weight_fan_out: int = 2) 
         fan_out: of the tree of servers, as in adv.
         weight_fan_out: of the weights' tree, between the first learners of all nodes, and between those of one node.
     """
-    width = fan_outs(weight_fan_out, "weight_fan_out")[0]
+    if not whole(weight_fan_out):
+        raise ValueError(f"[topology] options.weight_fan_out = {weight_fan_out!r}: must be a whole number >= 1")
+    width = weight_fan_out
     roles = server_tree(nodes, fan_out)
     first = next(i for i, role in enumerate(roles) if role.kind == LEARNER)
     heads: list[int] = []  # the first learner of every node

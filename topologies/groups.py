@@ -8,6 +8,7 @@ parameter server: every learner updates weights of its own by the same sum, whic
 from collections.abc import Sequence
 
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Plan, Reduction, Role
+from topologies.tree import whole
 
 BINARY = 2
 
@@ -22,9 +23,9 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
             library's allreduce, which it cannot.
     """
     learners = len(nodes)
-    if not isinstance(groups, int) or isinstance(groups, bool) or not 1 <= groups <= learners:
-        raise ValueError(f"[topology] options.groups = {groups}, with {learners} learners; valid: 1 to {learners}")
-    if reduction not in {"ordered", "mpi"}:
+    if not whole(groups) or groups > learners:
+        raise ValueError(f"[topology] options.groups = {groups!r}, with {learners} learners; valid: 1 to {learners}")
+    if reduction not in ("ordered", "mpi"):
         raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: ordered, mpi")
     served = groups > 1
     roles = [Role(PARAMETER_SERVER, 0, 0)] if served else []

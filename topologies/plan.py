@@ -16,7 +16,7 @@ STATISTICS_SERVER = "statistics server"
 LEARNER = "learner"
 
 ELSEWHERE = -1
-"""The node of servers that need not be near a learner: of their own in a simulation, else the first."""
+"""The node of servers that need not be near a learner: of their own in a simulation, else the first with room."""
 
 Reduction = Literal["ordered", "mpi"]
 
@@ -194,10 +194,8 @@ class Topology:
                 f"start {least}, or set cluster.learners = {found}"
             )
         free = [iter(on_node) for on_node in ranks]
-        real: dict[int, int] = {}  # by the plan's rank: roles that share one go on sharing it
-        for role in plan.roles:
-            if role.world_rank not in real:
-                real[role.world_rank] = next(free[max(0, role.node)])
+        nodes = _nodes_of_ranks(plan, [len(on_node) for on_node in ranks])
+        real = {rank: next(free[node]) for rank, node in nodes.items()}
         return replace(plan, roles=tuple(replace(role, world_rank=real[role.world_rank]) for role in plan.roles))
 
     def _filling(self, sizes: Sequence[int]) -> Plan | None:
@@ -211,20 +209,38 @@ class Topology:
             # A quarter of what is too much, because each learner less may need fewer servers, too.
             on_node = [count - (3 - min(0, more)) // 4 for count, more in zip(on_node, spare, strict=True)]
             on_node = [max(0, count) for count in on_node]
-        for node in range(len(sizes) if best else 0):  # and up again: fewer learners need fewer servers
-            while spare[node] > 0:
-                more = [count + (i == node) for i, count in enumerate(on_node)]
-                plan, spare_then = self._drawn(more, sizes)
-                if min(spare_then) < 0:
-                    break
-                on_node, best, spare = more, plan, spare_then
+        grows = best is not None
+        while grows:  # and up again: fewer learners need fewer servers, which leaves room
+            grows = False
+            for node, size in enumerate(sizes):
+                while on_node[node] < size and plan.ranks < sum(sizes):
+                    more = [count + (i == node) for i, count in enumerate(on_node)]
+                    larger, spare = self._drawn(more, sizes)
+                    if min(spare) < 0:
+                        break
+                    on_node, plan, best, grows = more, larger, larger, True
         return best
 
     def _drawn(self, on_node: Sequence[int], sizes: Sequence[int]) -> tuple[Plan, list[int]]:
         """The plan for so many learners on each node, and how many ranks it leaves there."""
         plan = self.draw([node for node, count in enumerate(on_node) for _ in range(count)])
-        used = Counter({role.world_rank: max(0, role.node) for role in plan.roles}.values())
+        used = Counter(_nodes_of_ranks(plan, sizes).values())
         return plan, [size - used[node] for node, size in enumerate(sizes)]
+
+
+def _nodes_of_ranks(plan: Plan, sizes: Sequence[int]) -> dict[int, int]:
+    """The node of each rank of a plan, on nodes of so many ranks.
+
+    Servers that may be anywhere are on the first node with room; where nobody has any, on the first with a learner.
+    """
+    wanted: dict[int, int] = {}
+    for role in plan.roles:
+        wanted[role.world_rank] = max(role.node, wanted.get(role.world_rank, ELSEWHERE))
+    used = Counter(wanted.values())
+    room = [node for node, size in enumerate(sizes) for _ in range(size - used[node])]
+    full = plan.roles[plan.learners[0]].node
+    anywhere = iter(room)
+    return {rank: next(anywhere, full) if node == ELSEWHERE else node for rank, node in wanted.items()}
 
 
 def load(name: Any, options: Mapping[str, Any] | None = None) -> Topology:

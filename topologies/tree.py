@@ -1,5 +1,6 @@
 """Trees: how the topologies that have one build it."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER, Role
@@ -17,17 +18,23 @@ def even(count: int, most: int | None) -> list[int]:
     return [(i + 1) * count // blocks - i * count // blocks for i in range(blocks)]
 
 
+def whole(value: object, least: int = 1) -> bool:
+    """Whether an option is a whole number of at least so much."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def fan_outs(value: FanOut, name: str) -> list[int]:
     """The option as a list.
 
     Raises:
         ValueError: it is none of what is allowed.
     """
-    given = [] if value is None else [value] if isinstance(value, int) else list(value)
-    for place, number in enumerate(given):
-        if not isinstance(number, int) or isinstance(number, bool) or number < min(2, 1 + place):
-            text = "must be a whole number >= 1, or a list of these, all but the first >= 2"
-            raise ValueError(f"[topology] options.{name} = {value}: {text}")
+    given = list(value) if isinstance(value, Sequence) else [] if value is None else [value]
+    if not all(map(whole, given, (1, *[2] * len(given)))):
+        raise ValueError(
+            f"[topology] options.{name} = {value!r}: must be a whole number >= 1, or a list of these, "
+            "all but the first >= 2"
+        )
     if len(given) == 1 and given[0] < 2:
         given = [given[0], 2]
     return given
@@ -49,8 +56,8 @@ def server_tree(nodes: Sequence[int], fan_out: FanOut) -> list[Role]:
     levels: list[list[Block]] = []  # from the leaf servers up: node, and places in the level below
     first = 0
     leaves: list[Block] = []
-    for node in dict.fromkeys(nodes):
-        for size in even(nodes.count(node), limits[0] if limits else None):
+    for node, count in Counter(nodes).items():
+        for size in even(count, limits[0] if limits else None):
             leaves.append((node, list(range(first, first + size))))
             first += size
     levels.append(leaves)

@@ -70,7 +70,7 @@ def sent_gradient(learner: int, step: int, timestamp: int, samples: int = SAMPLE
 
 def gradient(learner: int, step: int, timestamp: int, buffer: str, samples: int = SAMPLES) -> Received:
     gradients = (sent_gradient(learner, step, timestamp, samples),)
-    message = Message(Kind.GRADIENT, FIRST_LEARNER + learner, timestamp, step + 1, gradients=gradients)
+    message = Message(Kind.GRADIENT, FIRST_LEARNER + learner, timestamp, timestamp, gradients=gradients)
     return Received(message, buffer)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from protocols import Protocol
 from rudra.config import Job, OptimizerTable
 from rudra.errors import ConfigError
-from topologies import Plan
+from topologies import Plan, base
 
 TRAINING = "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size"
 TABLES = "model, data, training, optimizer, protocol, topology, cluster, simulation, faults, results, study"
@@ -76,7 +77,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "[protocol] modulation 'gradient_staleness' has no effect with adagrad, whose step ignores the gradient's "
         "scale; use sgd, or modulation 'mean_staleness'",
     ),
-    ({"topology": {"name": "tree"}}, "[topology] name: 'tree' is unknown; valid: base or package.module:object"),
+    ({"topology": {"name": "tree"}}, "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups or package.module:object"),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
     ({"topology": {"options": {"z": 1}}}, "[topology] options: base.plan: got an unexpected keyword argument 'z'"),
     ({"cluster": {"device": "gpu"}}, "[cluster] device must be 'cpu', 'cuda' or 'auto', not 'gpu'"),
@@ -257,10 +258,8 @@ class Factory:
     def __call__(self) -> None: ...
 
     @staticmethod
-    def plan(learners: int) -> Plan:
-        raise AssertionError("not asked for")
-
-    learners_for = plan
+    def plan(nodes: Sequence[int]) -> Plan:
+        return base.plan(nodes)
 
 
 def test_json_names_callables() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-import topologies
 from rudra import costs
-from rudra.config import Job, SimulationTable
+from rudra.config import Job
 from rudra.costs import CostModel, Link, at, load, presets
 from rudra.errors import ConfigError
 
@@ -17,7 +16,8 @@ SERVER, STATISTICS = 0, 1
 
 
 def model(learners: int, minibatch_size: int = 4, **table: Any) -> CostModel:
-    return CostModel(SimulationTable(**table), topologies.load("base").plan(learners), minibatch_size)
+    run = Job(cluster={"learners": learners}, simulation=table)
+    return CostModel(run.simulation, run.plan(costs.places(run)), minibatch_size)
 
 
 POWER = {1: 2.0, 100: 20.0}  # 2·√μ

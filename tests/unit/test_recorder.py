@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +36,8 @@ class Unordered:
     """A topology whose sums the MPI library forms."""
 
     @staticmethod
-    def plan(learners: int) -> Plan:
-        return replace(base.plan(learners), replayable=False)
-
+    def plan(nodes: Sequence[int]) -> Plan:
+        return replace(base.plan(nodes), replayable=False)
 
 
 def test_a_run_as_recorded_is_a_run_as_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_a_run_as_recorded_is_a_run_as_read(tmp_path: Path, capsys: pytest.Captu
 
 def test_attributes_describe_the_job_as_resolved() -> None:
     job = Job(protocol={"name": Mine}, cluster={"learners": 3, "threads_per_rank": 2}).resolved()
-    found = attributes(job, driver="mpi", training_samples=9, classes=5, hosts=["a", "b"])
+    found = attributes(job, plan=job.plan(), driver="mpi", training_samples=9, classes=5, hosts=["a", "b"])
     assert found["protocol"] == f"{__name__}:Mine"
     assert json.loads(found["job"])["cluster"] == json.loads(job.to_json())["cluster"]
     expected = {"driver": "mpi", "training_samples": 9, "classes": 5, "hosts": ["a", "b"], "topology": "base"}
@@ -89,7 +89,7 @@ def test_attributes_describe_the_job_as_resolved() -> None:
 def described(driver: str = "mpi", **tables: Any) -> dict[str, Any]:
     cluster = {"learners": 3, "threads_per_rank": 1, "device": "cpu", **tables.pop("cluster", {})}
     job = Job(cluster=cluster, **tables).resolved()
-    return attributes(job, driver=driver, training_samples=9, classes=5)
+    return attributes(job, plan=job.plan(), driver=driver, training_samples=9, classes=5)
 
 
 @pytest.mark.parametrize(

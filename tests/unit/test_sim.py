@@ -10,8 +10,8 @@ import pytest
 from clusters import Rows, job, timing
 
 from protocols import Clock, Protocol
-from rudra.config import SimulationTable
-from rudra.costs import CostModel
+from rudra.config import Job
+from rudra.costs import CostModel, places
 from rudra.errors import RunError
 from rudra.events import (
     Accumulate,
@@ -83,7 +83,6 @@ class Transfers(TimingOnly):
         self.log.append(("sent", role, buffer))
 
 
-PLAN = Plan((Role(PARAMETER_SERVER, 0, 0), Role(LEARNER, 0, 1, 0), Role(LEARNER, 1, 2, 0)))
 COSTS = {
     "compute_s": 5.0,
     "jitter": 0.0,
@@ -97,10 +96,13 @@ COSTS = {
 def simulate(
     *scripts: Callable[[Event], list[Action]], costs: dict[str, Any] | None = None, seed: int = 0
 ) -> tuple[list[Scripted], Transfers, float]:
-    machines = {i: Scripted(i, PLAN, script) for i, script in enumerate(scripts)}
+    run = Job(cluster={"learners": 2}, simulation={**COSTS, **(costs or {})})
+    learners = (Role(LEARNER, i, 1 + i, 0, node=node) for i, node in enumerate(places(run)))
+    plan = Plan((Role(PARAMETER_SERVER, 0, 0), *learners))
+    machines = {i: Scripted(i, plan, script) for i, script in enumerate(scripts)}
     hands = Transfers()
-    model = CostModel(SimulationTable(**{**COSTS, **(costs or {})}), PLAN, 4)
-    simulation = Simulation(PLAN, machines, hands, Rows(), model, size_bytes=100, seed=seed)
+    model = CostModel(run.simulation, plan, 4)
+    simulation = Simulation(plan, machines, hands, Rows(), model, size_bytes=100, seed=seed)
     return list(machines.values()), hands, simulation.run()
 
 
@@ -120,7 +122,7 @@ def test_a_transfer_waits_for_a_posted_buffer() -> None:
             case Started():
                 return [Compute(0, "weights", "gradient")]
             case Computed():
-                return [Receive("theirs")]
+                return [Receive("theirs", gradient=True)]
         return [Halt()]
 
     def sender(event: Event) -> list[Action]:
@@ -134,7 +136,7 @@ def test_a_transfer_waits_for_a_posted_buffer() -> None:
 
 def test_a_posted_buffer_waits_for_a_tensor() -> None:
     def receiver(event: Event) -> list[Action]:
-        return [Receive("theirs")] if isinstance(event, Started) else [Halt()]
+        return [Receive("theirs", gradient=True)] if isinstance(event, Started) else [Halt()]
 
     (_, learner), _, _ = simulate(once(tensor(1)), receiver)
     assert learner.at(Received) == [0.25 + 1.0], "latency and transfer"
@@ -146,7 +148,7 @@ def test_a_buffer_takes_only_what_its_source_sends() -> None:
 
     def server(event: Event) -> list[Action]:
         if isinstance(event, Started):
-            return [Receive("second", 2), Receive("first", 1)]
+            return [Receive("second", 2, gradient=True), Receive("first", 1, gradient=True)]
         got.append((event.message.value, event.buffer))  # type: ignore[union-attr]
         return [Halt()] if len(got) == 2 else []
 
@@ -168,7 +170,7 @@ def test_tensors_that_wait_for_a_buffer_are_taken_in_order_of_arrival(
                 return [Compute(0, "weights", "gradient")]
             case Received(message):
                 got.append(message.value)
-        return [Receive("one")] if len(got) < 4 else [Halt()]
+        return [Receive("one", gradient=True)] if len(got) < 4 else [Halt()]
 
     def server(event: Event) -> list[Action]:
         return [tensor(1, 3), tensor(1, 4), Halt()] if isinstance(event, Received) else []
@@ -306,10 +308,10 @@ def collector(buffers: int, tensors: int) -> Callable[[Event], list[Action]]:
     def script(event: Event) -> list[Action]:
         nonlocal left
         if isinstance(event, Started):
-            return [Receive(f"buffer {i}") for i in range(buffers)]
+            return [Receive(f"buffer {i}", gradient=True) for i in range(buffers)]
         left -= isinstance(event, Received)
         assert isinstance(event, Received)
-        return [Receive(event.buffer or "")] if left else [Halt()]
+        return [Receive(event.buffer or "", gradient=True)] if left else [Halt()]
 
     return script
 
@@ -332,7 +334,7 @@ def test_ports_of_different_nodes_and_directions_do_not_wait_for_each_other() ->
         def script(event: Event) -> list[Action]:
             match event:
                 case Started():
-                    return [Receive("theirs"), tensor(to)]
+                    return [Receive("theirs", gradient=True), tensor(to)]
                 case Received():
                     return [Halt()]
             return []

@@ -1,13 +1,67 @@
-"""Who is who on which rank."""
+"""Who is who on which rank: exact plans of small cases, and what must hold for any."""
 
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import topologies
 from topologies import Plan, Role
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER
+from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
+
+NODES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
+    lambda sizes: [node for node, size in enumerate(sizes) for _ in range(size)]
+)
+"""The node of every learner: any number of learners, unevenly spread."""
+FAN_OUTS = st.one_of(
+    st.none(),
+    st.integers(1, 5),
+    st.tuples(st.integers(1, 5), st.lists(st.integers(2, 5), max_size=3)).map(lambda f: [f[0], *f[1]]),
+)
+
+
+def drawn(name: str, nodes: Sequence[int], **options: Any) -> Plan:
+    return topologies.load(name, options).plan(len(nodes), nodes)
+
+
+def check(plan: Plan, nodes: Sequence[int]) -> None:
+    """What must hold for every plan of the shipped topologies."""
+    roles = plan.roles
+    assert sorted(i for rank in range(plan.ranks) for i in plan.on_rank(rank)) == list(range(len(roles)))
+    assert len(roles) == plan.ranks, "a rank for every role, and none without"
+    assert [roles[i].index for i in plan.learners] == list(range(len(nodes)))
+    assert [roles[i].node for i in plan.learners] == list(nodes)
+    for kind, count in Counter(role.kind for role in roles).items():
+        assert [role.index for role in roles if role.kind == kind] == list(range(count))
+    assert sum(role.kind == STATISTICS_SERVER for role in roles) == 1
+    assert plan.served == (roles[plan.server].kind == PARAMETER_SERVER)
+    assert roles[plan.server].parent is None
+    assert plan.learners_below(plan.server) == len(nodes)
+    check_children(plan)
+
+
+def check_children(plan: Plan) -> None:
+    """Children and receivers are the parents and sources, read backwards, and begin at the owner of the weights."""
+    for id_, role in enumerate(plan.roles):
+        if role.kind == STATISTICS_SERVER or role.parent is None:
+            assert not any(id_ in below for below in plan.children)
+        else:
+            assert [i for i, below in enumerate(plan.children) if id_ in below] == [role.parent]
+        assert list(plan.children[id_]) == sorted(plan.children[id_]), "learner order"
+    for edges, kinds in ((plan.children, {TREE_SERVER, LEARNER}), (plan.receivers, {LEARNER})):
+        reached = everybody_below(edges, plan.server)
+        assert len(reached) == len(set(reached)), "each is reached once"
+        wanted = {i for i, role in enumerate(plan.roles) if role.kind in kinds}
+        assert wanted <= {plan.server, *reached}
+
+
+def everybody_below(edges: Sequence[Sequence[int]], top: int) -> list[int]:
+    return [i for below in edges[top] for i in (below, *everybody_below(edges, below))]
 
 
 def test_base() -> None:
@@ -16,12 +70,13 @@ def test_base() -> None:
         (
             Role("parameter server", 0, 0),
             Role("statistics server", 0, 1, parent=0),
-            Role("learner", 0, 2, parent=0),
-            Role("learner", 1, 3, parent=0),
+            Role("learner", 0, 2, parent=0, node=0),
+            Role("learner", 1, 3, parent=0, node=0),
         )
     )
     assert [role.name for role in plan.roles] == ["parameter server", "statistics server", "learner 0", "learner 1"]
     assert (plan.server, plan.statistics, plan.learners, plan.ranks) == (0, 1, (2, 3), 4)
+    assert (plan.children[0], plan.receivers[0], plan.groups, plan.workers) == ((2, 3), (2, 3), (), 2)
 
 
 @pytest.mark.parametrize("name", topologies.shipped())
@@ -29,21 +84,263 @@ def test_base() -> None:
 def test_every_shipped_plan_is_sound(name: str, learners: int) -> None:
     topology = topologies.load(name)
     plan = topology.plan(learners)
-    assert topology.learners_for(plan.ranks) == learners
-    assert sorted(i for rank in range(plan.ranks) for i in plan.on_rank(rank)) == list(range(len(plan.roles)))
-    assert [plan.roles[i].index for i in plan.learners] == list(range(learners))
-    assert [role.kind for role in plan.roles].count(PARAMETER_SERVER) >= 1
-    assert [role.kind for role in plan.roles].count(STATISTICS_SERVER) == 1
-    assert plan.roles[plan.server].parent is None
+    check(plan, [0] * learners)
+    assert plan.workers == (1 if name == "groups" else learners)
+    fitted = topology.fit([7] * plan.ranks)
+    assert fitted == plan, "as many ranks as it needs, all on one node, in its own order"
+
+
+@given(st.sampled_from(sorted(topologies.shipped())), NODES)
+def test_every_shipped_plan_is_sound_on_any_nodes(name: str, nodes: list[int]) -> None:
+    check(drawn(name, nodes), nodes)
+
+
+# Trees.
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fan_out", "tree"),
+    [
+        # Node and number of children of every tree server, from the top down; the root's children.
+        ([0, 0, 0], None, ([], 3)),
+        ([0, 0, 1], None, ([(0, 2), (1, 1)], 2)),
+        ([0, 0, 0], 3, ([(0, 3)], 1)),
+        ([0, 0, 0], 1, ([(0, 1), (0, 2), (0, 1), (0, 1), (0, 1)], 2)),
+        ([0] * 4, 2, ([(0, 2), (0, 2)], 2)),
+        ([0] * 5, 2, ([(0, 1), (0, 2), (0, 1), (0, 2), (0, 2)], 2)),
+        ([0] * 5, 4, ([(0, 2), (0, 3)], 2)),
+        ([0] * 6, [3, 2], ([(0, 3), (0, 3)], 2)),
+        ([0, 0, 1, 1, 2, 2], [2, 2], ([(0, 1), (1, 2), (0, 2), (1, 2), (2, 2)], 2)),
+        ([0] * 3 + [1], 2, ([(0, 1), (0, 2), (0, 1), (0, 2), (1, 1)], 2)),
+        ([0] * 8, [1, 8], ([(0, 1)] * 8, 8)),
+        ([0] * 8, [1, 4, 2], ([(0, 4), (0, 4), *[(0, 1)] * 8], 2)),
+    ],
+)
+def test_trees_of_servers(nodes: list[int], fan_out: Any, tree: tuple[list[tuple[int, int]], int]) -> None:
+    plan = drawn("adv", nodes, fan_out=fan_out)
+    servers = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER]
+    assert ([(plan.roles[i].node, len(plan.children[i])) for i in servers], len(plan.children[0])) == tree
+    check(plan, nodes)
+
+
+def levels(plan: Plan) -> list[list[int]]:
+    """Servers by their distance from the learners, the root last."""
+    height: dict[int, int] = {}
+    for id_ in reversed(range(len(plan.roles))):
+        if plan.children[id_]:
+            (height[id_],) = {height.get(child, 0) + 1 for child in plan.children[id_]}
+    return [[i for i in height if height[i] == level] for level in range(1, 1 + max(height.values()))]
+
+
+@given(st.sampled_from(["adv", "adv*"]), NODES, FAN_OUTS)
+def test_a_tree_has_its_leaves_beside_the_learners_and_no_more_children_than_allowed(
+    name: str, nodes: list[int], fan_out: Any
+) -> None:
+    plan = drawn(name, nodes, fan_out=fan_out)
+    check(plan, nodes)
+    given_ = [fan_out] if isinstance(fan_out, int) else list(fan_out or [])
+    limits = given_ + [2] * (given_ == [1])
+    if not limits and len(set(nodes)) == 1:
+        assert plan.children[0] == plan.learners, "the root is the leaf"
+        assert plan.roles[0].node == nodes[0]
+        return
+    *servers, top = levels(plan)
+    assert top == [0]
+    for level, ids in enumerate([*servers, top]):
+        most = limits[min(level, len(limits) - 1)] if limits else len(nodes)
+        assert max(len(plan.children[i]) for i in ids) <= most
+    for id_ in plan.learners:
+        leaf = plan.roles[id_].parent
+        assert leaf is not None
+        assert plan.roles[leaf].kind == TREE_SERVER
+        assert plan.roles[leaf].node == plan.roles[id_].node
+    for level, ids in enumerate(servers):
+        for id_ in ids:
+            below = {plan.roles[child].node for child in plan.children[id_]}
+            assert plan.roles[id_].node in below
+            assert level or len(below) == 1
+    for node in set(nodes):
+        sizes = [len(plan.children[i]) for i in servers[0] if plan.roles[i].node == node]
+        assert max(sizes) - min(sizes) <= 1
+        assert not limits or len(sizes) == -(-nodes.count(node) // limits[0]), "no more leaves than it takes"
+    assert plan.records >= 2 * len(nodes) - 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "width", "sources"),
+    [
+        # By learner: who gives it weights; -1 is the root.
+        ([0, 0, 0], 2, [-1, 0, 0]),
+        ([0] * 7, 2, [-1, 0, 0, 1, 1, 2, 2]),
+        ([0] * 4, 1, [-1, 0, 1, 2]),
+        ([0, 1, 2, 3, 4, 5, 6], 2, [-1, -1, 0, 0, 1, 1, 2]),
+        ([0, 0, 1, 1, 2, 2], 1, [-1, 0, 0, 2, 2, 4]),
+        ([0, 0, 1, 1, 2], 3, [-1, 0, -1, 2, -1]),
+    ],
+)
+def test_weights_trees(nodes: list[int], width: int, sources: list[int]) -> None:
+    plan = drawn("adv*", nodes, weight_fan_out=width)
+    found = [plan.roles[i].source for i in plan.learners]
+    assert [-1 if s == 0 else plan.roles[s or 0].index for s in found] == sources
+    assert plan.overlapped
+
+
+@given(NODES, FAN_OUTS, st.integers(1, 5))
+def test_a_weights_tree_reaches_every_learner_once_and_crosses_to_a_node_once(
+    nodes: list[int], fan_out: Any, width: int
+) -> None:
+    plan = drawn("adv*", nodes, fan_out=fan_out, weight_fan_out=width)
+    reached = everybody_below(plan.receivers, plan.server)
+    assert sorted(reached) == list(plan.learners), "and no server of the tree"
+    crossing: Counter[int] = Counter()
+    for id_ in plan.learners:
+        source = plan.roles[id_].source
+        assert source is not None
+        if source == plan.server or plan.roles[source].node != plan.roles[id_].node:
+            crossing[plan.roles[id_].node] += 1
+    assert crossing == dict.fromkeys(nodes, 1)
+    assert len(plan.receivers[plan.server]) <= width
+    assert max(map(len, plan.receivers)) <= 2 * width, "of the first of a node: other nodes' and its own"
+
+
+# Groups.
+
+
+@pytest.mark.parametrize(
+    ("learners", "groups", "sizes"),
+    [(1, 1, [1]), (4, 1, [4]), (4, 2, [2, 2]), (5, 2, [2, 3]), (7, 3, [2, 2, 3]), (3, 3, [1, 1, 1])],
+)
+def test_groups(learners: int, groups: int, sizes: list[int]) -> None:
+    plan = drawn("groups", [0] * learners, groups=groups)
+    assert [len(members) for members in plan.groups] == sizes
+    assert plan.served is (groups > 1)
+    assert plan.records == max(sizes)
+
+
+@given(NODES, st.integers(1, 12), st.sampled_from(["ordered", "mpi"]))
+def test_groups_are_blocks_whose_first_members_stand_for_them(nodes: list[int], groups: int, reduction: str) -> None:
+    groups = min(groups, len(nodes))
+    plan = drawn("groups", nodes, groups=groups, reduction=reduction)
+    check(plan, nodes)
+    assert [i for members in plan.groups for i in members] == list(plan.learners)
+    sizes = [len(members) for members in plan.groups]
+    assert max(sizes) - min(sizes) <= 1
+    assert (len(plan.groups), plan.workers) == (groups, groups)
+    heads = [members[0] for members in plan.groups]
+    assert [plan.roles[i].parent for i in heads] == [0 if groups > 1 else None] * groups
+    for number, (head, *others) in enumerate(plan.groups):
+        assert {plan.roles[i].group for i in (head, *others)} == {number}
+        assert list(plan.children[head]) == others
+        assert sorted(everybody_below(plan.receivers, head)) == others
+        assert all(len(plan.receivers[i]) <= 2 for i in (head, *others))
+        assert plan.learners_below(head) == 1 + len(others)
+    assert plan.replayable is (reduction == "ordered")
+    assert sum(role.kind == PARAMETER_SERVER for role in plan.roles) == (groups > 1)
+
+
+# Fitting a plan to ranks.
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "places", "ranks"),
+    [
+        # The world rank of every role, in the plan's order.
+        ("base", {}, [0, 0, 0, 0], [0, 1, 2, 3]),
+        ("base", {}, [0, 1, 0, 1], [0, 2, 1, 3]),
+        ("base", {}, [5, 5, 5, 3], [0, 1, 2, 3]),
+        ("base", {}, [0, 1, 1, 1], [0, 1, 2, 3]),  # no room for both servers on the first node
+        ("base", {}, [0, 1, 2, 3], [0, 1, 2, 3]),
+        ("adv", {}, [0] * 4 + [1], [0, 4, 1, 2, 3]),  # no room for a leaf server and a learner on the second node
+        ("adv", {}, [0] * 5 + [1] * 3, [0, 1, 2, 5, 3, 4, 6, 7]),
+        ("adv", {}, [0, 1] * 4, [0, 2, 4, 1, 6, 3, 5, 7]),
+        ("adv", {"fan_out": 2}, [0] * 6, [0, 1, 2, 3, 4]),  # one more learner would need two leaves, and two ranks more
+        ("adv*", {}, [4, 4, 4, 4], [0, 1, 2, 3]),
+        ("groups", {"groups": 1}, [0, 0, 1], [0, 1, 2]),
+        ("groups", {"groups": 2}, [1, 0, 1, 0], [0, 2, 1, 3]),
+    ],
+)
+def test_fitting(name: str, options: dict[str, Any], places: list[int], ranks: list[int]) -> None:
+    plan = topologies.load(name, options).fit(places)
+    assert [role.world_rank for role in plan.roles] == ranks
+
+
+def blocks(sizes: Sequence[int]) -> list[int]:
+    return [node for node, size in enumerate(sizes) for _ in range(size)]
+
+
+def fits(plan: Plan, sizes: Sequence[int]) -> bool:
+    """Whether nodes of so many ranks can host a plan; servers that are bound to no node go wherever there is room."""
+    bound = Counter({role.world_rank: role.node for role in plan.roles if role.node >= 0}.values())
+    return plan.ranks <= sum(sizes) and all(bound[node] <= size for node, size in enumerate(sizes))
+
+
+TOPOLOGIES = st.one_of(
+    st.just(("base", {})),
+    st.tuples(st.sampled_from(["adv", "adv*"]), FAN_OUTS.map(lambda fan_out: {"fan_out": fan_out})),
+    st.just(("groups", {"groups": 1})),
+    st.just(("groups", {"groups": 2})),
+)
+
+
+@given(TOPOLOGIES, st.lists(st.integers(1, 9), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_a_plan_that_is_fitted_uses_the_ranks_as_well_as_they_can_be(
+    topology: tuple[str, dict[str, Any]], sizes: list[int], random: Any
+) -> None:
+    name, options = topology
+    places = [10 * node for node in blocks(sizes)]
+    random.shuffle(places)
+    loaded = topologies.load(name, options)
+    try:
+        plan = loaded.fit(places)
+    except ValueError:
+        fitting = fits(loaded.plan(options.get("groups", 1)), sorted(sizes, reverse=True))
+        assert not fitting
+        return
+    order = list(dict.fromkeys(places))
+    real = [role.world_rank for role in plan.roles]
+    assert len(set(real)) == len(real), "a rank of its own for every role"
     for role in plan.roles:
-        if role.kind == LEARNER:
-            assert role.parent is not None
-            assert plan.roles[role.parent].kind == PARAMETER_SERVER
+        assert role.node < 0 or places[role.world_rank] == order[role.node]
+    on_node = Counter(plan.roles[i].node for i in plan.learners)
+    counts = [on_node[node] for node in range(len(order))]
+    assert [role.kind for role in plan.roles] == [role.kind for role in loaded.draw(blocks(counts)).roles]
+    for node in range(len(order)):
+        more = loaded.draw(blocks([count + (i == node) for i, count in enumerate(counts)]))
+        assert not fits(more, [places.count(place) for place in order]), f"one more learner fits on node {node}"
+    assert loaded.fit(places, len(plan.learners)) == plan
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 2])
-def test_too_few_ranks_leave_no_learner(ranks: int) -> None:
-    assert topologies.load("base").learners_for(ranks) < 1
+@pytest.mark.parametrize(
+    ("name", "options", "places", "learners", "text"),
+    [
+        ("base", {}, [0, 0], None, "2 ranks are too few for topology base: start 3 or more"),
+        ("base", {}, [0], None, "1 ranks are too few for topology base: start 3 or more"),
+        ("base", {}, [0, 1], 4, "2 ranks are too few for topology base: start 6"),
+        (
+            "base",
+            {},
+            [0, 0, 0, 0],
+            3,
+            "3 learners with topology base need 5 ranks, but the launcher started 4: "
+            "start 5, or set cluster.learners = 2",
+        ),
+        (
+            "adv",
+            {"fan_out": 2},
+            [0] * 12,
+            4,
+            "4 learners with topology adv need 8 ranks, but the launcher started 12: "
+            "start 8, or set cluster.learners = 5",
+        ),
+        ("groups", {"groups": 3}, [0] * 3, None, "[topology] options.groups = 3, with 2 learners; valid: 1 to 2"),
+    ],
+)
+def test_ranks_that_do_not_suit(
+    name: str, options: dict[str, Any], places: list[int], learners: int | None, text: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        topologies.load(name, options).fit(places, learners)
+    assert str(error.value) == text
 
 
 def test_a_rank_may_host_several_roles() -> None:
@@ -55,32 +352,86 @@ def test_a_rank_may_host_several_roles() -> None:
 
 
 def test_a_topology_of_the_user() -> None:
-    def plan(learners: int, spare: int = 0) -> Plan:
+    """Both servers on one rank, and as many ranks as it likes for learners; sharing goes on when it is fitted."""
+
+    def plan(nodes: Sequence[int], each: int = 1) -> Plan:
         roles = [Role(PARAMETER_SERVER, 0, 0), Role(STATISTICS_SERVER, 0, 0)]
-        return Plan((*roles, *(Role(LEARNER, i, 1 + spare + i, 0) for i in range(learners))))
+        learners = (Role(LEARNER, i, 1 + i // each, 0, node=node) for i, node in enumerate(nodes))
+        return Plan((*roles, *learners))
 
-    def learners_for(ranks: int, spare: int = 0) -> int:
-        return ranks - 1 - spare
+    mine = topologies.load(SimpleNamespace(plan=plan), {"each": 1})
+    assert mine.plan(3).ranks == 4
+    assert [role.world_rank for role in mine.fit([3, 8, 8, 3]).roles] == [0, 0, 3, 1, 2]
 
-    mine = topologies.load(SimpleNamespace(plan=plan, learners_for=learners_for), {"spare": 2})
-    assert (mine.plan(3).ranks, mine.learners_for(6)) == (6, 3)
+
+def test_servers_may_share_the_rank_of_a_learner() -> None:
+    def plan(nodes: Sequence[int]) -> Plan:
+        learners = (Role(LEARNER, i, i, 0, node=node) for i, node in enumerate(nodes))
+        return Plan((*learners, Role(PARAMETER_SERVER, 0, 0), Role(STATISTICS_SERVER, 0, 1)))
+
+    fitted = topologies.load(SimpleNamespace(plan=plan)).fit([0, 1, 0])
+    assert [role.world_rank for role in fitted.roles] == [0, 2, 1, 0, 2]
 
 
 class Half:
-    def plan(self, learners: int) -> None: ...
+    def draw(self, nodes: Sequence[int]) -> None: ...
+
+
+NAMES = "adv, adv*, base, groups or package.module:object"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("tree", {}, "name: 'tree' is unknown; valid: base or package.module:object"),
-        ("plan", {}, "name: 'plan' is unknown; valid: base or package.module:object"),
-        (Half(), {}, "name: Half has no function learners_for"),
+        ("tree", {}, f"name: 'tree' is unknown; valid: {NAMES}"),
+        ("plan", {}, f"name: 'plan' is unknown; valid: {NAMES}"),
+        ("adv_star", {}, f"name: 'adv_star' is unknown; valid: {NAMES}"),
+        (Half(), {}, "name: Half has no function plan"),
         (int, {}, "name: int has no function plan"),
         ("base", {"depth": 2}, "options: base.plan: got an unexpected keyword argument 'depth'"),
+        ("adv", {"weight_fan_out": 2}, "options: adv.plan: got an unexpected keyword argument 'weight_fan_out'"),
     ],
 )
 def test_what_is_no_topology_is_one_line(name: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as error:
         topologies.load(name, options)
     assert str(error.value) == f"[topology] {text}"
+
+
+WHOLE = "must be a whole number >= 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        *(
+            (name, {"fan_out": value}, f"fan_out = {value!r}: {WHOLE}, or a list of these, all but the first >= 2")
+            for name in ("adv", "adv*")
+            for value in (0, -1, 2.5, True, "4", [0], [2, 1], [1, 2, 1], [2, 2.0], [[2]], {"a": 1})
+        ),
+        *(
+            ("adv*", {"weight_fan_out": value}, f"weight_fan_out = {value!r}: {WHOLE}")
+            for value in (0, 1.5, "2", True, None, [], [2])
+        ),
+        *(
+            ("groups", {"groups": value}, f"groups = {value!r}, with 4 learners; valid: 1 to 4")
+            for value in (0, 5, -1, 1.5, "2", True, None, [2])
+        ),
+        *(
+            ("groups", {"reduction": value}, f"reduction = {value!r}; valid: ordered, mpi")
+            for value in ("tree", None, ["mpi"])
+        ),
+    ],
+)
+def test_a_bad_option_is_one_line(name: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        topologies.load(name, options).plan(4)
+    assert str(error.value) == f"[topology] options.{text}"
+
+
+@given(st.integers(1, 200), st.one_of(st.none(), st.integers(1, 20)))
+def test_blocks_are_even_and_no_more_than_it_takes(count: int, most: int | None) -> None:
+    sizes = topologies.tree.even(count, most)
+    assert list(accumulate(sizes))[-1] == count
+    assert max(sizes) - min(sizes) <= 1
+    assert most is None or (max(sizes) <= most and len(sizes) == -(-count // most))
