@@ -102,6 +102,7 @@ def simulate(
                 costs.CostModel(job.simulation, plan, job.training.minibatch_size),
                 size_bytes=cluster.size * 4 + tail_bytes(1),
                 seed=job.training.seed,
+                gradient_share=job.cluster.gradient_share,
             )
             try:
                 simulation.run()

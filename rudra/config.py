@@ -149,7 +149,16 @@ class ClusterTable(Table):
     device: Literal["cpu", "cuda", "auto"] = Field(
         "auto", description="where a simulation computes: auto is a GPU if there is one; MPI ranks use the CPU"
     )
+    wire: Literal["float32", "float16"] = Field(
+        "float32",
+        description="how gradients travel to servers; float16 is half as much, is added up as float32, loses bits",
+    )
     flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, changes bits")
+
+    @property
+    def gradient_share(self) -> float:
+        """Size of a gradient on the wire, as a fraction of the weights' size."""
+        return 0.5 if self.wire == "float16" else 1.0
 
 
 class SimulationTable(Table):
@@ -161,7 +170,9 @@ class SimulationTable(Table):
         0.1, description="time that a learner takes for one mini-batch: a number, or a table of μ = seconds"
     )
     jitter: float = Field(0.1, ge=0, description="variation of compute_s, as a fraction")
-    distribution: Literal["uniform", "lognormal", "exponential"] = Field("uniform", description="of that variation")
+    distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
+        "uniform", description="of that variation; memoryless: exponential times with mean compute_s, without jitter"
+    )
     learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of its own")
     slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
     straggler_probability: float = Field(0.0, ge=0, le=1, description="that a mini-batch takes much longer")
@@ -183,6 +194,9 @@ class SimulationTable(Table):
     )
     local_latency_s: float | None = Field(None, ge=0, description="inside a node; default: as between nodes")
     local_bandwidth_bytes_per_s: float | None = Field(None, gt=0, description="inside a node, of each role; likewise")
+    blocking_servers: bool = Field(
+        False, description="a server sends or receives one tensor at a time, as with blocking calls; else one each way"
+    )
     message_s: float = Field(1e-5, ge=0, description="time in which the server handles one message")
     gradient_s: float = Field(0.0, ge=0, description="time in which the server adds one gradient to another")
     update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
@@ -415,6 +429,11 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
         raise ValueError(
             f"{on}: its learners never wait for a server, but with protocol {name} they must; valid: softsync, async, "
             "or topology adv"
+        )
+    if not plan.served and protocol.gradients_per_update > 1:
+        raise ValueError(
+            f"{on}: one compute group alone updates by each of its averages, but protocol {name} wants "
+            f"{protocol.gradients_per_update} for an update; valid: more groups, or a protocol that takes one"
         )
     if any(role.kind == TREE_SERVER for role in plan.roles):
         if protocol.waits and protocol.grants_on_push:

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,24 @@ class Buffer:
 
     def read(self) -> Message:
         return Message.decode(self._tail)
+
+    @cached_property
+    def half(self) -> npt.NDArray[np.uint8]:
+        """Room for the tensor as float16, and for a message: (size * 2 + tail,) uint8."""
+        return np.full(len(self.vector) * 2 + len(self._tail), 0, np.uint8)
+
+    def write_half(self, message: Message) -> npt.NDArray[np.uint8]:
+        """As `write`, with the tensor as float16."""
+        floats, data_ = len(self.vector) * 2, message.encode()
+        torch.from_numpy(self.half[:floats].view(np.float16)).copy_(self.vector)
+        self.half[floats : floats + len(data_)] = np.frombuffer(data_, np.uint8)
+        return self.half[: floats + len(data_)]
+
+    def read_half(self) -> Message:
+        """Takes over what came as float16."""
+        floats = len(self.vector) * 2
+        self.vector.copy_(torch.from_numpy(self.half[:floats].view(np.float16)))
+        return Message.decode(self.half[floats:].data)
 
 
 class Executor:

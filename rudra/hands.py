@@ -45,13 +45,14 @@ class TensorHands:
     Args:
         executors: by role id.
         poison: overwrite with NaN what a role has no right to read; tests use it.
+        halves: gradients travel as float16.
 
     Attributes:
         vectors: that were made so far, beside those that executors made themselves: the most that were held at once.
     """
 
-    def __init__(self, executors: dict[int, Executor], *, poison: bool = False) -> None:
-        self._executors, self._poison = executors, poison
+    def __init__(self, executors: dict[int, Executor], *, poison: bool = False, halves: bool = False) -> None:
+        self._executors, self._poison, self._halves = executors, poison, halves
         self._servers = {role for role, executor in executors.items() if isinstance(executor, AveragingExecutor)}
         self._holders: dict[Buffer, set[Place]] = {}
         self._free: list[Buffer] = []
@@ -66,6 +67,10 @@ class TensorHands:
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
         self._share((source, source_buffer), (to, to_buffer))
+        if self._halves and source_buffer.startswith("gradient"):
+            self._make_own((to, to_buffer))
+            vector = self._held((to, to_buffer)).vector
+            vector.copy_(vector.half())
 
     def sent(self, role: int, buffer: str) -> None:
         if buffer == "snapshot" or buffer.startswith("gradient"):
@@ -201,8 +206,8 @@ class BigBatchHands(TensorHands):
     Only where an update takes one gradient of every learner, all of them at the same weights.
     """
 
-    def __init__(self, executors: dict[int, Executor]) -> None:
-        super().__init__(executors)
+    def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
+        super().__init__(executors, halves=halves)
         self._learners = [role for role, executor in executors.items() if isinstance(executor, LearnerExecutor)]
         self._step = -1
         self._weights: Buffer | None = None
@@ -234,8 +239,8 @@ class BigBatchHands(TensorHands):
 class VmapHands(TensorHands):
     """When one gradient is due, those of all learners that are computing are computed with it, by `torch.func.vmap`."""
 
-    def __init__(self, executors: dict[int, Executor]) -> None:
-        super().__init__(executors)
+    def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
+        super().__init__(executors, halves=halves)
         self._planned: dict[int, Compute] = {}
         self._ready: dict[int, tuple[Buffer, Outcome]] = {}
 
@@ -308,7 +313,7 @@ def make(job: Job, plan: Plan) -> Cluster:
     roles = tuple(range(len(plan.roles)))
     executors = make_executors(job, plan, roles, (train, test), info, prefetch=False, device=device)
     server = executors[plan.server]
-    hands = _KINDS[job.simulation.batching](executors)
+    hands = _KINDS[job.simulation.batching](executors, halves=job.cluster.wire == "float16")
     if job.simulation.batching != "none":
         _check_batching(job, executors, server.buffer("weights").vector, info)
     for executor in executors.values():

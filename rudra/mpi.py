@@ -85,9 +85,7 @@ class _Transfer:
     """A tensor under way, in or out."""
 
     request: "MPI.Request"
-    role: int
-    buffer: str
-    to: int | None  # None: it comes in
+    done: Callable[[], None]
 
 
 class _Ring:
@@ -130,6 +128,7 @@ class Rank:
         warn_after_s: a wait that is longer is reported.
         fail_after_s: a wait that is longer ends the run; None: never.
         spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
+        halves: gradients travel as float16.
     """
 
     def __init__(
@@ -143,6 +142,7 @@ class Rank:
         warn_after_s: float = 60.0,
         fail_after_s: float | None = None,
         spins: bool = False,
+        halves: bool = False,
     ) -> None:
         from mpi4py import MPI
 
@@ -155,6 +155,7 @@ class Rank:
         self._shortest_s = 200e-6 if doorbell.reaches(others) else 20e-6
         self._warn_after_s, self._fail_after_s = warn_after_s, fail_after_s
         self._spin_s = SPIN_S if spins else 0.0
+        self._halves = halves
         self._rings = {role: _Ring(comm, role) for role in machines}
         self._transfers: list[_Transfer] = []
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
@@ -238,22 +239,20 @@ class Rank:
 
     def _finished(self, places: list[int]) -> None:
         for place in places:
-            transfer = self._transfers[place]
-            self._transferred(transfer.role, transfer.buffer, transfer.to)
+            self._transfers[place].done()
         gone = set(places)
         self._transfers = [t for i, t in enumerate(self._transfers) if i not in gone]
 
-    def _transferred(self, role: int, buffer: str, to: int | None) -> None:
-        """A transfer is over."""
-        executor = self._executors[role]
-        if to is not None:
-            if buffer == "snapshot":
-                executor.release(buffer)
-            self._events.append((role, Sent(buffer, to)))
-        else:
-            message = executor.buffer(buffer).read()
-            self._to_ring.add(self._plan.roles[message.sender].world_rank)  # its send is complete now
-            self._events.append((role, Received(message, buffer)))
+    def _sent(self, role: int, buffer: str, to: int) -> None:
+        if buffer == "snapshot":
+            self._executors[role].release(buffer)
+        self._events.append((role, Sent(buffer, to)))
+
+    def _received(self, role: int, name: str, halves: bool) -> None:
+        buffer = self._executors[role].buffer(name)
+        message = buffer.read_half() if halves else buffer.read()
+        self._to_ring.add(self._plan.roles[message.sender].world_rank)  # its send is complete now
+        self._events.append((role, Received(message, name)))
 
     def _post(self, result: Callable[[], None]) -> None:
         """Lets another thread's result in."""
@@ -337,26 +336,28 @@ class Rank:
             data = action.message.encode()
             self._sending.append((self._comm.Isend(data, to, action.to * CHANNELS + CONTROL), data))
             return
-        wire = self._executors[role].buffer(action.buffer).write(action.message)
+        buffer = self._executors[role].buffer(action.buffer)
         channel = GRADIENTS if action.message.kind is Kind.GRADIENT else WEIGHTS
+        halves = self._halves and channel == GRADIENTS
+        wire = buffer.write_half(action.message) if halves else buffer.write(action.message)
         start = partial(self._comm.Isend, wire, to, action.to * CHANNELS + channel)
-        self._carry(self._lanes.get(channel), start, role, action.buffer, action.to)
+        self._carry(channel, start, partial(self._sent, role, action.buffer, action.to))
 
     def _receive(self, role: int, action: Receive) -> None:
-        wire = self._executors[role].buffer(action.buffer).wire
+        halves = self._halves and action.gradient
+        buffer = self._executors[role].buffer(action.buffer)
+        wire = buffer.half if halves else buffer.wire
         source = self._mpi.ANY_SOURCE if action.source is None else self._plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
         start = partial(self._comm.Irecv, wire, source, role * CHANNELS + channel)
-        self._carry(self._lanes.get(channel), start, role, action.buffer, None)
+        self._carry(channel, start, partial(self._received, role, action.buffer, halves))
 
-    def _carry(
-        self, lane: Lane | None, start: "Callable[[], MPI.Request]", role: int, buffer: str, to: int | None
-    ) -> None:
+    def _carry(self, channel: int, start: "Callable[[], MPI.Request]", done: Callable[[], None]) -> None:
         """Starts a transfer, here or in the thread for its kind."""
-        if lane is None:
-            self._transfers.append(_Transfer(start(), role, buffer, to))
+        if channel in self._lanes:
+            self._lanes[channel].carry(start, done)
         else:
-            lane.carry(start, partial(self._transferred, role, buffer, to))
+            self._transfers.append(_Transfer(start(), done))
 
     def _who(self, role: int) -> str:
         return f"{self._plan.roles[role].name} (rank {self._plan.roles[role].world_rank})"

@@ -56,8 +56,8 @@ class Prediction:
         mean_staleness: of the gradients.
         max_staleness: likewise.
         shares: of the learners' time: compute, push, wait and pull, which add up to 1.
-        loads: of the server: "server" (handling messages, adding, updating) and "link" (the busier way of its link),
-            each as a fraction of the time.
+        loads: of the busiest server: "server" (handling messages, adding, updating), and of the busiest way of any
+            link: "link", each as a fraction of the time.
         bound: what limits the rate most: "compute", "server" or "link".
         bound_s: an epoch's time if everything else were free.
     """
@@ -113,10 +113,11 @@ def predict(
     plan = job.plan(costs.places(job))
     model = costs.CostModel(job.simulation, plan, job.training.minibatch_size)
     minibatch_size = job.training.minibatch_size
-    meter, rows = _Meter(minibatch_size, updates), _Rows()
+    meter, rows = _Meter(minibatch_size, updates, plan.server), _Rows()
     machines = {i: roles.make(i, job, plan, updates * per_update * minibatch_size) for i in range(len(plan.roles))}
     seed = job.training.seed
-    Simulation(plan, machines, meter, rows, model, size_bytes=known.size_bytes, seed=seed).run()
+    share, size = job.cluster.gradient_share, known.size_bytes
+    Simulation(plan, machines, meter, rows, model, size_bytes=size, seed=seed, gradient_share=share).run()
     return _evaluate(job, plan, model, meter, rows, training_samples, known.size_bytes)
 
 
@@ -127,28 +128,35 @@ def _enough(job: Job, per_update: int) -> int:
 
 
 class _Meter(TimingOnly):
-    """Counts what the server and the links have to do, from the first gradient to the last update."""
+    """Counts what servers and links have to do, from the first gradient to the last update.
 
-    def __init__(self, samples: int, updates: int) -> None:
+    Attributes:
+        transfers: (sender, receiver) -> tensors.
+        added: role -> gradients added to others.
+        updated: role -> updates.
+    """
+
+    def __init__(self, samples: int, updates: int, owner: int) -> None:
         super().__init__(samples)
         self.transfers: Counter[tuple[int, int]] = Counter()
-        self.added = self.updated = 0
-        self._updates = updates
+        self.added: Counter[int] = Counter()
+        self.updated: Counter[int] = Counter()
+        self._updates, self._owner = updates, owner
         self._training = False
 
     def compute(self, role: int, action: Compute) -> Computed:
-        self._training = self.updated < self._updates
+        self._training = self.updated[self._owner] < self._updates
         return super().compute(role, action)
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
         self.transfers[source, to] += self._training
 
     def accumulate(self, role: int, action: Accumulate) -> None:
-        self.added += 1
+        self.added[role] += 1
 
     def update(self, role: int, action: Update) -> int:
-        self.updated += 1
-        self._training = self.updated < self._updates
+        self.updated[role] += 1
+        self._training = self.updated[self._owner] < self._updates
         return 0
 
 
@@ -174,7 +182,9 @@ def _evaluate(
     updates, gradients, minibatches = rows["updates"], rows["gradients"], rows["minibatches"]
     first, per_s = steady_rate(updates)
     began, ended = updates["time_s"][first], updates["time_s"][-1]
-    steady = minibatches[(minibatches["time_s"] > began) & (minibatches["push_s"] + minibatches["wait_s"] > 0)]
+    # Those at the end were pushed to nobody, which takes no time; with overlap nothing has to take any.
+    answered = plan.overlapped | (minibatches["push_s"] + minibatches["wait_s"] > 0)
+    steady = minibatches[(minibatches["time_s"] > began) & answered]
     times = {name: float(steady[f"{name}_s"].sum()) for name in ("compute", "push", "wait", "pull")}
     staleness = gradients["staleness"][gradients["update"] > updates["timestamp"][first]]
     work = _server_s(plan, model, meter, size_bytes)
@@ -216,19 +226,21 @@ def _mean_s(minibatches: npt.NDArray[Any], learner: int) -> float:
 
 
 def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int) -> dict[str, float]:
-    """Seconds that the server and the busier way of its link were occupied."""
-    table, server = model.table, plan.server
+    """Seconds that the busiest server and the busiest way of a link were occupied."""
+    table = model.table
     ways: defaultdict[object, float] = defaultdict(float)
-    gradients = 0
+    handling: defaultdict[int, float] = defaultdict(float)
     for (source, to), count in meter.transfers.items():
         link = model.link(source, to)
-        if to == server:
-            gradients += count
-            ways["in", link.into] += count * size_bytes * link.seconds_per_byte
-        elif source == server:
-            ways["out", link.out] += count * size_bytes * link.seconds_per_byte
-    handling = gradients * table.message_s + meter.added * table.gradient_s + meter.updated * table.update_s
-    return {"server": handling, "link": max(ways.values(), default=0.0)}
+        for way in ("out", link.out), ("into", link.into), *(("both", end) for end in link.blocking):
+            ways[way] += count * size_bytes * link.seconds_per_byte
+        if source in plan.children[to]:
+            handling[to] += count * table.message_s
+    for role, count in meter.added.items():
+        handling[role] += count * table.gradient_s
+    for role, count in meter.updated.items():
+        handling[role] += count * table.update_s
+    return {"server": max(handling.values(), default=0.0), "link": max(ways.values(), default=0.0)}
 
 
 def as_text(predictions: Sequence[Prediction]) -> str:
@@ -245,7 +257,7 @@ def as_text(predictions: Sequence[Prediction]) -> str:
     updates = sorted({p.updates for p in predictions})
     simulated = f"{updates[0]:,} updates" if len(updates) == 1 else f"{updates[0]:,} to {updates[-1]:,} updates"
     report.notes = [
-        "compute, push, wait, pull: of the learners' time; server, link: how long the server and the busier way of its",
-        f"link are occupied; bound: an epoch if all else were free. From {simulated}; tests of weights do not count.",
+        "compute, push, wait, pull: of the learners' time; server, link: how long the busiest server and the busiest way",
+        f"of a link are occupied; bound: an epoch if all else were free. From {simulated}; tests of weights do not count.",
     ]
     return report.as_text()

@@ -384,7 +384,7 @@ def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Pa
     executors = make_executors(job, plan, tuple(range(len(plan.roles))), (train, None), info, prefetch=False)
     for executor in executors.values():
         executor.prepare()
-    hands = TensorHands(executors)
+    hands = TensorHands(executors, halves=job.cluster.wire == "float16")
     machines = {i: roles.make(i, job, plan, info.training_samples) for i in range(len(plan.roles))}
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     driver = _Replay(record, plan, machines, hands, _Comparison(record, bar.update))

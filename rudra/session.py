@@ -34,7 +34,9 @@ GRACE_S = 5.0
 """How long a failing rank leaves the statistics server to save the results."""
 
 
-def run_ranks(job: Job, *, output: Path | None, progress: dict[str, Any], overwrite: bool) -> tuple[int, Path]:
+def run_ranks(
+    job: Job, *, output: Path | None, progress: dict[str, Any], overwrite: bool, comm: "MPI.Comm | None" = None
+) -> tuple[int, Path]:
     """Runs this rank's part of a job, to the end.
 
     Args:
@@ -42,13 +44,14 @@ def run_ranks(job: Job, *, output: Path | None, progress: dict[str, Any], overwr
         output: result file, written by the statistics server's rank; None: named after the job and the time.
         progress: keyword arguments `mode` and `columns` of the progress bar.
         overwrite: whether an existing file may be replaced.
+        comm: of the ranks that run it; by default all.
 
     Returns:
         The exit code: 0, 1 (the run failed) or 2 (a mistake in the job or the launch); and the result file.
     """
     from mpi4py import MPI
 
-    comm = MPI.COMM_WORLD.Dup()
+    comm = (comm or MPI.COMM_WORLD).Dup()
     path: Path = comm.bcast(output or default_output(job.name, now=datetime.now()))
     try:
         job, plan = _resolve(job, comm)
@@ -207,6 +210,7 @@ class _Session:
             warn_after_s=faults.warn_after_s,
             fail_after_s=faults.fail_after_s,
             spins=busy <= cores(),
+            halves=self._job.cluster.wire == "float16",
         )
         if self._keeps_results:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

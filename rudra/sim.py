@@ -104,7 +104,7 @@ class _Port:
 class _Way:
     """From one role to another; control messages do not overtake each other on it."""
 
-    __slots__ = ("delivered_at", "into", "latency_s", "out", "receiver", "sender", "transfer_s")
+    __slots__ = ("blocking", "delivered_at", "into", "latency_s", "out", "receiver", "sender", "transfer_s")
 
     def __init__(
         self,
@@ -119,6 +119,8 @@ class _Way:
         self.transfer_s = size_bytes * link.seconds_per_byte
         self.out = ports.setdefault(("out", *link.out), _Port())
         self.into = ports.setdefault(("into", *link.into), _Port())
+        # Of servers whose calls block, both ways are one.
+        self.blocking = [ports.setdefault(("both", *end), _Port()) for end in link.blocking]
         self.delivered_at = 0.0
 
 
@@ -178,6 +180,7 @@ class Simulation:
         costs: durations.
         size_bytes: of one tensor on the wire.
         seed: of everything random in the costs.
+        gradient_share: size of a gradient on the wire, as a fraction of that.
         check: called after every event with the machine that took it; tests use it.
     """
 
@@ -191,8 +194,10 @@ class Simulation:
         *,
         size_bytes: int,
         seed: int,
+        gradient_share: float = 1.0,
         check: Callable[[Machine], None] | None = None,
     ) -> None:
+        self._gradient_share = gradient_share
         self.plan, self.hands, self.recorder, self.costs = plan, hands, recorder, costs
         self.now = 0.0
         self.messages = 0
@@ -407,7 +412,13 @@ class Simulation:
             time = out.free_at
         if into.free_at > time:
             time = into.free_at
-        out.free_at = into.free_at = time = time + way.transfer_s
+        for port in way.blocking:
+            if port.free_at > time:
+                time = port.free_at
+        transfer_s = way.transfer_s * self._gradient_share if send.message.kind is GRADIENT else way.transfer_s
+        out.free_at = into.free_at = time = time + transfer_s
+        for port in way.blocking:
+            port.free_at = time
         heappush(self._queue, (time, next(self._first), self._deliver, way, (send, receive)))
 
     def _deliver(self, way: _Way, transfer: tuple[Send, Receive]) -> None:

@@ -8,64 +8,14 @@ import numpy as np
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks, rest
 from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.bench.standins import Learner, Server, Statistics, drive
 from rudra.config import Job
-from rudra.events import Accumulate, Compute, Computed, Finish, Record, Update
-from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
-from rudra.recorder import Recorder
-from rudra.roles import make
-from topologies import Plan
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 FLOATS = 72_221_944  # alexnet's parameters
 TAG = 7
-
-
-class _Learner(LearnerExecutor):
-    """Has its gradient at once, so that push and pull are all there is."""
-
-    def __init__(self, floats: int) -> None:
-        Executor.__init__(self, (), floats, floats, 1)
-
-    def compute(self, action: Compute) -> Computed:
-        return Computed(action.step, 0.0, 0, 1)
-
-    def close(self) -> None:
-        """There is no input thread."""
-
-
-class _Server(ServerExecutor):
-    """Updates take no time."""
-
-    def __init__(self, floats: int) -> None:
-        Executor.__init__(self, (), floats, floats, 1)
-
-    def accumulate(self, action: Accumulate) -> None: ...
-
-    def update(self, action: Update) -> int:
-        return 0
-
-
-class _Statistics(StatisticsExecutor):
-    def __init__(self, floats: int) -> None:
-        Executor.__init__(self, (), floats, floats, 1)
-
-
-class _Account(Recorder):
-    """Keeps the learner's account and no file."""
-
-    def __init__(self) -> None:
-        self.learner: dict[str, float] = {}
-
-    def idle(self) -> None:
-        """There is no file."""
-
-    def record(self, action: Record) -> None: ...
-
-    def finish(self, role: int, action: Finish) -> None:
-        row = action.learners[0]
-        self.learner = {name: float(row[name]) for name in ("pushed", "pulls", "push_s", "wait_s", "pull_s")}
 
 
 def run(*, quick: bool) -> Report:
@@ -101,11 +51,11 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
         cluster={"learners": 1, "threads_per_rank": 1},
     )
     plan = job.plan()
-    executor = {SERVER: _Server, STATISTICS: _Statistics, LEARNER: _Learner}[comm.rank](floats)
+    executor = {SERVER: Server, STATISTICS: Statistics, LEARNER: Learner}[comm.rank](floats)
     there, back = np.zeros(floats, np.float32), np.ones(floats, np.float32)
     figures: dict[str, Any] = {"raw": [], "copy": [], "accounts": []}
     for turn in range(rounds + 1):
-        account = _train(comm, job, plan, executor, steps)
+        account = drive(comm, job, plan, executor, steps)
         rest(comm)
         raw_s = _ping_pong(comm, there, back, steps)
         rest(comm)
@@ -115,23 +65,9 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
         copy_s = time.perf_counter() - began
         rest(comm)
         if turn:  # the first one warms up
-            for name, value in (("raw", raw_s), ("copy", copy_s), ("accounts", account)):
+            for name, value in (("raw", raw_s), ("copy", copy_s), ("accounts", account[0] if account else {})):
                 figures[name].append(value)
     return figures
-
-
-def _train(comm: "MPI.Comm", job: Job, plan: Plan, executor: Executor, steps: int) -> dict[str, float]:
-    from rudra.mpi import Rank
-
-    account = _Account()
-    (role,) = plan.on_rank(comm.rank)
-    recorder = account if comm.rank == STATISTICS else None
-    mine = comm.Dup()
-    machines = {role: make(role, job, plan, steps)}
-    Rank(mine, plan, machines, {role: executor}, recorder, spins=True).run()
-    rest(mine)
-    mine.Free()
-    return account.learner
 
 
 def _ping_pong(comm: "MPI.Comm", there: Any, back: Any, count: int) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from rudra import models
 from rudra.config import Job
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 SERVER, STATISTICS, LEARNER = 0, 1, 2  # world ranks in topology base
 IMAGES = 4096
+PICTURE, CLASSES, PICTURES = (3, 224, 224), 1000, 64
 RATE, MOMENTUM = 0.001, 0.9
 
 Measure = Callable[..., dict[str, Any]]
@@ -79,11 +81,11 @@ def rest(comm: "MPI.Comm") -> None:
         time.sleep(1e-3)
 
 
-def train(job: Job, path: Path) -> Results:
-    """Takes this rank's part in a run; returns its results, open, on every rank."""
+def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
+    """Takes this rank's part in a run; returns its results, open, on every rank (of `comm`, if not of all)."""
     from rudra.session import run_ranks
 
-    code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True)
+    code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True, comm=comm)
     if code:
         raise RunError(f"the run ended with exit code {code}")
     return open_results(path)
@@ -119,22 +121,53 @@ def lenet_job(directory: Path, protocol: str, learners: int, minibatch_size: int
     )
 
 
+def pictures(count: int = PICTURES) -> tuple[TensorDataset, TensorDataset]:
+    """A data set of noise in the size of ImageNet's, kept in memory."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, *PICTURE, generator=generator)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    labels[0] = CLASSES - 1  # by which their number is known
+    return TensorDataset(inputs, labels), TensorDataset(inputs[:4], labels[:4])
+
+
+def alexnet_job(protocol: str, learners: int, minibatch_size: int, steps: int) -> Job:
+    """The same of the network of 72 M parameters, 289 MB; without momentum, which is one pass less for everybody."""
+    return Job(
+        name="bench",
+        model={"name": "alexnet"},
+        data={"name": pictures, "classes": CLASSES, "options": {"count": learners * minibatch_size * steps}},
+        training={"epochs": 1, "minibatch_size": minibatch_size, "evaluate": False},
+        optimizer={"name": "sgd", "learning_rate": 1e-4},
+        protocol={"name": protocol, "modulation": "none"},
+        cluster={"learners": learners, "threads_per_rank": 1},
+    )
+
+
 class PlainLoop:
-    """Lenet trained by a few lines of torch: mini-batches by index from memory, fused SGD with momentum.
+    """A network trained by a few lines of torch: mini-batches by index from memory, fused SGD.
 
     Args:
         minibatch_size: μ.
         wrap: what makes the module that computes, from the model; DDP for example.
+        model: "lenet", with momentum, or "alexnet", without.
     """
 
-    def __init__(self, minibatch_size: int, wrap: Callable[[torch.nn.Module], torch.nn.Module] | None = None) -> None:
-        model = models.lenet((1, 28, 28), 10)
-        self._model = model if wrap is None else wrap(model)
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
+    def __init__(
+        self,
+        minibatch_size: int,
+        wrap: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+        model: str = "lenet",
+    ) -> None:
+        small = model == "lenet"
+        network = models.lenet((1, 28, 28), 10) if small else models.alexnet(PICTURE, CLASSES)
+        self._model = network if wrap is None else wrap(network)
+        rate, momentum = (RATE, MOMENTUM) if small else (1e-4, 0.0)
+        self._optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=momentum, fused=True)
+        count, shape = (IMAGES, (1, 28, 28)) if small else (PICTURES, PICTURE)
         generator = torch.Generator().manual_seed(0)
-        self._inputs = torch.randn(IMAGES, 1, 28, 28, generator=generator)
-        self._labels = torch.randint(10, (IMAGES,), generator=generator)
-        self._order = torch.randperm(IMAGES, generator=generator)
+        self._inputs = torch.randn(count, *shape, generator=generator)
+        self._labels = torch.randint(10, (count,), generator=generator)
+        self._order = torch.randperm(count, generator=generator)
         self._minibatch_size = minibatch_size
 
     def run(self, steps: int) -> tuple[float, float]:
@@ -146,7 +179,7 @@ class PlainLoop:
         torch_s = 0.0
         began = time.perf_counter()
         for step in range(steps):
-            first = step * self._minibatch_size % (IMAGES - self._minibatch_size)
+            first = step * self._minibatch_size % (len(self._order) - self._minibatch_size)
             chosen = self._order[first : first + self._minibatch_size]
             inputs, labels = self._inputs[chosen], self._labels[chosen]
             since = time.perf_counter()

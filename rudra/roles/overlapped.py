@@ -48,7 +48,6 @@ class OverlappedLearner(Learner):
         "_open",
         "_receivers",
         "_sending",
-        "_source",
         "_stamps",
         "_waiting",
     )
@@ -71,9 +70,6 @@ class OverlappedLearner(Learner):
 
     def __init__(self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable) -> None:
         super().__init__(role, plan, faults, results)
-        source = plan.roles[role].source
-        assert source is not None
-        self._source = source
         self._receivers = plan.receivers[role]
         self._stamps = dict.fromkeys(WEIGHTS, -1)
         self._open: str | None = WEIGHTS[0]  # where the next weights may land

@@ -1,0 +1,143 @@
+"""Two hosts on one machine, with a link of limited bandwidth between them: Linux namespaces, gone when they are left.
+
+Each has a host name, an address and a /dev/shm of its own, so MPI between them goes over TCP through the link, whose
+token bucket (`tc … tbf`) sets the bandwidth of each direction. Nothing is added to the machine's own network.
+"""
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
+NAMES = ("node1", "node2")
+_TOOLS = ("unshare", "nsenter", "ip", "tc")
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+_HOLD = (
+    'hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs -o mode=1777 shm /dev/shm && ip link set lo up && '
+    "echo ready && exec cat"
+)
+
+
+def missing() -> str:
+    """What two hosts need and this machine does not have; empty if nothing."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    tools = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
+    if tools:
+        return f"{', '.join(tools)} not found (packages iproute2 and util-linux)"
+    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False)
+    return "" if tried.returncode == 0 else "this machine allows no namespaces"
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Two hosts.
+
+    Attributes:
+        directory: where their files are.
+        pids: of the processes that keep their namespaces.
+    """
+
+    directory: Path
+    pids: tuple[int, int]
+
+    def command(self, argv: Sequence[str], host: int = 0) -> list[str]:
+        """What runs a command on a host."""
+        return [*_enter(self.pids[host]), f"--wd={os.getcwd()}", *argv]
+
+    def environment(self) -> dict[str, str]:
+        """With this, an Open MPI mpirun on the first host starts ranks on both, filling its slots first."""
+        return {
+            **os.environ,
+            "PRTE_MCA_plm_ssh_agent": str(self.directory / "agent"),
+            "PRTE_MCA_prte_default_hostfile": str(self.directory / "slots"),
+            "PRTE_MCA_prte_keep_fqdn_hostnames": "0",
+            "OMPI_MCA_btl_tcp_if_include": "eth0",
+        }
+
+
+@contextmanager
+def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
+    """Makes the hosts, and ends every process that is left on them.
+
+    Args:
+        gbit_s: bandwidth of the link, each way.
+        slots: how many ranks to start on each.
+    """
+    holders: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory(prefix="rudra-hosts-") as name:
+        directory = Path(name)
+        lines = ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(ADDRESSES, NAMES, strict=True))]
+        (directory / "hosts").write_text("\n".join(lines) + "\n")
+        (directory / "slots").write_text("".join(f"{n} slots={s}\n" for n, s in zip(NAMES, slots, strict=True)))
+        try:
+            for host in NAMES:
+                hold = ["sh", "-c", _HOLD, "sh", host, str(directory / "hosts")]
+                argv = ["unshare", "--net", "--uts", "--ipc", "--mount", "--propagation", "private", *hold]
+                holders.append(
+                    subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
+                )
+                assert holders[-1].stdout is not None
+                if holders[-1].stdout.readline() != "ready\n":
+                    raise RuntimeError(f"host {host} could not be made")
+            pids = (holders[0].pid, holders[1].pid)
+            _link(pids, gbit_s)
+            agent = directory / "agent"
+            agent.write_text(_agent(pids))
+            agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
+            yield Hosts(directory, pids)
+        finally:
+            for holder in holders:
+                _end(holder)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _PATH}
+
+
+def _enter(pid: int) -> list[str]:
+    return ["nsenter", "-t", str(pid), "-n", "-u", "-i", "-m"]
+
+
+def _link(pids: tuple[int, int], gbit_s: float) -> None:
+    """A cable between the hosts, and a token bucket at both ends."""
+    plug = f"ip link add eth0 type veth peer name eth0 netns {pids[1]}"
+    subprocess.run([*_enter(pids[0]), *plug.split()], check=True, env=_environment())
+    for pid, address in zip(pids, ADDRESSES, strict=True):
+        bucket = f"tc qdisc add dev eth0 root tbf rate {gbit_s:g}gbit burst 4mb latency 50ms"
+        for step in (f"ip addr add {address}/24 dev eth0", "ip link set eth0 up", bucket):
+            subprocess.run([*_enter(pid), *step.split()], check=True, env=_environment())
+
+
+def _agent(pids: tuple[int, int]) -> str:
+    """In place of ssh: `agent HOST COMMAND…` enters the host's namespaces."""
+    cases = "\n".join(f"  {name}) pid={pid} ;;" for name, pid in zip(NAMES, pids, strict=True))
+    return f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case "$1" in
+{cases}
+  *) echo "no host $1" >&2; exit 1 ;;
+esac
+shift
+exec nsenter -t "$pid" -n -u -i -m --wd="$PWD" sh -c "$*"
+"""
+
+
+def _end(holder: "subprocess.Popen[str]", patience_s: float = 5.0) -> None:
+    """Ends the process that keeps a host's namespaces; with the last one in them, they are gone."""
+    if holder.stdin is not None:
+        holder.stdin.close()
+    deadline = time.monotonic() + patience_s
+    while holder.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    holder.kill()
+    holder.wait()
+    if holder.stdout is not None:
+        holder.stdout.close()

@@ -1,0 +1,167 @@
+"""Communication that hides behind computation, on real ranks: Rudra-base against adv*, 72 M parameters, μ = 4.
+
+Overlap is compute / (compute + what the learner waited for communication), as in Table 1 of the paper. It flatters: a
+thread that spins in MPI hides its transfer and stretches the computation meanwhile. So steps per second, and the time
+of a gradient, stand beside it against computing alone.
+
+Behind a link of 10 Gbit/s: two hosts in network namespaces, with a token bucket between them; servers on one,
+learners on the other. That takes root, and `ip` and `tc`; without them these rows are missing, and the report says
+so.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rudra import data
+from rudra.bench.hosts import missing, two_hosts
+from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, rest, train
+from rudra.bench.report import Goal, Report, Spread, ratios, spread
+from rudra.config import Job
+from rudra.events import Compute
+from rudra.executor import LearnerExecutor, make_executors
+from topologies import Plan, base
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpi4py import MPI
+
+GBIT_S = 10
+WARM_UP = 2  # steps that do not count
+GOALS = {"1": (0.995, 0.95), f"1, {GBIT_S} Gbit/s": (0.95, 0.70)}
+
+
+class Direct:
+    """adv* whose tree has no servers between: with one learner, there is nothing to average."""
+
+    @staticmethod
+    def plan(nodes: "Sequence[int]") -> Plan:
+        return replace(base.plan(nodes), overlapped=True)
+
+
+def run(*, quick: bool) -> Report:
+    """Measures one and two learners of one torch thread each over shared memory, and one behind the link."""
+    steps, rounds = (6, 1) if quick else (14, 5)
+    figures = {str(learners): _figures(learners, steps, rounds) for learners in ((1,) if quick else (1, 2))}
+    lacking = missing()
+    if not quick and not lacking:
+        figures[f"1, {GBIT_S} Gbit/s"] = _behind_a_link(steps, rounds)
+    columns = ["learners", "topology", "overlap", "steps/s", "compute alone, steps/s", "/ alone", "gradient / alone"]
+    report = Report([f"{'289 MB, μ = 4':14}", *columns[1:]])
+    for where, by_topology in figures.items():
+        for topology, found in by_topology.items():
+            if topology == "alone":
+                continue
+            rates = [1 / s for s in found["step_s"]]
+            alone = [1 / s for s in by_topology["alone"]["step_s"]]
+            slower = ratios(found["compute_s"], by_topology["alone"]["step_s"])
+            overlap, share = spread(found["overlap"]), ratios(rates, alone)
+            report.rows.append((where, topology, _percent(overlap), spread(rates), spread(alone), share, slower))
+            if topology == "adv*" and where in GOALS:
+                least, rate = GOALS[where]
+                report.goals.append(Goal(f"{where}: overlap >= {least:.1%}", [overlap.median], at_least=least))
+                report.goals.append(Goal(f"{where}: steps/s >= {rate} of compute alone", [share.median], at_least=rate))
+    report.notes = [
+        "learners: one torch thread each; alone: the same learners at the same time compute the same gradients only",
+        "gradient / alone: how much longer a gradient takes while threads communicate",
+    ]
+    if lacking:
+        report.notes.append(f"no rows behind a link: {lacking}")
+    return report
+
+
+def _percent(overlap: Spread) -> str:
+    return f"{overlap.median:.2%} ({overlap.low:.2%}–{overlap.high:.2%})"
+
+
+def _figures(learners: int, steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Topology -> name -> one figure for each round, of the slowest learner."""
+    ranks = on_ranks(measure, learners, count=learners, steps=steps, rounds=rounds)[LEARNER:]
+    return {
+        topology: {
+            name: [
+                (min if name == "overlap" else max)(values)
+                for values in zip(*(r[topology][name] for r in ranks), strict=True)
+            ]
+            for name in figures
+        }
+        for topology, figures in ranks[0].items()
+    }
+
+
+def _behind_a_link(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """The same with one learner in a process on the servers' host, which starts the ranks on both."""
+    with two_hosts(gbit_s=GBIT_S, slots=(2, 1)) as hosts:
+        arguments = [sys.executable, "-m", "rudra.bench.overlap", str(steps), str(rounds)]
+        found = subprocess.run(hosts.command(arguments), env=hosts.environment(), capture_output=True, timeout=1200)
+    if found.returncode:
+        sys.stderr.buffer.write(found.stderr)
+        found.check_returncode()
+    figures: dict[str, dict[str, list[float]]] = json.loads(found.stdout.splitlines()[-1])
+    return figures
+
+
+def measure(comm: "MPI.Comm", directory: Path, count: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Takes turns; on learners: topology -> name -> one figure for each round."""
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {name: {"step_s": [], "overlap": [], "compute_s": []} for name in ("base", "adv*")}
+    figures["alone"] = {"step_s": []}
+    for turn in range(rounds + 1):
+        for name, topology in (("base", "base"), ("adv*", Direct)):
+            job = alexnet_job("softsync", count, 4, steps).with_(topology={"name": topology})
+            with train(job, directory / "run.h5") as results:
+                rows, who = results.minibatches, comm.rank - LEARNER
+            if turn and who >= 0:
+                for key, value in _of_learner(rows[rows["learner"] == who]).items():
+                    figures[name][key].append(value)
+        rest(comm)
+        if comm.rank >= LEARNER:
+            taken = _alone(alexnet_job("softsync", count, 4, steps), comm.rank - LEARNER, steps)
+            if turn:
+                figures["alone"]["step_s"].append(taken)
+        rest(comm)
+    return figures
+
+
+def _of_learner(rows: np.ndarray[Any, np.dtype[np.void]]) -> dict[str, float]:
+    """Overlap, time of a step and of a gradient, without the first few and the last."""
+    pushed = rows[rows["step"] >= 0][WARM_UP:-1]
+    waited = sum(pushed[name].sum() for name in ("push_s", "wait_s", "pull_s"))
+    begins = pushed["time_s"] - pushed["compute_s"]
+    return {
+        "step_s": float((begins[-1] - begins[0]) / (len(begins) - 1)),
+        "overlap": float(pushed["compute_s"].sum() / (pushed["compute_s"].sum() + waited)),
+        "compute_s": float(pushed["compute_s"].mean()),
+    }
+
+
+def _alone(job: Job, learner: int, steps: int) -> float:
+    """Seconds that a gradient takes where nothing is exchanged."""
+    import time
+
+    train_, _, info = data.load(job.data, test=False)
+    plan = job.plan()
+    role = plan.learners[learner]
+    executor = make_executors(job, plan, (role,), (train_, None), info, prefetch=True)[role]
+    assert isinstance(executor, LearnerExecutor)
+    executor.buffer("weights").vector.copy_(torch.randn(executor.size) * 0.01)
+    torch.set_flush_denormal(True)
+    for step in range(WARM_UP):
+        executor.compute(Compute(step, "weights", "gradient"))
+    began = time.perf_counter()
+    for step in range(WARM_UP, steps):
+        executor.compute(Compute(step, "weights", "gradient"))
+    taken = (time.perf_counter() - began) / (steps - WARM_UP)
+    executor.close()
+    return taken
+
+
+if __name__ == "__main__":
+    print(json.dumps(_figures(1, int(sys.argv[1]), int(sys.argv[2]))))

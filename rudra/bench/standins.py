@@ -1,0 +1,89 @@
+"""Stand-ins for what takes time beside communication: the roles and the driver are real, gradients come at once."""
+
+from typing import TYPE_CHECKING
+
+from rudra.bench.ranks import STATISTICS, rest
+from rudra.config import Job, OptimizerTable
+from rudra.events import Accumulate, Compute, Computed, Finish, Record, Update
+from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
+from rudra.optim import UpdateRule
+from rudra.recorder import Recorder
+from rudra.roles import make
+from topologies import Plan
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Learner(LearnerExecutor):
+    """Has its gradient at once, so that push and pull are all there is."""
+
+    def __init__(self, floats: int) -> None:
+        Executor.__init__(self, (), floats, floats, 1)
+
+    def compute(self, action: Compute) -> Computed:
+        return Computed(action.step, 0.0, 0, 1)
+
+    def close(self) -> None:
+        """There is no input thread."""
+
+
+class Server(ServerExecutor):
+    """Updates take no time."""
+
+    def __init__(self, floats: int) -> None:
+        Executor.__init__(self, (), floats, floats, 1)
+
+    def accumulate(self, action: Accumulate) -> None: ...
+
+    def update(self, action: Update) -> int:
+        return 0
+
+
+class UpdatingServer(ServerExecutor):
+    """Averages and updates as in a run: SGD with momentum."""
+
+    def __init__(self, floats: int) -> None:
+        Executor.__init__(self, (), floats, floats, 1)
+        table = OptimizerTable(learning_rate=1e-6, momentum=0.9)
+        self._rule = UpdateRule(table, self.buffer("weights").vector)
+        self.prepare()
+
+
+class Statistics(StatisticsExecutor):
+    def __init__(self, floats: int) -> None:
+        Executor.__init__(self, (), floats, floats, 1)
+
+
+class Account(Recorder):
+    """Keeps the learners' accounts and no file."""
+
+    def __init__(self) -> None:
+        self.learners: list[dict[str, float]] = []
+
+    def idle(self) -> None:
+        """There is no file."""
+
+    def record(self, action: Record) -> None: ...
+
+    def finish(self, role: int, action: Finish) -> None:
+        names = ("pushed", "pulls", "push_s", "wait_s", "pull_s")
+        time_s = float(action.totals["time_s"][0])
+        self.learners = [{**{name: float(row[name]) for name in names}, "time_s": time_s} for row in action.learners]
+
+
+def drive(
+    comm: "MPI.Comm", job: Job, plan: Plan, executor: Executor, steps: int, *, spins: bool = True
+) -> list[dict[str, float]]:
+    """Trains; on the statistics server's rank: the account of each learner, and how long the training took."""
+    from rudra.mpi import Rank
+
+    account = Account()
+    (role,) = plan.on_rank(comm.rank)
+    recorder = account if comm.rank == STATISTICS else None
+    mine = comm.Dup()
+    machines = {role: make(role, job, plan, steps)}
+    Rank(mine, plan, machines, {role: executor}, recorder, spins=spins).run()
+    rest(mine)
+    mine.Free()
+    return account.learners
