@@ -129,6 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--wait", action="store_true", help="wait for a file that does not exist yet")
     jobs = add("jobs", _jobs, "list the jobs that come with Rudra")
     jobs.add_argument("--paths", action="store_true", help="where their files are, as templates for your own")
+    _topology_options(
+        add("topology", _topology, "show who is who in a job or a run, and who talks to whom", TOPOLOGY_MORE)
+    )
     _job_options(add("validate", _validate, "check a job and say what it would run"), runs=False)
     doctor = add("doctor", _doctor, "check this machine, and say what to do about what is wrong")
     doctor.add_argument("--json", action="store_true", help="as one JSON object, for scripts")
@@ -204,6 +207,25 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     _set_option(parser, "override any key of the job; may be given several times")
     parser.add_argument("--force", action="store_true", help="replace FILE.toml if it exists")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+TOPOLOGY_MORE = """\
+Trees of who pushes to whom and how weights come down, the roles of each node, compute groups, and what
+comes of it. A job is shown as it would be placed on its own ranks on one node (or on the nodes that its
+table [simulation] gives), on the ranks that you say, or, for a result file, as it was.
+
+  rudra topology my-job.toml
+  rudra topology my-job.toml --set topology.name=adv --set topology.options.fan_out=2
+  rudra topology my-job.toml -n 18                what `mpirun -n 18` on one node would make of it
+  rudra topology my-job.toml --nodes 6,6,4        three nodes that have so many ranks each
+  rudra topology my-job.h5                        of a run"""
+
+
+def _topology_options(parser: argparse.ArgumentParser) -> None:
+    _job_options(parser, runs=False)
+    parser.add_argument("-n", dest="ranks", type=_at_least(1), metavar="RANKS", help="fit the job to so many ranks")
+    parser.add_argument("--nodes", metavar="R,R,…", help="ranks of each node; default: all on one")
+    parser.add_argument("--all", action="store_true", help="print every role, also of thousands that are alike")
 
 
 REPLAY_MORE = """\
@@ -448,15 +470,36 @@ def _jobs(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _topology(arguments: argparse.Namespace) -> int:
+    from rudra import topology
+
+    sizes = _numbers("--nodes", arguments.nodes)
+    if arguments.job.endswith(".h5"):
+        if arguments.ranks or sizes or arguments.overrides or arguments.learners:
+            raise ConfigError(
+                f"{arguments.job}: shows the run as it was; -n, --nodes, --learners and --set are for jobs"
+            )
+        cast = topology.of_file(Path(arguments.job))
+    else:
+        cast = topology.of_job(_load(arguments), arguments.ranks, sizes)
+    print(f"{arguments.job}: {topology.as_text(cast, everything=arguments.all)}")
+    return 0
+
+
 def _validate(arguments: argparse.Namespace) -> int:
+    from rudra.topology import message, roles
+
     job = _load(arguments).resolved(cores=cores())
-    protocol, topology = job.make_protocol(), job.make_topology()
-    plan = topology.plan(job.learners)
+    plan, topology = job.plan(), job.make_topology()
+    protocol = job.make_protocol(plan)
     rates = [job.optimizer.scheduled(epoch) for epoch in (0, *job.optimizer.milestones)]
     factor = protocol.modulation.rate_factor(0.0)
     modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
+    momentum = job.explicit_momentum()
     lines = {
         "ranks": f"{plan.ranks}, topology {topology.name}, {job.learners} learners (λ)",
+        "roles": roles(plan),
+        "messages": message(plan, protocol.gradients_per_update),
         "protocol": f"{_protocol_text(job)}, {_count(protocol.gradients_per_update, 'gradient')} per update (c)",
         "minibatch": f"{_count(job.training.minibatch_size, 'sample')} per gradient (μ)",
         "learning rate": f"{' then '.join(f'{rate * factor:.4g}' for rate in rates)}"
@@ -464,6 +507,11 @@ def _validate(arguments: argparse.Namespace) -> int:
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
     }
+    if job.optimizer.momentum_correction != "none":
+        lines["momentum"] = f"{momentum:.4g} explicit, of {job.optimizer.momentum:g}: asynchrony acts like the rest"
+        if not momentum:
+            text = "so much asynchrony leaves no explicit momentum, and may act like more than was asked for"
+            print(f"rudra: {arguments.job}: [optimizer] momentum_correction: {text}", file=sys.stderr)
     print(f"{arguments.job}: valid")
     print("\n".join(f"  {key:15}{text}" for key, text in lines.items()))
     return 0

@@ -33,6 +33,7 @@ class Figure:
         panels: what to draw.
         table: its numbers.
         height: of a panel, in inches.
+        heights: of each panel, where they differ.
         share_y: whether the panels have one scale.
         from_zero: whether that begins at zero.
     """
@@ -45,6 +46,7 @@ class Figure:
     height: float = 3.0
     share_y: bool = False
     from_zero: bool = True
+    heights: Sequence[float] = ()
 
 
 class _Line(NamedTuple):

@@ -16,6 +16,7 @@ from rudra.errors import ConfigError, ResultsError
 from rudra.results import Results, open_results
 from rudra.summary import protocol_label
 from rudra.sweep import INDEX
+from rudra.topology import Cast, of_results
 
 _MOST_BLOCKS = 2000
 _LONGEST_LABEL = 60
@@ -42,6 +43,7 @@ class Run:
         staleness: over updates.
         update_s: time in the optimiser's steps.
         evaluation_s: time in tests.
+        cast: who was who, where the file says so.
     """
 
     file: Path
@@ -58,6 +60,7 @@ class Run:
     staleness: Blocks | None = None
     update_s: float = 0.0
     evaluation_s: float = 0.0
+    cast: Cast | None = None
 
     @property
     def known(self) -> bool:
@@ -257,6 +260,7 @@ def read(path: Path) -> Run:
             blocks_of(updates["timestamp"], updates["mean_staleness"], _MOST_BLOCKS),
             float(updates["update_s"].sum()),
             float(ran[np.isfinite(ran)].sum()),
+            of_results(results),
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rudra.report.charts import Figure, figures
 from rudra.report.runs import Run, Study, text, varying
 from rudra.report.tables import Table, comparison, summary
+from rudra.report.who import drawings
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def _section(study: Study, slug: str, everything: Sequence[Run]) -> Section:
         _notes(study),
         summary(study),
         comparison(study),
-        figures(study, everything),
+        [*figures(study, everything), *drawings(study)],
     )
 
 

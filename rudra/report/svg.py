@@ -83,12 +83,18 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
     count = len(figure.panels)
     columns = (1 if count <= 6 else 2) if narrow else min(3, count)
     rows = -(-count // columns)
-    width, height = (_NARROW if narrow else _WIDE), figure.height * (0.9 if narrow and columns == 2 else 1)
+    width, scale = (_NARROW if narrow else _WIDE), 0.9 if narrow and columns == 2 else 1
+    heights = [scale * height for height in figure.heights or [figure.height] * count]
+    tallest = [max(heights[first : first + columns]) for first in range(0, count, columns)]  # of each row
     with _style(narrow):
         engine = ConstrainedLayoutEngine()
-        drawing = Drawing(figsize=(width, rows * height), layout=engine)
+        drawing = Drawing(figsize=(width, sum(tallest)), layout=engine)
         FigureCanvasAgg(drawing)
-        axes = drawing.subplots(rows, columns, squeeze=False, sharey=figure.share_y).ravel().tolist()
+        axes = (
+            drawing.subplots(rows, columns, squeeze=False, sharey=figure.share_y, height_ratios=tallest)
+            .ravel()
+            .tolist()
+        )
         finishes = [panel(axis) for panel, axis in zip(figure.panels, axes, strict=False)]
         for axis in axes[count:]:
             axis.remove()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rudra import roster
 from rudra.config import Job
 from rudra.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.results import ResultsWriter
@@ -16,7 +17,17 @@ TITLE = 'Tradeoff <script>alert("σ")</script> & more'
 
 
 def write_point(
-    path: Path, *, protocol: str, n: int | None, mu: int, lam: int, epochs: int = 6, status: str = "finished"
+    path: Path,
+    *,
+    protocol: str,
+    n: int | None,
+    mu: int,
+    lam: int,
+    epochs: int = 6,
+    status: str = "finished",
+    topology: str = "base",
+    options: dict[str, Any] | None = None,
+    **about: Any,
 ) -> None:
     """One simulated run whose time falls with λ and rises with small μ, and whose error rises with μλ."""
     job = Job(
@@ -24,10 +35,13 @@ def write_point(
         protocol={"name": protocol, "reference_batch_size": 64} | ({"n": n} if n else {}),
         training={"minibatch_size": mu, "epochs": epochs},
         cluster={"learners": lam},
+        topology={"name": topology, "options": options or {}},
     ).resolved(learners=lam, threads_per_rank=1)
-    about = {"name": "grid", "job": job.to_json(), "driver": "simulation", "protocol": protocol, "topology": "base"}
-    about |= {"learners": lam, "minibatch_size": mu, "epochs": epochs, "training_samples": 3200, "hosts": ["köln"]}
-    about |= {"n": n} if n else {}
+    plan = job.plan([i * 2 // lam for i in range(lam)])
+    known = {"name": "grid", "job": job.to_json(), "driver": "simulation", "protocol": protocol, "topology": topology}
+    known |= {"learners": lam, "minibatch_size": mu, "epochs": epochs, "training_samples": 3200, "hosts": ["köln"]}
+    known |= {"gradients_per_update": job.make_protocol(plan).gradients_per_update, **roster.about(plan)}
+    about = known | ({"n": n} if n else {}) | about
     cost = {"hardsync": 1.4, "softsync": 1.0 + 0.01 * (n or 0)}[protocol]
     time_s = cost * 20 * epochs * (1 + 4 / mu) / lam**0.9
     last = 100 * (0.12 + 0.02 * np.log2(1 + mu * lam / 64) + (0.01 if protocol == "softsync" else 0))
@@ -36,7 +50,7 @@ def write_point(
     updates, sigma = 40 * epochs, n or 0
     stale = np.random.default_rng(mu).binomial(2 * sigma, 0.5, (updates, 2)) if lam > 1 else np.zeros((updates, 2), int)
     times = np.linspace(0, time_s, updates)
-    extra = {"size": SIZE, "learners": lam, "flush_s": 0.0, "overwrite": False}
+    extra = {"size": SIZE, "learners": lam, "flush_s": 0.0, "overwrite": False, "roles": roster.rows_of(plan)}
     with ResultsWriter(path, attributes=about, layout=LAYOUT, **extra) as writer:
         stamps = np.arange(updates) + 1
         common = {"timestamp": stamps, "time_s": times, "mean_staleness": stale.mean(1), "gradients": 2}

@@ -18,6 +18,7 @@ from rudra.report import report
 from rudra.report.charts import figures
 from rudra.report.runs import Study, collect, read
 from rudra.report.tables import comparison, speed_up, summary
+from rudra.report.who import drawings
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -65,11 +66,12 @@ def test_simulated_time_is_called_virtual(page: str) -> None:
 
 
 def test_every_figure_is_drawn_twice_and_has_its_data(study: Path, page: str) -> None:
-    names = [figure.name for figure in figures(*_known(study))]
+    names = [figure.name for figure in (*figures(*_known(study)), *drawings(_known(study)[0]))]
     assert names[0] == "tradeoff"  # what the study is about
     assert names[1:] == [
         *("error-over-epochs", "error-over-time", "staleness-over-updates"),
         *("staleness-histogram", "speedup", "roles"),
+        "topology",
     ]
     assert page.count('<svg role="img" aria-label=') == 2 * len(names)  # wide and narrow
     assert page.count('download="') == len(names) + 2

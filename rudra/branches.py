@@ -1,0 +1,110 @@
+"""Plans as trees for people: who is below whom, with long runs of like siblings told as one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from topologies import Plan
+from topologies.plan import STATISTICS_SERVER
+
+_DEEPEST = 300
+_TIGHTER = ((12, 12), (12, 8), (12, 4), (12, 2), (12, 1), (8, 1), (5, 1), (3, 1))
+"""How deep a tree may be, and how many siblings may be alike, one after the other until it has few enough lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One line of a tree: a role, a compute group, or a run of like siblings.
+
+    Attributes:
+        roles: ids of the role, of a group's members, or of the siblings.
+        below: what stands below it.
+        groups: their numbers, where it stands for compute groups.
+        hidden: ids of the roles below that are not shown.
+    """
+
+    roles: tuple[int, ...]
+    below: tuple["Branch", ...] = ()
+    groups: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()
+
+
+def by_gradients(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
+    """Everybody below those who take their gradients; compute groups as one each; the statistics server last.
+
+    Args:
+        plan: who is who.
+        most: lines, as far as leaving siblings out can achieve that; None: everything.
+    """
+    members = {group[0]: group for group in plan.groups}
+
+    def branch(id_: int, room: int = _DEEPEST) -> Branch:
+        if id_ in members:
+            number = plan.roles[id_].group or 0
+            return Branch(members[id_], tuple(Branch((role,)) for role in members[id_]), (number,))
+        return _branch(plan.children, id_, room, branch)
+
+    roots = [i for i, role in enumerate(plan.roles) if role.parent is None and role.kind != STATISTICS_SERVER]
+    found = _fitted(plan, [branch(root) for root in roots], most)
+    return (*found, *(Branch((i,)) for i, role in enumerate(plan.roles) if role.kind == STATISTICS_SERVER))
+
+
+def by_weights(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
+    """The tree in which weights come down, from the root; arguments as for `by_gradients`."""
+
+    def branch(id_: int, room: int = _DEEPEST) -> Branch:
+        return _branch(plan.receivers, id_, room, branch)
+
+    return _fitted(plan, [branch(plan.server)], most)
+
+
+def lines(branches: Sequence[Branch]) -> int:
+    """How many branches there are, those below included."""
+    return sum(1 + lines(branch.below) for branch in branches)
+
+
+def _branch(below: Sequence[Sequence[int]], id_: int, room: int, branch: Callable[[int, int], Branch]) -> Branch:
+    if room > 0:
+        return Branch((id_,), tuple(branch(child, room - 1) for child in below[id_]))
+    hidden = list(below[id_])
+    for role in hidden:  # which grows meanwhile
+        hidden += below[role]
+    return Branch((id_,), hidden=tuple(hidden))
+
+
+def _inside(branch: Branch) -> tuple[int, ...]:
+    """Ids of all roles below; a group's members are those that it stands for."""
+    below = () if branch.groups else branch.below
+    return (*branch.hidden, *(role for child in below for role in (*child.roles, *_inside(child))))
+
+
+def _fitted(plan: Plan, branches: Sequence[Branch], most: int | None) -> tuple[Branch, ...]:
+    """As little left out as the number of lines needs."""
+    found = tuple(branches)
+    for depth, siblings in _TIGHTER:
+        if most is None or lines(found) <= most:
+            break
+        found = _collapsed(plan, branches, siblings, depth)
+    return found
+
+
+def _collapsed(plan: Plan, branches: Sequence[Branch], most: int, depth: int) -> tuple[Branch, ...]:
+    """The first siblings, those between as one, and the last, wherever there are more than `most` that are alike."""
+    found: list[Branch] = []
+    for _, run in groupby(branches, key=lambda b: (plan.roles[b.roles[0]].kind, bool(b.below or b.hidden))):
+        alike = list(run)
+        if len(alike) > most:
+            first, end = max(1, most - 2), len(alike) - (most > 1)
+            alike = [*alike[:first], _together(alike[first:end]), *alike[end:]]
+        found += alike
+    if depth == 0:
+        return tuple(_together([branch]) for branch in found)
+    return tuple(replace(branch, below=_collapsed(plan, branch.below, most, depth - 1)) for branch in found)
+
+
+def _together(branches: Sequence[Branch]) -> Branch:
+    return Branch(
+        tuple(role for branch in branches for role in branch.roles),
+        groups=tuple(group for branch in branches for group in branch.groups),
+        hidden=tuple(role for branch in branches for role in _inside(branch)),
+    )

@@ -1,0 +1,317 @@
+"""`rudra topology`: who is who in a job or a run, as text; and the same facts for the drawing of a report."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rudra import costs, roster
+from rudra.branches import Branch, by_gradients, by_weights
+from rudra.config import Job, cores
+from rudra.errors import ConfigError, ResultsError, TopologyError
+from rudra.results import Results, open_results
+from rudra.summary import protocol_label
+from topologies import Plan
+from topologies.plan import ELSEWHERE, LEARNER, TREE_SERVER
+
+_MOST_LINES = 40
+_MOST_NODES = 12
+_MOST_SPANS = 4
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A plan, and where its roles are.
+
+    Attributes:
+        topology: its name and options.
+        protocol: as the paper writes it.
+        plan: who is who.
+        nodes: of every role; ELSEWHERE: one of its own.
+        per_update: gradients in an update (c), of those that workers send.
+        hosts: names of nodes, as far as they are known.
+        idle: world ranks without a role.
+    """
+
+    topology: str
+    protocol: str
+    plan: Plan
+    nodes: tuple[int, ...]
+    per_update: int
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    idle: tuple[int, ...] = ()
+
+
+def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cast:
+    """What a job would be.
+
+    Args:
+        job: not necessarily resolved.
+        ranks: that a launcher would start; None: those that the job needs.
+        sizes: ranks on each node, in place of the former; by default all are on one.
+
+    Raises:
+        ConfigError: the two contradict each other, or the protocol does not work on this topology.
+        TopologyError: the topology does not fit so many ranks, or so many learners.
+    """
+    if ranks is not None and sizes and sum(sizes) != ranks:
+        raise ConfigError(f"--nodes {','.join(map(str, sizes))}: has {sum(sizes)} ranks, but -n is {ranks}")
+    places = [node for node, size in enumerate(sizes or [ranks or 0]) for _ in range(size)]
+    try:
+        if places:
+            plan = job.make_topology().fit(places, job.cluster.learners)
+            job = job.resolved(learners=len(plan.learners), cores=cores())
+            job.check(plan)
+            idle = set(range(len(places))) - {role.world_rank for role in plan.roles}
+            return replace(_cast(job, plan, near=True), idle=tuple(sorted(idle)))
+        simulated = job.simulation.nodes is not None or job.simulation.costs is not None
+        job = costs.load(job.resolved(cores=cores()))
+        plan = job.plan(costs.places(job) if simulated else [0] * job.learners)
+    except ValueError as error:
+        raise TopologyError(str(error)) from None
+    return _cast(job, plan, near=job.simulation.servers_on_first_node or not simulated)
+
+
+def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
+    protocol = job.make_protocol(plan)
+    name = getattr(job.protocol.name, "__name__", job.protocol.name)
+    label = protocol_label({"protocol": name, "n": protocol.n})
+    name = _with_options(job.make_topology().name, job.topology.options)
+    return Cast(name, label, plan, _nodes(plan, near=near), protocol.gradients_per_update)
+
+
+def of_results(results: Results) -> Cast | None:
+    """What a run was; None where its file does not say."""
+    rows, about, job = results.roles, results.attributes, results.job
+    if not len(rows):
+        return None
+    plan = roster.plan_of(rows, about)
+    label = protocol_label({"protocol": about.get("protocol"), "n": about.get("n")})
+    name = _with_options(about["topology"], job.get("topology", {}).get("options", {}))
+    names = list(about.get("hosts") or ())
+    real = about.get("driver") == "mpi"
+    near = real or bool(job.get("simulation", {}).get("servers_on_first_node"))
+    nodes, used = _nodes(plan, near=near), {role.world_rank for role in plan.roles}
+    hosts = {}
+    if real and len(names) > max(used):  # a name for every rank
+        hosts = {node: names[role.world_rank] for role, node in zip(plan.roles, nodes, strict=True)}
+    idle = tuple(sorted(set(range(len(names))) - used)) if hosts else ()
+    return Cast(name, label, plan, nodes, about["gradients_per_update"], hosts, idle)
+
+
+def of_file(path: Path) -> Cast:
+    """As `of_results`.
+
+    Raises:
+        ResultsError: there is no such file, or it is damaged, or does not say who was who.
+    """
+    with open_results(path) as results:
+        cast = of_results(results)
+    if cast is None:
+        raise ResultsError(f"{path}: does not say who was who")
+    return cast
+
+
+def _with_options(topology: str, options: Mapping[str, Any]) -> str:
+    told = ", ".join(f"{key} = {value}" for key, value in options.items())
+    return f"{topology} ({told})" if told else topology
+
+
+def _nodes(plan: Plan, *, near: bool) -> tuple[int, ...]:
+    """Servers that need not be near a learner are on the first node, or on one of their own."""
+    return tuple(0 if near and role.node == ELSEWHERE else role.node for role in plan.roles)
+
+
+def as_text(cast: Cast, *, everything: bool = False) -> str:
+    """Trees, nodes and summary.
+
+    Args:
+        cast: whom to show.
+        everything: also like siblings, of whom there are many.
+    """
+    plan, most = cast.plan, None if everything else _MOST_LINES
+    parts = [f"topology {cast.topology}, protocol {cast.protocol}", ""]
+    trees = [_rows(cast, by_gradients(plan, most))]
+    heads = [_way_of_gradients(plan)]
+    if plan.overlapped:
+        trees.append(_rows(cast, by_weights(plan, most)))
+        heads.append("weights come down, on each edge the newest:")
+    width = max(len(row[0]) for tree in trees for row in tree)
+    for head, tree in zip(heads, trees, strict=True):
+        parts += [head, *(f"  {name:{width}}  {rest}".rstrip() for name, rest in tree), ""]
+    parts += ["nodes:", *_placement(cast, everything=everything), "", *summary(plan, cast.per_update)]
+    return "\n".join(parts)
+
+
+def _way_of_gradients(plan: Plan) -> str:
+    if plan.overlapped:
+        return "gradients go up:"
+    if not plan.groups:
+        return "gradients go up, and weights come down:"
+    how = "in group_rank order" if plan.reduction == "ordered" else "by the MPI library's allreduce (not replayable)"
+    within = f"inside a group, which has a communicator of its own, gradients are added {how}"
+    if not plan.served:
+        return f"{within};\nevery learner updates weights of its own:"
+    return f"{within};\nits first learner pushes and pulls for all:"
+
+
+def _rows(cast: Cast, branches: Sequence[Branch]) -> list[tuple[str, str]]:
+    """What stands in the line of each branch: its name in the tree, and the rest."""
+    found: list[tuple[str, str]] = []
+
+    def add(branch: Branch, lead: str, follow: str) -> None:
+        found.append((lead + name_of(cast.plan, branch), about(cast, branch)))
+        for i, child in enumerate(branch.below):
+            last = i == len(branch.below) - 1
+            add(child, follow + ("└─ " if last else "├─ "), follow + ("   " if last else "│  "))
+
+    for branch in branches:
+        add(branch, "", "")
+    return found
+
+
+def name_of(plan: Plan, branch: Branch) -> str:
+    """Role, group or run of siblings in words."""
+    if branch.groups:
+        return f"group{_s(len(branch.groups))} {spans(branch.groups)}"
+    first = plan.roles[branch.roles[0]]
+    indices = spans(plan.roles[role].index for role in branch.roles)
+    return first.name if len(branch.roles) == 1 else f"{first.kind}s {indices}"
+
+
+def about(cast: Cast, branch: Branch) -> str:
+    """Ranks, nodes and what is below but not shown."""
+    if branch.groups and branch.below:
+        return counted(cast.plan, branch.roles)
+    more = [f"with {counted(cast.plan, branch.hidden)}"] if branch.hidden else []
+    if branch.groups:
+        more = [counted(cast.plan, branch.roles)]
+    return ", ".join([where(cast, branch.roles), *more])
+
+
+def where(cast: Cast, roles: Sequence[int]) -> str:
+    """Ranks and nodes of roles."""
+    ranks = sorted({cast.plan.roles[role].world_rank for role in roles})
+    nodes = sorted({cast.nodes[role] for role in roles})
+    known = [node for node in nodes if node != ELSEWHERE]
+    texts = ["a node of its own"] if ELSEWHERE in nodes else []
+    texts += [f"node{_s(len(known))} {spans(known)}"] if known else []
+    return f"rank{_s(len(ranks))} {spans(ranks)}, {', '.join(texts)}"
+
+
+def counted(plan: Plan, roles: Iterable[int]) -> str:
+    """How many there are of each kind, in the plan's order."""
+    kinds = Counter(plan.roles[role].kind for role in sorted(roles))
+    return ", ".join(f"{count:,} {kind}{_s(count)}" for kind, count in kinds.items())
+
+
+def _placement(cast: Cast, *, everything: bool) -> list[str]:
+    """One line for each node."""
+    rows = [(place.name, place.text) for place in placed(cast, None if everything else _MOST_NODES)]
+    rows += [("no role", f"rank{_s(len(cast.idle))} {spans(cast.idle)}")] if cast.idle else []
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:{width}}  {text}" for name, text in rows]
+
+
+class Place(NamedTuple):
+    """A node, or several that are shown as one: their numbers, roles, and these in words."""
+
+    name: str
+    several: bool
+    roles: tuple[int, ...]
+    text: str
+
+
+def placed(cast: Cast, most: int | None) -> list[Place]:
+    """All nodes; of more than `most` the first ones, those between as one, and the last."""
+    on_node: dict[int, list[int]] = {}
+    for role, node in enumerate(cast.nodes):
+        on_node.setdefault(node, []).append(role)
+    nodes = sorted(on_node)
+    hidden = [] if most is None or len(nodes) <= most else nodes[most // 2 : -1]
+    found: list[Place] = []
+    for node in nodes:
+        if node not in hidden:
+            host = f" ({cast.hosts[node]})" if node in cast.hosts else ""
+            name = "of its own" if node == ELSEWHERE else f"{node}{host}"
+            found.append(Place(name, False, tuple(on_node[node]), _named(cast.plan, on_node[node])))
+        elif node == hidden[0]:
+            among = tuple(role for n in hidden for role in on_node[n])
+            found.append(Place(spans(hidden), True, among, counted(cast.plan, among)))
+    return found
+
+
+def _named(plan: Plan, roles: Sequence[int]) -> str:
+    """Roles by kind, with their numbers."""
+    kinds: dict[str, list[int]] = {}
+    for role in roles:
+        kinds.setdefault(plan.roles[role].kind, []).append(role)
+    return ", ".join(name_of(plan, Branch(tuple(ids))) for ids in kinds.values())
+
+
+def summary(plan: Plan, per_update: int) -> list[str]:
+    """What the plan comes to, in two lines: who there is, and what is sent; arguments as for `message`."""
+    ranks = len({role.world_rank for role in plan.roles})
+    update = f"{per_update:,} gradient{_s(per_update)} per update (c)"
+    return [f"{ranks:,} ranks: {roles(plan)}", f"{update}; {message(plan, per_update)}"]
+
+
+def roles(plan: Plan) -> str:
+    """How many there are of each kind, and what the protocol sees of them."""
+    sizes = [len(group) for group in plan.groups]
+    workers = f"{plan.workers:,} worker{_s(plan.workers)} of the protocol"
+    if sizes:
+        workers += f", {'a group' if len(sizes) == 1 else 'groups'} of {_either(sizes)} learner{_s(max(sizes))} (k)"
+    return f"{counted(plan, range(len(plan.roles)))} (λ); {workers}"
+
+
+def message(plan: Plan, per_update: int) -> str:
+    """What one message with a gradient stands for.
+
+    Args:
+        plan: who is who.
+        per_update: gradients in an update (c), of those that workers send.
+    """
+    if not plan.served:
+        return "no gradient goes to a server"
+    if plan.groups:
+        return f"a message carries the mean over a group's {_either(map(len, plan.groups))} gradients"
+    relays = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER and role.parent == plan.server]
+    if not relays:
+        return "a message carries 1 gradient"
+    stands_for = {
+        min(per_update, sum(plan.roles[i].kind == LEARNER for i in _all_below(plan, role))) for role in relays
+    }
+    gradients = f"{_either(stands_for)} gradient{_s(max(stands_for))}"
+    return f"a message to the parameter server carries the mean of at least {gradients}"
+
+
+def _all_below(plan: Plan, role: int) -> list[int]:
+    found = [role]
+    for id_ in found:  # which grows meanwhile
+        found += plan.children[id_]
+    return found
+
+
+def _either(sizes: Iterable[int]) -> str:
+    low, *_, high = sorted([*sizes] * 2)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Whole numbers in words: "0 to 3, 7"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    texts = [(" to " if span[-1] > span[0] + 1 else ", ").join(map(str, span)) for span in found]
+    if len(texts) > _MOST_SPANS:
+        texts = [*texts[: _MOST_SPANS - 1], f"… {texts[-1]}"]
+    return ", ".join(texts)
