@@ -1,23 +1,25 @@
 """Short texts for actions, and the events that a role gets, for tests that assert exact traces.
 
-Roles are written S (parameter server), T (statistics server), L0, L1, …
+Roles are written S (parameter server), T (statistics server), R0, R1, … (tree servers) and L0, L1, … (learners).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from rudra.config import Job
-from rudra.events import Accumulate, Action, Event, Hashed, Receive, Received, Send, Sent, Update, Updated
+from rudra.events import Accumulate, Action, Event, Hashed, Receive, Received, Reduce, Send, Sent, Update, Updated
 from rudra.messages import Kind, Message
 from rudra.records import Gradient
 from rudra.roles import Machine, make
 from topologies import Plan
+from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 SERVER, STATISTICS, FIRST_LEARNER = 0, 1, 2
 SAMPLES = 4
 NAMES = ("S", "T", *(f"L{i}" for i in range(8)))
+LETTERS = {PARAMETER_SERVER: "S", STATISTICS_SERVER: "T", TREE_SERVER: "R", LEARNER: "L"}
 QUIET = {"report_s": 1e9}
 """Rows are sent only where they must be, which keeps traces short."""
 HASHED = Hashed("0123456789abcdef" + 48 * "0")
@@ -29,22 +31,29 @@ def job(name: str, learners: int = 2, **tables: Any) -> Job:
     return Job(training=training, protocol=rule, cluster={"learners": learners}, results=QUIET, **tables).resolved()
 
 
-def machine(role: int, run: Job, training_samples: int = 10**6) -> Machine:
-    return make(role, run, run.plan(), training_samples)
+def machine(role: int, run: Job, training_samples: int = 10**6, nodes: Sequence[int] | None = None) -> Machine:
+    return make(role, run, run.plan(nodes), training_samples)
 
 
 def plan(learners: int = 2) -> Plan:
     return job("async", learners).plan()
 
 
-def brief(action: Action) -> str:
+def names_of(plan: Plan) -> list[str]:
+    return [LETTERS[r.kind] + (str(r.index) if r.kind in {TREE_SERVER, LEARNER} else "") for r in plan.roles]
+
+
+def brief(action: Action, names: Sequence[str] = NAMES) -> str:
     """One action in a few words; what a test does not name is not in it."""
     match action:
         case Send(to, message, buffer):
             tensor = f" [{buffer}]" if buffer else ""
-            return f"{message.kind.name}@{message.timestamp} to {NAMES[to]}{tensor}"
-        case Receive(buffer, source):
-            return f"receive {buffer}" + ("" if source is None else f" from {NAMES[source]}")
+            return f"{message.kind.name}@{message.timestamp} to {names[to]}{tensor}"
+        case Receive(buffer, source, gradient):
+            assert gradient == buffer.startswith("gradient")
+            return f"receive {buffer}" + ("" if source is None else f" from {names[source]}")
+        case Reduce(buffer, group, sequence, _, to_all):
+            return f"reduce {buffer} of step {sequence} in group {group}" + (" to all" if to_all else "")
         case Accumulate(into, gradient, fraction, scale):
             return f"{into} takes {fraction:g} of {scale:g} * {gradient}"
         case Update(gradient, _, rate):
@@ -59,7 +68,7 @@ def feed(role: Machine, *events: Event, now: float = 0.0) -> list[str]:
     """What the role wants after these events; its invariants are checked after each."""
     wanted: list[str] = []
     for event in events:
-        wanted += map(brief, role.handle(event, now))
+        wanted += [brief(action, names_of(role.plan)) for action in role.handle(event, now)]
         role.validate()
     return wanted
 

@@ -25,14 +25,30 @@ from role_traces import (
 )
 
 from rudra import records
-from rudra.config import FaultsTable
+from rudra.config import FaultsTable, Job
 from rudra.errors import ProtocolError
-from rudra.events import Action, Computed, Evaluated, Event, Fail, Hashed, Received, Send, Sent, Started, Updated
+from rudra.events import (
+    Action,
+    Computed,
+    Evaluated,
+    Event,
+    Fail,
+    Hashed,
+    Received,
+    Reduced,
+    Send,
+    Sent,
+    Started,
+    Updated,
+)
 from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
+from rudra.roles import group as group_
 from rudra.roles import learner as learner_
+from rudra.roles import overlapped as overlapped_
 from rudra.roles import server as server_
 from rudra.roles import statistics as statistics_
+from rudra.roles import tree as tree_
 from rudra.roles.machine import short
 
 START = Received(Message(Kind.START, SERVER))
@@ -235,11 +251,74 @@ def snapshot(epoch: int) -> Received:
     return Received(Message(Kind.SNAPSHOT, SERVER, rows=rows), "snapshot 0")
 
 
-LIVES: list[tuple[int, type[Enum], list[Event]]] = [
-    (FIRST_LEARNER, learner_.State, [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE]),
-    (
+PLAIN = job("async", training={"epochs": 1})
+TREE = job("async", 4, topology={"name": "adv", "options": {"fan_out": 2}})
+OVERLAPPED = job("async", topology={"name": "adv*"})
+GROUPS = job("async", 4, topology={"name": "groups", "options": {"groups": 2}})
+REPLICAS = job("async", topology={"name": "groups"}, training={"epochs": 1})
+NEVER_LEAVES = {learner_.State.LEAVING}
+"""Of a learner that does not overlap."""
+
+
+def from_(sender: int, kind: Kind, buffer: str | None = None, value: int = 0) -> Received:
+    gradients = (sent_gradient(0, 0, 0),) if kind is Kind.GRADIENT else ()
+    return Received(Message(kind, sender, value=value, gradients=gradients), buffer)
+
+
+def reduced(*learners: int) -> Reduced:
+    return Reduced(0, tuple(sent_gradient(learner, 0, 0) for learner in learners))
+
+
+LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
+    "learner": (
+        PLAIN,
+        FIRST_LEARNER,
+        {*learner_.State} - NEVER_LEAVES,
+        [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE],
+    ),
+    "overlapped learner": (
+        OVERLAPPED,
+        FIRST_LEARNER,
+        {*learner_.State},
+        [
+            *(Started(), weights(0), HASHED, START, computed(0), computed(1), Sent("gradient 0", SERVER), STOP),
+            *(computed(2), Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
+        ],
+    ),
+    "group learner": (
+        GROUPS,
+        FIRST_LEARNER,
+        {*learner_.State} - NEVER_LEAVES,
+        [
+            *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
+            *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
+        ],
+    ),
+    "replica": (
+        REPLICAS,
+        1,
+        {*group_.Replicas},
+        [
+            *(Started(), HASHED, from_(2, Kind.READY, value=DIGEST), computed(0), reduced(0, 1), updated(1)),
+            *(Sent("weights", 0), DONE),
+        ],
+    ),
+    "tree server": (
+        TREE,
+        2,
+        {*tree_.State},
+        [
+            *(Started(), Received(Message(Kind.WEIGHTS, SERVER), "weights 0"), HASHED),
+            *(Sent("weights 0", 4), Sent("weights 0", 5)),
+            *(from_(child, Kind.READY, value=DIGEST) for child in (4, 5)),
+            *(START, from_(4, Kind.GRADIENT, "gradient 0"), STOP, Sent("gradient 0", SERVER)),
+            *(from_(4, Kind.BYE, value=1), from_(5, Kind.BYE), DONE),
+        ],
+    ),
+    "server": (
+        PLAIN,
         SERVER,
-        server_.State,
+        {*server_.State},
         [
             Started(),
             HASHED,
@@ -255,9 +334,10 @@ LIVES: list[tuple[int, type[Enum], list[Event]]] = [
             DONE,
         ],
     ),
-    (
+    "statistics": (
+        PLAIN,
         STATISTICS,
-        statistics_.State,
+        {*statistics_.State},
         [
             Started(),
             START,
@@ -268,12 +348,12 @@ LIVES: list[tuple[int, type[Enum], list[Event]]] = [
             *(Received(Message(Kind.LEARNERS, 2 + i, rows=row(Kind.LEARNERS))) for i in range(2)),
         ],
     ),
-]
+}
 
 
-def states(role: int, events: list[Event]) -> dict[Enum, Machine]:
+def states(run: Job, role: int, events: list[Event]) -> dict[Enum, Machine]:
     """A machine in each state that the events lead through, as late in that state as they do."""
-    living = machine(role, job("async", training={"epochs": 1}), training_samples=5)
+    living = machine(role, run, training_samples=5)
     seen = {living.state: copy.deepcopy(living)}
     for event in events:
         feed(living, event)
@@ -292,19 +372,20 @@ def any_event(trigger: Any) -> Event:
         Hashed: HASHED,
         Updated: updated(1),
         Computed: computed(0),
+        Reduced: reduced(0),
         Evaluated: Evaluated("snapshot 0", 0.0, 0.0, 0.0, 0.0),
     }[trigger]
 
 
-TRIGGERS = [*Kind, Started, Sent, Hashed, Updated, Computed, Evaluated]
+TRIGGERS = [*Kind, Started, Sent, Hashed, Updated, Computed, Reduced, Evaluated]
 
 
-@pytest.mark.parametrize(("role", "all_states", "events"), LIVES, ids=["learner", "server", "statistics"])
+@pytest.mark.parametrize(("run", "role", "all_states", "events"), LIVES.values(), ids=LIVES)
 def test_what_a_state_does_not_allow_raises_and_changes_nothing(
-    role: int, all_states: type[Enum], events: list[Event]
+    run: Job, role: int, all_states: set[Any], events: list[Event]
 ) -> None:
-    seen = states(role, events)
-    assert set(seen) == set(all_states), "the life above leads through every state"
+    seen = states(run, role, events)
+    assert set(seen) == all_states, "the life above leads through every state"
     for state, living in seen.items():
         for trigger in TRIGGERS:
             if (state, trigger) in living.TRANSITIONS:
@@ -317,7 +398,18 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
             assert pickle.dumps(living) == before
 
 
-@pytest.mark.parametrize("kind", [learner_.Learner, server_.ParameterServer, statistics_.StatisticsServer])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        learner_.Learner,
+        overlapped_.OverlappedLearner,
+        group_.GroupLearner,
+        group_.Replica,
+        server_.ParameterServer,
+        tree_.TreeServer,
+        statistics_.StatisticsServer,
+    ],
+)
 def test_transitions_name_methods_and_triggers_that_exist(kind: type[Machine]) -> None:
     for (_, trigger), method in kind.TRANSITIONS.items():
         assert trigger in TRIGGERS

@@ -436,3 +436,83 @@ def test_whom_the_server_waits_for() -> None:
     assert role.waiting_for == "learner 0"
     feed(role, bye(0, 1), updated(1))
     assert role.waiting_for == "the statistics server to finish"
+
+
+# A tree for the weights alone: adv* on nodes of one learner each, so that all are children of the root in it.
+
+R0, L0 = 2, 5
+
+
+def downcasting() -> ParameterServer:
+    """A root with tree servers 2 to 4, and learners 5 to 7 to whom it sends weights."""
+    run = job("async", 3, topology={"name": "adv*", "options": {"weight_fan_out": 3}})
+    role = machine(SERVER, run, nodes=[0, 1, 2])
+    assert isinstance(role, ParameterServer)
+    told = feed(role, Started(), HASHED)
+    assert told == ["hash weights", *(f"WEIGHTS@0 to L{i} [weights]" for i in range(3))]
+    readies = [Received(Message(Kind.READY, R0 + i, value=short(HASHED.digest))) for i in range(3)]
+    told = feed(role, *(Sent("weights", L0 + i) for i in range(3)), *readies)
+    assert told == ["START@0 to T", *(f"START@0 to R{i}" for i in range(3)), "receive gradient 0", "receive gradient 1"]
+    return role
+
+
+def unasking(sender: int, step: int) -> Received:
+    """A gradient of learner 0, with which nobody asks for weights."""
+    return Received(Message(Kind.GRADIENT, sender, step, -1, gradients=(sent_gradient(0, step, step),)), G0)
+
+
+def update(role: ParameterServer) -> list[str]:
+    """The same learner's next gradient, and what is sent down after its update."""
+    first, *others, last = feed(role, unasking(R0, role.timestamp))
+    assert (first.split()[0], last) == ("update", "receive gradient 0")
+    return others
+
+
+def back(role: ParameterServer, learner: int, copy: int) -> list[str]:
+    return feed(role, Sent(f"downcast {copy}", L0 + learner))
+
+
+def test_an_update_sends_a_copy_down_every_edge() -> None:
+    role = downcasting()
+    assert update(role) == ["copy weights downcast 0", *(f"WEIGHTS@1 to L{i} [downcast 0]" for i in range(3))]
+
+
+def test_the_latest_weights_win_on_each_edge_and_updates_do_not_wait() -> None:
+    role = downcasting()
+    update(role)
+    assert update(role) == [], "every edge is busy"
+    assert back(role, 0, 0) == ["copy weights downcast 1", "WEIGHTS@2 to L0 [downcast 1]"]
+    assert back(role, 1, 0) == ["WEIGHTS@2 to L1 [downcast 1]"], "the same copy"
+    assert update(role) + update(role) == []
+    assert back(role, 2, 0) == ["copy weights downcast 0", "WEIGHTS@4 to L2 [downcast 0]"], "2 and 3 are skipped"
+    assert back(role, 0, 1) == ["WEIGHTS@4 to L0 [downcast 0]"]
+    assert back(role, 1, 1) + back(role, 2, 0) == ["WEIGHTS@4 to L1 [downcast 0]"], "nothing newer for learner 2"
+
+
+def test_two_copies_are_enough_for_any_number_of_edges() -> None:
+    """An idle edge waits while both are under way, and gets the newest weights then."""
+    role = downcasting()
+    update(role)
+    update(role)
+    back(role, 0, 0)
+    update(role)
+    assert back(role, 1, 0) == [], "downcast 0 goes to learner 2, downcast 1 to learner 0"
+    assert update(role) == []
+    assert back(role, 0, 1) == [
+        "copy weights downcast 1",
+        "WEIGHTS@4 to L0 [downcast 1]",
+        "WEIGHTS@4 to L1 [downcast 1]",
+    ]
+
+
+def test_the_account_waits_for_weights_on_their_way_down() -> None:
+    run = job("async", 3, topology={"name": "adv*"}, training={"epochs": 1})
+    role = machine(SERVER, run, 2 * SAMPLES)
+    assert isinstance(role, ParameterServer)
+    ready_ = [ready(i) for i in range(3)]
+    feed(role, Started(), HASHED, Sent("weights", FIRST_LEARNER), *ready_)
+    feed(role, unasking(FIRST_LEARNER, 0), updated(1), unasking(FIRST_LEARNER, 1), updated(2))
+    feed(role, Sent("weights", STATISTICS))
+    assert role.state is State.DRAINING
+    assert feed(role, bye(0, 2), bye(1, 0), bye(2, 0)) == [], "learner 0 has not got the weights of update 1"
+    assert feed(role, Sent("downcast 0", FIRST_LEARNER))[-1] == "TOTALS@0 to T"
