@@ -18,9 +18,11 @@ class Intake:
         sources: ids of the roles that push to it, in learner order.
         buffers: how many there are; two serve any number of sources, a third while an average is passed on.
         ordered: tensors are received and added in the order of the sources.
+        reserve: buffers that are kept free while the training goes on: at its end they take what comes out of turn, while
+            the others may wait for sources that push no more.
     """
 
-    def __init__(self, sources: Sequence[int], buffers: int, ordered: bool) -> None:
+    def __init__(self, sources: Sequence[int], buffers: int, ordered: bool, reserve: int = 0) -> None:
         self.pool = tuple(f"gradient {i}" for i in range(buffers))
         self.free = deque(self.pool)
         self.posted: set[str] = set()
@@ -28,7 +30,7 @@ class Intake:
         self.accumulator: str | None = None
         self.samples = 0
         self.lent: str | None = None
-        self._sources, self._ordered, self._next_source = sources, ordered, 0
+        self._sources, self._ordered, self._next_source, self._reserve = sources, ordered, 0, reserve
         self._receives = {buffer: Receive(buffer, gradient=True) for buffer in self.pool}
 
     def validate(self) -> None:
@@ -44,7 +46,8 @@ class Intake:
     def post(self, training: bool) -> list[Action]:
         """Lets gradients into the free buffers; in order while the training goes on, if the protocol asks for it."""
         actions: list[Action] = []
-        while self.free:
+        kept = self._reserve if training else 0
+        while len(self.free) > kept:
             buffer = self.free.popleft()
             receive = self._receives[buffer]
             if self._ordered and training:

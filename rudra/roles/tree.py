@@ -79,7 +79,8 @@ class TreeServer(Machine):
         self._ordered = self._protocol.ordered
         self._together = min(plan.learners_below(role), self._protocol.gradients_per_update)
         self._first_learner = _first_learner(plan, role)
-        self.intake = Intake(self._children, 3, self._ordered)
+        reserve = int(self._ordered and not self._protocol.waits)  # else no gradient is under way when training ends
+        self.intake = Intake(self._children, 3 + reserve, self._ordered, reserve)
         self._pending: list[Gradient] = []
         self.timestamp = 0
         self.received = self.relayed = 0
@@ -172,11 +173,17 @@ class TreeServer(Machine):
                 if intake.lent is not None:
                     break
                 actions.append(self._relay())
-            elif intake.arrived and (not self._ordered or intake.bring(self._first_learner + len(self._pending))):
+            elif intake.arrived and self._may_add():
                 actions += self._add()
             else:
                 break
         return actions + intake.post(self.state is State.TRAINING)
+
+    def _may_add(self) -> bool:
+        """Whether a gradient has arrived whose turn it is; at the end, when nobody fills gaps any more, it is everybody's."""
+        if not self._ordered or self.state is State.STOPPING:
+            return True
+        return self.intake.bring(self._first_learner + len(self._pending))
 
     def _add(self) -> list[Action]:
         buffer, gradients = self.intake.arrived.popleft()
@@ -259,7 +266,7 @@ class TreeServer(Machine):
     def _stop(self, event: Received, now: float) -> list[Action]:
         self.state = State.STOPPING
         self._pulls.clear()
-        return [*(Send(to, Message(Kind.STOP, self.id)) for to in self._children), *self.intake.post(False)]
+        return [*(Send(to, Message(Kind.STOP, self.id)) for to in self._children), *self._work()]
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event)
@@ -280,8 +287,6 @@ class TreeServer(Machine):
         here = len(self._left) == len(self._children) and self.received == sum(self._left.values())
         if not here or self._fetching or self.intake.lent is not None or any(self._lent.values()):
             return []
-        while self.intake.arrived:  # out of turn: nobody will fill the gap
-            self._add()
         if self._pending:
             return [self._relay()]
         self.state = State.STOPPED

@@ -1,6 +1,6 @@
 """Small clusters in virtual time, for tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from rudra import data, roles, sim
 from rudra.config import Job
 from rudra.costs import CostModel, places
-from rudra.events import Compute, Computed, Finish, Record
+from rudra.events import Compute, Computed, Finish, Record, Reduce
 from rudra.executor import Executor, make_executors
 from rudra.hands import TensorHands
 from rudra.roles import Machine
 from topologies import Plan
+from topologies.plan import LEARNER
 
 SAMPLES = 4
 
@@ -50,6 +51,43 @@ def job(protocol: str, learners: int, *, n: int | None = None, epochs: int = 3, 
     return Job(protocol=named, cluster={"learners": learners}, training=training, **tables).resolved()
 
 
+def check_updates(run: Job, rows: Rows) -> None:
+    """Of how many gradients an update is made, and in which order they stand there.
+
+    With one server it is exactly c of them. A tree brings several at a time, so it may be more, but by less than what
+    one message carries. With compute groups it is exactly c gradients of whole groups, each in group_rank order.
+    """
+    plan = run.plan(places(run))
+    rule, gradients, sizes = run.make_protocol(plan), rows["gradients"], rows["updates"]["gradients"]
+    c = rule.gradients_per_update
+    assert len(gradients) == sizes.sum()
+    assert np.array_equal(gradients["update"], np.repeat(np.arange(1, len(sizes) + 1), sizes))
+    if plan.groups:
+        members = [[plan.roles[role].index for role in group] for group in plan.groups]
+        group_of = {learner: group for group in members for learner in group}
+        units, place = np.zeros(len(sizes), int), 0
+        while place < len(gradients):
+            group = group_of[gradients["learner"][place]]
+            unit = gradients[place : place + len(group)]
+            assert list(unit["learner"]) == group
+            assert all(len(set(unit[name])) == 1 for name in ("update", "step", "timestamp"))
+            units[unit["update"][0] - 1] += 1
+            place += len(group)
+        assert (units == c).all()
+    else:
+        assert (sizes >= c).all()
+        assert (sizes < c + max(carried(plan, child, c) for child in plan.children[plan.server])).all()
+    if rule.ordered:
+        assert np.array_equal(gradients["learner"], np.tile(np.arange(run.learners), len(sizes)))
+
+
+def carried(plan: Plan, role: int, c: int) -> int:
+    """For how many gradients one message of a role may stand: it waits until it has enough, and then has a few more."""
+    if plan.roles[role].kind == LEARNER:
+        return 1
+    return min(plan.learners_below(role), c) - 1 + max(carried(plan, child, c) for child in plan.children[role])
+
+
 def validate(machine: Machine) -> None:
     machine.validate()
 
@@ -74,6 +112,7 @@ class Guarded(TensorHands):
         super().__init__(executors, poison=True)
         self._lent: dict[tuple[int, str], list[str]] = {}
         self._weights: dict[int, str] = {}
+        self._computed: dict[int, str] = {}  # gradients that a group has not added up yet
 
     def lent(self, role: int, buffer: str) -> None:
         super().lent(role, buffer)
@@ -91,7 +130,18 @@ class Guarded(TensorHands):
 
     def compute(self, role: int, action: Compute) -> Computed:
         assert self._weights.pop(role) == self._digest(role, action.weights), f"weights of role {role} changed"
-        return super().compute(role, action)
+        computed = super().compute(role, action)
+        self._computed[role] = self._digest(role, action.gradient)
+        return computed
+
+    def reduce(self, reductions: Mapping[int, Reduce]) -> None:
+        for role, action in reductions.items():
+            assert self._computed[role] == self._digest(role, action.buffer), f"gradient of role {role} changed"
+        super().reduce(reductions)
+        first, *others = [
+            self._digest(role, action.buffer) for role, action in reductions.items() if action.to_all
+        ] or [""]
+        assert set(others) <= {first}
 
     def _digest(self, role: int, buffer: str) -> str:
         return self._executors[role].hash(buffer)

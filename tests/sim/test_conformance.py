@@ -1,14 +1,17 @@
-"""What every protocol must do in virtual time, the shipped ones and a user's own."""
+"""What every protocol must do in virtual time, the shipped ones and a user's own, on every topology that it fits."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from clusters import SAMPLES, Rows, job, timing
+from clusters import SAMPLES, Rows, check_updates, job, timing
 
 import protocols
+import topologies
 from protocols import Clock, Protocol
 from rudra.config import Job
+from rudra.costs import places
+from rudra.errors import ConfigError
 
 
 class Bounded(Protocol):
@@ -41,6 +44,13 @@ RULES: list[dict[str, Any]] = [
     {"name": Bounded, "options": {"ahead": 0, "gradients": 3}},
     {"name": Eager},
 ]
+TOPOLOGIES: list[dict[str, Any]] = [
+    *({"name": name} for name in topologies.shipped()),
+    {"name": "adv", "options": {"fan_out": 2}},
+    {"name": "adv", "options": {"fan_out": [1, 2]}},
+    {"name": "adv*", "options": {"fan_out": [2, 3], "weight_fan_out": 1}},
+    {"name": "groups", "options": {"groups": 3}},
+]
 NOISY = {
     "compute_s": 0.02,
     "jitter": 0.5,
@@ -64,17 +74,16 @@ def conform(rule: dict[str, Any], learners: int, samples: int = 90, epochs: int 
 def check(run: Job, rows: Rows, samples: int) -> None:
     """The laws of counting and of the clock."""
     totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
-    rule = run.make_protocol()
     assert rows.learners is not None
     assert totals["pushed"] == rows.learners["pushed"].sum() == totals["applied"] + totals["discarded"]
     assert (totals["pending"], totals["lost"]) == (0, 0)
     assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1))
-    assert (updates["gradients"] == rule.gradients_per_update).all()
-    assert totals["applied"] == len(gradients) == len(updates) * rule.gradients_per_update
+    assert totals["applied"] == len(gradients)
+    check_updates(run, rows)
     assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
     assert (gradients["staleness"] >= 0).all()
     needed = run.training.epochs * samples
-    assert totals["samples"] >= needed > totals["samples"] - rule.gradients_per_update * SAMPLES
+    assert totals["samples"] >= needed > totals["samples"] - updates["gradients"][-1] * SAMPLES
     assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
     assert epochs["evaluated"][-1] == 1
     assert (np.diff(updates["time_s"]) >= 0).all()
@@ -87,7 +96,10 @@ def check(run: Job, rows: Rows, samples: int) -> None:
         assert np.array_equal(mine["step"], np.arange(len(mine)))
         assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
     for learner in rows.learners:
-        assert learner["pulls"] + learner["skipped_pulls"] <= learner["pushed"]
+        if run.topology.name == "adv*":
+            assert learner["skipped_pulls"] == 0, "nobody asks"
+        else:
+            assert learner["pulls"] + learner["skipped_pulls"] <= learner["pushed"]
 
 
 def check_times(run: Job, rows: Rows) -> None:
@@ -109,6 +121,41 @@ def check_times(run: Job, rows: Rows) -> None:
 def test_every_protocol_ends_and_counts_right(rule: dict[str, Any], learners: int, slowdown: dict[int, float]) -> None:
     run = conform(rule, learners, slowdown=slowdown)
     check(run, timing(run, 90), 90)
+
+
+def refused(rule: dict[str, Any], topology: dict[str, Any], tree: bool) -> str:
+    """Why a protocol cannot work on a topology; empty if it can."""
+    waits = rule["name"] in {"hardsync", Bounded}
+    if topology["name"] == "groups" and "options" not in topology:
+        if rule.get("n", 1) > 1:
+            return rf"n = {rule['n']}, with 1"
+        if rule.get("options", {}).get("gradients", 1) > 1:
+            return "one compute group alone updates by each of its averages, but protocol bounded wants 3 for an update"
+    if topology["name"] == "adv*" and waits:
+        return r"never wait for a server, but with protocol \w+ they must; valid: softsync, async, or topology adv"
+    if tree and rule["name"] is Bounded:
+        return "decides by what every learner has pushed, which servers of a tree do not know; valid: topology base"
+    if tree and rule.get("modulation") == "gradient_staleness":
+        return "weighs each gradient .* but a tree has averaged them by then; valid: topology base, or modulation"
+    return ""
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=text)
+@pytest.mark.parametrize("rule", [*RULES, {"name": "async", "modulation": "gradient_staleness"}], ids=text)
+def test_every_protocol_on_every_topology_counts_right_or_is_refused(
+    rule: dict[str, Any], topology: dict[str, Any]
+) -> None:
+    for learners, nodes, slowdown in ((7, 3, {0: 5.0}), (5, 2, {4: 0.1, 2: 3.0}), (4, 1, {})):
+        run = conform({"name": "async"}, learners, slowdown=slowdown, nodes=nodes).with_(topology=topology)
+        tree = any(role.kind == "tree server" for role in run.plan(places(run)).roles)
+        reason = refused(rule, topology, tree)
+        if reason:
+            with pytest.raises(ConfigError, match=reason) as raised:
+                run.with_(protocol={"modulation": "none", **rule}).plan(places(run))
+            assert "\n" not in str(raised.value)
+            continue
+        run = run.with_(protocol={"modulation": "none", **rule})
+        check(run, timing(run, 90), 90)
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if "n" not in r and "options" not in r], ids=text)

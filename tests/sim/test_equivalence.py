@@ -1,15 +1,18 @@
-"""The protocols against plain torch: same samples, same rate, same weights."""
+"""Protocols and topologies against plain torch and against each other: same samples, same rate, same weights."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from clusters import train
+from clusters import Guarded, train
 from torch.nn import functional
 
 from rudra import data, models
 from rudra.config import Job
+from rudra.events import Compute, Computed, Update
+from rudra.executor import Executor
 from rudra.flat import FlatModel
 from rudra.sampling import Sampler
 
@@ -29,10 +32,11 @@ def make_job(protocol_: str, learners: int, updates: int, model: str = "mlp", **
         optimizer={"learning_rate": 0.01, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"reference_batch_size": 32, **rule},
         cluster={"learners": learners, "threads_per_rank": 1},
-        simulation=DELAYS,
+        simulation={**DELAYS, **tables.pop("simulation", {})},
         **tables,
     )
-    per_update = job.make_protocol().gradients_per_update * MU
+    plan = job.plan()
+    per_update = job.make_protocol(plan).gradients_per_update * learners // plan.workers * MU
     epochs = next(e for e in range(1, updates + 1) if updates % e == 0 and updates // e * per_update <= DIGITS)
     return job.with_(training={"epochs": epochs}, data={"train_limit": updates // epochs * per_update})
 
@@ -55,10 +59,11 @@ def plain_sgd(job: Job, steps: int, batches: Any, rate: float, **options: Any) -
     return weights
 
 
-def union(job: Job) -> Any:
-    """Sample numbers of the mini-batches of all learners, by step."""
+def union(job: Job, learners: Sequence[int] | None = None) -> Any:
+    """Sample numbers of the mini-batches of all or some learners, by step."""
     samples = job.data.train_limit or DIGITS
-    samplers = [Sampler(job.training.seed, learner, samples) for learner in range(job.learners)]
+    chosen = range(job.learners) if learners is None else learners
+    samplers = [Sampler(job.training.seed, learner, samples) for learner in chosen]
     return lambda step: np.concatenate([s.indices(step * MU, MU) for s in samplers])
 
 
@@ -75,6 +80,71 @@ def test_hardsync_is_one_large_batch(learners: int, model: str) -> None:
     assert (trained.weights - expected).abs().max() <= 1e-5
 
 
+TREES: list[dict[str, Any]] = [
+    {"name": "adv", "options": {"fan_out": 2}},
+    {"name": "adv", "options": {"fan_out": [1, 2]}},
+    {"name": "adv", "options": {"fan_out": [3, 4]}},
+    {"name": "adv"},
+]
+GROUPS: list[dict[str, Any]] = [{"name": "groups", "options": {"groups": g}} for g in (1, 2, 3, 7)]
+
+
+@pytest.fixture(scope="module")
+def references() -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights after 40 updates of seven learners under hardsync: through one server, and of one large batch."""
+    job = make_job("hardsync", 7, 40)
+    return train(job).weights, plain_sgd(job, 40, union(job), 0.01 * (7 * MU / 32) ** 0.5)
+
+
+@pytest.mark.parametrize("topology", [*TREES, *GROUPS], ids=str)
+def test_hardsync_is_one_large_batch_on_every_topology(
+    topology: dict[str, Any], references: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Seven learners on three nodes, which neither a fan-out nor a number of groups divides."""
+    trained = train(make_job("hardsync", 7, 40, topology=topology, simulation={"nodes": 3}))
+    assert trained.rows.totals["timestamp"] == 40
+    rate = 0.01 * (7 * MU / 32) ** 0.5
+    assert trained.rows["updates"]["learning_rate"] == pytest.approx(rate)
+    assert (trained.rows["gradients"]["staleness"] == 0).all()
+    for expected in references:
+        assert (trained.weights - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("topology", [*TREES, {"name": "groups", "options": {"groups": 3}}, GROUPS[0]], ids=str)
+def test_batch_norm_statistics_are_averaged_by_samples_on_every_topology(topology: dict[str, Any]) -> None:
+    def factory() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10))
+
+    job = make_job("hardsync", 5, 8, topology=topology, simulation={"nodes": 2}).with_(model={"name": factory})
+    reference = make_job("hardsync", 5, 8).with_(model={"name": factory})
+    assert (train(job).weights - train(reference).weights).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("protocol", ["async", "softsync", "hardsync"])
+def test_replicas_of_one_group_do_not_care_for_the_protocol(protocol: str) -> None:
+    """Its gradients are added before any protocol sees them: synchronous training by allreduce."""
+    job = make_job(protocol, 4, 30, topology=GROUPS[0], protocol={"modulation": "none"})
+    trained = train(job)
+    assert (trained.weights - plain_sgd(job, 30, union(job), 0.01)).abs().max() <= 1e-5
+    for role in trained.plan.learners:
+        assert torch.equal(trained.executors[role].buffer("weights").vector, trained.weights)
+
+
+@pytest.mark.parametrize(("groups", "k"), [(2, 2), (3, 2), (2, 3)])
+def test_a_group_is_one_learner_with_a_batch_of_all(groups: int, k: int) -> None:
+    """The others compute their first gradient until the end, so the first group trains alone."""
+    learners, fast = groups * k, list(range(k))
+    slow = dict.fromkeys(range(k, learners), 1e6)
+    topology = {"name": "groups", "options": {"groups": groups}}
+    job = make_job("async", learners, 40, topology=topology, simulation={"slowdown": slow})
+    trained = train(job)
+    gradients = trained.rows["gradients"]
+    assert list(gradients["learner"]) == fast * 40
+    assert (gradients["staleness"] == 0).all()
+    expected = plain_sgd(job, 40, union(job, fast), 0.01 / groups)  # async: α0/n, with n groups
+    assert (trained.weights - expected).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 def test_async_with_one_learner_is_plain_sgd_bit_for_bit(weight_decay: float) -> None:
     job = make_job("async", 1, 150, "lenet", optimizer={"weight_decay": weight_decay})
@@ -83,10 +153,15 @@ def test_async_with_one_learner_is_plain_sgd_bit_for_bit(weight_decay: float) ->
     assert torch.equal(trained.weights, expected)
 
 
+@pytest.mark.parametrize(
+    "topology", [{"name": "base"}, *TREES[:2], {"name": "adv*", "options": {"fan_out": 2}}, *GROUPS[1:3]], ids=str
+)
 @pytest.mark.parametrize(("protocol", "learners", "n"), [("softsync", 4, 2), ("softsync", 3, 1), ("async", 5, None)])
-def test_recorded_gradients_explain_the_weights(protocol: str, learners: int, n: int | None) -> None:
+def test_recorded_gradients_explain_the_weights(
+    protocol: str, learners: int, n: int | None, topology: dict[str, Any]
+) -> None:
     """The record says which gradients, of which weights, went into which update: redo them by hand."""
-    job = make_job(protocol, learners, 30, protocol={"n": n} if n else {})
+    job = make_job(protocol, learners, 30, protocol={"n": n} if n else {}, topology=topology, simulation={"nodes": 2})
     trained = train(job)
     gradients, updates = trained.rows["gradients"], trained.rows["updates"]
     assert gradients["staleness"].max() > 0
@@ -107,6 +182,65 @@ def test_recorded_gradients_explain_the_weights(protocol: str, learners: int, n:
         velocity = 0.9 * velocity + total / int(update["gradients"])
         versions.append(versions[-1] - float(update["learning_rate"]) * velocity)
     assert (trained.weights - versions[-1]).abs().max() <= 1e-5
+
+
+class Stamped(Guarded):
+    """Knows the digest of every version of the weights, and of those that each gradient was computed from."""
+
+    def __init__(self, executors: dict[int, Executor]) -> None:
+        super().__init__(executors)
+        self.versions = {0: self._digest(0, "weights")}
+        self.used: dict[tuple[int, int], str] = {}
+
+    def compute(self, role: int, action: Compute) -> Computed:
+        self.used[role, action.step] = self._digest(role, action.weights)
+        return super().compute(role, action)
+
+    def update(self, role: int, action: Update) -> int:
+        digest = super().update(role, action)
+        self.versions[action.timestamp] = self._digest(role, action.weights)
+        return digest
+
+
+SLOW_PULLS: dict[str, Any] = {"bandwidth_bytes_per_s": 3e7, "latency_jitter_s": 0.03, "jitter": 0.9, "compute_s": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("options", "network"),
+    [
+        ({}, {}),
+        ({"fan_out": [2, 2], "weight_fan_out": 1}, SLOW_PULLS),
+        ({"fan_out": 3, "weight_fan_out": 3}, SLOW_PULLS),
+    ],
+    ids=["fast", "slow chain", "slow star"],
+)
+def test_overlapped_learners_use_whole_weights_of_their_timestamp(
+    options: dict[str, Any], network: dict[str, Any]
+) -> None:
+    """Thousands of swaps, with poison where weights are coming in: every gradient is of what the server once had."""
+    topology = {"name": "adv*", "options": options}
+    job = make_job("async", 5, 1500, topology=topology, simulation={"nodes": 2, **network}).with_(model={"name": tiny})
+    trained = train(job, Stamped)
+    hands, gradients, learners = trained.hands, trained.rows["gradients"], trained.rows.learners
+    assert isinstance(hands, Stamped)
+    assert learners is not None
+    assert learners["pulls"].sum() > 1000
+    assert len(hands.versions) == 1501
+    for row in gradients:
+        role = trained.plan.learners[row["learner"]]
+        assert hands.used[role, int(row["step"])] == hands.versions[int(row["timestamp"])]
+    for learner in learners:
+        mine = gradients[gradients["learner"] == learner["learner"]]
+        assert np.array_equal(mine["step"], np.arange(len(mine))), "none is lost or repeated"
+        assert learner["pushed"] >= len(mine)
+    totals = trained.rows.totals
+    assert learners["pushed"].sum() == totals["pushed"] == totals["applied"] + totals["discarded"]
+    if network:
+        assert gradients["staleness"].max() > 8, "nothing would be shown if weights came at once"
+
+
+def tiny() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
 
 
 def test_rate_by_gradient_staleness_weighs_inside_the_average() -> None:

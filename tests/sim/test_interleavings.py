@@ -3,18 +3,29 @@
 from typing import Any
 
 import numpy as np
-from clusters import SAMPLES, job, timing
+import pytest
+from clusters import SAMPLES, check_updates, job, timing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-PROTOCOLS = st.sampled_from(["hardsync", "softsync", "async"])
+WIDTHS = st.integers(2, 4)
+FAN_OUTS = st.none() | st.integers(1, 4) | st.tuples(st.integers(1, 3), WIDTHS) | st.tuples(WIDTHS, WIDTHS, WIDTHS)
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[Any, int]:
-    learners = draw(st.integers(1, 7))
-    protocol = draw(PROTOCOLS)
-    n = draw(st.integers(1, learners)) if protocol == "softsync" else None
+def options(draw: st.DrawFn, topology: str, learners: int) -> dict[str, Any]:
+    if topology == "groups":
+        return {"groups": draw(st.integers(1, learners)), "reduction": draw(st.sampled_from(["ordered", "mpi"]))}
+    drawn: dict[str, Any] = {} if topology == "base" else {"fan_out": draw(FAN_OUTS)}
+    return drawn | ({"weight_fan_out": draw(st.integers(1, 4))} if topology == "adv*" else {})
+
+
+@st.composite
+def clusters(draw: st.DrawFn, topology: str) -> tuple[Any, int]:
+    learners = draw(st.integers(1, 7 if topology == "base" else 11))
+    chosen = draw(options(topology, learners))
+    protocol = draw(st.sampled_from(["softsync", "async", *(["hardsync"] if topology != "adv*" else [])]))
+    n = draw(st.integers(1, chosen.get("groups", learners))) if protocol == "softsync" else None
     times = st.sampled_from([0.0, 1e-4, 1e-3, 0.05])
     simulation = {
         "compute_s": draw(st.sampled_from([1e-3, 0.05])),
@@ -23,7 +34,7 @@ def clusters(draw: st.DrawFn) -> tuple[Any, int]:
         "latency_s": draw(times),
         "latency_jitter_s": draw(times),
         "bandwidth_bytes_per_s": draw(st.sampled_from([1e6, 1e9, 1e13])),
-        "nodes": draw(st.sampled_from([None, 1, 2])),
+        "nodes": draw(st.sampled_from([None, 1, 2, 3])),
         "servers_on_first_node": draw(st.booleans()),
         "local_latency_s": draw(st.sampled_from([None, 0.0, 0.05])),
         "local_bandwidth_bytes_per_s": draw(st.sampled_from([None, 1e5, 1e13])),
@@ -43,6 +54,7 @@ def clusters(draw: st.DrawFn) -> tuple[Any, int]:
         n=n,
         epochs=draw(st.integers(1, 4)),
         seed=draw(st.integers(0, 2**20)),
+        topology={"name": topology, "options": chosen},
         simulation=simulation,
         results=results,
         training={"evaluate": draw(st.booleans())},
@@ -50,20 +62,22 @@ def clusters(draw: st.DrawFn) -> tuple[Any, int]:
     return run, draw(st.integers(1, 90))
 
 
-@settings(max_examples=1000, deadline=None)
-@given(clusters())
-def test_every_run_ends_and_every_gradient_is_accounted_for(cluster: tuple[Any, int]) -> None:
+@pytest.mark.parametrize("topology", ["base", "adv", "adv*", "groups"])
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data: st.DataObject) -> None:
     """Invariants are checked after every event; a run in which somebody waits forever raises."""
-    run, training_samples = cluster
+    run, training_samples = data.draw(clusters(topology))
     rows = timing(run, training_samples)
     totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
     assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
     assert totals["pending"] == totals["lost"] == 0
     assert rows.learners is not None
+    assert list(rows.learners["learner"]) == list(range(run.learners))
     assert rows.learners["pushed"].sum() == totals["pushed"]
     assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1)), "timestamps grow by one"
     assert totals["applied"] == len(gradients) == updates["gradients"].sum()
-    assert (updates["gradients"] == run.make_protocol().gradients_per_update).all()
+    check_updates(run, rows)
     assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
     assert (gradients["staleness"] >= 0).all()
     mean = np.bincount(gradients["update"], gradients["staleness"])[1:] / updates["gradients"]
@@ -74,9 +88,11 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(cluster: tuple[Any, 
     assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
     assert epochs["evaluated"][-1] == run.training.evaluate
     assert (updates["update_s"] == run.simulation.update_s).all()
-    for learner in range(run.learners):
-        steps = gradients["step"][gradients["learner"] == learner]
-        assert np.array_equal(steps, np.arange(len(steps))), "each learner's gradients are applied once and in order"
+    for learner, account in enumerate(rows.learners):
+        mine = gradients[gradients["learner"] == learner]
+        assert np.array_equal(mine["step"], np.arange(len(mine))), "each learner's gradients are applied once, in order"
+        assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
+        assert len(mine) <= account["pushed"]
     if run.protocol.name == "hardsync":
-        assert (gradients["learner"] == np.tile(np.arange(run.learners), len(updates))).all()
         assert totals["discarded"] == 0
+        assert (gradients["staleness"] == 0).all()

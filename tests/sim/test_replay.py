@@ -67,7 +67,7 @@ def make_job(rule_: Any = "async", learners: int = 3, **tables: Any) -> rudra.Jo
         optimizer={"learning_rate": 0.02, **tables.pop("optimizer", {"momentum": 0.9})},
         protocol=rule,
         cluster={"learners": learners, "threads_per_rank": 1},
-        simulation=DELAYS,
+        simulation={**DELAYS, **tables.pop("simulation", {})},
         **tables,
     )
 
@@ -100,6 +100,37 @@ def test_a_simulation_is_repeated_bit_for_bit(tmp_path: Path, job: rudra.Job) ->
     assert replayed.weights_sha256 == summary["weights_sha256"]
     assert replayed.updates == replayed.recorded == summary["updates"]
     assert str(replayed) == f"identical: {summary['updates']} updates, weights sha256 {summary['weights_sha256']}"
+
+
+TREE = {"name": "adv", "options": {"fan_out": 2}}
+HIDDEN = {"name": "adv*", "options": {"fan_out": 2, "weight_fan_out": 1}}
+BUSY = {"nodes": 2, "bandwidth_bytes_per_s": 1e5, "update_s": 1e-3, "message_s": 1e-3}
+
+
+def groups(count: int) -> dict[str, Any]:
+    return {"name": "groups", "options": {"groups": count}}
+
+
+TREES = [TREE, {"name": "adv"}, {"name": "adv", "options": {"fan_out": [1, 3]}}]
+RULES: list[dict[str, Any]] = [{"name": "softsync", "n": 2}, {"name": "softsync"}, {"name": "async"}]
+PAIRS = [
+    *((topology, rule) for topology in [*TREES, groups(2), groups(5)] for rule in [*RULES, {"name": "hardsync"}]),
+    *((topology, rule) for topology in (HIDDEN, {"name": "adv*"}) for rule in RULES),
+    *((groups(1), {"name": name}) for name in ("softsync", "async", "hardsync")),
+]
+
+
+@pytest.mark.parametrize(("topology", "protocol"), PAIRS, ids=str)
+def test_a_simulation_on_any_topology_is_repeated_bit_for_bit(
+    tmp_path: Path, topology: dict[str, Any], protocol: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.h5"
+    job = make_job(learners=5, topology=topology, protocol={"modulation": "auto", **protocol}, simulation=BUSY)
+    summary = simulate(job, path)
+    replayed = rudra.replay(path, quiet=True)
+    assert replayed.difference is None
+    assert replayed.weights_sha256 == summary["weights_sha256"]
+    assert replayed.updates == replayed.recorded == summary["updates"] > 5
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +259,75 @@ def test_the_order_inside_an_update_counts(
         assert said in replayed.difference.text
     else:  # whichever of two gradients comes first: the average differs in its last bits, or it does not
         assert replayed.difference is None or replayed.difference.update == UPDATE
+
+
+ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tree, async": (TREE, {}),
+    "tree, softsync": (TREE, {"name": "softsync"}),
+    "tree, hardsync": (TREE, {"name": "hardsync"}),
+    "adv*, async": (HIDDEN, {}),
+    "adv*, softsync": (HIDDEN, {"name": "softsync", "n": 2}),
+    "groups, async": (groups(2), {}),
+    "groups, hardsync": (groups(2), {"name": "hardsync"}),
+    "one group": (groups(1), {"name": "hardsync"}),
+}
+
+
+@pytest.fixture(scope="module", params=ELSEWHERE)
+def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs on other topologies."""
+    topology, protocol = ELSEWHERE[request.param]
+    path = tmp_path_factory.mktemp("elsewhere") / "run.h5"
+    simulate(make_job(learners=5, topology=topology, protocol=protocol, simulation=BUSY), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("table", "which", "tamper"),
+    [
+        *(("gradients", which, tamper) for which in (0, -1) for tamper in [
+            lambda place: field("gradients", place, "learner", lambda x: (x + 1) % 5),
+            lambda place: field("gradients", place, "step", lambda x: x + 1),
+            lambda place: field("gradients", place, "timestamp", lambda x: x - 1),
+            lambda place: field("gradients", place, "loss", lambda x: np.nextafter(x, 9)),
+            lambda place: field("gradients", place, "update", lambda x: x + 1),
+            lambda place: without("gradients", place),
+        ]),
+        ("updates", 0, lambda place: field("updates", place, "digest", lambda x: x ^ np.uint64(1))),
+        ("updates", 0, lambda place: field("updates", place, "learning_rate", lambda x: 2 * x)),
+        ("updates", 0, lambda place: without("updates", place)),
+    ],
+)  # fmt: skip
+def test_tampering_is_located_on_every_topology(
+    tmp_path: Path, elsewhere: Path, table: str, which: int, tamper: Callable[[int], Callable[[h5py.File], None]]
+) -> None:
+    """In the tenth update, or in its first or last gradient: of a message that stands for several, too."""
+    path = tmp_path / "tampered.h5"
+    shutil.copy(elsewhere, path)
+    with h5py.File(path, "r+") as file:
+        clock = file[table]["update" if table == "gradients" else "timestamp"]
+        tamper(int(np.nonzero(clock == 10)[0][which]))(file)
+    difference = rudra.replay(path, quiet=True).difference
+    assert difference is not None
+    assert difference.update == 10, difference
+    assert "\n" not in difference.text
+
+
+@pytest.mark.parametrize("update", [0, 1, 10])
+def test_until_leaves_the_weights_of_that_update_on_every_topology(
+    tmp_path: Path, elsewhere: Path, update: int
+) -> None:
+    target = tmp_path / "weights.pt"
+    assert rudra.replay(elsewhere, until=update, output=target, quiet=True).updates == update
+    state = torch.load(target, weights_only=True)
+    with rudra.open_results(elsewhere) as results:
+        entries = results.layout
+        weights = Buffer(sum(entry.size for entry in entries), 0)
+        torch.cat([state[entry.name].flatten() for entry in entries], out=weights.vector)
+        if update:
+            assert weights.digest(update) == results.updates["digest"][update - 1]
+        else:
+            assert sha256(weights.array) == results.attributes["initial_weights_sha256"]
 
 
 @pytest.mark.parametrize("update", [0, 1, 24, 48, 72])

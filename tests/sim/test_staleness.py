@@ -1,4 +1,6 @@
-"""The staleness law of n-softsync (rudra.txt §5.1, figure 4) among 30 learners in virtual time."""
+"""The staleness law of n-softsync (rudra.txt §5.1, figure 4) among 30 learners, and what topologies make of it."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,3 +36,53 @@ def test_a_slow_learner_breaks_the_bound(n: int) -> None:
 
 def test_hardsync_is_never_stale() -> None:
     assert staleness("hardsync", slowdown={3: 2.0}).max() == 0
+
+
+def on(topology: str, protocol: str, n: int | None = None, learners: int = 12, **tables: Any) -> np.ndarray:
+    costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 1e9, "nodes": 3, **tables}
+    about = {"name": topology, "options": costs.pop("options", {})}
+    return timing(job(protocol, learners, n=n, simulation=costs, topology=about), 2000 * SAMPLES)["gradients"]
+
+
+@pytest.mark.parametrize("simulation", [{}, {"jitter": 0.9}, {"bandwidth_bytes_per_s": 2e7, "slowdown": {3: 4.0}}])
+def test_as_many_groups_as_learners_are_async(simulation: dict[str, Any]) -> None:
+    """A group of one is a learner: the very same events, so the same staleness, gradient by gradient."""
+    groups = on("groups", "async", options={"groups": 12}, **simulation)
+    assert np.array_equal(groups, on("base", "async", **simulation))
+
+
+@pytest.mark.parametrize("groups", [2, 3, 6])
+def test_the_staleness_of_groups_is_their_number_less_one(groups: int) -> None:
+    """Omnivore §IV-A: S = g - 1."""
+    sigma = on("groups", "async", options={"groups": groups})["staleness"]
+    assert sigma.mean() == pytest.approx(groups - 1, rel=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"fan_out": 4}])
+def test_async_through_a_tree_is_as_stale_as_through_one_server(options: dict[str, Any]) -> None:
+    base, adv = on("base", "async")["staleness"], on("adv", "async", options=options)["staleness"]
+    assert adv.mean() == pytest.approx(base.mean(), rel=0.02)
+    size = 1 + max(base.max(), adv.max())
+    shares = [np.bincount(sigma, minlength=size) / len(sigma) for sigma in (base, adv)]
+    assert np.abs(shares[0] - shares[1]).sum() / 2 < 0.1, "the part of all gradients whose staleness is another one"
+
+
+@pytest.mark.parametrize("options", [{}, {"fan_out": 2}, {"fan_out": [1, 3]}])
+def test_hardsync_through_a_tree_is_never_stale(options: dict[str, Any]) -> None:
+    assert on("adv", "hardsync", options=options)["staleness"].max() == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_softsync_through_a_tree_differs_by_what_its_servers_hold_back(n: int) -> None:
+    """A server passes on whole averages. What it has begun waits for the next update, and updates may be larger."""
+    base, adv = on("base", "softsync", n)["staleness"], on("adv", "softsync", n)["staleness"]
+    assert abs(adv.mean() - base.mean()) < 0.5
+    assert (adv > 2 * n + 1).mean() < 1e-3
+
+
+@pytest.mark.parametrize(("protocol", "n"), [("softsync", 1), ("softsync", 2), ("async", None)])
+def test_who_never_waits_is_staler_where_weights_take_long(protocol: str, n: int | None) -> None:
+    """Rudra-adv* hides what it takes to push and pull, and pays with staleness (rudra.txt §5.5)."""
+    slow = {"bandwidth_bytes_per_s": 2e7}
+    adv, hidden = (on(name, protocol, n, **slow)["staleness"].mean() for name in ("adv", "adv*"))
+    assert hidden > 1.5 * adv
