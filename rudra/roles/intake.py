@@ -18,8 +18,8 @@ class Intake:
         sources: ids of the roles that push to it, in learner order.
         buffers: how many there are; two serve any number of sources, a third while an average is passed on.
         ordered: tensors are received and added in the order of the sources.
-        reserve: buffers that are kept free while the training goes on: at its end they take what comes out of turn, while
-            the others may wait for sources that push no more.
+        reserve: buffers that are kept free while the training goes on: at its end they take what comes out of turn,
+            while the others may wait for sources that push no more.
     """
 
     def __init__(self, sources: Sequence[int], buffers: int, ordered: bool, reserve: int = 0) -> None:
