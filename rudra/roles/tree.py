@@ -180,7 +180,7 @@ class TreeServer(Machine):
         return actions + intake.post(self.state is State.TRAINING)
 
     def _may_add(self) -> bool:
-        """Whether a gradient has arrived whose turn it is; when training has ended nobody fills gaps, so any one's is."""
+        """Whether a gradient has arrived whose turn it is; once training has ended, that is anyone's."""
         if not self._ordered or self.state is State.STOPPING:
             return True
         return self.intake.bring(self._first_learner + len(self._pending))
