@@ -393,11 +393,6 @@ class Rank:
 
     def _start_threads(self) -> None:
         """A learner that overlaps communication has a thread to push, one to pull, and one to compute."""
-        if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
-            raise RunError(
-                "topology adv* pushes and pulls in threads of their own, for which MPI must grant MPI_THREAD_MULTIPLE; "
-                "it does not here: use another MPI library, or topology adv"
-            )
         self._lanes = {GRADIENTS: Lane("push", self._post), WEIGHTS: Lane("pull", self._post)}
         self._computer = Worker("compute", self._post)
         self._computer.submit(arithmetic_of_thread())

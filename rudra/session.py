@@ -76,6 +76,11 @@ def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
         plan = topology.fit(places, job.cluster.learners)
     except ValueError as error:
         raise TopologyError(str(error)) from None
+    if plan.overlapped and comm.allreduce(MPI.Query_thread(), MPI.MIN) < MPI.THREAD_MULTIPLE:
+        raise TopologyError(
+            f"topology {topology.name} pushes and pulls in threads of their own, for which MPI must grant "
+            "MPI_THREAD_MULTIPLE; it does not here: use another MPI library, or topology adv"
+        )
     learners = len(plan.learners)
     job.with_(cluster={"learners": learners}).check(plan)
     mine = sum(plan.roles[i].kind == "learner" for i in plan.on_rank(comm.rank))

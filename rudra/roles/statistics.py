@@ -84,7 +84,7 @@ class StatisticsServer(Machine):
     @property
     def waiting_for(self) -> str:
         if self._totals is None:
-            return "the parameter server's account"
+            return f"the account of the {self.plan.roles[self.plan.server].name}"
         if self._accounts < len(self._learners):
             return f"the accounts of {len(self._learners) - self._accounts} learners"
         return f"the weights of epoch {self._recorded + 1}"
