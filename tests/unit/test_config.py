@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocols import Protocol
+from protocols import Clock, Protocol
 from rudra.config import Job, OptimizerTable
 from rudra.errors import ConfigError
 from topologies import Plan, base
@@ -20,6 +20,35 @@ FOUR = {"learners": 4}
 
 class Mine(Protocol):
     """A user's own."""
+
+
+class Patient(Protocol):
+    """Learners wait for what others push."""
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        return min(clock.pushed) > timestamp
+
+
+class Quiet(Patient):
+    """By timestamps alone."""
+
+    grants_on_push = False
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        return clock.timestamp > timestamp
+
+
+TREE = {"name": "adv", "options": {"fan_out": 2}}
+OVERLAPPED = (
+    "[topology] name: adv*: its learners never wait for a server, but with protocol {} they must; valid: softsync, "
+    "async, or topology adv"
+)
+AVERAGED = (
+    "[topology] name: adv: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree "
+    "has averaged them by then; valid: topology base, or modulation 'mean_staleness'"
+)
+NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none"
+WEIGHED = {"name": "async", "modulation": "gradient_staleness"}
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -77,9 +106,34 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "[protocol] modulation 'gradient_staleness' has no effect with adagrad, whose step ignores the gradient's "
         "scale; use sgd, or modulation 'mean_staleness'",
     ),
-    ({"topology": {"name": "tree"}}, "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups or package.module:object"),
+    (
+        {"topology": {"name": "tree"}},
+        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups or package.module:object",
+    ),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
     ({"topology": {"options": {"z": 1}}}, "[topology] options: base.plan: got an unexpected keyword argument 'z'"),
+    ({"topology": {"name": "adv*"}, "protocol": {"name": "hardsync"}, "cluster": FOUR}, OVERLAPPED.format("hardsync")),
+    ({"topology": {"name": "adv*"}, "protocol": {"name": Quiet}, "cluster": FOUR}, OVERLAPPED.format("quiet")),
+    (
+        {"topology": TREE, "protocol": {"name": Patient}, "cluster": FOUR},
+        "[topology] name: adv: protocol patient decides by what every learner has pushed, which servers of a tree do "
+        "not know; valid: topology base, or a rule by timestamps alone (grants_on_push = False)",
+    ),
+    ({"topology": TREE, "protocol": WEIGHED, "cluster": FOUR}, AVERAGED),
+    (
+        {"topology": {"name": "groups", "options": {"groups": 5}}, "cluster": FOUR},
+        "[topology] options.groups = 5, with 4 learners; valid: 1 to 4",
+    ),
+    (
+        {"topology": {"name": "groups", "options": {"groups": 2}}, "protocol": {"n": 4}, "cluster": FOUR},
+        "[protocol] n = 4, with 2 learners; valid: 1 to 2",
+    ),
+    (
+        {"optimizer": {"momentum_correction": "heavy"}},
+        "[optimizer] momentum_correction must be 'none' or 'implicit', not 'heavy'",
+    ),
+    ({"optimizer": {"momentum_correction": "implicit"}}, NO_MOMENTUM),
+    ({"optimizer": {"momentum_correction": "implicit", "name": "rmsprop", "momentum": 0.9}}, NO_MOMENTUM),
     ({"cluster": {"device": "gpu"}}, "[cluster] device must be 'cpu', 'cuda' or 'auto', not 'gpu'"),
     ({"simulation": {"slowdown": {4: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner 4; valid: 0 to 3"),
     ({"simulation": {"slowdown": {-1: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner -1; valid: 0 to 3"),
@@ -277,3 +331,66 @@ def test_json_names_callables() -> None:
 def test_json_of_a_plain_job_makes_the_same_job() -> None:
     job = Job(protocol={"n": 2}, simulation={"slowdown": {1: 2.0}}, data={"path": "x"}).resolved()
     assert Job(**json.loads(job.to_json())) == job
+
+
+# Protocol and topology together.
+
+
+ANY = ("hardsync", "softsync", "async", Mine, Quiet)
+NEVER_WAITS = ("softsync", "async", Mine)
+PAIRS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"name": "base"}, (*ANY, Patient)),
+    ({"name": "groups"}, (*ANY, Patient)),
+    ({"name": "groups", "options": {"groups": 2}}, (*ANY, Patient)),
+    ({"name": "adv"}, ANY),
+    (TREE, ANY),
+    ({"name": "adv*"}, NEVER_WAITS),
+    ({"name": "adv*", "options": {"fan_out": 2}}, NEVER_WAITS),
+]
+
+
+@pytest.mark.parametrize(("topology", "protocol"), [(topology, rule) for topology, rules in PAIRS for rule in rules])
+def test_pairs_that_work(topology: dict[str, Any], protocol: Any) -> None:
+    job = Job(topology=topology, protocol={"name": protocol}, cluster=FOUR)
+    for nodes in ([0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]):
+        assert len(job.plan(nodes).learners) == 4
+
+
+def test_a_pair_may_work_on_one_node_alone() -> None:
+    """There the root is the only server of adv, so that it sees every gradient."""
+    for protocol in (WEIGHED, {"name": Patient}):
+        job = Job(topology={"name": "adv"}, protocol=protocol, cluster=FOUR)
+        job.check(job.plan())
+        for on_two_nodes in (lambda job=job: job.plan([0, 0, 1, 1]), lambda job=job: job.resolved().plan([0, 1, 1, 1])):
+            with pytest.raises(ConfigError, match=r"^\[topology\] name: adv: ") as error:
+                on_two_nodes()
+            assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("learners", "protocol", "groups", "asynchrony"),
+    [
+        (1, {"name": "async"}, None, 1),
+        (2, {"name": "async"}, None, 2),
+        (4, {"name": "async"}, None, 4),
+        (64, {"name": "async"}, None, 64),
+        (4, {"name": "hardsync"}, None, 1),
+        (4, {"n": 1}, None, 1),
+        (4, {"n": 2}, None, 2),
+        (4, {"n": 4}, None, 4),
+        (4, {"name": "async"}, 1, 1),
+        (4, {"name": "async"}, 2, 2),
+        (5, {"name": "async"}, 4, 4),
+        (8, {"n": 2}, 4, 2),
+    ],
+)
+@pytest.mark.parametrize("wanted", [0.3, 0.5, 0.9])
+def test_asynchrony_gives_its_share_of_the_momentum(
+    learners: int, protocol: dict[str, Any], groups: int | None, asynchrony: int, wanted: float
+) -> None:
+    """Omnivore, theorem 1: g workers that update independently act like momentum 1 - 1/g."""
+    topology = {"name": "base"} if groups is None else {"name": "groups", "options": {"groups": groups}}
+    tables: dict[str, Any] = {"topology": topology, "protocol": protocol, "cluster": {"learners": learners}}
+    corrected = Job(optimizer={"momentum": wanted, "momentum_correction": "implicit"}, **tables)
+    assert corrected.explicit_momentum() == pytest.approx(max(0.0, wanted - (1 - 1 / asynchrony)))
+    assert Job(optimizer={"momentum": wanted}, **tables).explicit_momentum() == wanted

@@ -109,6 +109,23 @@ def test_links(sender: int, receiver: int, table: dict[str, Any], link: Link) ->
 
 
 @pytest.mark.parametrize(
+    ("learners", "table", "seconds"),
+    [
+        # 100 bytes; twice a latency and what each member sends: its share, or what leaves a node that several share.
+        (1, {}, 0.0),
+        (4, {"nodes": 1}, 2 * (0.25 + 0.75 * 1.0)),
+        (4, {"nodes": 4}, 2 * (0.5 + 0.75 * 10.0)),
+        (4, {"nodes": 2}, 2 * (0.5 + 1.0 * 10.0)),
+        (3, {"nodes": 2}, 2 * (0.5 + 2 / 3 * 10.0)),
+        (2, {"nodes": 1, "gradient_s": 4.0}, 2 * (0.25 + 0.5 * 1.0) + 4.0 / 2),
+    ],
+)
+def test_seconds_for_a_reduction(learners: int, table: dict[str, Any], seconds: float) -> None:
+    known = model(learners, **LINK, **LOCAL, **table)
+    assert known.reduction_s(known.plan.learners, 100) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
     ("table", "means"),
     [
         ({}, [1.0, 1.0, 1.0]),
