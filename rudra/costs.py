@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rudra.config import Job, SimulationTable
 from rudra.errors import ConfigError
 from topologies import Plan
-from topologies.plan import ELSEWHERE
+from topologies.plan import ELSEWHERE, PARAMETER_SERVER, TREE_SERVER
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -32,12 +32,14 @@ class Link(NamedTuple):
         seconds_per_byte: of a tensor.
         out: name of the port that a tensor occupies where it leaves.
         into: and where it arrives.
+        blocking: ends that move one tensor at a time, be it in or out.
     """
 
     latency_s: float
     seconds_per_byte: float
     out: tuple[str, int]
     into: tuple[str, int]
+    blocking: tuple[tuple[str, int], ...] = ()
 
 
 class CostModel:
@@ -88,11 +90,14 @@ class CostModel:
     def link(self, sender: int, receiver: int) -> Link:
         """The way from one role to another: a node's link between nodes, a role's own copying inside one."""
         table, here, there = self.table, self.node[sender], self.node[receiver]
+        # With learners that overlap, pushes and pulls have threads of their own (§3.3).
+        ends = (sender, receiver) if table.blocking_servers and not self.plan.overlapped else ()
+        blocking = tuple(("role", i) for i in ends if self.plan.roles[i].kind in {PARAMETER_SERVER, TREE_SERVER})
         if here != there:
-            return Link(table.latency_s, 1 / table.bandwidth_bytes_per_s, ("node", here), ("node", there))
+            return Link(table.latency_s, 1 / table.bandwidth_bytes_per_s, ("node", here), ("node", there), blocking)
         latency_s = table.latency_s if table.local_latency_s is None else table.local_latency_s
         bandwidth = table.local_bandwidth_bytes_per_s or table.bandwidth_bytes_per_s
-        return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver))
+        return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver), blocking)
 
     def reduction_s(self, members: Sequence[int], size_bytes: int) -> float:
         """Time in which a compute group adds up its gradients: slices are exchanged and added, then gathered."""
@@ -188,8 +193,14 @@ def _exponential(source: random.Random, width: float) -> float:
     return 1.0 - width * math.log(1.0 - source.random())
 
 
+def _memoryless(source: random.Random, width: float) -> float:
+    """Mean 1, whatever the width: how long it has taken says nothing of how long it will (omnivore.txt §IV-C, A2)."""
+    return -math.log(1.0 - source.random())
+
+
 _DISTRIBUTIONS: dict[str, Callable[[random.Random, float], float]] = {
     "uniform": _uniform,
     "lognormal": _lognormal,
     "exponential": _exponential,
+    "memoryless": _memoryless,
 }

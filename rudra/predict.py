@@ -257,7 +257,8 @@ def as_text(predictions: Sequence[Prediction]) -> str:
     updates = sorted({p.updates for p in predictions})
     simulated = f"{updates[0]:,} updates" if len(updates) == 1 else f"{updates[0]:,} to {updates[-1]:,} updates"
     report.notes = [
-        "compute, push, wait, pull: of the learners' time; server, link: how long the busiest server and the busiest way",
-        f"of a link are occupied; bound: an epoch if all else were free. From {simulated}; tests of weights do not count.",
+        "compute, push, wait, pull: of the learners' time; server, link: how long the busiest server and the",
+        "busiest way of a link are occupied; bound: an epoch if all else were free.",
+        f"From {simulated}; tests of weights do not count.",
     ]
     return report.as_text()

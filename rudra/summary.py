@@ -59,6 +59,7 @@ def summarise(results: "Results") -> dict[str, Any]:
         "discarded": account.get("discarded"),
         "lost": account.get("lost"),
         "learner_times": [_times(row, time_s) for row in results.learners],
+        "overlap": _overlap(results.learners),
         "initial_weights_sha256": attributes.get("initial_weights_sha256"),
         "weights_sha256": state["weights_sha256"] or None,
     }
@@ -74,6 +75,13 @@ def _numbers(rows: NDArray[np.void], name: str) -> list[float | None]:
     """A column for JSON, which knows no NaN; errors and losses of the test count only where it was made."""
     valid = rows["evaluated"] != 0 if name.startswith("test_") else np.ones(len(rows), bool)
     return [float(x) if ok and math.isfinite(x) else None for x, ok in zip(rows[name], valid, strict=True)]
+
+
+def _overlap(learners: NDArray[np.void]) -> float | None:
+    """Share of their time in which learners compute, beside pushing, waiting and pulling (Rudra, Table 1)."""
+    compute_s, *rest_s = (float(learners[name].sum()) for name in _TIMES)
+    whole_s = compute_s + sum(rest_s)
+    return compute_s / whole_s if whole_s > 0 else None
 
 
 def _times(row: np.void, time_s: float) -> dict[str, Any]:

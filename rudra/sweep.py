@@ -31,6 +31,7 @@ _SYMBOLS = {
     "protocol.n": "n = {}",
     "protocol.name": "{}",
     "optimizer.learning_rate": "α0 = {}",
+    "topology.name": "{}",
 }
 _PAPERS = {"hardsync": "hardsync", "softsync": "softsync", "async": "softsync"}  # async is its λ-softsync
 _LONGEST_NAME = 120  # of a file, without what makes it unique
@@ -254,7 +255,7 @@ def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> It
 
 
 def _describes(row: Mapping[str, Any], job: Job) -> bool:
-    """Whether a row of the paper has this job's protocol, μ, λ and modulation, as far as it tells them."""
+    """Whether a row of the paper has this job's topology, protocol, μ, λ and modulation, as far as it tells them."""
     protocol = job.make_protocol()
     name = job.protocol.name if isinstance(job.protocol.name, str) else ""
     alike = job.learners == 1  # all protocols are the same then
@@ -265,8 +266,9 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
         "minibatch_size": job.training.minibatch_size,
         "learners": job.learners,
         "modulation": modulation,
+        "topology": job.topology.name,
     }
-    told = {"modulation": protocol.default_modulation, **row}
+    told = {"modulation": protocol.default_modulation, "topology": "base", **row}
     return all(told[key] == value for key, value in ours.items() if key in told)
 
 

@@ -7,12 +7,12 @@ import itertools
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from rudra.bench.report import Goal, Report
 from rudra.config import PAPER, Job, shipped_jobs
-from rudra.predict import Outline, outline, predict
+from rudra.predict import Outline, Prediction, outline, predict
 
 EPOCHS = 140
 GRADIENTS = 10_000
@@ -25,7 +25,7 @@ up to 20 % against what μ and λ alone explain."""
 UPDATE_PASSES = 8 / 3
 """update_s in gradient_s; the preset says why."""
 
-Key = tuple[int, int, int]
+Key = tuple[int, int, int] | tuple[int, int, int, str]
 
 
 class Row(NamedTuple):
@@ -37,6 +37,7 @@ class Row(NamedTuple):
         minibatch_size: μ.
         learners: λ.
         time_s: of the whole training; in Table 4 of one epoch.
+        topology: that it was trained with.
     """
 
     block: str
@@ -44,13 +45,20 @@ class Row(NamedTuple):
     minibatch_size: int
     learners: int
     time_s: float
+    topology: str = "base"
 
     @property
     def key(self) -> Key:
-        return self.sigma, self.minibatch_size, self.learners
+        key = self.sigma, self.minibatch_size, self.learners
+        return key if self.topology == "base" else (*key, self.topology)
 
 
-TABLE_4 = (Row("Table 4", 0, 16, 18, 330 * 60), Row("Table 4", 1, 16, 18, 270 * 60))  # those of Rudra-base
+BASELINE_S = 54 * 3600 * 256 / 1_200_000
+"""A mini-batch of 256 of ImageNet: 54 hours for an epoch with one learner (§5.5)."""
+
+TEXT_8_54 = Row("§5.5", 1, 8, 54, 96 * 60, "adv*")
+"""Only in the text, without its architecture, which is read as adv*; the time is of one epoch."""
+
 IMAGENET = Outline(1_200_000, 289_000_000)  # §4.2
 
 FITTED: Mapping[Key, str] = {
@@ -58,6 +66,8 @@ FITTED: Mapping[Key, str] = {
     (10, 128, 10): "node_slowdown",
     (4, 32, 4): "compute_s at μ = 32",
     (0, 8, 30): "gradient_s",
+    (1, 4, 54, "adv*"): "compute_s of alexnet at μ = 4",
+    (1, 4, 54, "adv"): "bandwidth_bytes_per_s",
 }
 """Row -> the constant of p775 that is fitted to it. What remains of the tables is predicted."""
 
@@ -65,10 +75,36 @@ FITTED: Mapping[Key, str] = {
 @cache
 def printed() -> dict[str, tuple[Row, ...]]:
     """Tables 2 (with the baseline) and 3, from the file that lies beside the paper's jobs."""
-    file = next(path for name, path in shipped_jobs().items() if name.startswith("rudra/")).with_name(PAPER)
-    paper = tomllib.loads(file.read_text(encoding="utf-8"))
+    paper = paper_tables()
     names = {"Table 2": ("baseline", "table2"), "Table 3": ("table3",)}
     return {title: tuple(_row(row, title) for name in n for row in paper[name]["rows"]) for title, n in names.items()}
+
+
+@cache
+def table4() -> tuple[Row, ...]:
+    """Table 4 and what the text adds to it, in seconds per epoch."""
+    rows = paper_tables()["table4"]["rows"]
+    return (
+        *(
+            Row(
+                "Table 4",
+                r["sigma"],
+                r["minibatch_size"],
+                r["learners"],
+                r["minutes_per_epoch"] * 60,
+                r.get("topology", "base"),
+            )
+            for r in rows
+        ),
+        TEXT_8_54,
+    )
+
+
+@cache
+def paper_tables() -> dict[str, Any]:
+    """What the paper prints, from the file that lies beside its jobs."""
+    file = next(path for name, path in shipped_jobs().items() if name.startswith("rudra/")).with_name(PAPER)
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def _row(row: Mapping[str, Any], title: str) -> Row:
@@ -84,10 +120,10 @@ def run(*, quick: bool) -> Report:
     times = {key: cifar10_s(row, gradients) for key, row in {row.key: row for row in cifar10}.items()}
     for title, rows in printed().items():
         _list(report, f"{title}, s", rows, times, 1)
-    imagenet = {row.key: imagenet_s(row, gradients) for row in TABLE_4}
-    _list(report, "Table 4, min/epoch", TABLE_4, imagenet, 60)
+    imagenet = {row.key: imagenet_s(row, gradients) for row in table4()}
+    _list(report, "Table 4 and §5.5, min/epoch", table4(), imagenet, 60)
     _judge(report, "Tables 2 and 3", [row for row in cifar10 if row.key not in FITTED], times)
-    _judge(report, "Table 4", TABLE_4, imagenet)
+    _judge(report, "Table 4", [row for row in table4() if row.key not in FITTED], imagenet)
     report.notes = ['predicted: [simulation] costs = "p775", timing only; rows that are fitted are in no goal']
     return report
 
@@ -98,7 +134,7 @@ def _list(report: Report, title: str, rows: Sequence[Row], times: Mapping[Key, f
         ours, theirs = times[row.key], row.time_s
         note = f"fitted: {FITTED[row.key]}" if row.key in FITTED else ""
         cells = f"{theirs / unit_s:,.0f}", f"{ours / unit_s:,.0f}", f"{ours / theirs - 1:+.1%}"
-        report.rows.append((f"  {row.key}", *cells, note))
+        report.rows.append((f"  ({', '.join(map(str, row.key))})", *cells, note))
 
 
 def _judge(report: Report, title: str, rows: Sequence[Row], times: Mapping[Key, float]) -> None:
@@ -122,9 +158,14 @@ def cifar10_s(row: Row, gradients: int = GRADIENTS, **constants: Any) -> float:
     return predict(job, updates=_updates(row, gradients), known=_cifar10()).epoch_s * EPOCHS
 
 
-def imagenet_s(row: Row, gradients: int = GRADIENTS) -> float:
-    """Predicted seconds of one epoch on ImageNet."""
-    return predict(_job(row, "alexnet", {}, {}), updates=_updates(row, gradients), known=IMAGENET).epoch_s
+def imagenet(row: Row, gradients: int = GRADIENTS, **constants: Any) -> Prediction:
+    """One epoch on ImageNet; `constants` replace keys of the preset."""
+    return predict(_job(row, "alexnet", {}, constants), updates=_updates(row, gradients), known=IMAGENET)
+
+
+def imagenet_s(row: Row, gradients: int = GRADIENTS, **constants: Any) -> float:
+    """Predicted seconds of that."""
+    return imagenet(row, gradients, **constants).epoch_s
 
 
 @cache
@@ -142,6 +183,7 @@ def _job(row: Row, model: str, data: dict[str, Any], constants: Mapping[str, Any
         data=data,
         training={"minibatch_size": row.minibatch_size},
         protocol={"name": "softsync", "n": row.sigma} if row.sigma else {"name": "hardsync"},
+        topology={"name": row.topology},
         cluster={"learners": row.learners},
         simulation={"costs": "p775", **constants},
     )
@@ -153,25 +195,37 @@ def fit(rounds: int = 3, gradients: int = 3000) -> dict[str, float]:
     Returns:
         Constant, named as in `FITTED` -> value.
     """
-    values = {"compute_s at μ = 128": 0.4, "compute_s at μ = 32": 0.1, "node_slowdown": 0.1, "gradient_s": 3e-4}
-    rows = {row.key: row for rows in printed().values() for row in rows}
+    values = {
+        "compute_s at μ = 128": 0.4,
+        "compute_s at μ = 32": 0.1,
+        "node_slowdown": 0.1,
+        "gradient_s": 3e-4,
+        "compute_s of alexnet at μ = 4": 1.0,
+        "bandwidth_bytes_per_s": 4e9,
+    }
+    rows = {row.key: row for rows in (*printed().values(), table4()) for row in rows}
     for _ in range(rounds):
         for key, name in FITTED.items():
-
-            def seconds(value: float, key: Key = key, name: str = name) -> float:
-                return cifar10_s(rows[key], gradients, **_constants({**values, name: value}))
-
-            values[name] = _secant(seconds, values[name], rows[key].time_s)
+            values[name] = _secant(partial(_with, rows[key], gradients, values, name), values[name], rows[key].time_s)
     return values
 
 
-def _constants(values: Mapping[str, float]) -> dict[str, Any]:
-    return {
-        "compute_s": {32: values["compute_s at μ = 32"], 128: values["compute_s at μ = 128"]},
-        "node_slowdown": values["node_slowdown"],
-        "gradient_s": values["gradient_s"],
-        "update_s": values["gradient_s"] * UPDATE_PASSES,
-    }
+def _with(row: Row, gradients: int, values: Mapping[str, float], name: str, value: float) -> float:
+    """Seconds of a row with another value for one of the fitted constants."""
+    values = {**values, name: value}
+    shared = {key: values[key] for key in ("node_slowdown", "bandwidth_bytes_per_s")}
+    if row in table4():
+        compute_s = alexnet_compute_s(values["compute_s of alexnet at μ = 4"])
+        return imagenet_s(row, gradients, compute_s=compute_s, **shared)
+    compute_s = {32: values["compute_s at μ = 32"], 128: values["compute_s at μ = 128"]}
+    gradient_s = values["gradient_s"]
+    update_s = gradient_s * UPDATE_PASSES
+    return cifar10_s(row, gradients, compute_s=compute_s, gradient_s=gradient_s, update_s=update_s, **shared)
+
+
+def alexnet_compute_s(of_4: float) -> dict[int, float]:
+    """In proportion to μ from 256 down to 16, and what it takes at μ = 4; the preset says why."""
+    return {4: of_4, 16: BASELINE_S / 16, 256: BASELINE_S}
 
 
 def _secant(function: Callable[[float], float], start: float, wanted: float) -> float:

@@ -83,23 +83,31 @@ def summary(study: Study) -> Table:
             "test error (%)",
             f"{clock} (s)",
             "samples/s",
+            "overlap (%)",
             *counts,
             "status",
         ),
         [_summary_row(run) for run in study.runs],
-        {"test error (%)": percent, f"{clock} (s)": seconds, "samples/s": lambda v: f"{v:,.0f}", "⟨σ⟩": percent},
+        {
+            "test error (%)": percent,
+            "overlap (%)": percent,
+            f"{clock} (s)": seconds,
+            "samples/s": lambda v: f"{v:,.0f}",
+            "⟨σ⟩": percent,
+        },
     )
 
 
 def _summary_row(run: Run) -> tuple[Any, ...]:
     status = f"{run.status}: {run.reason}" if run.reason else run.status
     if not run.known:
-        return (run.label, *[None] * 11, status)
+        return (run.label, *[None] * 12, status)
     s = run.summary
     planned = s["planned_epochs"]
     epochs = s["epochs"] if planned in (None, s["epochs"]) else f"{s['epochs']} of {planned}"
     counts = (s["pushed"], s["applied"], s["discarded"])
-    numbers = (epochs, run.error, run.time_s, s["samples_per_s"], *counts)
+    overlap = None if s["overlap"] is None else 100 * s["overlap"]
+    numbers = (epochs, run.error, run.time_s, s["samples_per_s"], overlap, *counts)
     return (run.label, run.protocol, s["mean_staleness"], run.minibatch_size, run.learners, *numbers, status)
 
 
@@ -121,7 +129,8 @@ def comparison(study: Study) -> Table | None:
 def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     run = study.of(paper)
     sigma, size = paper.get("sigma", "?"), paper.get("minibatch_size", "any")
-    where = (paper.get("source", "paper"), f"({sigma}, {size}, {paper.get('learners', '?')})")
+    triple = f"({sigma}, {size}, {paper.get('learners', '?')})"
+    where = (paper.get("source", "paper"), " ".join([triple, *([paper["topology"]] if "topology" in paper else [])]))
     if run is None or not run.finished:
         quantities = [name for key, name in _QUANTITIES.items() if isinstance(paper.get(key), int | float)]
         remark = "no such run here" if run is None else f"our run is {run.status}"
@@ -138,6 +147,8 @@ def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 _QUANTITIES = {
     "test_error": "test error (%)",
     "time_s": "training time (s)",
+    "minutes_per_epoch": "time per epoch (min)",
+    "overlap": "overlap (%)",
     "speed_up": "speed-up",
     "mean_staleness": "⟨σ⟩",
     "staleness_max": "largest σ",
@@ -164,6 +175,13 @@ def _pair(
             return "time per sample (ms)", 1e3 * theirs / (epochs * images), ours, clock.strip()
         case "time_s":
             return name, theirs, run.time_s, clock.strip()
+        case "minutes_per_epoch":
+            per_sample = run.seconds_per_sample
+            said = "; ".join(filter(None, (clock.strip(), remark)))
+            return name, theirs, None if per_sample is None else per_sample * images / 60, said
+        case "overlap":
+            ours = run.summary["overlap"]
+            return name, 100 * theirs, None if ours is None else 100 * ours, ""
         case "speed_up":
             return name, theirs, speed_up(run, study.known), clock + "against λ = 1"
         case "mean_staleness":
@@ -179,7 +197,7 @@ def _pair(
 def _shown(key: str, value: float | None) -> str | None:
     if value is None or not math.isfinite(value):
         return None
-    return percent(value) if key in ("test_error", "speed_up") else number(value)
+    return percent(value) if key in ("test_error", "speed_up", "overlap") else number(value)
 
 
 def _difference(key: str, theirs: float, ours: float | None) -> str | None:
@@ -187,9 +205,10 @@ def _difference(key: str, theirs: float, ours: float | None) -> str | None:
         return None
     if key in ("staleness_max", "beyond_max") and ours <= theirs:
         return "within"
-    if key in ("time_s", "speed_up") and theirs:
+    if key in ("time_s", "minutes_per_epoch", "speed_up") and theirs:
         return f"{100 * (ours / theirs - 1):+.0f} %".replace("-", "−")
-    return signed(ours - theirs) + (" points" if key == "test_error" else "")
+    return signed(ours - theirs) + (" points" if key in ("test_error", "overlap") else "")
+
 
 
 def base_of(run: Run, runs: Sequence[Run]) -> Run | None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rudra.bench import BENCHMARKS, main
+from rudra.bench import BENCHMARKS, main, scaling, topologies
 from rudra.bench.report import Goal, Report, ratios, spread
 
 
@@ -62,3 +62,27 @@ def test_a_report_is_an_aligned_table_and_plain_json() -> None:
         "goal ratio >= 1: reached (1)",
     ]
     assert json.loads(json.dumps(report.as_dict()))["rows"][0] == ["a", 1.23456, {"median": 1, "low": 1, "high": 1}]
+
+
+def test_topologies_are_compared_with_the_papers_tables() -> None:
+    report = topologies.run(quick=True)
+    assert all(len(row) == len(report.columns) for row in report.rows)
+    assert [str(goal) for goal in report.goals if not goal.reached and "staleness" not in goal.text] == []
+    assert len(report.rows) == 3 * 4 + 6
+
+
+@pytest.mark.parametrize(
+    ("times", "saturated"),
+    [([8.0, 4.0, 2.0], "> 16"), ([8.0, 4.0, 3.7], "8"), ([8.0, 7.5, 3.0], "4")],
+)
+def test_saturation_is_where_a_doubling_brings_less_than_a_tenth(times: list[float], saturated: str) -> None:
+    assert scaling.saturation([4, 8, 16], times) == saturated
+
+
+def test_scaling_has_every_topology() -> None:
+    report = scaling.run(quick=True)
+    assert all(len(row) == len(report.columns) for row in report.rows)
+    names = [row[0] for row in report.rows]
+    assert {"base", "adv", "adv*", "groups of 8", "one group (hardsync)", "best fan-out of adv"} <= set(names)
+    minutes = {str(row[0]): float(str(row[2])) for row in report.rows if row[1] and row[-1]}
+    assert minutes["adv*, fan-out 4"] < minutes["adv, fan-out 4"] < minutes["base"]
