@@ -275,7 +275,7 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
         timing(stuck, 1000)
     assert str(error.value).split("; ") == [
         "parameter server waits for a gradient from learner 0, learner 1",
-        "statistics server waits for the parameter server's account",
+        "statistics server waits for the account of the parameter server",
         "learner 0 waits for the parameter server to answer its pull (it holds timestamp 0)",
         "learner 1 waits for the parameter server to answer its pull (it holds timestamp 0)",
     ]
