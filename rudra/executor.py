@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -22,6 +22,9 @@ from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, TREE_SERVER
 
 CACHE_LINE = 64
+DOWNCAST = "downcast"
+"""How the names of buffers begin that go down the weights' tree."""
+
 CPU = torch.device("cpu")
 SAMPLED = 128
 """Elements of the weights in the digest of an update: enough to catch what differs, few enough to cost nothing. Result
@@ -213,7 +216,39 @@ class OwnerExecutor(Executor):
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):
-    """Hands of the parameter server."""
+    """Hands of the parameter server.
+
+    Copies of the weights that go down the weights' tree are made when they must be: until the next update, the weights
+    themselves will do (`keep`).
+    """
+
+    _spare: Buffer | None = None
+
+    def copy(self, action: Copy) -> None:
+        if not action.target.startswith(DOWNCAST):
+            super().copy(action)
+            return
+        before = self.release(action.target)
+        if before is not None and before not in self._buffers.values():
+            self._spare = before
+        self.put(action.target, self.buffer(action.source))
+
+    def keep(self, lent: Collection[str]) -> None:
+        """Before the weights, or the message behind them, change: what is lent keeps its content.
+
+        Args:
+            lent: names of the buffers that are being sent.
+        """
+        weights = self.buffer("weights")
+        sharing = [name for name, buffer in self._buffers.items() if buffer is weights and name.startswith(DOWNCAST)]
+        if not any(name in lent for name in sharing):
+            for name in sharing:
+                self.release(name)
+            return
+        spare, self._spare = self._spare or self.new_buffer(), None
+        spare.vector.copy_(weights.vector)
+        self.put("weights", spare)
+        self._rule.move(spare.vector[: self.parameters])
 
 
 class LearnerExecutor(Executor):

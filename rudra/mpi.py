@@ -11,7 +11,7 @@ sleeps.
 import secrets
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,7 @@ from rudra.executor import (
     Executor,
     LearnerExecutor,
     OwnerExecutor,
+    ServerExecutor,
     StatisticsExecutor,
     arithmetic_of_thread,
 )
@@ -156,6 +157,7 @@ class Rank:
         self._warn_after_s, self._fail_after_s = warn_after_s, fail_after_s
         self._spin_s = SPIN_S if spins else 0.0
         self._halves = halves
+        self._lent: Counter[tuple[int, str]] = Counter()  # transfers under way, by role and buffer
         self._rings = {role: _Ring(comm, role) for role in machines}
         self._transfers: list[_Transfer] = []
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
@@ -243,7 +245,13 @@ class Rank:
         gone = set(places)
         self._transfers = [t for i, t in enumerate(self._transfers) if i not in gone]
 
+    def _keep_lent(self, role: int) -> None:
+        executor = self._executors[role]
+        if isinstance(executor, ServerExecutor):
+            executor.keep({buffer for (of, buffer), count in self._lent.items() if of == role and count})
+
     def _sent(self, role: int, buffer: str, to: int) -> None:
+        self._lent[role, buffer] -= 1
         if buffer == "snapshot":
             self._executors[role].release(buffer)
         self._events.append((role, Sent(buffer, to)))
@@ -306,6 +314,7 @@ class Rank:
                 began = time.perf_counter()
                 executor = self._executors[role]
                 assert isinstance(executor, OwnerExecutor)
+                self._keep_lent(role)
                 digest = executor.update(action)
                 self._events.append((role, Updated(action.timestamp, digest, time.perf_counter() - began)))
             case Copy():
@@ -336,11 +345,14 @@ class Rank:
             data = action.message.encode()
             self._sending.append((self._comm.Isend(data, to, action.to * CHANNELS + CONTROL), data))
             return
+        if action.message.kind is Kind.SNAPSHOT:
+            self._keep_lent(role)
         buffer = self._executors[role].buffer(action.buffer)
         channel = GRADIENTS if action.message.kind is Kind.GRADIENT else WEIGHTS
         halves = self._halves and channel == GRADIENTS
         wire = buffer.write_half(action.message) if halves else buffer.write(action.message)
         start = partial(self._comm.Isend, wire, to, action.to * CHANNELS + channel)
+        self._lent[role, action.buffer] += 1
         self._carry(channel, start, partial(self._sent, role, action.buffer, action.to))
 
     def _receive(self, role: int, action: Receive) -> None:

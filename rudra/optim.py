@@ -65,6 +65,11 @@ class UpdateRule:
         for group in self.optimizer.param_groups:
             group["params"][0].grad = None
 
+    def move(self, weights: torch.Tensor) -> None:
+        """Goes on with weights in another place, which hold the same."""
+        for group, part in zip(self.optimizer.param_groups, self._slices, strict=True):
+            group["params"][0].data = weights[part]
+
     def prepare(self) -> None:
         """Allocates and touches SGD's momentum, so that the first update takes no longer than the others.
 
