@@ -250,8 +250,9 @@ def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> It
             raise ConfigError(f"{path}: [study] paper: '{name}' is not in {file}; valid: {', '.join(tables)}")
         common = {key: value for key, value in tables[name].items() if key != "rows"}
         for row in tables[name]["rows"]:
-            fits = [point.file for point in points if _describes(row, point.job)]
-            yield {**common, **row, "file": fits[0] if fits else None}
+            told = {**common, **row}
+            fits = [point.file for point in points if _describes(told, point.job)]
+            yield {**told, "file": fits[0] if fits else None}
 
 
 def _describes(row: Mapping[str, Any], job: Job) -> bool:

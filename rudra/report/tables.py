@@ -153,6 +153,9 @@ _QUANTITIES = {
     "mean_staleness": "⟨σ⟩",
     "staleness_max": "largest σ",
     "beyond_max": "share of larger σ (%)",
+    "he_penalty": "P_HE",
+    "iteration_s": "time per iteration (s)",
+    "implicit_momentum": "implicit momentum",
 }
 
 
@@ -186,6 +189,13 @@ def _pair(
             return name, theirs, speed_up(run, study.known), clock + "against λ = 1"
         case "mean_staleness":
             return name, theirs, run.summary["mean_staleness"], "the paper's is a round number"
+        case "he_penalty":
+            return name, theirs, _penalty(run, study.known), clock + "against one compute group"
+        case "iteration_s":
+            return name, theirs, _iteration_s(run), clock.strip()
+        case "implicit_momentum":
+            sigma = run.summary["mean_staleness"]
+            return name, theirs, None if sigma is None else sigma / (1 + sigma), "⟨σ⟩ / (1 + ⟨σ⟩), if σ is geometric"
         case "staleness_max":
             ours = run.summary["max_staleness"]
             return name, theirs, None if ours is None else float(ours), ""
@@ -209,6 +219,17 @@ def _difference(key: str, theirs: float, ours: float | None) -> str | None:
         return f"{100 * (ours / theirs - 1):+.0f} %".replace("-", "−")
     return signed(ours - theirs) + (" points" if key in ("test_error", "overlap") else "")
 
+
+def _iteration_s(run: Run) -> float | None:
+    """Time per update: where each gradient of a compute group is one, Omnivore's time per iteration."""
+    return run.time_s / run.summary["updates"] if run.summary["updates"] and run.time_s > 0 else None
+
+
+def _penalty(run: Run, runs: Sequence[Run]) -> float | None:
+    """Omnivore's P_HE: time per iteration against that of as many learners in one group, if that was run."""
+    alike = [r for r in runs if r.finished and r.n == 1 and r.learners == run.learners and _same_work(r, run)]
+    ours, base = _iteration_s(run), _iteration_s(alike[0]) if alike else None
+    return ours / base if ours and base else None
 
 
 def base_of(run: Run, runs: Sequence[Run]) -> Run | None:

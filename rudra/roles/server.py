@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.config import Job
-from rudra.events import Action, Copy, Fail, Halt, Hash, Hashed, Received, Send, Sent, Started, Updated
+from rudra.events import Action, Copy, Fail, Halt, Hash, Hashed, Received, Send, Sent, Started, Updated, Warn
 from rudra.messages import Kind, Message
 from rudra.records import Gradient
 from rudra.roles.intake import Intake
@@ -95,6 +95,7 @@ class ParameterServer(Owner):
         self._downcast = dict.fromkeys(DOWNCAST, (-1, 0))  # timestamp, transfers under way
         self._given = dict.fromkeys(self._receivers, 0)  # down the weights' tree: the newest timestamp sent
         self._edges_busy: set[int] = set()
+        self._warnings = _warnings(job)
         self._weights_changed()
 
     @property
@@ -125,7 +126,7 @@ class ParameterServer(Owner):
     # Start: everybody holds the same weights.
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Hash(WEIGHTS)]
+        return [*self._warnings, Hash(WEIGHTS)]
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
         self._digest = short(event.digest)
@@ -308,3 +309,12 @@ class ParameterServer(Owner):
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
         return [Halt()]
+
+
+def _warnings(job: Job) -> list[Warn]:
+    """What to know before training starts."""
+    wanted = job.optimizer.momentum
+    if not wanted or job.explicit_momentum():
+        return []
+    text = f"[optimizer] momentum_correction leaves nothing of momentum = {wanted:g}: asynchrony acts like that or more"
+    return [Warn(f"{text}, by rule of thumb; fewer groups, or more gradients in an update, would leave some")]

@@ -160,6 +160,7 @@ def draws(count: int = 20_000, **table: Any) -> list[float]:
         ({"jitter": 0.5, "distribution": "lognormal"}, 2.718281828 ** (0.5**2 / 2), 0.0, 1000.0),
         ({"jitter": 0.0, "distribution": "exponential"}, 1.0, 1.0, 1.0),
         ({"jitter": 0.5, "distribution": "exponential"}, 1.5, 1.0, 1000.0),
+        ({"jitter": 0.0, "distribution": "memoryless"}, 1.0, 0.0, 1000.0),
         ({"jitter": 0.0, "straggler_probability": 0.1, "straggler_factor": 11.0}, 2.0, 1.0, 11.0),
         ({"jitter": 0.2, "straggler_probability": 0.1, "straggler_factor": 11.0}, 2.0, 0.8, 13.2),
         ({"jitter": 0.2, "straggler_probability": 1.0, "straggler_factor": 5.0}, 5.0, 4.0, 6.0),

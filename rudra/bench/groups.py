@@ -1,0 +1,280 @@
+"""Hardware efficiency of compute groups: time per iteration beside Omnivore's model.
+
+Source: omnivore.txt §IV-B and appendix D-D1. An iteration is one gradient of one group, of a batch of b samples. Held
+constant are b and the number of machines λ; with g groups, each of k = λ/g machines computes μ = b/k samples of it.
+
+    HE(g) = max(t_server, (t_compute(k) + t_server) / g)
+
+t_compute(k): a group's iteration without the server: computing b/k samples, adding up gradients in the group, and
+    handing the weights on in it.
+t_server: what the server adds to the iteration of a lone group, from its gradient to its new weights: transfer there,
+    the message, the update, transfer back.
+
+The model's server does one thing at a time. Ours takes a gradient in while it updates and sends, but does not update
+while it sends: weights under way must not change. So once it is saturated, the first t_server above is shorter,
+t_busy = max(transfer there, update + transfer back); both are shown. With g = 1 there is no server here: learners
+update replicas, and t_server is the update alone.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rudra import costs
+from rudra.api import run as train
+from rudra.bench.prediction import noise
+from rudra.bench.ranks import PlainLoop
+from rudra.bench.report import Goal, Report, Spread, spread
+from rudra.config import Job, cores
+from rudra.costs import CostModel
+from rudra.predict import Outline, predict, steady_rate
+from topologies import Plan
+
+MACHINES = 32
+BATCH = 256
+CONVOLUTIONS_BYTES = 9_300_000
+"""AlexNet's convolutional layers, 2.3 M parameters: what crosses the network where the server holds the others."""
+
+OMNIVORE: dict[str, Any] = {
+    # §II-C: 1.6 TFLOP of convolutions in a batch of 256; Figure 3: at 56 % of 742 GFLOPS; a machine's share is b/k.
+    "compute_s": {BATCH: 1.6e12 / (0.56 * 0.742e12)},
+    # The fully connected phase, 80 GFLOP at the same speed, and 9,216 activations of 256 images there and back.
+    "update_s": 80e9 / (0.56 * 0.742e12) + 2 * BATCH * 9216 * 4 / 125e6,
+    "bandwidth_bytes_per_s": 125e6,  # Figure 9: 1 Gbit/s
+    "latency_s": 1e-4,
+    "jitter": 0.06,  # Figure 22
+    "distribution": "lognormal",
+}
+"""Machines c4.4xlarge, and one for the fully connected layers, whose work and traffic are the server's update here."""
+
+LIGHT = {**OMNIVORE, "compute_s": {BATCH: 1.6e12 / (0.52 * 4.89e12)}, "update_s": 0.01}
+"""Machines with four K520 (Figures 3, 9) and a server that only adds gradients: its link takes most of its time."""
+
+LENET_BATCH = 64
+
+
+class Times(NamedTuple):
+    """What the model needs.
+
+    Attributes:
+        compute_s: t_compute(k).
+        server_s: t_server.
+        busy_s: t_busy.
+    """
+
+    compute_s: float
+    server_s: float
+    busy_s: float
+
+    def iteration_s(self, groups: int) -> float:
+        """HE(g)."""
+        return max(self.busy_s, (self.compute_s + self.server_s) / groups)
+
+
+def run(*, quick: bool) -> Report:
+    """Simulates 32 machines, then measures a few ranks here."""
+    report = Report(
+        [
+            "",
+            "g",
+            "k",
+            "μ",
+            "t_compute, ms",
+            "t_server, ms",
+            "t_busy, ms",
+            "HE(g), ms",
+            "found, ms",
+            "found / HE",
+            "P_HE",
+            "⟨σ⟩",
+        ]
+    )
+    ratios: dict[str, list[float]] = {"simulated": [], "measured": []}
+    for name, table in (("FC at the server", OMNIVORE), ("light server", LIGHT)):
+        synchronous = 0.0
+        for groups in (1, 4, 32) if quick else (1, 2, 4, 8, 16, 32):
+            times, found_s, staleness = simulated(table, groups, updates=100 if quick else 2000)
+            synchronous = synchronous or found_s
+            ratio = found_s / times.iteration_s(groups)
+            _row(report, f"simulated, {name}", MACHINES, groups, BATCH, times, found_s, ratio, synchronous, staleness)
+            ratios["simulated"].append(abs(ratio - 1))
+    for learners in (2,) if quick else (2, 4):
+        synchronous = 0.0
+        for groups, times, turns, staleness in measured(learners, turns=1 if quick else 3, steps=20 if quick else 150):
+            found = spread(turns)
+            synchronous = synchronous or found.median
+            ratio = found.median / times.iteration_s(groups)
+            _row(
+                report,
+                f"ranks, LeNet, {cores()} cores",
+                learners,
+                groups,
+                LENET_BATCH,
+                times,
+                found,
+                ratio,
+                synchronous,
+                staleness,
+            )
+            if learners <= cores():
+                ratios["measured"].append(abs(ratio - 1))
+    report.notes = [
+        "constant: λ and b, the batch of a group (an iteration is one group's gradient); μ = b/k",
+        "found: simulated, or on real ranks; P_HE: against g = 1; HE(g) = max(t_busy, (t_compute(k) + t_server)/g)",
+        "ranks: t_compute is a plain torch loop at μ, times learners per core, and what a run of one group of k takes",
+        "beyond that at μ = 1; t_server is what a run of one learner and a server takes beyond it at μ = 1",
+    ]
+    report.goals = [
+        Goal("simulated within 15 % of HE(g)", ratios["simulated"], at_most=0.15),
+        Goal("measured within 15 % of HE(g), a core for each learner", ratios["measured"], at_most=0.15),
+    ]
+    return report
+
+
+def _row(
+    report: Report,
+    name: str,
+    learners: int,
+    groups: int,
+    batch: int,
+    times: Times,
+    found: float | Spread,
+    ratio: float,
+    synchronous: float,
+    staleness: float,
+) -> None:
+    median = found.median if isinstance(found, Spread) else found
+    ms = (round(1e3 * seconds, 2) for seconds in (*times, times.iteration_s(groups)))
+    shown = Spread(*(1e3 * x for x in found)) if isinstance(found, Spread) else round(1e3 * found, 2)
+    k = learners // groups
+    report.rows.append(
+        (
+            f"{name}, λ = {learners}",
+            groups,
+            k,
+            batch // k,
+            *ms,
+            shown,
+            round(ratio, 3),
+            round(median / synchronous, 3),
+            round(staleness, 2),
+        )
+    )
+
+
+# In virtual time.
+
+
+def simulated(table: dict[str, Any], groups: int, updates: int = 2000) -> tuple[Times, float, float]:
+    """The model's times, seconds per iteration and mean staleness of 32 simulated machines."""
+    job = _job(MACHINES, groups, BATCH, simulation=table)
+    found = predict(job, updates=updates, known=Outline(BATCH, CONVOLUTIONS_BYTES))  # an epoch of one batch
+    return model(job, CONVOLUTIONS_BYTES), found.epoch_s, found.mean_staleness
+
+
+def model(job: Job, size_bytes: int) -> Times:
+    """The times that the costs of a job with compute groups imply."""
+    table, plan = job.simulation, job.plan(costs.places(job))
+    charges = CostModel(table, plan, job.training.minibatch_size)
+    members = plan.groups[0]
+    transfer_s = size_bytes / table.bandwidth_bytes_per_s
+    reduction_s = charges.reduction_s(members, size_bytes)
+    compute_s = charges.compute_s[members[0]]
+    if not plan.served:
+        return Times(compute_s + reduction_s, table.update_s, table.update_s)
+    handling_s = table.message_s + table.update_s
+    way_s = table.latency_s + transfer_s
+    return Times(
+        compute_s + reduction_s + handed_on_s(plan, way_s),
+        2 * way_s + handling_s + table.latency_s,
+        max(transfer_s, handling_s + way_s),
+    )
+
+
+def handed_on_s(plan: Plan, way_s: float) -> float:
+    """When the last of a group begins to compute, after its first member has the weights: each hands on first."""
+    has = {plan.groups[0][0]: 0.0}
+    last = 0.0
+    for member in plan.groups[0]:
+        for count, to in enumerate(plan.receivers[member], 1):
+            has[to] = has[member] + count * way_s
+        last = max(last, has[member] + len(plan.receivers[member]) * way_s)
+    return last
+
+
+# On real ranks.
+
+
+def measured(learners: int, *, turns: int, steps: int) -> list[tuple[int, Times, list[float], float]]:
+    """For each number of groups: the model's times, seconds per iteration in each turn, and the mean staleness."""
+    numbers = [g for g in (1, 2, 4) if g <= learners]
+    sizes = [k for k in (2, 4) if k <= learners]
+    found: dict[int, list[float]] = {g: [] for g in numbers}
+    alone: dict[int, list[float]] = {}
+    grouped: dict[int, list[float]] = {k: [] for k in sizes}
+    served: list[float] = []
+    staleness = dict.fromkeys(numbers, 0.0)
+    with single_thread():
+        for _ in range(turns):
+            for g in numbers:
+                seconds, staleness[g] = _measure(_job(learners, g, LENET_BATCH), steps)
+                found[g].append(seconds)
+            for size in {1, *(LENET_BATCH * g // learners for g in numbers)}:
+                alone.setdefault(size, []).append(PlainLoop(size).run(steps)[1])
+            for k in sizes:
+                grouped[k].append(_measure(_job(k, 1, k), steps)[0])
+            served.append(_measure(_job(1, 1, 1).with_(topology={"name": "base", "options": {}}), steps)[0])
+    compute = {size: spread(values).median for size, values in alone.items()}
+    group_s = {1: 0.0, **{k: max(0.0, spread(values).median - compute[1]) for k, values in grouped.items()}}
+    server_s = max(0.0, spread(served).median - compute[1])
+    crowd = max(1.0, learners / cores())  # learners that share a core
+    rows = []
+    for g in numbers:
+        k = learners // g
+        compute_s = crowd * compute[LENET_BATCH // k] + group_s[k]
+        times = Times(compute_s, server_s, server_s) if g > 1 else Times(compute_s, 0.0, 0.0)
+        rows.append((g, times, found[g], staleness[g]))
+    return rows
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """One torch thread, as a learner has; afterwards as many as before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(job: Job, steps: int) -> tuple[float, float]:
+    """Seconds per update and mean staleness of a run of so many updates on real ranks."""
+    batch = job.training.minibatch_size * job.learners // job.plan().workers
+    job = job.with_(data={"options": {"shape": (1, 28, 28), "samples": steps * batch}})
+    with (
+        tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
+        train(job, output=Path(name) / "run.h5", progress="quiet") as results,
+    ):
+        _, samples_per_s = steady_rate(results.updates)
+        return batch / samples_per_s, float(results.gradients["staleness"].mean())
+
+
+def _job(
+    learners: int, groups: int, batch: int, *, name: str = "groups", simulation: dict[str, Any] | None = None
+) -> Job:
+    """Groups of k learners whose μ is b/k."""
+    return Job(
+        name=name,
+        model={"name": "lenet"},
+        data={"name": noise, "options": {"shape": (1, 28, 28), "samples": 4096}, "classes": 10},
+        training={"epochs": 1, "minibatch_size": batch * groups // learners, "evaluate": False},
+        protocol={"name": "async", "modulation": "none"},
+        topology={"name": "groups", "options": {"groups": groups}},
+        cluster={"learners": learners, "threads_per_rank": 1},
+        simulation=simulation or {},
+    )
