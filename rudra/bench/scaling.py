@@ -82,5 +82,5 @@ def _predict(name: str, learners: int, quick: bool) -> Prediction | None:
         cluster={"learners": learners},
         simulation={"costs": "p775"},
     )
-    updates = 8 if quick else max(12, min(200, 4000 // learners))
+    updates = 8 if quick else max(8, min(100, 2000 // learners))
     return predict(job, updates=updates, known=IMAGENET)
