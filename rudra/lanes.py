@@ -8,7 +8,7 @@ computation; so these start transfers, test them, and sleep in between.
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class Worker(threading.Thread):
     def __init__(self, name: str, post: Post) -> None:
         super().__init__(name=name, daemon=True)
         self._post = post
-        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # No SimpleQueue: CPython 3.11's get may wait forever where the thread is held up for longer than its timeout.
+        self._todo: Queue[Callable[[], None] | None] = Queue()
         self.start()
 
     def submit(self, work: Callable[[], None]) -> None:
