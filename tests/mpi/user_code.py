@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ def endless() -> tuple[Digits, Digits]:
     return Digits(2000, late_s=0.01), Digits(60)
 
 
+def hasty() -> tuple[Digits, Digits]:
+    """Learners take their time now and then, so one may get many weights between two mini-batches of another."""
+    return Digits(240, late_s=0.003), Digits(60)
+
+
 def wrong_label() -> tuple[Digits, Digits]:
     data = Digits(240)
     data.labels[100] = 11
@@ -58,6 +64,11 @@ def wrong_label() -> tuple[Digits, Digits]:
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, CLASSES))
+
+
+def broad() -> nn.Module:
+    """A third of a megabyte: weights arrive in pieces."""
+    return nn.Sequential(nn.Linear(20, 3000), nn.Tanh(), nn.Linear(3000, CLASSES))
 
 
 def wide() -> nn.Module:
@@ -100,6 +111,33 @@ def train_all(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any
         train(job, Path(path)).close()
         rest(comm)
     return {}
+
+
+def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
+    """As `train_all`, where every other rank seems to be on a second node."""
+    from topologies import Topology
+
+    fit = Topology.fit
+
+    def interleaved(topology: Topology, places: list[int], learners: int | None = None) -> Any:
+        return fit(topology, [rank % 2 for rank in range(len(places))], learners)
+
+    Topology.fit = interleaved  # type: ignore[assignment, method-assign]
+    return train_all(comm, directory, jobs)
+
+
+def left_behind(comm: Any, directory: Path, jobs: list[Any], rounds: int) -> dict[str, Any]:
+    """Runs the same jobs again and again: threads and open files of this rank after each round."""
+    from rudra.bench.ranks import rest, train
+
+    threads, files = [], []
+    for _ in range(rounds):
+        for job in jobs:
+            train(job, directory / "run.h5").close()
+            rest(comm)
+        threads.append([len(threading.enumerate()), len(os.listdir("/proc/self/task"))])
+        files.append(len(os.listdir("/proc/self/fd")))
+    return {"threads": threads, "files": files}
 
 
 def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:

@@ -1,0 +1,301 @@
+"""Every topology on real ranks: what comes out, that it can be repeated, and how it ends when something breaks."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import user_code
+from test_launch import gone
+from test_runs import HERE, ROOT, command, finish, mpirun
+
+import rudra
+from rudra.bench.ranks import on_ranks
+from rudra.launch import find_mpirun
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+
+RANKS = 7
+TREE = {"name": "adv", "options": {"fan_out": 2}}
+HIDDEN = {"name": "adv*", "options": {"fan_out": 2, "weight_fan_out": 1}}
+TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {  # and how many learners are left of seven ranks
+    "base": ({"name": "base"}, 5),
+    "adv": (TREE, 3),
+    "adv*": ({"name": "adv*"}, 5),
+    "adv* with servers": (HIDDEN, 3),
+    "one group": ({"name": "groups"}, 6),
+    "two groups": ({"name": "groups", "options": {"groups": 2}}, 5),
+    "as many groups as learners": ({"name": "groups", "options": {"groups": 5}}, 5),
+}
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "hardsync": {"name": "hardsync"},
+    "1-softsync": {"name": "softsync"},
+    "2-softsync": {"name": "softsync", "n": 2},
+    "async": {"name": "async"},
+}
+REFUSED = {("adv*", "hardsync"), ("adv* with servers", "hardsync"), ("one group", "2-softsync")}
+PAIRS = [pair for pair in itertools.product(TOPOLOGIES, PROTOCOLS) if pair not in REFUSED]
+
+
+def make_job(
+    topology: dict[str, Any], protocol: dict[str, Any], model: Any = user_code.everything, **tables: Any
+) -> rudra.Job:
+    return rudra.Job(
+        name="topologies",
+        model={"name": model},
+        data={"name": tables.pop("data", user_code.delayed)},
+        training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
+        optimizer={"learning_rate": 0.02, "momentum": 0.9},
+        protocol={"reference_batch_size": 16, **protocol},
+        topology=topology,
+        cluster={"threads_per_rank": 1, **tables.pop("cluster", {})},
+        **tables,
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """The result file of every pair; all of them run on the same ranks, one after the other."""
+    directory = tmp_path_factory.mktemp("runs")
+    paths = {pair: directory / f"{place}.h5" for place, pair in enumerate(PAIRS)}
+    jobs = {str(path): make_job(TOPOLOGIES[pair[0]][0], PROTOCOLS[pair[1]]) for pair, path in paths.items()}
+    on_ranks(user_code.train_all, RANKS - 2, jobs=jobs)
+    return paths
+
+
+def accounts_for_every_gradient(results: rudra.Results) -> None:
+    totals, gradients, learners = results.totals[0], results.gradients, results.learners
+    assert results.status == "finished"
+    assert totals["pushed"] == totals["applied"] + totals["discarded"] == learners["pushed"].sum()
+    assert (totals["pending"], totals["lost"]) == (0, 0)
+    assert totals["applied"] == len(gradients) == results.updates["gradients"].sum()
+    assert (gradients["staleness"] >= 0).all()
+    for learner in learners:
+        mine = gradients[gradients["learner"] == learner["learner"]]
+        assert np.array_equal(mine["step"], np.arange(len(mine))), "each is applied once, and in order"
+        assert (np.diff(mine["timestamp"]) >= 0).all()
+        for share in ("compute_s", "push_s", "wait_s", "pull_s"):
+            assert learner[share] >= 0
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_every_pair_counts_right_and_is_repeated_bit_for_bit(
+    recorded: dict[tuple[str, str], Path], pair: tuple[str, str]
+) -> None:
+    path = recorded[pair]
+    with rudra.open_results(path) as results:
+        summary = results.summary()
+        assert summary["learners"] == TOPOLOGIES[pair[0]][1]
+        accounts_for_every_gradient(results)
+        if pair[1] == "hardsync" or pair[0] == "one group":
+            assert summary["max_staleness"] == 0
+    replayed = rudra.replay(path, quiet=True)
+    assert replayed.difference is None
+    assert replayed.weights_sha256 == summary["weights_sha256"]
+    assert replayed.updates == summary["updates"] > 10
+
+
+@pytest.mark.parametrize("topology", ["adv", "one group", "two groups"])
+def test_hardsync_gives_the_same_bits_on_ranks_and_in_virtual_time(
+    recorded: dict[tuple[str, str], Path], tmp_path: Path, topology: str
+) -> None:
+    about, learners = TOPOLOGIES[topology]
+    job = make_job(about, PROTOCOLS["hardsync"], cluster={"learners": learners}, simulation={"latency_jitter_s": 0.5})
+    with rudra.open_results(recorded[topology, "hardsync"]) as results:
+        measured = results.summary()
+    with rudra.simulate(job, output=tmp_path / "simulated.h5", progress="quiet") as results:
+        predicted = results.summary()
+    assert measured["weights_sha256"] == predicted["weights_sha256"] is not None
+    assert measured["updates"] == predicted["updates"]
+    assert measured["test_error"] == predicted["test_error"]
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_fan_out": 1}], ids=["one hop", "chain"])
+def test_learners_that_never_wait_use_whole_weights(tmp_path: Path, options: dict[str, int]) -> None:
+    """A gradient of weights that were half one version and half the next would be another one in the replay."""
+    topology = {"name": "adv*", "options": options}
+    job = make_job(topology, PROTOCOLS["async"], user_code.broad, data=user_code.hasty, training={"epochs": 15})
+    path = tmp_path / "run.h5"
+    with rudra.run(job.with_(cluster={"learners": 3}), output=path, progress="quiet") as results:
+        accounts_for_every_gradient(results)
+        assert len(results.updates) == 900
+        assert results.learners["pulls"].sum() > 500
+        assert results.gradients["staleness"].max() > 2
+        assert results.minibatches["wait_s"].max() == 0
+        weights = results.summary()["weights_sha256"]
+    replayed = rudra.replay(path, quiet=True)
+    assert replayed.difference is None
+    assert (replayed.updates, replayed.weights_sha256) == (900, weights)
+
+
+def test_the_order_of_ranks_does_not_matter(tmp_path: Path) -> None:
+    """Ranks of two nodes take turns; every role is on a rank of its node, and what comes out is what always does."""
+    topologies = {
+        "adv": {"name": "adv"},
+        "adv*": {"name": "adv*"},
+        "groups": {"name": "groups", "options": {"groups": 2}},
+    }
+    jobs = {
+        str(tmp_path / f"{name}.h5"): make_job(topology, PROTOCOLS["async"]) for name, topology in topologies.items()
+    }
+    jobs[str(tmp_path / "hardsync.h5")] = make_job({"name": "adv"}, PROTOCOLS["hardsync"])
+    on_ranks(user_code.train_among_two_nodes, 6, jobs=jobs)
+    for path in map(Path, jobs):
+        with rudra.open_results(path) as results:
+            accounts_for_every_gradient(results)
+            roles = results.roles
+            bound = roles[roles["node"] >= 0]
+            assert (bound["world_rank"] % 2 == bound["node"]).all()
+            assert len(bound) >= (6 if path.stem in {"adv", "adv*"} else 0)
+            learners = roles[roles["kind"] == b"learner"]
+            assert list(learners["index"]) == list(range(len(learners)))
+            assert set(learners["node"]) == {0, 1}
+        assert rudra.replay(path, quiet=True).identical
+
+
+def job_file(directory: Path, topology: str, options: str, *, model: str = "network", learners: int | None = 3) -> str:
+    path = directory / "job.toml"
+    path.write_text(
+        f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:endless"\n'
+        "[training]\nepochs = 1000\nminibatch_size = 4\n[cluster]\nthreads_per_rank = 1\n"
+        + (f"learners = {learners}\n" if learners else "")
+        + f'[results]\nflush_s = 0.1\nreport_s = 0.0\n[protocol]\nname = "async"\n'
+        f'[topology]\nname = "{topology}"\noptions = {{{options}}}\n'
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize(("topology", "options"), [("adv*", ""), ("groups", "groups = 2")])
+def test_a_thread_that_fails_ends_the_run_with_one_line(tmp_path: Path, topology: str, options: str) -> None:
+    """The user's model raises where a rank computes: in a thread of its own on adv*."""
+    output = tmp_path / "out.h5"
+    process = command("run", job_file(tmp_path, topology, options, model="raising"), "--output", str(output))
+    returned, _, err = finish(process)
+    assert returned == 1, err
+    lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
+    assert lines == ["rudra: learner 1 (rank 3) failed: ValueError: the user's own bug"], err
+    assert err.count("Traceback") == 1
+    assert "in forward" in err
+    with rudra.open_results(output) as results:
+        assert results.status == "failed"
+        assert len(results.updates) > 10
+
+
+def pids_of_ranks(process: "subprocess.Popen[str]") -> dict[int, int]:
+    """World rank -> process, of all that a launch started."""
+    found, look = {}, [process.pid]
+    while look:
+        pid = look.pop()
+        try:
+            look += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            about = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found |= {int(line.partition(b"=")[2]): pid for line in about if line.startswith(b"OMPI_COMM_WORLD_RANK=")}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "victim", "name"),
+    [
+        ("adv", "fan_out = 2", 2, "tree server 0"),
+        ("adv*", "fan_out = 2", 5, "learner 1"),
+    ],
+)
+def test_a_rank_that_is_killed_ends_the_run_within_seconds(
+    tmp_path: Path, topology: str, options: str, victim: int, name: str
+) -> None:
+    output = tmp_path / "out.h5"
+    process = command("run", job_file(tmp_path, topology, options), "--output", str(output))
+    pids: dict[int, int] = {}
+    try:
+        wait_for_updates(output, process)
+        pids = pids_of_ranks(process)
+        os.kill(pids[victim], signal.SIGKILL)
+        killed = time.monotonic()
+    finally:
+        returned, _, err = finish(process, 60)
+    assert time.monotonic() - killed < 20
+    assert returned == 1, err
+    lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
+    assert lines == [f"rudra: rank {victim} ({name}) was killed by signal 9 (SIGKILL); is there enough memory?"], err
+    assert gone(list(pids.values()))
+
+
+def wait_for_updates(output: Path, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and process.poll() is None:
+        if output.is_file():
+            try:
+                with rudra.open_results(output) as results:
+                    if len(results.updates) > 20:
+                        return
+            except rudra.RudraError:
+                pass
+        time.sleep(0.2)  # another process's progress can only be polled
+    raise AssertionError("no updates came")
+
+
+def test_threads_and_files_are_given_back(tmp_path: Path) -> None:
+    """Six rounds of starting and ending every kind of threads and communicators in the same processes."""
+    rule = PROTOCOLS["async"]
+    topologies = [HIDDEN, {"name": "adv*"}, TREE, {"name": "groups"}, {"name": "groups", "options": {"groups": 2}}]
+    short = {"epochs": 1}
+    jobs = [make_job(topology, rule, data=user_code.prompt, training=short) for topology in topologies]
+    for figures in on_ranks(user_code.left_behind, RANKS - 2, jobs=jobs, rounds=6):
+        threads, files = figures["threads"], figures["files"]
+        assert [named for named, _ in threads] == [1] * 6
+        assert threads[1] == threads[-1], threads
+        assert files[1] == files[-1], files
+
+
+def test_a_rank_too_many_is_said_and_does_no_harm(tmp_path: Path) -> None:
+    job = Path(job_file(tmp_path, "adv", "fan_out = 2", learners=None))
+    job.write_text(job.read_text().replace("endless", "prompt").replace("epochs = 1000", "epochs = 2"))
+    output = tmp_path / "out.h5"
+    code, _, err = mpirun(6, "run", str(job), "--output", str(output))
+    assert code == 0, err
+    (line,) = [line for line in err.splitlines() if line.startswith("rudra: ")]
+    assert line.startswith("rudra: 1 of 6 ranks have no role: servers and learners do not come out even;")
+    with rudra.open_results(output) as results:
+        assert results.summary()["learners"] == 2
+        accounts_for_every_gradient(results)
+    assert rudra.replay(output, quiet=True).identical
+
+
+def test_an_mpi_without_threads_is_refused_where_they_are_needed(tmp_path: Path) -> None:
+    script = tmp_path / "funneled.py"
+    script.write_text(
+        "import sys\nimport mpi4py\nmpi4py.rc.thread_level = 'funneled'\n"
+        "from rudra.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    launcher = [
+        str(find_mpirun()),
+        *root,
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        "4",
+        sys.executable,
+        str(script),
+    ]
+    process = subprocess.Popen(
+        [*launcher, "run", job_file(tmp_path, "adv*", "", learners=2), "--output", str(tmp_path / "out.h5")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+    )
+    code, _, err = finish(process)
+    assert code == 2, err
+    said = "topology adv* pushes and pulls in threads of their own, for which MPI must grant MPI_THREAD_MULTIPLE"
+    assert said in err
+    assert "Traceback" not in err
