@@ -61,7 +61,9 @@ def run_ranks(
         return error.exit_code, path
     session = _Session(comm, job, plan)
     code = session.prepare(path, progress, overwrite)
-    return session.run() if code is None else code, path
+    code = session.run() if code is None else code
+    comm.Free()
+    return code, path
 
 
 def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:

@@ -48,7 +48,7 @@ class Direct:
 
 def run(*, quick: bool) -> Report:
     """Measures one and two learners of one torch thread each over shared memory, and one behind the link."""
-    steps, rounds = (6, 1) if quick else (14, 5)
+    steps, rounds = (6, 1) if quick else (10, 3)
     figures = {str(learners): _figures(learners, steps, rounds) for learners in ((1,) if quick else (1, 2))}
     lacking = missing()
     if not quick and not lacking:
