@@ -67,7 +67,7 @@ def test_the_wheel_holds_every_module_job_and_type_marker(wheel: Path) -> None:
     assert presets
     assert presets <= held
     shipped = {name.partition("/share/rudra/jobs/")[2].removesuffix(".toml") for name in held}
-    assert shipped - {""} == {*shipped_jobs(), "rudra/paper"}
+    assert shipped - {""} == {*shipped_jobs(), "rudra/paper", "omnivore/paper"}
 
 
 def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) -> None:
