@@ -400,7 +400,7 @@ class Job(Table):
             options=table.options,
         )
 
-    def explicit_momentum(self) -> float:
+    def explicit_momentum(self, plan: topologies.Plan | None = None) -> float:
         """What is left of the momentum that the job wants, once asynchrony has given its share.
 
         With g workers that update independently, gradients arrive as if there were momentum 1 - 1/g (Omnivore,
@@ -409,7 +409,7 @@ class Job(Table):
         """
         if self.optimizer.momentum_correction == "none":
             return self.optimizer.momentum
-        protocol = self.make_protocol()
+        protocol = self.make_protocol(plan)
         asynchrony = max(1, protocol.learners // protocol.gradients_per_update)
         return max(0.0, self.optimizer.momentum - (1 - 1 / asynchrony))
 

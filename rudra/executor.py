@@ -34,14 +34,13 @@ files depend on it: another number is another `FORMAT_VERSION`."""
 @contextmanager
 def torch_as_in(job: Job) -> Iterator[None]:
     """Threads and denormals as the job has them; afterwards as they were."""
-    threads, flushed = torch.get_num_threads(), not torch.tensor(1e-40).mul(1.0).any()
+    restore = arithmetic_of_thread()
     torch.set_num_threads(job.cluster.threads_per_rank or 1)
     torch.set_flush_denormal(job.cluster.flush_denormals)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
-        torch.set_flush_denormal(flushed)
+        restore()
 
 
 def arithmetic_of_thread() -> Callable[[], None]:
@@ -192,14 +191,14 @@ class AveragingExecutor(Executor):
 class OwnerExecutor(Executor):
     """Lets the optimiser step weights of its own."""
 
-    def own(self, job: Job, flat: FlatModel) -> None:
+    def own(self, job: Job, plan: Plan, flat: FlatModel) -> None:
         """Takes over the weights that the model was built with."""
         weights = self.buffer("weights").vector
         flat.read_into(weights)
         flat.bind(weights)  # frees the model's own: a server has no room for both
         if job.training.warm_start is not None:
             _warm_start(job, flat.layout, weights)
-        table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum()})
+        table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
         self._rule = UpdateRule(table, weights[: self.parameters])
 
     def prepare(self) -> None:
@@ -359,7 +358,7 @@ def make_executors(
         else:
             executor = Executor(*about) if splits[1] is None else StatisticsExecutor(*about)
         if isinstance(executor, OwnerExecutor):
-            executor.own(job, flat)
+            executor.own(job, plan, flat)
         if isinstance(executor, LearnerExecutor):
             assert splits[0] is not None
             source = GradientSource(job, plan.roles[role].index, flat, splits[0], prefetch=prefetch)

@@ -121,7 +121,7 @@ def attributes(
         "topology": _text(job.topology.name),
         **roster.about(plan),
         "learners": job.learners,
-        "momentum": job.explicit_momentum(),
+        "momentum": job.explicit_momentum(plan),
         "minibatch_size": job.training.minibatch_size,
         "epochs": job.training.epochs,
         "seed": job.training.seed,

@@ -246,9 +246,10 @@ class _Fed(Machine):
 
     def __init__(self, role: int, plan: Plan, digest: int) -> None:
         super().__init__(role, plan)
-        about = plan.roles[role]
-        parent = plan.server if about.parent is None else about.parent
-        self._source = parent if about.source is None else about.source
+        parent, giver = plan.roles[role].parent, plan.giver(plan.roles[role])
+        assert parent is not None
+        assert giver is not None
+        self._source = giver
         self._served = plan.roles[self._source].kind != LEARNER
         leads = plan.roles[parent].kind != LEARNER
         self._ready = [Send(parent, Message(Kind.READY, role, value=digest))] if leads else []

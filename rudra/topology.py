@@ -13,7 +13,7 @@ from rudra.errors import ConfigError, ResultsError, TopologyError
 from rudra.results import Results, open_results
 from rudra.summary import protocol_label
 from topologies import Plan
-from topologies.plan import ELSEWHERE, LEARNER, TREE_SERVER
+from topologies.plan import ELSEWHERE, TREE_SERVER
 
 _MOST_LINES = 40
 _MOST_NODES = 12
@@ -280,18 +280,9 @@ def message(plan: Plan, per_update: int) -> str:
     relays = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER and role.parent == plan.server]
     if not relays:
         return "a message carries 1 gradient"
-    stands_for = {
-        min(per_update, sum(plan.roles[i].kind == LEARNER for i in _all_below(plan, role))) for role in relays
-    }
+    stands_for = {min(per_update, plan.learners_below(role)) for role in relays}
     gradients = f"{_either(stands_for)} gradient{_s(max(stands_for))}"
     return f"a message to the parameter server carries the mean of at least {gradients}"
-
-
-def _all_below(plan: Plan, role: int) -> list[int]:
-    found = [role]
-    for id_ in found:  # which grows meanwhile
-        found += plan.children[id_]
-    return found
 
 
 def _either(sizes: Iterable[int]) -> str:

@@ -93,14 +93,8 @@ class Plan:
 
     @cached_property
     def receivers(self) -> tuple[tuple[int, ...], ...]:
-        """Role -> those to whom it gives weights; servers of a tree get none where weights have a tree of their own."""
-
-        def above(role: Role) -> int | None:
-            if self.overlapped and role.kind == TREE_SERVER:
-                return None
-            return role.parent if role.source is None else role.source
-
-        return self._below(above)
+        """Role -> those to whom it gives weights."""
+        return self._below(self.giver)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -125,6 +119,12 @@ class Plan:
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
         """Ids of the roles that a rank hosts."""
         return tuple(i for i, role in enumerate(self.roles) if role.world_rank == world_rank)
+
+    def giver(self, role: Role) -> int | None:
+        """Id of the role that gives it weights; servers of a tree get none where weights have a tree of their own."""
+        if self.overlapped and role.kind == TREE_SERVER:
+            return None
+        return role.parent if role.source is None else role.source
 
     def learners_below(self, role: int) -> int:
         """How many learners' gradients pass a role, itself included."""

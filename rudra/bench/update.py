@@ -31,7 +31,7 @@ def run(*, quick: bool) -> Report:
             for name, momentum, vectors in (("sgd", 0.9, SGD), ("adam", 0.0, ADAM)):
                 job = Job(optimizer={"name": name, "momentum": momentum})
                 server = ServerExecutor(flat.layout, flat.size, flat.parameter_count, 1)
-                server.own(job, flat)
+                server.own(job, job.resolved(learners=1).plan(), flat)
                 rows = _rows(server, name, vectors)
                 for what, function, moved in rows:
                     medians.append(_measure(report, what, count, function, moved, flat.size, 2 if quick else 9))

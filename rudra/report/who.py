@@ -209,9 +209,8 @@ def _table(cast: Cast, name: str) -> Table:
     for role, node in zip(plan.roles, cast.nodes, strict=True):
         above = plan.roles[role.parent].name if role.parent is not None and role.kind != STATISTICS_SERVER else None
         place = "of its own" if node == ELSEWHERE else node
-        giver = role.parent if role.source is None else role.source
-        gives = role.kind == STATISTICS_SERVER or giver is None or (plan.overlapped and role.kind == TREE_SERVER)
-        source = None if gives or giver is None else plan.roles[giver].name
+        giver = None if role.kind == STATISTICS_SERVER else plan.giver(role)
+        source = None if giver is None else plan.roles[giver].name
         rows.append((role.name, role.world_rank, above, source, place, cast.hosts.get(node), role.group))
     heads = ("role", "rank", "gradients to", "weights from", "node", "host", "group")
     return Table(name, heads, rows[:MOST_ROWS], {}, len(rows) > MOST_ROWS)

@@ -130,8 +130,8 @@ class Learner(Machine):
         self._answered_at: float | None = None
         self._expects_weights = False
         self._minibatch: tuple[float, ...] = ()
-        source = plan.roles[role].source
-        self._source = self.server if source is None else source
+        giver = plan.giver(plan.roles[role])
+        self._source = self.server if giver is None else giver
         self._receive = Receive(WEIGHTS, self._source)
         self._pushed_at = self._since = self._began = 0.0
         self._samples = self._pulls = self._skipped_pulls = 0

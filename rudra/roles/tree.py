@@ -257,8 +257,7 @@ class TreeServer(Machine):
             actions = self._work() + self._ask()
         else:
             self._lent[event.buffer] -= 1
-            waits = self._fetching and event.buffer == self._spare and not self._lent[self._spare]
-            actions = [Receive(self._spare, self.parent)] if waits else []
+            actions = self._fetch() if self._fetching and event.buffer == self._spare else []
         return actions + self._leave() if self.state is State.STOPPING else actions
 
     # The end: what the children have pushed is passed on, and counted by the root.
