@@ -36,7 +36,7 @@ GRACE_S = 10.0
 """How long the ranks may take to close the result file after Ctrl-C, before they are ended."""
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
-_NOISE = b"[warn] Epoll "  # its event library, now and then while it ends
+_NOISE = re.compile(rb"\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH ")  # now and then, while it ends
 _BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
 _SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
 _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
@@ -191,7 +191,7 @@ class Relay:
             if rule and not after:  # a rank's unfinished line may stand before it
                 self._banner = []
                 return before
-            if line.startswith(_NOISE):
+            if _NOISE.match(line):
                 return b""
             self.reported |= line.lstrip(b"\r\0").startswith(b"rudra: ")
             return (line + b"\n").strip(b"\0").replace(MORE, b"")

@@ -159,8 +159,12 @@ class _Session:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(getattr(self, "_info", None), source)
         if self._roles:
+            from rudra.data import Split
+
+            # Where all samples lie in memory, a mini-batch takes less time than its hand-over by an input thread.
+            prefetch = not isinstance(self._splits[0], Split)
             self._executors = make_executors(
-                self._job, self._plan, self._roles, self._splits, self._info, prefetch=True
+                self._job, self._plan, self._roles, self._splits, self._info, prefetch=prefetch
             )
 
     def _open(self, output: Path, progress: dict[str, Any], overwrite: bool) -> None:

@@ -2,6 +2,7 @@
 optimiser."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,30 +30,29 @@ if TYPE_CHECKING:
 LEARNERS = 2
 STEPS = {"lenet, μ = 4": 120, "lenet, μ = 16": 60, "lenet, μ = 64": 20, "289 MB, μ = 4": 6}
 GOALS = {"lenet, μ = 4": 2.0, "lenet, μ = 16": 1.5, "lenet, μ = 64": 1.1, "289 MB, μ = 4": 1.2}
-WAYS = ("ordered", "mpi", "server", "ddp", "alone")
-HEADS = ("by allreduce", "its order MPI's", "through the server", "DDP, gloo", "no communication")
+WAYS = ("ordered", "mpi", "server", "ddp", "hand", "alone")
+HEADS = ("by allreduce", "its order MPI's", "through the server", "DDP, gloo", "by hand", "no communication")
 
 
 def run(*, quick: bool) -> Report:
     """Measures two learners of one torch thread each; DDP runs in the learners' processes."""
     steps = {"lenet, μ = 4": 8} if quick else STEPS
     learner = on_ranks(measure, LEARNERS, steps=steps, rounds=1 if quick else 9)[LEARNER]
-    report = Report(
-        ["steps per second", *HEADS, "allreduce / DDP", "server / DDP", "allreduce / bound", "cost of order"]
-    )
+    ratio = ("allreduce / DDP", "server / DDP", "by hand / DDP", "bound / DDP", "cost of order")
+    report = Report(["steps per second", *HEADS, *ratio])
     server = []
     for case in steps:
         rates = {way: [1 / s for s in learner[case][way]] for way in WAYS}
-        against = {way: ratios(rates[way], rates["ddp"]) for way in ("ordered", "server")}
-        bound, order = ratios(rates["ordered"], rates["alone"]), ratios(rates["mpi"], rates["ordered"])
+        against = {way: ratios(rates[way], rates["ddp"]) for way in ("ordered", "server", "hand", "alone")}
         shown = [spread(rates[way]) for way in WAYS]
-        report.rows.append((case, *shown, against["ordered"], against["server"], bound, order))
+        report.rows.append((case, *shown, *against.values(), ratios(rates["mpi"], rates["ordered"])))
         report.goals.append(
             Goal(f"{case}: allreduce / DDP >= {GOALS[case]}", [against["ordered"].median], at_least=GOALS[case])
         )
         server.append(against["server"].median)
     report.notes = [
         "by allreduce: topology groups with one group, gradients added in group_rank order (what a replay can repeat)",
+        "by hand: plain torch with one MPI.Allreduce of a flat gradient in place of DDP, and nothing else",
         "no communication, the bound: both learners compute and update, and nothing is exchanged",
         "cost of order: steps per second with the MPI library's own reduction against those with the fixed order",
     ]
@@ -71,6 +71,7 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
         distributed.init_process_group("gloo", init_method=store, rank=comm.rank - LEARNER, world_size=LEARNERS)
     rest(comm)
     serverless = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
+    learners = comm.Split(int(comm.rank >= LEARNER), comm.rank)
     figures: dict[str, Any] = {}
     for case, count in steps.items():
         size = int(case.rpartition(" ")[2])
@@ -80,10 +81,14 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
         loops = {}
         if comm.rank >= LEARNER:
             model = job.model.name if isinstance(job.model.name, str) else ""
-            loops = {"ddp": PlainLoop(size, _ddp, model=model), "alone": PlainLoop(size, model=model)}
+            loops = {
+                "ddp": PlainLoop(size, _ddp, model=model),
+                "hand": PlainLoop(size, model=model, exchange=partial(_average, learners)),
+                "alone": PlainLoop(size, model=model),
+            }
         for turn in range((rounds if case.startswith("lenet") else min(rounds, 3)) + 1):
             taken = _rudra(comm, serverless, directory / "run.h5", job)
-            for name in ("ddp", "alone"):
+            for name in ("ddp", "hand", "alone"):
                 rest(comm)
                 if name in loops:
                     loops[name].run(2)
@@ -115,3 +120,10 @@ def _rudra(comm: "MPI.Comm", serverless: "MPI.Comm", path: Path, job: Job) -> di
 
 def _ddp(model: torch.nn.Module) -> torch.nn.Module:
     return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+
+
+def _average(comm: "MPI.Comm", gradient: torch.Tensor) -> None:
+    from mpi4py import MPI
+
+    comm.Allreduce(MPI.IN_PLACE, gradient.numpy())
+    gradient.div_(comm.size)

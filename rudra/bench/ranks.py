@@ -150,6 +150,7 @@ class PlainLoop:
         minibatch_size: μ.
         wrap: what makes the module that computes, from the model; DDP for example.
         model: "lenet", with momentum, or "alexnet", without.
+        exchange: gets the gradient as one vector before each update, to average it over ranks.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class PlainLoop:
         minibatch_size: int,
         wrap: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
         model: str = "lenet",
+        exchange: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         small = model == "lenet"
         network = models.lenet((1, 28, 28), 10) if small else models.alexnet(PICTURE, CLASSES)
@@ -169,6 +171,13 @@ class PlainLoop:
         self._labels = torch.randint(10, (count,), generator=generator)
         self._order = torch.randperm(count, generator=generator)
         self._minibatch_size = minibatch_size
+        self._exchange = exchange
+        if exchange is not None:
+            parameters = list(network.parameters())
+            self._gradient = torch.zeros(sum(p.numel() for p in parameters))
+            parts = torch.split(self._gradient, [p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.view_as(parameter)
 
     def run(self, steps: int) -> tuple[float, float]:
         """Trains.
@@ -185,6 +194,8 @@ class PlainLoop:
             since = time.perf_counter()
             functional.cross_entropy(self._model(inputs), labels).backward()  # type: ignore[no-untyped-call]
             torch_s += time.perf_counter() - since
+            if self._exchange is not None:
+                self._exchange(self._gradient)
             self._optimizer.step()
-            self._optimizer.zero_grad()
+            self._optimizer.zero_grad(set_to_none=self._exchange is None)
         return (time.perf_counter() - began) / steps, torch_s / steps
