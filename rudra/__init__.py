@@ -10,8 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rudra import siblings as _siblings  # noqa: F401  first: makes sure that protocols and topologies are ours
-from rudra.config import Job, shipped_jobs
+from rudra.config import Job
 from rudra.errors import RudraError
+from rudra.jobfiles import shipped_jobs
 
 if TYPE_CHECKING:
     from rudra.api import run, simulate

@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rudra.config import Job, cores, shipped_jobs
+from rudra.config import Job, cores
 from rudra.errors import ConfigError, RudraError
+from rudra.jobfiles import shipped_jobs
 from rudra.launch import world_rank, world_size
 
 if TYPE_CHECKING:
@@ -495,7 +496,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     rates = [job.optimizer.scheduled(epoch) for epoch in (0, *job.optimizer.milestones)]
     factor = protocol.modulation.rate_factor(0.0)
     modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
-    momentum = job.explicit_momentum()
+    momentum = job.explicit_momentum(plan)
     lines = {
         "ranks": f"{plan.ranks}, topology {topology.name}, {job.learners} learners (λ)",
         "roles": roles(plan),

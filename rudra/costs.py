@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rudra.config import Job, SimulationTable
 from rudra.errors import ConfigError
 from topologies import Plan
-from topologies.plan import ELSEWHERE, PARAMETER_SERVER, TREE_SERVER
+from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -57,8 +57,7 @@ class CostModel:
 
     def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int) -> None:
         self.table, self.plan = table, plan
-        servers = 0 if table.servers_on_first_node else ELSEWHERE
-        self.node = {i: servers if role.node == ELSEWHERE else role.node for i, role in enumerate(plan.roles)}
+        self.node = plan.nodes(near=table.servers_on_first_node)
         self.compute_s = self._compute_times(minibatch_size)
 
     def _compute_times(self, minibatch_size: int) -> dict[int, float]:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rudra import costs
-from rudra.config import PAPER, Job, apply, cores, parsed, read_job
+from rudra.config import Job, cores
 from rudra.errors import ConfigError, ResultsError
+from rudra.jobfiles import PAPER, apply, parsed, read_job
 
 FORMAT = 1
 INDEX = "sweep.json"

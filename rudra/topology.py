@@ -78,7 +78,7 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
     name = getattr(job.protocol.name, "__name__", job.protocol.name)
     label = protocol_label({"protocol": name, "n": protocol.n})
     name = _with_options(job.make_topology().name, job.topology.options)
-    return Cast(name, label, plan, _nodes(plan, near=near), protocol.gradients_per_update)
+    return Cast(name, label, plan, plan.nodes(near=near), protocol.gradients_per_update)
 
 
 def of_results(results: Results) -> Cast | None:
@@ -92,7 +92,7 @@ def of_results(results: Results) -> Cast | None:
     names = list(about.get("hosts") or ())
     real = about.get("driver") == "mpi"
     near = real or bool(job.get("simulation", {}).get("servers_on_first_node"))
-    nodes, used = _nodes(plan, near=near), {role.world_rank for role in plan.roles}
+    nodes, used = plan.nodes(near=near), {role.world_rank for role in plan.roles}
     hosts = {}
     if real and len(names) > max(used):  # a name for every rank
         hosts = {node: names[role.world_rank] for role, node in zip(plan.roles, nodes, strict=True)}
@@ -116,11 +116,6 @@ def of_file(path: Path) -> Cast:
 def _with_options(topology: str, options: Mapping[str, Any]) -> str:
     told = ", ".join(f"{key} = {value}" for key, value in options.items())
     return f"{topology} ({told})" if told else topology
-
-
-def _nodes(plan: Plan, *, near: bool) -> tuple[int, ...]:
-    """Servers that need not be near a learner are on the first node, or on one of their own."""
-    return tuple(0 if near and role.node == ELSEWHERE else role.node for role in plan.roles)
 
 
 def as_text(cast: Cast, *, everything: bool = False) -> str:

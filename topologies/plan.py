@@ -126,6 +126,10 @@ class Plan:
             return None
         return role.parent if role.source is None else role.source
 
+    def nodes(self, *, near: bool) -> tuple[int, ...]:
+        """Of every role; servers that may be anywhere are on the first node if `near`, else `ELSEWHERE`."""
+        return tuple(0 if near and role.node == ELSEWHERE else role.node for role in self.roles)
+
     def learners_below(self, role: int) -> int:
         """How many learners' gradients pass a role, itself included."""
         return int(self.roles[role].kind == LEARNER) + sum(map(self.learners_below, self.children[role]))

@@ -17,12 +17,8 @@ update replicas, and t_server is the update alone.
 """
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from rudra import costs
 from rudra.api import run as train
@@ -31,6 +27,7 @@ from rudra.bench.ranks import PlainLoop
 from rudra.bench.report import Goal, Report, Spread, spread
 from rudra.config import Job, cores
 from rudra.costs import CostModel
+from rudra.executor import torch_as_in
 from rudra.predict import Outline, predict, steady_rate
 from topologies import Plan
 
@@ -218,7 +215,7 @@ def measured(learners: int, *, turns: int, steps: int) -> list[tuple[int, Times,
     grouped: dict[int, list[float]] = {k: [] for k in sizes}
     served: list[float] = []
     staleness = dict.fromkeys(numbers, 0.0)
-    with single_thread():
+    with torch_as_in(_job(learners, 1, LENET_BATCH)):
         for _ in range(turns):
             for g in numbers:
                 seconds, staleness[g] = _measure(_job(learners, g, LENET_BATCH), steps)
@@ -239,17 +236,6 @@ def measured(learners: int, *, turns: int, steps: int) -> list[tuple[int, Times,
         times = Times(compute_s, server_s, server_s) if g > 1 else Times(compute_s, 0.0, 0.0)
         rows.append((g, times, found[g], staleness[g]))
     return rows
-
-
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """One torch thread, as a learner has; afterwards as many as before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measure(job: Job, steps: int) -> tuple[float, float]:

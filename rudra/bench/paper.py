@@ -11,7 +11,8 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from rudra.bench.report import Goal, Report
-from rudra.config import PAPER, Job, shipped_jobs
+from rudra.config import Job
+from rudra.jobfiles import PAPER, shipped_jobs
 from rudra.predict import Outline, Prediction, outline, predict
 
 EPOCHS = 140

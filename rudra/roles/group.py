@@ -8,7 +8,6 @@ hardsync by allreduce; the first one keeps the books.
 
 from collections.abc import Mapping
 from enum import auto
-from math import isfinite
 from typing import Any, ClassVar
 
 from rudra.config import FaultsTable, Job, ResultsTable
@@ -27,12 +26,11 @@ from rudra.events import (
     Sent,
     Started,
     Updated,
-    Warn,
 )
 from rudra.messages import Kind, Message
-from rudra.records import Gradient
 from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
-from rudra.roles.machine import Outbox, States, listed, short
+from rudra.roles.machine import States, listed, short
+from rudra.roles.minibatches import Minibatches
 from rudra.roles.owner import Owner
 from topologies import Plan
 
@@ -214,7 +212,7 @@ class Replicas(States):
     DONE = auto()
 
 
-class Replica(Owner):
+class Replica(Minibatches, Owner):
     """A learner of the only group: it updates weights of its own.
 
         HASHING    digest of the initial weights -> READY      tell the first learner, which compares
@@ -249,23 +247,15 @@ class Replica(Owner):
 
     def __init__(self, role: int, plan: Plan, job: Job, training_samples: int) -> None:
         self._leads = plan.server == role
-        super().__init__(role, plan, job, training_samples, reports=self._leads)
+        Owner.__init__(self, role, plan, job, training_samples, reports=self._leads)
+        self._open_books(job.faults, job.results)
         self.state: States = Replicas.HASHING
-        self.learner = plan.roles[role].index
-        self.step = 0
         self._ended_training = False
         self._members = plan.children[role]
         self._to_members = plan.receivers[role]
         self._digests: list[int] = []
         self._digest = 0  # of the weights, as much as goes into a gradient's record
-        self._non_finite_stops = job.faults.non_finite_loss == "stop"
-        self._warned = False
-        self._reports_minibatches = job.results.minibatches
-        self._own = Outbox(role, plan.statistics, job.results.report_s)
-        self._minibatch: tuple[float, ...] = ()
-        self._since = self._ready_at = self._reduced_at = 0.0
-        self._samples = 0
-        self._compute_s = self._push_s = self._pull_s = 0.0
+        self._ready_at = self._reduced_at = 0.0
 
     @property
     def waiting_for(self) -> str:
@@ -316,24 +306,10 @@ class Replica(Owner):
     def _reduce(self, event: Computed, now: float) -> list[Action]:
         self.state = Replicas.REDUCING
         self._ready_at = now
-        compute_s = now - self._since
-        self._compute_s += compute_s
-        about = (self.learner, event.samples, event.step, self.timestamp, event.loss, event.errors)
-        self._minibatch = (*about, 0, now - self._began, compute_s)
-        actions: list[Action] = []
-        if not isfinite(event.loss):
-            text = f"the loss of mini-batch {event.step} is {event.loss}: a smaller learning_rate may help"
-            if self._non_finite_stops:
-                self._own.add(Kind.MINIBATCHES, *self._minibatch, 0.0, 0.0, 0.0)
-                return [*self._own.flush(now), Fail(text)]
-            if not self._warned:
-                self._warned = True
-                actions.append(Warn(f"{text} (training goes on, as [faults] non_finite_loss says)"))
-        self.step = event.step + 1
-        self._samples += event.samples
-        learner, samples, loss = self.learner, event.samples, event.loss
-        gradient = Gradient(-1, learner, samples, event.step, self.timestamp, -1, 1.0, loss, event.errors, self._digest)
-        return [*actions, Reduce(GRADIENT, 0, event.step, gradient, to_all=True)]
+        actions, fails = self._enter(event, now)
+        if fails:
+            return actions
+        return [Reduce(GRADIENT, 0, event.step, self._describe(event, self._digest), to_all=True), *actions]
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self.state = Replicas.UPDATING
@@ -348,18 +324,12 @@ class Replica(Owner):
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
         self._digest = event.digest & 0x7FFFFFFF
-        push_s, pull_s = self._reduced_at - self._ready_at, now - self._reduced_at
-        self._push_s += push_s
-        self._pull_s += pull_s
-        if self._reports_minibatches:
-            self._own.add(Kind.MINIBATCHES, *self._minibatch, push_s, 0.0, pull_s)
+        self._spent(self._reduced_at - self._ready_at, 0.0, now - self._reduced_at)
         actions = self._note(event, now)
         if not self._ended_training:
-            return self._next(now) + self._own.due(now) + actions
+            return self._next(now) + self._diary.due(now) + actions
         self.state = Replicas.STOPPED
-        row = (self.learner, self.plan.roles[self.id].world_rank, self.step, self._samples, 0, 0)
-        self._own.add(Kind.LEARNERS, *row, self._compute_s, self._push_s, 0.0, self._pull_s)
-        return actions + self._own.flush(now) + self._totals(now, self.applied, 0, 0, 0)
+        return actions + self._close_books(now, self.step, 0, 0) + self._totals(now, self.applied, 0, 0, 0)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self._snapshot_returned(event.buffer)

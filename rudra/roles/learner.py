@@ -15,7 +15,6 @@ handled the gradient, and newer weights follow the answer at once. That is the p
 
 from collections.abc import Mapping
 from enum import auto
-from math import isfinite
 from typing import Any, ClassVar
 
 from rudra.config import FaultsTable, ResultsTable
@@ -23,7 +22,6 @@ from rudra.events import (
     Action,
     Compute,
     Computed,
-    Fail,
     Halt,
     Hash,
     Hashed,
@@ -32,11 +30,11 @@ from rudra.events import (
     Send,
     Sent,
     Started,
-    Warn,
 )
 from rudra.messages import Kind, Message
 from rudra.records import Gradient
-from rudra.roles.machine import Machine, Outbox, States, short
+from rudra.roles.machine import States, short
+from rudra.roles.minibatches import Minibatches
 from topologies import Plan
 
 WEIGHTS = "weights"
@@ -58,7 +56,7 @@ class State(States):
 COMPUTING, EXCHANGING, PUSH = State.COMPUTING, State.EXCHANGING, Kind.GRADIENT
 
 
-class Learner(Machine):
+class Learner(Minibatches):
     """One learner.
 
     Args:
@@ -68,34 +66,18 @@ class Learner(Machine):
         results: how long reports may wait.
     """
 
-    # A simulation has thousands of learners, each in fewer lines of the cache without a dictionary.
     __slots__ = (
         "_answered_at",
-        "_began",
-        "_compute_s",
         "_delivered_at",
         "_expects_weights",
-        "_minibatch",
-        "_non_finite_stops",
-        "_outbox",
-        "_pull_s",
         "_pulls",
-        "_push_s",
         "_pushed_at",
         "_receive",
-        "_reports_minibatches",
-        "_samples",
-        "_since",
         "_skipped_pulls",
         "_source",
         "_stopping",
-        "_wait_s",
-        "_warned",
-        "learner",
         "pushed",
         "server",
-        "step",
-        "timestamp",
     )
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
@@ -114,28 +96,21 @@ class Learner(Machine):
 
     def __init__(self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable) -> None:
         super().__init__(role, plan)
+        self._open_books(faults, results)
         parent = plan.roles[role].parent
         self.server = role if parent is None else parent
-        self.learner = plan.roles[role].index
         self.state = State.WAITING
         self.timestamp = -1
-        self.step = 0
         self.pushed = 0
-        self._non_finite_stops = faults.non_finite_loss == "stop"
-        self._warned = False
-        self._reports_minibatches = results.minibatches
-        self._outbox = Outbox(role, plan.statistics, results.report_s)
         self._stopping = False
         self._delivered_at: float | None = None
         self._answered_at: float | None = None
         self._expects_weights = False
-        self._minibatch: tuple[float, ...] = ()
         giver = plan.giver(plan.roles[role])
         self._source = self.server if giver is None else giver
         self._receive = Receive(WEIGHTS, self._source)
-        self._pushed_at = self._since = self._began = 0.0
-        self._samples = self._pulls = self._skipped_pulls = 0
-        self._compute_s = self._push_s = self._wait_s = self._pull_s = 0.0
+        self._pushed_at = 0.0
+        self._pulls = self._skipped_pulls = 0
 
     @property
     def waiting_for(self) -> str:
@@ -183,34 +158,18 @@ class Learner(Machine):
 
     def _computed(self, event: Computed, now: float) -> tuple[list[Action], bool]:
         """Takes a mini-batch into the books; what to do about it, and whether that is all because training ends."""
-        step, loss = event.step, event.loss
-        compute_s = now - self._since
-        self._compute_s += compute_s
-        if self._reports_minibatches:
-            about = (self.learner, event.samples, step, self.timestamp, loss, event.errors, 0)
-            self._minibatch = (*about, now - self._began, compute_s)
-        warnings: list[Action] = []
-        if not isfinite(loss):
-            text = f"the loss of mini-batch {step} is {loss}: a smaller learning_rate may help"
-            if self._non_finite_stops:
-                self._report(0.0, 0.0, 0.0)
-                return [*self._outbox.flush(now), Fail(text)], True
-            if not self._warned:
-                self._warned = True
-                warnings.append(Warn(f"{text} (training goes on, as [faults] non_finite_loss says)"))
-        self.step = step + 1
-        if self._stopping:
-            self._report(0.0, 0.0, 0.0)
-            return warnings + self._leave(now), True
-        return warnings, False
+        actions, fails = self._enter(event, now)
+        if fails or not self._stopping:
+            return actions, fails
+        self._report(0.0, 0.0, 0.0)
+        return actions + self._leave(now), True
 
     def _gradient(self, event: Computed, now: float) -> Gradient:
         """Counts a gradient that is pushed now, and describes it."""
         self.pushed += 1
-        self._samples += event.samples
         self._pushed_at = now
         self._delivered_at = self._answered_at = None
-        return Gradient(-1, self.learner, event.samples, event.step, self.timestamp, -1, 1.0, event.loss, event.errors)
+        return self._describe(event)
 
     def _delivered(self, event: Sent, now: float) -> list[Action]:
         self._delivered_at = now
@@ -241,28 +200,16 @@ class Learner(Machine):
             return []
         push_s = delivered - self._pushed_at
         answer = now if asked is None else max(asked, delivered)  # a stop is an answer too
-        wait_s, pull_s = answer - delivered, now - answer
-        self._push_s += push_s
-        self._wait_s += wait_s
-        self._pull_s += pull_s
-        due: list[Action] = []
-        if self._reports_minibatches:
-            self._report(push_s, wait_s, pull_s)
-            due = self._outbox.due(now)
+        self._spent(push_s, answer - delivered, now - answer)
+        due = self._diary.due(now) if self._reports_minibatches else []
         if self._stopping:
             return due + self._leave(now)
         return self._next(now) + due if due else self._next(now)
 
-    def _report(self, push_s: float, wait_s: float, pull_s: float) -> None:
-        if self._reports_minibatches:
-            self._outbox.add(Kind.MINIBATCHES, *self._minibatch, push_s, wait_s, pull_s)
-
     def _leave(self, now: float) -> list[Action]:
         self.state = State.STOPPED
-        row = (self.learner, self.plan.roles[self.id].world_rank, self.pushed, self._samples, self._pulls)
-        times = (self._skipped_pulls, self._compute_s, self._push_s, self._wait_s, self._pull_s)
-        self._outbox.add(Kind.LEARNERS, *row, *times)
-        return [*self._outbox.flush(now), Send(self.server, Message(Kind.BYE, self.id, value=self.pushed))]
+        account = self._close_books(now, self.pushed, self._pulls, self._skipped_pulls)
+        return [*account, Send(self.server, Message(Kind.BYE, self.id, value=self.pushed))]
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE

@@ -165,14 +165,12 @@ class OverlappedLearner(Learner):
         """Pushes the gradient that is ready, and goes on to the next, into the other buffer."""
         gradient, self._waiting = self._waiting, None
         assert gradient is not None
-        waited_s = now - self._pushed_at
-        self._push_s += waited_s
-        self._report(waited_s, 0.0, 0.0)
+        self._spent(now - self._pushed_at, 0.0, 0.0)
         self._sending = GRADIENTS[self._into]
         self._into = 1 - self._into
         message = Message(Kind.GRADIENT, self.id, gradient.timestamp, -1, None, (gradient,))
         after = self._leave(now) if self._stopping else self._next(now)
-        return [Send(self.server, message, self._sending), *after, *self._outbox.due(now)]
+        return [Send(self.server, message, self._sending), *after, *self._diary.due(now)]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.server and event.buffer == self._sending:

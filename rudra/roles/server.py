@@ -95,7 +95,7 @@ class ParameterServer(Owner):
         self._downcast = dict.fromkeys(DOWNCAST, (-1, 0))  # timestamp, transfers under way
         self._given = dict.fromkeys(self._receivers, 0)  # down the weights' tree: the newest timestamp sent
         self._edges_busy: set[int] = set()
-        self._warnings = _warnings(job)
+        self._warnings = _warnings(job, plan)
         self._weights_changed()
 
     @property
@@ -311,10 +311,10 @@ class ParameterServer(Owner):
         return [Halt()]
 
 
-def _warnings(job: Job) -> list[Warn]:
+def _warnings(job: Job, plan: Plan) -> list[Warn]:
     """What to know before training starts."""
     wanted = job.optimizer.momentum
-    if not wanted or job.explicit_momentum():
+    if not wanted or job.explicit_momentum(plan):
         return []
     text = f"[optimizer] momentum_correction leaves nothing of momentum = {wanted:g}: asynchrony acts like that or more"
     return [Warn(f"{text}, by rule of thumb; fewer groups, or more gradients in an update, would leave some")]

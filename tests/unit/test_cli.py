@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rudra.cli import EPILOG, _load, _parser, main
-from rudra.config import Job, Table, shipped_jobs
+from rudra.config import Job, Table
+from rudra.jobfiles import shipped_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 

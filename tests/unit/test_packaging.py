@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra.config import shipped_jobs
+from rudra.jobfiles import shipped_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("rudra", "protocols", "topologies")

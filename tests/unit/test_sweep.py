@@ -16,8 +16,9 @@ import pytest
 
 from rudra import sweep
 from rudra.cli import main
-from rudra.config import Job, cores, flattened
+from rudra.config import Job, cores
 from rudra.errors import ConfigError
+from rudra.jobfiles import flattened
 from rudra.results import open_results
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,88 @@
+"""Job files: finding, reading and overriding them, before anything is validated."""
+
+import difflib
+import importlib.metadata
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from rudra.errors import ConfigError
+
+PAPER = "paper.toml"
+"""Among job files: no job, but the numbers that a paper prints."""
+
+
+def shipped_jobs() -> dict[str, Path]:
+    """Name -> TOML file of every job that comes with Rudra, from a checkout or an installed wheel."""
+    checkout = Path(__file__).resolve().parent.parent / "jobs"
+    if (checkout.parent / "setup.cfg").is_file():
+        root, files = checkout, list(checkout.rglob("*.toml"))
+    else:
+        listed = importlib.metadata.distribution("rudra").files or []
+        located = (Path(str(f.locate())).resolve() for f in listed if "share/rudra/jobs/" in f.as_posix())
+        files = [file for file in located if file.suffix == ".toml"]
+        root = Path(os.path.commonpath([file.parent for file in files])) if files else checkout
+    jobs = sorted(file for file in files if file.name != PAPER)
+    return {file.relative_to(root).with_suffix("").as_posix(): file for file in jobs}
+
+
+def _find(job: str | Path) -> Path:
+    path = Path(job)
+    if path.suffix == ".toml" or path.is_file():
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such job file")
+        return path
+    shipped = shipped_jobs()
+    if str(job) not in shipped:
+        near = difflib.get_close_matches(str(job), shipped, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{job}: no such job; {hint}give a TOML file or one of: {', '.join(shipped)}")
+    return shipped[str(job)]
+
+
+def read_job(job: str | Path) -> tuple[Path, dict[str, Any]]:
+    """A job file or shipped job: where it is, and its tables as they stand there, not validated yet.
+
+    Raises:
+        ConfigError: there is none, or it is no TOML.
+    """
+    path = _find(job)
+    try:
+        return path, tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parsed(override: str) -> tuple[str, Any]:
+    """Key and value of `table.key=value`; a value is TOML, or a plain string where it is no TOML."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override}: must read table.key=value")
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, text.strip()
+
+
+def apply(tables: dict[str, Any], key: str, value: Any, *, said: str) -> None:
+    """Sets `table.key` of a job's tables; `said` is where the user asked for it."""
+    *tables_, last = (part.strip() for part in key.split("."))
+    if not (tables_ and last and all(tables_)):
+        raise ConfigError(f"{said}: must read table.key=value")
+    place: Any = tables
+    for depth, part in enumerate(tables_):
+        place = place.setdefault(part, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{said}: {'.'.join(tables_[: depth + 1])} is not a table")
+    place[last] = value
+
+
+def flattened(value: Any, prefix: str = "") -> Any:
+    """Nested tables as one table of dotted keys; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flattened(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
+    return flat
