@@ -164,8 +164,8 @@ class _Actor:
         self.neighbours: list[_Actor] = []  # on a server's node, where cores may be short
         self.inbox: deque[Event] = deque()  # came while the role was busy
         self.posted: list[Receive] = []
-        # Tensors without a buffer, as they came: gradients by sender, weights by ~sender.
-        self.offered: dict[int, list[_Offer]] = {}
+        # Tensors without a buffer, by sender, as they came: weights, gradients.
+        self.offered: tuple[dict[int, list[_Offer]], ...] = ({}, {})
         self.ways: dict[int, _Way] = {}
 
 
@@ -239,7 +239,7 @@ class Simulation:
             actor = self._actors[role] = _Actor(role, machine, self._table.message_s if serves else 0.0, seed)
             if serves:
                 actor.take = self._take
-                actor.offered = OrderedDict()  # of many: a dict would be slow to find its first key
+                actor.offered = ({}, OrderedDict())  # of many: a dict would be slow to find its first key
             else:
                 actor.take = self._handle  # never busy
             if check:
@@ -373,20 +373,16 @@ class Simulation:
     def _receive(self, actor: _Actor, action: Receive, time: float) -> None:
         if self._posted:
             self._posted(actor.role, action.buffer)
-        offered = actor.offered
-        source = action.source
-        key: int | None
-        if source is None:
-            key = next((key for key in offered if key >= 0), None)
-        else:
-            key = source if action.gradient else ~source
-        if key is None or key not in offered:
+        offered, source = actor.offered[action.gradient], action.source
+        if source is None and offered:
+            source = next(iter(offered))
+        if source not in offered:
             actor.posted.append(action)
             return
-        offers = offered[key]
+        offers = offered[source]
         way, send, arrival = offers.pop(0)
         if not offers:
-            del offered[key]
+            del offered[source]
         self._transfer(way, send, action, arrival if arrival > time else time)
 
     def _offer(self, receiver: _Actor, offer: _Offer) -> None:
@@ -398,12 +394,11 @@ class Simulation:
                 del receiver.posted[place]
                 self._transfer(way, send, receive, arrival)
                 return
-        key = source if gradient else ~source
-        offers = receiver.offered.get(key)
-        if offers is None:
-            receiver.offered[key] = [offer]
+        offered = receiver.offered[gradient]
+        if source in offered:
+            offered[source].append(offer)
         else:
-            offers.append(offer)
+            offered[source] = [offer]
 
     def _transfer(self, way: _Way, send: Send, receive: Receive, time: float) -> None:
         """Occupies both ports, from when both are free."""
@@ -412,13 +407,13 @@ class Simulation:
             time = out.free_at
         if into.free_at > time:
             time = into.free_at
-        for port in way.blocking:
-            if port.free_at > time:
-                time = port.free_at
+        if way.blocking:
+            time = max(time, *(port.free_at for port in way.blocking))
         transfer_s = way.transfer_s * self._gradient_share if send.message.kind is GRADIENT else way.transfer_s
         out.free_at = into.free_at = time = time + transfer_s
-        for port in way.blocking:
-            port.free_at = time
+        if way.blocking:
+            for port in way.blocking:
+                port.free_at = time
         heappush(self._queue, (time, next(self._first), self._deliver, way, (send, receive)))
 
     def _deliver(self, way: _Way, transfer: tuple[Send, Receive]) -> None:

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from rudra import costs
 from rudra.api import run as train
-from rudra.bench.prediction import noise
-from rudra.bench.ranks import PlainLoop
+from rudra.bench.ranks import PlainLoop, write_images
 from rudra.bench.report import Goal, Report, Spread, spread
 from rudra.config import Job, cores
 from rudra.costs import CostModel
@@ -241,13 +240,12 @@ def measured(learners: int, *, turns: int, steps: int) -> list[tuple[int, Times,
 def _measure(job: Job, steps: int) -> tuple[float, float]:
     """Seconds per update and mean staleness of a run of so many updates on real ranks."""
     batch = job.training.minibatch_size * job.learners // job.plan().workers
-    job = job.with_(data={"options": {"shape": (1, 28, 28), "samples": steps * batch}})
-    with (
-        tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
-        train(job, output=Path(name) / "run.h5", progress="quiet") as results,
-    ):
-        _, samples_per_s = steady_rate(results.updates)
-        return batch / samples_per_s, float(results.gradients["staleness"].mean())
+    with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
+        write_images(Path(name), steps * batch)
+        job = job.with_(data={"path": name})
+        with train(job, output=Path(name) / "run.h5", progress="quiet") as results:
+            _, samples_per_s = steady_rate(results.updates)
+            return batch / samples_per_s, float(results.gradients["staleness"].mean())
 
 
 def _job(
@@ -257,7 +255,7 @@ def _job(
     return Job(
         name=name,
         model={"name": "lenet"},
-        data={"name": noise, "options": {"shape": (1, 28, 28), "samples": 4096}, "classes": 10},
+        data={"name": "idx"},
         training={"epochs": 1, "minibatch_size": batch * groups // learners, "evaluate": False},
         protocol={"name": "async", "modulation": "none"},
         topology={"name": "groups", "options": {"groups": groups}},
