@@ -411,9 +411,8 @@ class Simulation:
             time = max(time, *(port.free_at for port in way.blocking))
         transfer_s = way.transfer_s * self._gradient_share if send.message.kind is GRADIENT else way.transfer_s
         out.free_at = into.free_at = time = time + transfer_s
-        if way.blocking:
-            for port in way.blocking:
-                port.free_at = time
+        for port in way.blocking:
+            port.free_at = time
         heappush(self._queue, (time, next(self._first), self._deliver, way, (send, receive)))
 
     def _deliver(self, way: _Way, transfer: tuple[Send, Receive]) -> None:

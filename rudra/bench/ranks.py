@@ -173,10 +173,9 @@ class PlainLoop:
         self._minibatch_size = minibatch_size
         self._exchange = exchange
         if exchange is not None:
-            parameters = list(network.parameters())
-            self._gradient = torch.zeros(sum(p.numel() for p in parameters))
-            parts = torch.split(self._gradient, [p.numel() for p in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
+            sizes = [parameter.numel() for parameter in network.parameters()]
+            self._gradient = torch.zeros(sum(sizes))
+            for parameter, part in zip(network.parameters(), torch.split(self._gradient, sizes), strict=True):
                 parameter.grad = part.view_as(parameter)
 
     def run(self, steps: int) -> tuple[float, float]:

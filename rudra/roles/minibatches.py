@@ -82,8 +82,7 @@ class Minibatches(Machine):
         self._push_s += push_s
         self._wait_s += wait_s
         self._pull_s += pull_s
-        if self._reports_minibatches:
-            self._report(push_s, wait_s, pull_s)
+        self._report(push_s, wait_s, pull_s)
 
     def _report(self, push_s: float, wait_s: float, pull_s: float) -> None:
         if self._reports_minibatches:
