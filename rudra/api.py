@@ -12,12 +12,18 @@ from rudra import launch
 from rudra.config import Job, cores
 from rudra.errors import ResultsError, RunError
 from rudra.results import Results, check_output, default_output, open_results
+from rudra.resume import decide
 
 ProgressMode = Literal["bar", "lines", "quiet"]
 
 
 def run(
-    job: Job, *, output: str | Path | None = None, force: bool = False, progress: ProgressMode | None = None
+    job: Job,
+    *,
+    output: str | Path | None = None,
+    force: bool = False,
+    resume: bool | str | Path = False,
+    progress: ProgressMode | None = None,
 ) -> Results:
     """Runs a job on MPI ranks.
 
@@ -28,6 +34,8 @@ def run(
         job: what to run.
         output: result file; by default named after the job and the time.
         force: replace an existing file.
+        resume: go on from a checkpoint: True from that of `output`, if there is one; or its path, or that of a result
+            file. The results of before stay.
         progress: how to show progress; by default a bar on a terminal and plain lines elsewhere.
 
     Returns:
@@ -35,20 +43,28 @@ def run(
 
     Raises:
         RudraError: a mistake in the job or the launch, or a run that failed; the ranks themselves have then said why on
-            stderr, and `exit_code` tells which of the two it was (2 or 1).
+            stderr, and `exit_code` tells which of the two it was (2 or 1), or 3: it was stopped, and can be resumed.
     """
     shown = _progress(progress)
+    named = None if output is None else Path(output)
+    wanted = resume if isinstance(resume, bool) else Path(resume)
     if launch.world_size() is not None:
         from rudra.session import run_ranks
 
-        named = None if output is None else Path(output)
-        code, path = run_ranks(job, output=named, progress=shown, overwrite=force)
+        code, path = run_ranks(job, output=named, progress=shown, overwrite=force, resume=wanted)
     else:
-        path = _output(job, output, force)
-        job = job.on_cpu().resolved(cores=cores())
+        begin = decide(job, named, wanted, force=force, named=lambda: default_output(job.name, now=datetime.now()))
+        path = begin.output
+        if begin.text:
+            print(f"rudra: {begin.text}", file=sys.stderr)
+        if begin.finished:
+            return open_results(path)
+        check_output(path, begin.overwrite or begin.checkpoint is not None)
+        job = job.with_(cluster=begin.cluster or {}).on_cpu().resolved(cores=cores())
         plan = job.plan()
         names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
-        payload = {"job": job, "output": path, "progress": shown, "overwrite": force}
+        more = {"overwrite": begin.overwrite, "resume": begin.checkpoint or False, "launched": True}
+        payload = {"job": job, "output": path, "progress": shown, **more}
         code = launch.launch(job, path, roles=names, payload=payload, quiet=progress == "quiet")
         if code:
             _wait_for_results(path)
@@ -79,6 +95,7 @@ def simulate(
     with torch_as_in(job):
         cluster = hands.make(job, plan)
         samples = cluster.info.training_samples
+        unsaved = job.with_(results={"checkpoint_every": "never"})
         writer = make_writer(
             path,
             job,
@@ -96,7 +113,7 @@ def simulate(
             shown = Progress(job, samples, **_progress(progress))
             simulation = Simulation(
                 plan,
-                {i: make(i, job, plan, samples) for i in range(len(plan.roles))},
+                {i: make(i, unsaved, plan, samples) for i in range(len(plan.roles))},
                 cluster.hands,
                 Recorder(writer, shown, cluster.weights),
                 costs.CostModel(job.simulation, plan, job.training.minibatch_size),

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from rudra.jobfiles import shipped_jobs
 from rudra.launch import world_rank, world_size
 
 if TYPE_CHECKING:
+    from rudra.api import ProgressMode
     from rudra.results import Results
 
 DESCRIPTION = """\
@@ -33,6 +35,7 @@ first steps:
   rudra run digits                    train on real MPI ranks; under a minute
   rudra show digits-*.h5              the run's figures
   rudra plot digits-*.h5              test error and staleness as a picture
+  rudra resume digits-*.h5            go on with a run that was stopped
 
 comparing protocols:
   rudra run digits --set protocol.name=hardsync --output hard.h5
@@ -44,7 +47,8 @@ on a cluster (as many learners as the ranks leave, beside the servers):
   mpirun -n 10 rudra run my-job.toml
   srun --mpi=pmix rudra run my-job.toml
 
-exit codes: 0 all went well; 1 it ran and failed, or was interrupted; 2 a mistake in what was asked for."""
+exit codes: 0 all went well; 1 it ran and failed; 2 a mistake in what was asked for; 3 it was stopped, and
+`rudra resume` goes on."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments after the program's name.
 
     Returns:
-        Exit code: 0, 1 (it ran and failed, or was interrupted), 2 (the user's mistake).
+        Exit code: 0, 1 (it ran and failed), 2 (the user's mistake), 3 (it was stopped, and can be resumed).
     """
     parser = _parser()
     try:
@@ -96,7 +100,20 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    _job_options(add("run", _run, "train a job on MPI ranks", RUN_MORE), runs=True)
+    run = add("run", _run, "train a job on MPI ranks", RUN_MORE)
+    _job_options(run, runs=True)
+    run.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="FILE",
+        help="go on from the checkpoint of --output, if it has one, or of that result file or checkpoint",
+    )
+    resume = add("resume", _resume, "go on with a run that was stopped or failed", RESUME_MORE)
+    resume.add_argument("file", type=Path, metavar="FILE", help="its result file (.h5) or a checkpoint of it (.ckpt)")
+    _set_option(resume, "where something is, or how the run is reported: data.path, and the tables faults and results")
+    resume.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
     _job_options(add("simulate", _simulate, "run a job in one process and virtual time", SIMULATE_MORE), runs=True)
     _sweep_options(add("sweep", _sweep, "run a grid of jobs, or the study that a job describes", SWEEP_MORE))
     _predict_options(add("predict", _predict, "say what a job would take, without training", PREDICT_MORE))
@@ -143,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
 RUN_MORE = """\
 Started plainly, it starts mpirun itself, with one rank for each learner and server. Started by
 mpirun or srun, it uses the ranks it was given, and the learners are what the servers leave."""
+
+RESUME_MORE = """\
+The job is that of the run, with as many learners and threads; it goes on under the same name, and the file keeps what
+was recorded up to the checkpoint. With hardsync the weights become what they would have become, to the last bit.
+Under mpirun or srun give as many ranks as the run had. To resume in a batch script, whether there is a checkpoint yet
+or not: rudra run JOB --output FILE.h5 --resume"""
 
 REPORT_MORE = """\
 The page is one HTML file that needs nothing else: tables, test error, staleness, tradeoff curves,
@@ -273,7 +296,16 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _run(arguments: argparse.Namespace) -> int:
     import rudra
 
-    return _report(arguments, rudra.run)
+    return _report(arguments, partial(rudra.run, resume=arguments.resume))
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    import rudra
+    from rudra.resume import resumable
+
+    job, path, output = resumable(arguments.file, arguments.overrides)
+    _find_modules(output)
+    return _finished(arguments, rudra.run(job, output=output, resume=path, progress=_mode(arguments)))
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
@@ -363,11 +395,20 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace, execute: Callable[..., "Results"]) -> int:
-    """Runs or simulates, then prints the summary and draws the picture, on one rank only."""
+    """Runs or simulates, then says what came of it."""
+    job = _load(arguments)
+    results = execute(job, output=arguments.output, force=arguments.force, progress=_mode(arguments))
+    return _finished(arguments, results, force=arguments.force)
+
+
+def _mode(arguments: argparse.Namespace) -> "ProgressMode | None":
+    return "quiet" if arguments.quiet else None
+
+
+def _finished(arguments: argparse.Namespace, results: "Results", *, force: bool = True) -> int:
+    """Prints the summary and draws the picture, on one rank only."""
     from rudra.progress import summary_table
 
-    progress = "quiet" if arguments.quiet else None
-    results = execute(_load(arguments), output=arguments.output, force=arguments.force, progress=progress)
     if world_size() is not None and world_rank() != 0:
         return 0
     with results:
@@ -380,7 +421,7 @@ def _report(arguments: argparse.Namespace, execute: Callable[..., "Results"]) ->
         from rudra.analysis import plot
 
         picture = written[0].with_suffix(".png")
-        if not picture.exists() or arguments.force:
+        if force or not picture.exists():
             plot(written, picture)
             written.append(picture)
     print("wrote " + ", ".join(map(str, written)))

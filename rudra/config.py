@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -37,6 +38,9 @@ Named = str | Callable[..., Any]
 
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
 """Name in a job -> class of torch.optim."""
+
+
+_INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
 
 
 class Table(BaseModel):
@@ -226,14 +230,31 @@ class FaultsTable(Table):
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="what a loss of NaN or infinity does to the run"
     )
-    warn_after_s: float = Field(60.0, gt=0, description="a rank that waits longer says for whom and for what")
-    fail_after_s: float | None = Field(None, gt=0, description="a rank that waits longer fails the run")
+    stall_warning: float = Field(60.0, gt=0, description="seconds; a rank that waits longer says for whom and for what")
+    stall_limit: float | None = Field(None, gt=0, description="seconds; a rank that waits longer ends the run")
 
 
 class ResultsTable(Table):
     minibatches: bool = Field(True, description="record the training error of every mini-batch")
     flush_s: float = Field(1.0, gt=0, description="how often rows are flushed to the file while it is written")
     report_s: float = Field(0.25, ge=0, description="how long learners and server gather rows before they send them")
+    checkpoint_every: str = Field(
+        "600 s",
+        description="`N updates`, `N epochs` or `N s`: how often to write a checkpoint; `never`: only if stopped",
+    )
+
+    @field_validator("checkpoint_every")
+    @classmethod
+    def _interval(cls, value: str) -> str:
+        if value != "never" and not _INTERVAL.fullmatch(value):
+            raise ValueError(f"'{value}' is no interval; valid: `N updates`, `N epochs`, `N s`, `never`")
+        return value
+
+    @property
+    def checkpoint_interval(self) -> tuple[int, str] | None:
+        """How many updates, epochs or seconds from one checkpoint to the next; None: there are none."""
+        found = _INTERVAL.fullmatch(self.checkpoint_every)
+        return None if found is None else (int(found[1]), found[2])
 
 
 class StudyTable(Table):

@@ -3,6 +3,10 @@
 A user's mistake exits with 2, a run that failed with 1; neither shows a traceback of ours.
 """
 
+EXIT_FAILED = 1
+EXIT_STOPPED = 3
+"""A run was stopped as somebody asked, and left a checkpoint to resume from."""
+
 
 class RudraError(Exception):
     """Base of all errors that Rudra raises on purpose; its text is one readable line."""
@@ -46,3 +50,7 @@ class RunError(RudraError):
     """A run started and failed; the text names rank and role."""
 
     exit_code = 1
+
+
+class CheckpointError(RudraError):
+    """A checkpoint is missing, damaged, or of another job."""

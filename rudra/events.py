@@ -13,9 +13,10 @@ from typing import Literal
 from msgspec import Struct
 
 from rudra.messages import Message, Rows
+from rudra.position import Position
 from rudra.records import Gradient
 
-Table = Literal["gradients", "updates", "minibatches", "epochs"]
+Table = Literal["gradients", "updates", "minibatches", "epochs", "events"]
 
 
 class Started(Struct, frozen=True, gc=False):
@@ -34,6 +35,12 @@ class Sent(Struct, frozen=True, gc=False):
 
     buffer: str
     to: int
+
+
+class Withdrawn(Struct, frozen=True, gc=False):
+    """A receive was taken back: its buffer is the role's again, its content void."""
+
+    buffer: str
 
 
 class Hashed(Struct, frozen=True, gc=False):
@@ -76,7 +83,38 @@ class Evaluated(Struct, frozen=True, gc=False):
     seconds: float
 
 
-Event = Started | Received | Sent | Hashed | Updated | Computed | Reduced | Evaluated
+class Saved(Struct, frozen=True, gc=False):
+    """The checkpoint that `Save` asked for lies beside the one before; `error` says why it does not."""
+
+    timestamp: int
+    error: str = ""
+
+
+class Committed(Struct, frozen=True, gc=False):
+    """The checkpoint that `Commit` spoke of is the one to resume from; `error` says why it is not."""
+
+    timestamp: int
+    error: str = ""
+
+
+class Stopped(Struct, frozen=True, gc=False):
+    """Somebody asked the run to stop in order."""
+
+
+Event = (
+    Started
+    | Received
+    | Withdrawn
+    | Sent
+    | Hashed
+    | Updated
+    | Computed
+    | Reduced
+    | Evaluated
+    | Saved
+    | Committed
+    | Stopped
+)
 
 
 class Send(Struct, frozen=True, gc=False):
@@ -93,6 +131,12 @@ class Receive(Struct, frozen=True, gc=False):
     buffer: str
     source: int | None = None
     gradient: bool = False
+
+
+class Withdraw(Struct, frozen=True, gc=False):
+    """Take back a `Receive`; its end is `Withdrawn`, or `Received` if something was coming already."""
+
+    buffer: str
 
 
 class Hash(Struct, frozen=True, gc=False):
@@ -161,6 +205,23 @@ class Evaluate(Struct, frozen=True, gc=False):
     buffer: str
 
 
+class Save(Struct, frozen=True, gc=False):
+    """Copy weights and optimiser state now, and write them to a checkpoint meanwhile; its end is `Saved`."""
+
+    weights: str
+    position: Position
+
+
+class Commit(Struct, frozen=True, gc=False):
+    """Let the checkpoint that was saved take the place of the one before; its end is `Committed`."""
+
+    timestamp: int
+
+
+class Sync(Struct, frozen=True, gc=False):
+    """Have everything recorded so far on the disk before the next action."""
+
+
 class Record(Struct, frozen=True, gc=False):
     """Append rows to a table of the results."""
 
@@ -169,11 +230,11 @@ class Record(Struct, frozen=True, gc=False):
 
 
 class Finish(Struct, frozen=True, gc=False):
-    """Write what a finished run leaves: totals, one row per learner, and the final weights."""
+    """Write what a run leaves: totals, one row per learner, and the final weights; None if it was stopped early."""
 
     totals: Rows
     learners: Rows
-    weights: str
+    weights: str | None
 
 
 class Warn(Struct, frozen=True, gc=False):
@@ -189,12 +250,15 @@ class Fail(Struct, frozen=True, gc=False):
 
 
 class Halt(Struct, frozen=True, gc=False):
-    """This role is done."""
+    """This role is done; the rank ends with this exit code, or that of another role of its that is larger."""
+
+    code: int = 0
 
 
 Action = (
     Send
     | Receive
+    | Withdraw
     | Hash
     | Compute
     | Reduce
@@ -202,6 +266,9 @@ Action = (
     | Update
     | Copy
     | Evaluate
+    | Save
+    | Commit
+    | Sync
     | Record
     | Finish
     | Warn

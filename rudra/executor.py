@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -12,7 +12,7 @@ import torch
 
 from rudra import data, models
 from rudra.config import Job
-from rudra.errors import ConfigError
+from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
 from rudra.learning import GradientSource, evaluate
@@ -22,6 +22,7 @@ from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, TREE_SERVER
 
 CACHE_LINE = 64
+WEIGHTS = "weights"
 DOWNCAST = "downcast"
 """How the names of buffers begin that go down the weights' tree."""
 
@@ -203,6 +204,36 @@ class OwnerExecutor(Executor):
 
     def prepare(self) -> None:
         self._rule.prepare()
+
+    @cached_property
+    def _copies(self) -> dict[str, npt.NDArray[np.float32]]:
+        return {}
+
+    def state(self) -> dict[str, npt.NDArray[np.float32]]:
+        """A copy of all that a checkpoint needs; it is good until the next one is asked for."""
+        tensors = {WEIGHTS: self.buffer(WEIGHTS).vector}
+        tensors |= {f"optimizer.{name}": value for name, value in self._rule.state().items()}
+        for name, tensor in tensors.items():
+            if name not in self._copies:
+                self._copies[name] = np.full(tensor.numel(), 0, np.float32)  # touched, as all large buffers
+            torch.from_numpy(self._copies[name]).copy_(tensor.reshape(-1))
+        return self._copies
+
+    def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Takes over what `state` gave; after `prepare`.
+
+        Raises:
+            CheckpointError: the tensors are not those of this model and optimiser.
+        """
+        found = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+        weights = found.pop(WEIGHTS, None)
+        try:
+            if weights is None or len(weights) != self.size:
+                raise ValueError(f"the model has {self.size} numbers, not {0 if weights is None else len(weights)}")
+            self._rule.restore({name.removeprefix("optimizer."): tensor for name, tensor in found.items()})
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint does not fit: {error}") from None
+        self.buffer(WEIGHTS).vector.copy_(weights)
 
     def update(self, action: Update) -> int:
         """Updates the weights and returns the digest of the new ones."""

@@ -23,8 +23,9 @@ from types import FrameType
 
 import cloudpickle
 
+from rudra.checkpoint import how_to_resume, path_of
 from rudra.config import Job
-from rudra.errors import LaunchError, ResultsError
+from rudra.errors import EXIT_STOPPED, LaunchError, ResultsError
 
 MORE = b"\x1e\n"
 """Ends a piece of a rank's output that does not end its line; the relay takes it out again.
@@ -32,8 +33,8 @@ MORE = b"\x1e\n"
 mpirun holds back what a rank writes until a newline comes, and a progress bar writes none.
 """
 
-GRACE_S = 10.0
-"""How long the ranks may take to close the result file after Ctrl-C, before they are ended."""
+GRACE_S = 30.0
+"""How long the ranks may take to stop in order after Ctrl-C, and to write a checkpoint, before they are ended."""
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
 _NOISE = re.compile(rb"\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH ")  # now and then, while it ends
@@ -123,7 +124,7 @@ def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, qui
         quiet: leave out the launcher's own warnings.
 
     Returns:
-        0 if all went well, 2 if a rank found a mistake of the user, else 1.
+        0 if all went well, 2 if a rank found a mistake of the user, 3 if the run was stopped and can go on, else 1.
 
     Raises:
         LaunchError: the ranks could not be started.
@@ -136,12 +137,11 @@ def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, qui
         command = mpirun_command(mpirun, len(roles), worker, open_mpi=open_mpi, root=os.geteuid() == 0)
         relay = Relay(_write_stderr, quiet=quiet)
         code, interrupted = _run(command, relay)
+    if code in {0, EXIT_STOPPED}:
+        return code
     if interrupted:
-        kept = f"results so far: {output}" if output.is_file() else "it had no results yet"
-        _say(f"rudra: {job.name}: interrupted; {kept}")
+        _say(f"rudra: {job.name}: interrupted; {how_to_resume(output)}")
         return 1
-    if code == 0:
-        return 0
     if code < 0:
         reason: str | None = f"{mpirun} was killed by signal {-code} ({_signal_name(-code)})"
     else:
@@ -151,6 +151,8 @@ def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, qui
         raise LaunchError(f"{mpirun} could not run the ranks (exit code {code}): {said}")
     if reason is not None and (not relay.reported or "signal" in reason):
         _say(f"rudra: {reason}")
+    if code != 2 and path_of(output).is_file():
+        _say(f"rudra: {job.name}: {how_to_resume(output)}")
     return 2 if code == 2 else 1
 
 

@@ -30,13 +30,19 @@ class Kind(IntEnum):
     STOP = auto()  # server -> learner: no more gradients
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
     CREDIT = auto()  # statistics -> server: room for one more snapshot
-    DONE = auto()  # statistics -> all: everything is recorded
+    CHECKPOINT = (
+        auto()
+    )  # owner -> statistics: that of `timestamp`, after `value` epochs, is written; are its rows safe?
+    SAFE = auto()  # statistics -> owner: the rows up to `timestamp` are on the disk
+    END = auto()  # owner -> statistics: the run was stopped after `value` epochs; resume at `timestamp`, or -1
+    DONE = auto()  # statistics -> all: everything is recorded, end with exit code `value`
     GRADIENTS = auto()  # rows for the statistics server, from here on
     UPDATES = auto()
     MINIBATCHES = auto()
     EPOCHS = auto()
     LEARNERS = auto()
     TOTALS = auto()
+    EVENTS = auto()
 
 
 ROWS = {
@@ -47,12 +53,21 @@ ROWS = {
     Kind.EPOCHS: records.EPOCH,
     Kind.LEARNERS: records.LEARNER,
     Kind.TOTALS: records.TOTALS,
+    Kind.EVENTS: records.EVENT,
 }
 """Dtype of the rows that a kind carries; the others carry none."""
 
 _KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
 _HEADER = struct.Struct("<iiqqq")
-_CODES = {"<i4": "i", "<i8": "q", "<u8": "Q", "<f8": "d", "|S64": "64s"}  # NumPy's letters mean other sizes to struct
+_CODES = {
+    "<i4": "i",
+    "<i8": "q",
+    "<u8": "Q",
+    "<f8": "d",
+    "|S64": "64s",
+    "|S16": "16s",
+    "|S512": "512s",
+}  # NumPy's letters mean other sizes to struct
 
 
 def _struct(dtype: np.dtype[np.void]) -> struct.Struct:

@@ -15,13 +15,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rudra.checkpoint import CheckpointWriter
 from rudra.doorbell import Doorbell
 from rudra.errors import RunError
 from rudra.events import (
     Accumulate,
     Action,
+    Commit,
+    Committed,
     Compute,
     Copy,
     Evaluate,
@@ -36,12 +39,18 @@ from rudra.events import (
     Received,
     Record,
     Reduce,
+    Save,
+    Saved,
     Send,
     Sent,
     Started,
+    Stopped,
+    Sync,
     Update,
     Updated,
     Warn,
+    Withdraw,
+    Withdrawn,
 )
 from rudra.executor import (
     AveragingExecutor,
@@ -83,10 +92,11 @@ class Ended(Exception):
 
 @dataclass(slots=True)
 class _Transfer:
-    """A tensor under way, in or out."""
+    """A tensor under way, in or out; `into` is the role and the buffer that receive it."""
 
     request: "MPI.Request"
     done: Callable[[], None]
+    into: tuple[int, str] | None = None
 
 
 class _Ring:
@@ -126,8 +136,9 @@ class Rank:
         machines: the roles that live here, by id.
         executors: their hands.
         recorder: where the statistics server's rows go; None elsewhere.
-        warn_after_s: a wait that is longer is reported.
-        fail_after_s: a wait that is longer ends the run; None: never.
+        checkpoints: writes those of the weights' owner; None elsewhere.
+        stall_warning: a wait that is longer is reported.
+        stall_limit: a wait that is longer ends the run; None: never.
         spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
         halves: gradients travel as float16.
     """
@@ -139,9 +150,10 @@ class Rank:
         machines: dict[int, Machine],
         executors: dict[int, Executor],
         recorder: Recorder | None,
+        checkpoints: CheckpointWriter | None = None,
         *,
-        warn_after_s: float = 60.0,
-        fail_after_s: float | None = None,
+        stall_warning: float = 60.0,
+        stall_limit: float | None = None,
         spins: bool = False,
         halves: bool = False,
     ) -> None:
@@ -149,12 +161,14 @@ class Rank:
 
         self._mpi, self._comm, self._plan = MPI, comm, plan
         self._machines, self._executors, self._recorder = machines, executors, recorder
+        self._checkpoints = checkpoints
+        self._saver: Worker | None = None  # the thread that writes them
         self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
         self._doorbell = doorbell = make_doorbell(comm)
         self._to_ring: set[int] = set()
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         self._shortest_s = 200e-6 if doorbell.reaches(others) else 20e-6
-        self._warn_after_s, self._fail_after_s = warn_after_s, fail_after_s
+        self._stall_warning, self._stall_limit = stall_warning, stall_limit
         self._spin_s = SPIN_S if spins else 0.0
         self._halves = halves
         self._lent: Counter[tuple[int, str]] = Counter()  # transfers under way, by role and buffer
@@ -171,22 +185,34 @@ class Rank:
         if plan.overlapped and any(plan.roles[role].kind == LEARNER for role in machines):
             self._start_threads()
         self._running = set(machines)
-        self.interrupted: int = 0  # the signal that said so
+        self._code = 0
+        self._stop_asked = False
+        self.ended = False  # set when the launcher is ending this rank
 
-    def run(self) -> None:
+    def stop(self) -> None:
+        """Asks the run to end in order, if the weights' owner lives here; signal handlers may call this."""
+        self._stop_asked = self._plan.server in self._machines
+
+    def run(self) -> int:
         """Serves until every role here has halted.
+
+        Returns:
+            The exit code that the roles agreed on: 0, or `EXIT_STOPPED` and the like of a run that was stopped.
 
         Raises:
             RunError: a role failed, here or (on the statistics server's rank) anywhere.
             Ended: the launcher told this rank to end.
         """
         idle_since: float | None = None
-        warned_s = self._warn_after_s
+        warned_s = self._stall_warning
         while self._running:
-            if self.interrupted:
+            if self.ended:
                 raise Ended
+            if self._stop_asked:
+                self._stop_asked = False
+                self._events.append((self._plan.server, Stopped()))
             if self._step():
-                idle_since, warned_s = None, self._warn_after_s
+                idle_since, warned_s = None, self._stall_warning
                 continue
             now = time.perf_counter()
             idle_since = now if idle_since is None else idle_since
@@ -199,6 +225,7 @@ class Rank:
             if waited >= self._spin_s:
                 self._doorbell.wait(min(1e-3, max(self._shortest_s, waited / 8)))
         self._close()
+        return self._code
 
     def _step(self) -> bool:
         """Does one piece of work; False if there was none."""
@@ -319,12 +346,23 @@ class Rank:
                 self._events.append((role, Updated(action.timestamp, digest, time.perf_counter() - began)))
             case Copy():
                 self._executors[role].copy(action)
+            case Withdraw():
+                self._withdraw(role, action.buffer)
             case Hash():
                 self._events.append((role, Hashed(self._executors[role].hash(action.buffer))))
             case Evaluate():
                 executor = self._executors[role]
                 assert isinstance(executor, StatisticsExecutor)
                 self._evaluation = (role, executor.evaluate(action.buffer))
+            case Save():
+                executor = self._executors[role]
+                assert isinstance(executor, OwnerExecutor)
+                self._checkpoint(role, Saved, action.position, executor.state())
+            case Commit():
+                self._checkpoint(role, Committed, action.timestamp)
+            case Sync():
+                assert self._recorder is not None
+                self._recorder.sync()
             case Record():
                 assert self._recorder is not None
                 self._recorder.record(action)
@@ -337,6 +375,7 @@ class Rank:
                 raise RunError(action.text)
             case Halt():
                 self._running.discard(role)
+                self._code = max(self._code, action.code)
 
     def _send(self, role: int, action: Send) -> None:
         to = self._plan.roles[action.to].world_rank
@@ -362,14 +401,54 @@ class Rank:
         source = self._mpi.ANY_SOURCE if action.source is None else self._plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
         start = partial(self._comm.Irecv, wire, source, role * CHANNELS + channel)
-        self._carry(channel, start, partial(self._received, role, action.buffer, halves))
+        self._carry(channel, start, partial(self._received, role, action.buffer, halves), (role, action.buffer))
 
-    def _carry(self, channel: int, start: "Callable[[], MPI.Request]", done: Callable[[], None]) -> None:
+    def _carry(
+        self,
+        channel: int,
+        start: "Callable[[], MPI.Request]",
+        done: Callable[[], None],
+        into: tuple[int, str] | None = None,
+    ) -> None:
         """Starts a transfer, here or in the thread for its kind."""
         if channel in self._lanes:
             self._lanes[channel].carry(start, done)
         else:
-            self._transfers.append(_Transfer(start(), done))
+            self._transfers.append(_Transfer(start(), done, into))
+
+    def _withdraw(self, role: int, buffer: str) -> None:
+        """Takes a receive back, unless something is coming already, which then arrives as ever."""
+        for place, transfer in enumerate(self._transfers):
+            if transfer.into == (role, buffer):
+                transfer.request.Cancel()
+                status = self._mpi.Status()
+                if transfer.request.Test(status):
+                    del self._transfers[place]
+                    if status.Is_cancelled():
+                        self._events.append((role, Withdrawn(buffer)))
+                    else:
+                        transfer.done()
+                return
+
+    def _checkpoint(self, role: int, event: type[Saved] | type[Committed], *what: Any) -> None:
+        """Lets the thread for checkpoints do one of its two steps; the disk may be slow."""
+        writer = self._checkpoints
+        assert writer is not None
+
+        def work() -> None:
+            error = ""
+            try:
+                if event is Saved:
+                    writer.save(*what)
+                else:
+                    writer.commit()
+            except OSError as problem:
+                error = f"{writer.path}: {problem.strerror or problem}"
+            timestamp = what[0].timestamp if event is Saved else what[0]
+            self._post(lambda: self._events.append((role, event(timestamp, error))))
+
+        self._saver = self._saver or Worker("checkpoint", self._post)
+        self._saver.submit(work)
 
     def _who(self, role: int) -> str:
         return f"{self._plan.roles[role].name} (rank {self._plan.roles[role].world_rank})"
@@ -377,7 +456,7 @@ class Rank:
     def _report_wait(self, waited: float) -> None:
         for role in self._running:
             line = f"has waited {waited:.0f} s for {self._machines[role].waiting_for}"
-            if self._fail_after_s is not None and waited >= self._fail_after_s:
+            if self._stall_limit is not None and waited >= self._stall_limit:
                 raise RunError(line)
             print(f"rudra: {self._who(role)} {line}", file=sys.stderr, flush=True)
 
@@ -395,7 +474,7 @@ class Rank:
         for transfer in self._transfers:
             transfer.request.Cancel()
             transfer.request.Wait()
-        for thread in (*self._lanes.values(), *filter(None, (self._computer,))):
+        for thread in (*self._lanes.values(), *filter(None, (self._computer, self._saver))):
             thread.close()
         for reduction in self._reductions.values():
             reduction.close()

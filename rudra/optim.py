@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rudra.config import OPTIMIZERS, OptimizerTable
@@ -82,6 +83,32 @@ class UpdateRule:
             parameter = group["params"][0]
             if group.get("dampening") == 0 and group["momentum"] > 0:
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the optimiser remembers: its own tensors, by a name that says which part of the weights they are for."""
+        import torch
+
+        found = {}
+        for place, group in enumerate(self.optimizer.param_groups):
+            for key, value in self.optimizer.state[group["params"][0]].items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{key}.{place}"] = value
+        return found
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from what `state` gave, in this process or another one.
+
+        Raises:
+            ValueError: it is not that of this optimiser and these weights.
+        """
+        sizes = [part.stop - part.start for part in self._slices]
+        for name, value in state.items():
+            key, _, place = name.rpartition(".")
+            if not (place.isdigit() and int(place) < len(sizes) and value.numel() in {1, sizes[int(place)]}):
+                raise ValueError(f"optimiser state {name} does not fit")
+            parameter = self.optimizer.param_groups[int(place)]["params"][0]
+            single = value.numel() == 1 and (key == "step" or sizes[int(place)] > 1)
+            self.optimizer.state[parameter][key] = value.reshape(() if single else (-1,)).clone()
 
     def state_bytes(self) -> int:
         """Memory that the optimiser's state takes now."""

@@ -105,7 +105,9 @@ def predict(
         RudraError: a mistake in the job.
     """
     job = costs.load(job).resolved(learners=job.cluster.learners)
-    job = job.with_(training={"epochs": 1, "evaluate": False}, results={"minibatches": True})
+    job = job.with_(
+        training={"epochs": 1, "evaluate": False}, results={"minibatches": True, "checkpoint_every": "never"}
+    )
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples
     per_update = job.make_protocol().gradients_per_update * job.learners // job.plan().workers

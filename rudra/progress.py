@@ -36,6 +36,7 @@ class Progress:
         mode: "bar" for a terminal, "lines" (one for each finished epoch) for a batch log, or "quiet".
         columns: width of the terminal, where `file` cannot tell because it is a pipe to somebody else's.
         file: where to write; by default stderr.
+        begun: samples that an earlier part of the run was trained on.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Progress:
         mode: Literal["bar", "lines", "quiet"],
         columns: int | None = None,
         file: TextIO | None = None,
+        begun: int = 0,
     ) -> None:
         self._name, self._epochs, self._mode = job.name, job.training.epochs, mode
         self._file = sys.stderr if file is None else file
-        self._samples = 0
+        self._samples = begun
         self._rate = 0.0
         self._epoch = 0
         self._staleness = 0.0  # summed over the gradients of this epoch
@@ -65,6 +67,7 @@ class Progress:
                 ncols=self._columns,
                 bar_format=_FORMAT,
                 desc=job.name,
+                initial=begun,
             )
 
     def updates(self, rows: NDArray[np.void]) -> None:

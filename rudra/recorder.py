@@ -3,7 +3,8 @@
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +20,11 @@ from rudra.errors import ConfigError
 from rudra.events import Finish, Record
 from rudra.flat import Entry, sha256
 from rudra.progress import Progress
-from rudra.writer import ResultsWriter
+from rudra.writer import Kind, ResultsWriter, Rows
 from topologies import Plan
+
+ACCOUNTED = ("samples", "compute_s", "push_s", "wait_s", "pull_s")
+"""Columns of a learner's account to which an earlier part of the run contributes."""
 
 VERSIONED = ("rudra", "torch", "numpy", "mpi4py", "h5py")
 
@@ -32,27 +36,52 @@ class Recorder:
         writer: of the result file.
         progress: the bar.
         weights: gives the floats of a buffer of a role, for the final weights; None where there are no tensors.
+        wall_clock: events carry the time of day; else they are those of a simulation.
+        before: the learners' account of an earlier part of the run, `records.LEARNER`.
     """
 
     def __init__(
-        self, writer: ResultsWriter, progress: Progress, weights: Callable[[int, str], npt.NDArray[np.float32] | None]
+        self,
+        writer: ResultsWriter,
+        progress: Progress,
+        weights: Callable[[int, str], npt.NDArray[np.float32] | None],
+        *,
+        wall_clock: bool = False,
+        before: Rows | None = None,
     ) -> None:
         self._writer, self._progress, self._weights = writer, progress, weights
+        self._wall_clock, self._before = wall_clock, before
 
     def record(self, action: Record) -> None:
-        self._writer.append(action.table, action.rows)
+        rows = action.rows
+        if action.table == "events" and self._wall_clock:
+            rows = rows.copy()
+            rows["wall_s"] = time.time()
+        self._writer.append(action.table, rows)
         if action.table == "updates":
             self._progress.updates(action.rows)
         elif action.table == "epochs":
             self._progress.epochs(action.rows)
+
+    def sync(self) -> None:
+        """Brings everything recorded so far to the disk."""
+        self._writer.sync()
 
     def idle(self) -> None:
         """Lets rows that wait reach the file; to be called when there is nothing else to do."""
         self._writer.flush()
 
     def finish(self, role: int, action: Finish) -> None:
-        weights = self._weights(role, action.weights)
-        self._writer.finish(action.totals, action.learners, weights, "" if weights is None else sha256(weights))
+        learners = action.learners
+        if self._before is not None:
+            learners = learners.copy()
+            for name in ACCOUNTED:
+                learners[name] += self._before[name]
+        if action.weights is None:
+            self._writer.fail("interrupted", "somebody stopped it", action.totals, learners)
+        else:
+            weights = self._weights(role, action.weights)
+            self._writer.finish(action.totals, learners, weights, "" if weights is None else sha256(weights))
         self._progress.close()
 
     def warn(self, name: str, text: str) -> None:
@@ -68,6 +97,8 @@ def make_writer(
     overwrite: bool,
     *,
     plan: Plan | None = None,
+    carried: Mapping[Kind, Iterable[Rows]] | None = None,
+    kept: Mapping[str, Any] | None = None,
     **about: Any,
 ) -> ResultsWriter:
     """The result file of a resolved job, with everything in it that is known before the first gradient.
@@ -80,10 +111,13 @@ def make_writer(
         initial_sha256: hash of the weights that all learners start from.
         overwrite: whether an existing file may be replaced.
         plan: who is who; by default as the job says, on one node.
+        carried: rows of an earlier part of the run.
+        kept: attributes of that part which stay.
         about: attributes that only the driver knows, and those that `attributes` takes.
     """
     plan = job.plan() if plan is None else plan
     known = {**attributes(job, plan=plan, **about), "initial_weights_sha256": initial_sha256}
+    known |= kept or {}
     return ResultsWriter(
         path,
         attributes=known,
@@ -93,6 +127,7 @@ def make_writer(
         learners=job.learners,
         flush_s=job.results.flush_s,
         overwrite=overwrite,
+        carried=carried,
     )
 
 
@@ -130,7 +165,7 @@ def attributes(
         "flush_denormals": job.cluster.flush_denormals,
         "replayable": obstacle is None,
         "not_replayable": obstacle or "",
-        "python_objects": ", ".join(_python_objects(job)),
+        "python_objects": ", ".join(python_objects(job)),
         "training_samples": training_samples,
         "classes": classes,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -168,7 +203,7 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
     return None
 
 
-def _python_objects(job: Job) -> list[str]:
+def python_objects(job: Job) -> list[str]:
     """Keys of the job whose values cannot be found again by the names that its JSON gives them."""
     found = []
     for table in ("model", "data", "optimizer", "protocol", "topology"):

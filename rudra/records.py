@@ -135,3 +135,16 @@ TOTALS = np.dtype(
     ]
 )
 """The server's closing account."""
+
+EVENT = np.dtype(
+    [
+        ("kind", "S16"),  # checkpoint, restart
+        ("role", "<i4"),  # row of /roles; -1: none
+        ("pad", "<i4"),
+        ("timestamp", "<i8"),  # of the weights at that moment
+        ("time_s", "<f8"),
+        ("wall_s", "<f8"),  # seconds since 1970; 0 in a simulation
+        ("text", "S512"),
+    ]
+)
+"""Something that happened to the run, beside training."""

@@ -469,5 +469,5 @@ def _quiet(job: Job) -> Job:
     return job.with_(
         training={"evaluate": False},
         faults={"non_finite_loss": "warn"},
-        results={"minibatches": False, "report_s": 0.0},
+        results={"minibatches": False, "report_s": 0.0, "checkpoint_every": "never"},
     )

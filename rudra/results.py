@@ -1,6 +1,6 @@
 """Result files: one HDF5 file for each run, readable while it is written.
 
-Layout, format version 3 (all numbers little-endian, all strings of fixed length, UTF-8):
+Layout, format version 4 (all numbers little-endian, all strings of fixed length, UTF-8):
 
 ==================  ===================  ===================================================================
 object              rows                 content
@@ -13,6 +13,7 @@ root attributes     -                    `format_version` and what is fixed when
 /updates            updates              `rudra.records.UPDATE`
 /minibatches        mini-batches         `rudra.records.MINIBATCH`; none if the job says so
 /epochs             finished epochs      `rudra.records.EPOCH`
+/events             events               `rudra.records.EVENT`: checkpoints, restarts, lost ranks, …
 /roles              roles                `rudra.records.ROLE`: kind, rank, parent, node and group of each, by id
 /learners           λ, none until the    `rudra.records.LEARNER`
                     end
@@ -47,6 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import ResultsError
+from rudra.records import EVENT
 from rudra.summary import summarise
 from rudra.writer import (
     DATASETS,
@@ -150,6 +152,11 @@ class Results:
         return self._rows("epochs")
 
     @property
+    def events(self) -> Rows:
+        """`records.EVENT`, as they were reported."""
+        return self._rows("events")
+
+    @property
     def roles(self) -> Rows:
         """`records.ROLE`, by id."""
         return self._read("roles")
@@ -232,7 +239,7 @@ class Results:
         for first in range(start, self._length(name), rows):
             with self._reading():
                 piece = self._file[name][first : first + rows]
-            yield piece[piece["samples"] > 0]
+            yield piece[_filled(piece)]
 
     def _length(self, name: Kind) -> int:
         with self._reading():
@@ -243,7 +250,7 @@ class Results:
     def _rows(self, name: Kind) -> Rows:
         """Rows without those at the end that a cut-off file has room for but no content: all have samples."""
         rows = self._read(name)
-        filled = np.flatnonzero(rows["samples"])
+        filled = np.flatnonzero(_filled(rows))
         return rows[: filled[-1] + 1 if filled.size else 0]
 
     def _read(self, name: str) -> NDArray[Any]:
@@ -260,6 +267,12 @@ class Results:
             yield
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise ResultsError(f"{self.path}: damaged or closed: {reason_of(error)}") from None
+
+
+def _filled(rows: Rows) -> NDArray[np.bool_]:
+    """Which rows have a content."""
+    filled: NDArray[np.bool_] = rows["kind"] != b"" if rows.dtype == EVENT else rows["samples"] > 0
+    return filled
 
 
 def _open(path: Path) -> tuple[h5py.File, bool]:

@@ -4,26 +4,29 @@ Set-up is agreed on: if one rank cannot load its data or build its model, all of
 """
 
 import ctypes
+import json
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rudra import checkpoint
+from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
 from rudra.errors import RudraError, TopologyError
-from rudra.executor import Executor, make_executors
+from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
 from rudra.progress import Progress
-from rudra.recorder import Recorder, arithmetic, make_writer
-from rudra.results import default_output
+from rudra.recorder import Recorder, arithmetic, make_writer, python_objects
+from rudra.results import default_output, open_results
+from rudra.resume import Carried, Decision, carried, decide
 from rudra.roles import make as make_machine
 from topologies import Plan
 
@@ -31,11 +34,22 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 GRACE_S = 5.0
-"""How long a failing rank leaves the statistics server to save the results."""
+"""How long a failing rank leaves the statistics server to save the results, an ending one all to stop in order."""
+
+SAVE_S = 0.4
+"""When the launcher is ending everybody, the statistics server saves the results after this time: mpirun kills ranks
+a second after it told them."""
 
 
 def run_ranks(
-    job: Job, *, output: Path | None, progress: dict[str, Any], overwrite: bool, comm: "MPI.Comm | None" = None
+    job: Job,
+    *,
+    output: Path | None,
+    progress: dict[str, Any],
+    overwrite: bool,
+    resume: Path | bool = False,
+    launched: bool = False,
+    comm: "MPI.Comm | None" = None,
 ) -> tuple[int, Path]:
     """Runs this rank's part of a job, to the end.
 
@@ -44,26 +58,48 @@ def run_ranks(
         output: result file, written by the statistics server's rank; None: named after the job and the time.
         progress: keyword arguments `mode` and `columns` of the progress bar.
         overwrite: whether an existing file may be replaced.
+        resume: a checkpoint or result file to go on from; True: that of `output`, if there is one.
+        launched: `rudra.launch` started this rank, and will say what is to be said of a run that was ended.
         comm: of the ranks that run it; by default all.
 
     Returns:
-        The exit code: 0, 1 (the run failed) or 2 (a mistake in the job or the launch); and the result file.
+        The exit code: 0, 1 (the run failed), 2 (a mistake in the job or the launch) or 3 (it was stopped as somebody
+        asked, and can be resumed); and the result file.
     """
     from mpi4py import MPI
 
     comm = (comm or MPI.COMM_WORLD).Dup()
-    path: Path = comm.bcast(output or default_output(job.name, now=datetime.now()))
+    begin = _decided(comm, lambda: decide(job, output, resume, force=overwrite, named=lambda: default_output(job.name)))
+    if isinstance(begin, int):
+        return begin, output or Path()
+    if begin.text and comm.rank == 0 and not launched:
+        print(f"rudra: {begin.text}", file=sys.stderr, flush=True)
+    if begin.finished:
+        return 0, begin.output
     try:
-        job, plan = _resolve(job, comm)
+        job, plan = _resolve(job.with_(cluster=begin.cluster or {}), comm)
     except RudraError as error:
         if comm.rank == 0:
             print(f"rudra: {error}", file=sys.stderr, flush=True)
-        return error.exit_code, path
-    session = _Session(comm, job, plan)
-    code = session.prepare(path, progress, overwrite)
+        return error.exit_code, begin.output
+    session = _Session(comm, job, plan, begin, launched=launched)
+    code = session.prepare(progress)
     code = session.run() if code is None else code
     comm.Free()
-    return code, path
+    return code, begin.output
+
+
+def _decided(comm: "MPI.Comm", decision: Callable[[], Decision]) -> Decision | int:
+    """What rank 0 decides, on every rank; or the exit code, if it cannot, and says why."""
+    found: Decision | int = 0
+    if comm.rank == 0:
+        try:
+            found = decision()
+        except RudraError as error:
+            found = error.exit_code
+            print(f"rudra: {error}", file=sys.stderr, flush=True)
+    agreed: Decision | int = comm.bcast(found)
+    return agreed
 
 
 def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
@@ -97,18 +133,21 @@ def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
 class _Session:
     """Everything from the resolved job to the end of the run, on one rank."""
 
-    def __init__(self, comm: "MPI.Comm", job: Job, plan: Plan) -> None:
-        self._comm, self._job, self._plan = comm, job, plan
+    def __init__(self, comm: "MPI.Comm", job: Job, plan: Plan, begin: Decision, *, launched: bool) -> None:
+        self._comm, self._job, self._plan, self._begin, self._launched = comm, job, plan, begin, launched
         self._roles = plan.on_rank(comm.rank)
         self._keeps_results = plan.statistics in self._roles
         self._executors: dict[int, Executor] = {}
         self._writer: Any = None
         self._progress: Any = None
         self._rank: Rank | None = None
+        self._checkpoints: CheckpointWriter | None = None
+        self._before: Any = None  # the learners' account of an earlier part
+        self._asked = False  # to stop
 
-    def prepare(self, output: Path, progress: dict[str, Any], overwrite: bool) -> int | None:
+    def prepare(self, progress: dict[str, Any]) -> int | None:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
-        for step in (self._load, self._build, lambda: self._open(output, progress, overwrite)):
+        for step in (self._load, self._build, self._restore, lambda: self._open(progress)):
             error = self._agree(step)
             if error is not None:
                 return error
@@ -167,9 +206,20 @@ class _Session:
                 self._job, self._plan, self._roles, self._splits, self._info, prefetch=prefetch
             )
 
-    def _open(self, output: Path, progress: dict[str, Any], overwrite: bool) -> None:
-        from mpi4py import MPI
+    def _restore(self) -> None:
+        """Allocates what training needs, and takes over what a checkpoint holds."""
+        with suppress(AttributeError, OSError):  # glibc: give back what building the model took
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        for role, executor in self._executors.items():
+            executor.prepare()
+            if self._begin.checkpoint is not None and isinstance(executor, OwnerExecutor):
+                executor.restore(checkpoint.read(self._begin.checkpoint)[1])
+            if role == self._plan.server:
+                about = {"python_objects": ", ".join(python_objects(self._job))}
+                job = json.loads(self._job.to_json())
+                self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
 
+    def _open(self, progress: dict[str, Any]) -> None:
         from rudra.flat import sha256
 
         server = self._plan.roles[self._plan.server].world_rank
@@ -179,15 +229,40 @@ class _Session:
         kinds: list[dict[str, str]] = self._comm.allgather(arithmetic())
         if not self._keeps_results:
             return
-        executor = self._executors[self._plan.statistics]
+        with self._carried() as before:
+            self._create(progress, before, digest, hosts, kinds)
+
+    @contextmanager
+    def _carried(self) -> Iterator[Carried | None]:
+        """What the result file takes over from an earlier part of the run."""
+        if self._begin.checkpoint is None:
+            yield None
+            return
+        with open_results(checkpoint.results_of(self._begin.checkpoint)) as results:
+            yield carried(results, self._begin.position)
+
+    def _create(
+        self,
+        progress: dict[str, Any],
+        before: Carried | None,
+        digest: str,
+        hosts: list[str],
+        kinds: list[dict[str, str]],
+    ) -> None:
+        """Creates the result file."""
+        from mpi4py import MPI
+
+        executor, position = self._executors[self._plan.statistics], self._begin.position
         self._writer = make_writer(
-            output,
+            self._begin.output,
             self._job,
             executor.layout,
             executor.size,
             digest,
-            overwrite,
+            self._begin.overwrite,
             plan=self._plan,
+            carried=None if before is None else before.rows,
+            kept=None if before is None else before.attributes,
             driver="mpi",
             training_samples=self._info.training_samples,
             classes=self._info.classes,
@@ -195,19 +270,17 @@ class _Session:
             **{name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]},
             mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
         )
-        self._progress = Progress(self._job, self._info.training_samples, **progress)
+        self._before = None if before is None else before.learners
+        self._progress = Progress(self._job, self._info.training_samples, begun=position.samples, **progress)
 
     def run(self) -> int:
         """Drives the roles; returns the exit code, or ends the whole job."""
-        samples = self._info.training_samples
-        with suppress(AttributeError, OSError):  # glibc: give back what building the model took
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-        for executor in self._executors.values():
-            executor.prepare()
-        machines = {i: make_machine(i, self._job, self._plan, samples) for i in self._roles}
+        samples, position = self._info.training_samples, self._begin.position
+        machines = {i: make_machine(i, self._job, self._plan, samples, position) for i in self._roles}
         recorder = None
         if self._keeps_results:
-            recorder = Recorder(self._writer, self._progress, lambda r, b: self._executors[r].buffer(b).array)
+            weights = _floats_of(self._executors)
+            recorder = Recorder(self._writer, self._progress, weights, wall_clock=True, before=self._before)
         self._meet()
         faults = self._job.faults
         computes = any(self._plan.roles[i].kind != "statistics server" for i in self._roles)
@@ -218,31 +291,36 @@ class _Session:
             machines,
             self._executors,
             recorder,
-            warn_after_s=faults.warn_after_s,
-            fail_after_s=faults.fail_after_s,
+            self._checkpoints,
+            stall_warning=faults.stall_warning,
+            stall_limit=faults.stall_limit,
             spins=busy <= cores(),
             halves=self._job.cluster.wire == "float16",
         )
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
+            signal.signal(number, self._interrupt)
         if self._keeps_results:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                signal.signal(number, self._interrupt)
             _end_softly_with_launcher()
         try:
-            rank.run()
+            code = rank.run()
             for executor in self._executors.values():
                 executor.close()
+            if self._checkpoints is not None and not code:
+                self._checkpoints.discard()
+            if self._keeps_results and code:
+                text = f"rudra: {self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}"
+                print(text, file=sys.stderr, flush=True)
             self._meet()
-            return 0
+            return code
         except Ended:
-            asked = rank.interrupted in {signal.SIGUSR1, signal.SIGINT}
-            reason = "somebody stopped it" if asked else "the launcher ended it: a rank died, or it was cancelled"
-            self._save("interrupted", reason)
-            if asked:
-                self._comm.Abort(1)
+            if self._keeps_results:
+                asked = "somebody stopped it"
+                reason = asked if self._asked else "the launcher ended it: a rank died, or it was cancelled"
+                self._save("interrupted", reason)
+                if not self._launched:
+                    text = f"rudra: {self._job.name}: {reason}; {checkpoint.how_to_resume(self._begin.output)}"
+                    print(text, file=sys.stderr, flush=True)
             os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
-        except KeyboardInterrupt:
-            time.sleep(GRACE_S)  # the statistics server saves the results and ends everybody
-            self._comm.Abort(1)
         except Reported as error:
             self._give_up(error.exit_code, str(error))
         except RudraError as error:
@@ -255,7 +333,7 @@ class _Session:
     def _meet(self) -> None:
         """Waits for all ranks without burning a core, and not in silence."""
         request = self._comm.Ibarrier()
-        began, warn_s = time.monotonic(), self._job.faults.warn_after_s
+        began, warn_s = time.monotonic(), self._job.faults.stall_warning
         while not request.Test():
             time.sleep(1e-3)
             waited = time.monotonic() - began
@@ -266,8 +344,16 @@ class _Session:
                     print(text, file=sys.stderr, flush=True)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._rank is not None:
-            self._rank.interrupted = number
+        """Stops the run in order; where the launcher will soon kill everybody, in what time is left."""
+        assert self._rank is not None
+        if number == signal.SIGALRM:
+            self._rank.ended = True
+            return
+        self._rank.stop()
+        if number == signal.SIGTERM:
+            signal.setitimer(signal.ITIMER_REAL, SAVE_S if self._keeps_results else GRACE_S)
+        else:
+            self._asked = True
 
     def _save(self, status: str, reason: str) -> None:
         with suppress(Exception):
@@ -289,6 +375,10 @@ class _Session:
                 time.sleep(1e-3)
         print(text, file=sys.stderr, flush=True)
         self._comm.Abort(code)
+
+
+def _floats_of(executors: dict[int, Executor]) -> Callable[[int, str], Any]:
+    return lambda role, buffer: executors[role].buffer(buffer).array
 
 
 def _sum_on_node(comm: "MPI.Comm", value: int) -> int:

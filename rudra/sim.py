@@ -22,6 +22,8 @@ from rudra.errors import RunError
 from rudra.events import (
     Accumulate,
     Action,
+    Commit,
+    Committed,
     Compute,
     Computed,
     Copy,
@@ -38,12 +40,18 @@ from rudra.events import (
     Record,
     Reduce,
     Reduced,
+    Save,
+    Saved,
     Send,
     Sent,
     Started,
+    Stopped,
+    Sync,
     Update,
     Updated,
     Warn,
+    Withdraw,
+    Withdrawn,
 )
 from rudra.messages import Kind
 from rudra.roles import Machine
@@ -181,6 +189,7 @@ class Simulation:
         size_bytes: of one tensor on the wire.
         seed: of everything random in the costs.
         gradient_share: size of a gradient on the wire, as a fraction of that.
+        save: called with a role and its `Save`, to keep what a checkpoint holds; by default nothing is kept.
         check: called after every event with the machine that took it; tests use it.
     """
 
@@ -195,9 +204,10 @@ class Simulation:
         size_bytes: int,
         seed: int,
         gradient_share: float = 1.0,
+        save: Callable[[int, Save], None] | None = None,
         check: Callable[[Machine], None] | None = None,
     ) -> None:
-        self._gradient_share = gradient_share
+        self._gradient_share, self._saver = gradient_share, save
         self.plan, self.hands, self.recorder, self.costs = plan, hands, recorder, costs
         self.now = 0.0
         self.messages = 0
@@ -219,6 +229,7 @@ class Simulation:
         self._do: dict[type[Action], Callable[[_Actor, Any, float], None]] = {
             Send: self._send,
             Receive: self._receive,
+            Withdraw: self._withdraw,
             Compute: self._compute,
             Reduce: self._reduce,
             Accumulate: self._accumulate,
@@ -226,6 +237,9 @@ class Simulation:
             Copy: lambda actor, action, time: hands.copy(actor.role, action),
             Hash: self._hash,
             Evaluate: self._evaluate,
+            Save: self._save,
+            Commit: lambda actor, action, time: self._soon(actor, Committed(action.timestamp)),
+            Sync: lambda actor, action, time: None,
             Record: lambda actor, action, time: recorder.record(action),
             Finish: lambda actor, action, time: recorder.finish(actor.role, action),
             Warn: lambda actor, action, time: recorder.warn(actor.machine.name, action.text),
@@ -276,6 +290,11 @@ class Simulation:
     def start(self) -> None:
         for actor in self._actors.values():
             self._at(0.0, actor.take, actor, Started())
+
+    def stop_at(self, time: float) -> None:
+        """Asks the run to stop in order at a moment."""
+        owner = self._actors[self.plan.server]
+        self._later(time, owner.take, owner, Stopped())
 
     def settle(self) -> None:
         """Lets happen whatever follows from what is in the queue."""
@@ -385,6 +404,13 @@ class Simulation:
             del offered[source]
         self._transfer(way, send, action, arrival if arrival > time else time)
 
+    def _withdraw(self, actor: _Actor, action: Withdraw, time: float) -> None:
+        for place, receive in enumerate(actor.posted):
+            if receive.buffer == action.buffer:
+                del actor.posted[place]
+                self._soon(actor, Withdrawn(action.buffer))
+                return
+
     def _offer(self, receiver: _Actor, offer: _Offer) -> None:
         """A tensor has come to its receiver's door."""
         way, send, arrival = offer
@@ -485,6 +511,15 @@ class Simulation:
     def _evaluated(self, actor: _Actor, action: Evaluate) -> None:
         result = self.hands.evaluate(actor.role, action)
         self._handle(actor, msgspec.structs.replace(result, seconds=self._table.evaluation_s))
+
+    def _save(self, actor: _Actor, action: Save, time: float) -> None:
+        if self._saver is not None:
+            self._saver(actor.role, action)
+        self._soon(actor, Saved(action.position.timestamp))
+
+    def _soon(self, actor: _Actor, event: Event) -> None:
+        """Once the role is free."""
+        self._later(max(self.now, actor.busy_until), actor.take, actor, event)
 
     def _fail(self, actor: _Actor, action: Fail, time: float) -> None:
         raise RunError(f"{actor.machine.name}: {action.text}")

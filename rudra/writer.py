@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -14,13 +14,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.checkpoint import sync_directory
 from rudra.errors import ResultsError
-from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
+from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Rows = NDArray[np.void]
-Kind = Literal["gradients", "updates", "minibatches", "epochs"]
+Kind = Literal["gradients", "updates", "minibatches", "epochs", "events"]
 Status = Literal["finished", "failed", "interrupted"]
 
 GROWING: dict[Kind, np.dtype[np.void]] = {
@@ -28,6 +29,7 @@ GROWING: dict[Kind, np.dtype[np.void]] = {
     "updates": UPDATE,
     "minibatches": MINIBATCH,
     "epochs": EPOCH,
+    "events": EVENT,
 }
 STATE = np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")])
 DATASETS = (*GROWING, "roles", "learners", "totals", "state", "weights/final", "weights/layout")
@@ -89,6 +91,8 @@ class ResultsWriter:
         flush_s: rows stay in memory for this long, and then until the next `append` or `flush`.
         roles: who is who, `records.ROLE`.
         overwrite: replace an existing file. A reader that has the old one open keeps it.
+        carried: rows that the file begins with, from an earlier part of the same run. It then takes the place of that
+            part's file, when they are on the disk.
 
     Raises:
         ResultsError: the file exists, cannot be made, or (by any method) cannot be written.
@@ -105,9 +109,11 @@ class ResultsWriter:
         flush_s: float,
         roles: Rows | None = None,
         overwrite: bool = False,
+        carried: Mapping[Kind, Iterable[Rows]] | None = None,
     ) -> None:
-        check_output(path, overwrite)
+        check_output(path, overwrite or carried is not None)
         self.path = path
+        made = path if carried is None else path.with_name(f".{path.stem}.resumed.h5")
         self._flush_s = flush_s
         self._flushed_at = -np.inf
         self._pending = {kind: bytearray() for kind in GROWING}
@@ -115,9 +121,9 @@ class ResultsWriter:
         self._state = np.zeros(1, STATE)
         self._state["status"] = b"running"
         try:
-            if overwrite:
-                path.unlink(missing_ok=True)
-            self._file = h5py.File(path, "x", libver="latest", locking="best-effort")
+            if overwrite or carried is not None:
+                made.unlink(missing_ok=True)
+            self._file = h5py.File(made, "x", libver="latest", locking="best-effort")
         except OSError as error:
             raise ResultsError(f"{path}: cannot create: {reason_of(error)}") from None
         try:
@@ -125,9 +131,16 @@ class ResultsWriter:
                 # All stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
                 self._datasets = _create(self._file, attributes, layout, size, learners, roles)
                 self._file.swmr_mode = True
+                for kind, pieces in (carried or {}).items():
+                    for rows in pieces:
+                        self._extend(kind, rows)
                 self._flush(time.monotonic())
-        except ResultsError:
-            path.unlink(missing_ok=True)
+                if carried is not None:
+                    self._to_disk()
+                    os.replace(made, path)
+                    sync_directory(path.absolute().parent)
+        except BaseException:
+            made.unlink(missing_ok=True)
             raise
 
     def append(self, kind: Kind, rows: Rows) -> None:
@@ -150,6 +163,15 @@ class ResultsWriter:
         if force or now - self._flushed_at >= self._flush_s:
             with self._writing():
                 self._flush(now)
+
+    def sync(self) -> None:
+        """Brings everything that was appended to the disk."""
+        with self._writing():
+            self._flush(time.monotonic())
+            self._to_disk()
+
+    def _to_disk(self) -> None:
+        os.fsync(self._file.id.get_vfd_handle())
 
     def finish(self, totals: Rows, learners: Rows, weights: NDArray[np.float32] | None, sha256: str = "") -> None:
         """Writes the closing account of a complete run and closes the file.

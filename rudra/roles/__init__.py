@@ -5,6 +5,7 @@ real ranks, `rudra.sim` in virtual time). A role sees no clock but `now`, no ran
 """
 
 from rudra.config import Job
+from rudra.position import BEGINNING, Position
 from rudra.roles.group import GroupLearner, Replica
 from rudra.roles.learner import Learner
 from rudra.roles.machine import Machine
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 
-def make(role: int, job: Job, plan: Plan, training_samples: int) -> Machine:
+def make(role: int, job: Job, plan: Plan, training_samples: int, position: Position = BEGINNING) -> Machine:
     """The state machine of one role of a plan.
 
     Args:
@@ -36,15 +37,16 @@ def make(role: int, job: Job, plan: Plan, training_samples: int) -> Machine:
         job: resolved.
         plan: who is who.
         training_samples: size of the training set, by which epochs are counted.
+        position: where training begins.
     """
     kind = plan.roles[role].kind
     if kind == LEARNER:
         if not plan.served:
-            return Replica(role, plan, job, training_samples)
+            return Replica(role, plan, job, training_samples, position)
         cls = OverlappedLearner if plan.overlapped else GroupLearner if plan.groups else Learner
-        return cls(role, plan, job.faults, job.results)
+        return cls(role, plan, job.faults, job.results, position)
     if kind == PARAMETER_SERVER:
-        return ParameterServer(role, plan, job, training_samples)
+        return ParameterServer(role, plan, job, training_samples, position)
     if kind == TREE_SERVER:
-        return TreeServer(role, plan, job)
-    return StatisticsServer(role, plan, job)
+        return TreeServer(role, plan, job, position)
+    return StatisticsServer(role, plan, job, position)

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
+from msgspec.structs import replace
+
 from rudra.config import FaultsTable, Job, ResultsTable
 from rudra.events import (
     Action,
+    Committed,
     Compute,
     Computed,
     Fail,
@@ -22,12 +25,15 @@ from rudra.events import (
     Received,
     Reduce,
     Reduced,
+    Saved,
     Send,
     Sent,
     Started,
+    Stopped,
     Updated,
 )
 from rudra.messages import Kind, Message
+from rudra.position import BEGINNING, Position
 from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
 from rudra.roles.machine import States, listed, short
 from rudra.roles.minibatches import Minibatches
@@ -66,8 +72,10 @@ class GroupLearner(Learner):
         (State.EXCHANGING, Sent): "_returned",
     }
 
-    def __init__(self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable) -> None:
-        super().__init__(role, plan, faults, results)
+    def __init__(
+        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: Position = BEGINNING
+    ) -> None:
+        super().__init__(role, plan, faults, results, position)
         group = plan.roles[role].group
         assert group is not None
         self._group = group
@@ -202,6 +210,10 @@ class GroupLearner(Learner):
         return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
 
 
+_LAST = -2
+"""In place of a gradient's update, which is not known yet: training stops after it."""
+
+
 class Replicas(States):
     HASHING = auto()
     READY = auto()
@@ -222,6 +234,9 @@ class Replica(Minibatches, Owner):
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
 
+    If somebody asks the run to stop, the first learner says so in the record of its next gradient, and all stop after
+    the update by that.
+
     A gradient carries a digest of the weights that it was computed from: should replicas differ, the run ends.
 
     Args:
@@ -229,6 +244,7 @@ class Replica(Minibatches, Owner):
         plan: who is who.
         job: resolved.
         training_samples: samples of one epoch.
+        position: where training begins.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
@@ -242,13 +258,17 @@ class Replica(Minibatches, Owner):
         (Replicas.UPDATING, Updated): "_updated",
         **{(state, Kind.CREDIT): "_credit" for state in Replicas if state is not Replicas.DONE},
         **{(state, Sent): "_returned" for state in Replicas if state is not Replicas.DONE},
+        **{(state, Saved): "_saved" for state in Replicas if state is not Replicas.DONE},
+        **{(state, Kind.SAFE): "_safe" for state in Replicas if state is not Replicas.DONE},
+        **{(state, Committed): "_committed" for state in Replicas if state is not Replicas.DONE},
+        **{(state, Stopped): "_stop" for state in Replicas if state is not Replicas.DONE},
         (Replicas.STOPPED, Kind.DONE): "_finish",
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job, training_samples: int) -> None:
+    def __init__(self, role: int, plan: Plan, job: Job, training_samples: int, position: Position = BEGINNING) -> None:
         self._leads = plan.server == role
-        Owner.__init__(self, role, plan, job, training_samples, reports=self._leads)
-        self._open_books(job.faults, job.results)
+        Owner.__init__(self, role, plan, job, training_samples, position, reports=self._leads)
+        self._open_books(job.faults, job.results, position)
         self.state: States = Replicas.HASHING
         self._ended_training = False
         self._members = plan.children[role]
@@ -288,14 +308,14 @@ class Replica(Minibatches, Owner):
             return []
         if len(set(self._digests)) > 1:
             return [Fail("learners hold different initial weights (digests differ)")]
-        start = Message(Kind.START, self.id, value=round(now * 1e9))
+        start = self._start_clock(now)
         return [Send(self.plan.statistics, start), *self._start_training(start, now)]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
+        self._began = event.message.value * 1e-9
         return self._start_training(event.message, now)
 
     def _start_training(self, start: Message, now: float) -> list[Action]:
-        self._began = self._ended = start.value * 1e-9
         return [*(Send(to, start) for to in self._to_members), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:
@@ -309,7 +329,16 @@ class Replica(Minibatches, Owner):
         actions, fails = self._enter(event, now)
         if fails:
             return actions
-        return [Reduce(GRADIENT, 0, event.step, self._describe(event, self._digest), to_all=True), *actions]
+        gradient = self._describe(event, self._digest)
+        if self._stopped:
+            gradient = replace(gradient, update=_LAST)
+        return [Reduce(GRADIENT, 0, event.step, gradient, to_all=True), *actions]
+
+    def _stop(self, event: Stopped, now: float) -> list[Action]:
+        if self._leads and self.state in {Replicas.HASHING, Replicas.READY}:
+            return [Fail("stopped before training began")]
+        self._stopped = self._leads
+        return []
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self.state = Replicas.UPDATING
@@ -319,7 +348,9 @@ class Replica(Minibatches, Owner):
                 other = f"those of learner {gradient.learner}"
                 return [Fail(f"its weights at timestamp {self.timestamp} differ from {other}, although they must not")]
         self._count(event.gradients, 1.0)
-        actions, self._ended_training = self._update_by(GRADIENT, now)
+        actions, ended = self._update_by(GRADIENT, now)
+        self._closing = not ended and any(gradient.update == _LAST for gradient in event.gradients)
+        self._ended_training = ended or self._closing
         return actions
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
@@ -329,7 +360,8 @@ class Replica(Minibatches, Owner):
         if not self._ended_training:
             return self._next(now) + self._diary.due(now) + actions
         self.state = Replicas.STOPPED
-        return actions + self._close_books(now, self.step, 0, 0) + self._totals(now, self.applied, 0, 0, 0)
+        account = self._close_books(now, self.step, 0, 0) + self._totals(now, self.applied, 0, 0, 0)
+        return actions + account + (self._end(now) if self._leads else [])
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self._snapshot_returned(event.buffer)
@@ -337,4 +369,4 @@ class Replica(Minibatches, Owner):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = Replicas.DONE
-        return [Halt()]
+        return [Halt(event.message.value)]

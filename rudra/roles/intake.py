@@ -7,7 +7,7 @@ accumulator (the first gradient of an average; the others are averaged into it, 
 from collections import deque
 from collections.abc import Sequence
 
-from rudra.events import Accumulate, Action, Receive, Received
+from rudra.events import Accumulate, Action, Receive, Received, Withdraw
 from rudra.records import Gradient
 
 
@@ -18,11 +18,9 @@ class Intake:
         sources: ids of the roles that push to it, in learner order.
         buffers: how many there are; two serve any number of sources, a third while an average is passed on.
         ordered: tensors are received and added in the order of the sources.
-        reserve: buffers that are kept free while the training goes on: at its end they take what comes out of turn,
-            while the others may wait for sources that push no more.
     """
 
-    def __init__(self, sources: Sequence[int], buffers: int, ordered: bool, reserve: int = 0) -> None:
+    def __init__(self, sources: Sequence[int], buffers: int, ordered: bool) -> None:
         self.pool = tuple(f"gradient {i}" for i in range(buffers))
         self.free = deque(self.pool)
         self.posted: set[str] = set()
@@ -30,7 +28,7 @@ class Intake:
         self.accumulator: str | None = None
         self.samples = 0
         self.lent: str | None = None
-        self._sources, self._ordered, self._next_source, self._reserve = sources, ordered, 0, reserve
+        self._sources, self._ordered, self._next_source = sources, ordered, 0
         self._receives = {buffer: Receive(buffer, gradient=True) for buffer in self.pool}
 
     def validate(self) -> None:
@@ -46,8 +44,7 @@ class Intake:
     def post(self, training: bool) -> list[Action]:
         """Lets gradients into the free buffers; in order while the training goes on, if the protocol asks for it."""
         actions: list[Action] = []
-        kept = self._reserve if training else 0
-        while len(self.free) > kept:
+        while self.free:
             buffer = self.free.popleft()
             receive = self._receives[buffer]
             if self._ordered and training:
@@ -56,6 +53,15 @@ class Intake:
             self.posted.add(buffer)
             actions.append(receive)
         return actions
+
+    def withdraw(self) -> list[Action]:
+        """Training ends: receives that are meant for one source are no use any more, it may push nothing."""
+        return [Withdraw(buffer) for buffer in sorted(self.posted)] if self._ordered else []
+
+    def withdrawn(self, buffer: str) -> None:
+        """A receive was taken back."""
+        self.posted.discard(buffer)
+        self.free.append(buffer)
 
     def take(self, event: Received) -> None:
         """A transfer has landed."""

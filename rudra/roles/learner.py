@@ -32,6 +32,7 @@ from rudra.events import (
     Started,
 )
 from rudra.messages import Kind, Message
+from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.machine import States, short
 from rudra.roles.minibatches import Minibatches
@@ -64,6 +65,7 @@ class Learner(Minibatches):
         plan: who is who.
         faults: what a non-finite loss does.
         results: how long reports may wait.
+        position: where training begins.
     """
 
     __slots__ = (
@@ -94,14 +96,16 @@ class Learner(Minibatches):
         (State.STOPPED, Kind.DONE): "_finish",
     }
 
-    def __init__(self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable) -> None:
+    def __init__(
+        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: Position = BEGINNING
+    ) -> None:
         super().__init__(role, plan)
-        self._open_books(faults, results)
+        self._open_books(faults, results, position)
         parent = plan.roles[role].parent
         self.server = role if parent is None else parent
         self.state = State.WAITING
         self.timestamp = -1
-        self.pushed = 0
+        self.pushed = self.step
         self._stopping = False
         self._delivered_at: float | None = None
         self._answered_at: float | None = None
@@ -213,4 +217,4 @@ class Learner(Minibatches):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
-        return [Halt()]
+        return [Halt(event.message.value)]

@@ -5,6 +5,7 @@ from math import isfinite
 from rudra.config import FaultsTable, ResultsTable
 from rudra.events import Action, Computed, Fail, Warn
 from rudra.messages import Kind
+from rudra.position import Position
 from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox
 
@@ -39,9 +40,9 @@ class Minibatches(Machine):
 
     timestamp: int
 
-    def _open_books(self, faults: FaultsTable, results: ResultsTable) -> None:
+    def _open_books(self, faults: FaultsTable, results: ResultsTable, position: Position) -> None:
         self.learner = self.plan.roles[self.id].index
-        self.step = 0
+        self.step = position.step(self.learner)
         self._non_finite_stops = faults.non_finite_loss == "stop"
         self._warned = False
         self._reports_minibatches = results.minibatches

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from rudra.config import FaultsTable, ResultsTable
 from rudra.events import Action, Compute, Computed, Halt, Hash, Hashed, Receive, Received, Send, Sent, Started
 from rudra.messages import Kind, Message
+from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.learner import Learner, State
 from rudra.roles.machine import States, short
@@ -68,8 +69,10 @@ class OverlappedLearner(Learner):
         (State.STOPPED, Kind.DONE): "_finish",
     }
 
-    def __init__(self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable) -> None:
-        super().__init__(role, plan, faults, results)
+    def __init__(
+        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: Position = BEGINNING
+    ) -> None:
+        super().__init__(role, plan, faults, results, position)
         self._receivers = plan.receivers[role]
         self._stamps = dict.fromkeys(WEIGHTS, -1)
         self._open: str | None = WEIGHTS[0]  # where the next weights may land
@@ -200,4 +203,4 @@ class OverlappedLearner(Learner):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
-        return [Halt()]
+        return [Halt(event.message.value)]

@@ -1,6 +1,11 @@
-"""What whoever owns weights does beside updating them: count samples and epochs, set rates, report, send snapshots.
+"""What whoever owns weights does beside updating them: count samples and epochs, set rates, report, send snapshots,
+and have checkpoints made.
 
 A parameter server owns them; where there is none, each learner owns a replica, and the first one reports.
+
+A checkpoint is made in three steps, one after the other, while training goes on: weights and optimiser state are
+copied and written to a file beside the last one; the statistics server brings the rows up to there to the disk; the
+new file takes the last one's place. So whatever a checkpoint needs of the result file is there.
 """
 
 import math
@@ -10,8 +15,9 @@ import numpy as np
 
 from rudra import records
 from rudra.config import Job
-from rudra.events import Action, Copy, Received, Send, Update, Updated
+from rudra.events import Action, Commit, Committed, Copy, Received, Save, Saved, Send, Update, Updated, Warn
 from rudra.messages import PACK, Kind, Message, Rows
+from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox, Silent
 from topologies import Plan
@@ -32,17 +38,28 @@ class Owner(Machine):
         plan: who is who.
         job: resolved.
         training_samples: samples of one epoch.
+        position: where training begins.
         reports: whether the statistics server hears of it.
     """
 
-    def __init__(self, role: int, plan: Plan, job: Job, training_samples: int, *, reports: bool = True) -> None:
+    def __init__(
+        self,
+        role: int,
+        plan: Plan,
+        job: Job,
+        training_samples: int,
+        position: Position = BEGINNING,
+        *,
+        reports: bool = True,
+    ) -> None:
         super().__init__(role, plan)
         self.protocol = job.make_protocol(plan)
         self._gradient_weight = self.protocol.modulation.gradient_weight
         self.optimizer = job.optimizer
         self.epochs = job.training.epochs
         self.training_samples = training_samples
-        self.timestamp = self.epoch = self.samples = self.applied = 0
+        self.timestamp, self.epoch = position.timestamp, position.epoch
+        self.samples, self.applied = position.samples, position.applied
         self._reports = reports
         self._outbox = (Outbox if reports else Silent)(role, plan.statistics, job.results.report_s)
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
@@ -51,26 +68,45 @@ class Owner(Machine):
         self._credits = CREDITS
         self._snapshot_lent = False
         self._final: Rows | None = None
+        self._spent_s = position.time_s  # before this start
         self._began = self._ended = 0.0
-        self._epoch_loss = 0.0
-        self._epoch_staleness = self._epoch_errors = self._epoch_gradients = self._epoch_samples = 0
+        self._steps = [position.step(i) for i in range(len(plan.learners))]
+        self._pending_loss, self._pending_errors = 0.0, 0
+        self._epoch_loss, self._epoch_errors = position.epoch_loss, position.epoch_errors
+        self._epoch_staleness, self._epoch_gradients = position.epoch_staleness, position.epoch_gradients
+        self._epoch_samples = position.epoch_samples
+        self._every = job.results.checkpoint_interval if reports else None
+        self._last_checkpoint = position
+        self._saving: Position | None = None  # on its way to the disk
+        self._stopped = False  # before its time
+        self._closing = False  # of a run that was stopped, all is counted
+        self._kept = position.timestamp if position.steps else -1  # timestamp of the last checkpoint
 
     def validate(self) -> None:
         assert 0 <= self._credits <= CREDITS
         assert self.epoch <= self.epochs
 
+    def _start_clock(self, now: float) -> Message:
+        """Training begins; where it goes on, the time in between does not count."""
+        start = Message(Kind.START, self.id, value=round((now - self._spent_s) * 1e9))
+        self._began = start.value * 1e-9  # the same number everywhere
+        self._ended = self._began + self._spent_s
+        return start
+
     def _count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Takes gradients into the books of the next update; returns their samples."""
         timestamp, pending = self.timestamp, self._pending
         samples = 0
+        steps = self._steps
         for g in gradients:
+            steps[g.learner] = g.step + 1
             count, loss, errors, staleness = g.samples, g.loss, g.errors, timestamp - g.timestamp
             row = ROW(timestamp + 1, g.learner, count, g.step, g.timestamp, staleness, scale, loss, errors, 0)
             pending.append(row)
             samples += count
             self._pending_staleness += staleness
-            self._epoch_loss += loss * count
-            self._epoch_errors += errors
+            self._pending_loss += loss * count
+            self._pending_errors += errors
         self._pending_samples += samples
         return samples
 
@@ -85,14 +121,19 @@ class Owner(Machine):
         self.samples += samples
         self.applied += count
         self._outbox.extend(Kind.GRADIENTS, gradients)
+        self._epoch_loss += self._pending_loss
+        self._epoch_errors += self._pending_errors
         self._epoch_staleness += staleness
         self._epoch_gradients += count
         self._epoch_samples += samples
         self._ended = now
         self._update_rows.append((self.timestamp, self.epoch, count, samples, rate, mean_staleness, now - self._began))
         self._pending, self._pending_samples, self._pending_staleness = [], 0, 0
+        self._pending_loss, self._pending_errors = 0.0, 0
         while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self.training_samples:
             actions += self._end_epoch(now, rate)
+        if self._every is not None and self._saving is None and self._checkpoint_due(now):
+            actions += self._save(now)
         return actions, self.epoch == self.epochs
 
     def _note(self, event: Updated, now: float) -> list[Action]:
@@ -145,3 +186,70 @@ class Owner(Machine):
         counts = (pushed, self.applied, pending, discarded, lost)
         self._outbox.add(Kind.TOTALS, self.timestamp, self.samples, *counts, self._ended - self._began)
         return self._outbox.flush(now)
+
+    # Checkpoints.
+
+    def _position(self, now: float) -> Position:
+        """Where training stands, without what is pending."""
+        steps = list(self._steps)
+        for row in np.frombuffer(b"".join(self._pending), records.GRADIENT)[::-1]:
+            steps[row["learner"]] = int(row["step"])
+        sums = (self._epoch_loss, self._epoch_errors)
+        counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)
+        books = (self.timestamp, self.epoch, self.samples, self.applied)
+        return Position(*books, now - self._began, tuple(steps), *sums, *counts)
+
+    def _checkpoint_due(self, now: float) -> bool:
+        assert self._every is not None
+        if self.epoch == self.epochs:
+            return False
+        count, unit = self._every
+        last = self._last_checkpoint
+        if unit == "s":
+            return now - self._began - last.time_s >= count
+        done = self.timestamp - last.timestamp if unit == "update" else self.epoch - last.epoch
+        return done >= count
+
+    def _save(self, now: float) -> list[Action]:
+        self._saving = self._last_checkpoint = self._position(now)
+        return [Save(WEIGHTS, self._saving)]
+
+    def _saved(self, event: Saved, now: float) -> list[Action]:
+        """The checkpoint is written, and waits for its rows."""
+        if event.error:
+            return self._not_saved(event.error, now)
+        assert self._saving is not None
+        message = Message(Kind.CHECKPOINT, self.id, self._saving.timestamp, self._saving.epoch)
+        return [*self._outbox.flush(now), Send(self.plan.statistics, message)]
+
+    def _safe(self, event: Received, now: float) -> list[Action]:
+        return [Commit(event.message.timestamp)]
+
+    def _committed(self, event: Committed, now: float) -> list[Action]:
+        if event.error:
+            return self._not_saved(event.error, now)
+        position, self._saving = self._saving, None
+        assert position is not None
+        self._kept = position.timestamp
+        text = f"written in {now - self._began - position.time_s:.2f} s, beside training"
+        self._tell("checkpoint", position.timestamp, position.time_s, text)
+        return self._outbox.due(now) + self._end(now)
+
+    def _not_saved(self, why: str, now: float) -> list[Action]:
+        position, self._saving = self._saving, None
+        assert position is not None
+        text = f"no checkpoint at update {position.timestamp}: {why}; training goes on without"
+        return [Warn(text), *self._end(now, failed=True)]
+
+    def _end(self, now: float, *, failed: bool = False) -> list[Action]:
+        """Ends a run that was stopped and is accounted for, once its last checkpoint is made, or cannot be."""
+        if not self._closing or self._saving is not None:
+            return []
+        if self._kept < self.timestamp and not failed:
+            return self._save(now)
+        end = Message(Kind.END, self.id, self._kept, self.epoch)
+        return [*self._outbox.flush(now), Send(self.plan.statistics, end)]
+
+    def _tell(self, kind: str, timestamp: int, time_s: float, text: str, role: int = -1) -> None:
+        """Enters something into the table of events."""
+        self._outbox.add(Kind.EVENTS, kind.encode(), role, 0, timestamp, time_s, 0.0, text.encode()[:512])

@@ -8,7 +8,9 @@ not wait for that.
 
     INITIALISING  weights sent, digests compared      -> TRAINING  start everybody
     TRAINING      the last epoch's samples applied    -> DRAINING  stop the learners
-    DRAINING      every child left, and every gradient that it pushed came -> CLOSING  account
+    TRAINING      somebody asks the run to stop       -> DRAINING  the same, before its time
+    DRAINING      every child left, and every gradient that it pushed came -> CLOSING  account; if it was stopped,
+                  a last checkpoint
     CLOSING       everything is recorded              -> DONE
 """
 
@@ -18,8 +20,26 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.config import Job
-from rudra.events import Action, Copy, Fail, Halt, Hash, Hashed, Received, Send, Sent, Started, Updated, Warn
+from rudra.events import (
+    Action,
+    Committed,
+    Copy,
+    Fail,
+    Halt,
+    Hash,
+    Hashed,
+    Received,
+    Saved,
+    Send,
+    Sent,
+    Started,
+    Stopped,
+    Updated,
+    Warn,
+    Withdrawn,
+)
 from rudra.messages import Kind, Message
+from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.intake import Intake
 from rudra.roles.machine import States, listed, short
@@ -50,6 +70,7 @@ class ParameterServer(Owner):
         plan: who is who.
         job: resolved.
         training_samples: samples of one epoch.
+        position: where training begins.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
@@ -63,6 +84,8 @@ class ParameterServer(Owner):
         (State.TRAINING, Sent): "_returned",
         (State.TRAINING, Updated): "_updated",
         (State.DRAINING, Kind.GRADIENT): "_late_gradient",
+        (State.DRAINING, Withdrawn): "_withdrawn",
+        (State.CLOSING, Withdrawn): "_withdrawn",
         (State.DRAINING, Kind.PULL): "_late_pull",
         (State.DRAINING, Kind.BYE): "_bye",
         (State.DRAINING, Kind.CREDIT): "_credit",
@@ -71,14 +94,22 @@ class ParameterServer(Owner):
         (State.CLOSING, Kind.CREDIT): "_credit",
         (State.CLOSING, Sent): "_returned",
         (State.CLOSING, Kind.DONE): "_finish",
+        **{(state, Saved): "_saved" for state in (State.TRAINING, State.DRAINING, State.CLOSING)},
+        **{(state, Kind.SAFE): "_safe" for state in (State.TRAINING, State.DRAINING, State.CLOSING)},
+        **{(state, Committed): "_committed" for state in (State.TRAINING, State.DRAINING, State.CLOSING)},
+        (State.INITIALISING, Stopped): "_stop_first",
+        (State.TRAINING, Stopped): "_stop",
+        **{(state, Stopped): "_stop_again" for state in (State.DRAINING, State.CLOSING)},
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job, training_samples: int) -> None:
-        super().__init__(role, plan, job, training_samples)
+    def __init__(self, role: int, plan: Plan, job: Job, training_samples: int, position: Position = BEGINNING) -> None:
+        super().__init__(role, plan, job, training_samples, position)
         self.state = State.INITIALISING
         self._ordered, self._grants_on_push = self.protocol.ordered, self.protocol.grants_on_push
-        self.discarded = self.lost = self.received = 0
-        self.pushed = [0] * plan.workers
+        self.discarded = self.lost = 0
+        self.received = position.applied
+        workers = [members[0] for members in plan.groups] or plan.learners
+        self.pushed = [position.step(plan.roles[worker].index) for worker in workers]
         self._children = plan.children[role]
         self._receivers = plan.receivers[role]
         self._worker = {child: worker for worker, child in enumerate(self._children)}
@@ -93,7 +124,9 @@ class ParameterServer(Owner):
         self._left: dict[int, int] = {}
         self._overlapped = plan.overlapped
         self._downcast = dict.fromkeys(DOWNCAST, (-1, 0))  # timestamp, transfers under way
-        self._given = dict.fromkeys(self._receivers, 0)  # down the weights' tree: the newest timestamp sent
+        self._given = dict.fromkeys(
+            self._receivers, position.timestamp
+        )  # down the weights' tree: the newest timestamp sent
         self._edges_busy: set[int] = set()
         self._warnings = _warnings(job, plan)
         self._weights_changed()
@@ -144,8 +177,7 @@ class ParameterServer(Owner):
         if self.state is not State.INITIALISING or len(self._ready) < len(self._children) or self._lent:
             return []
         self.state = State.TRAINING
-        start = Message(Kind.START, self.id, value=round(now * 1e9))
-        self._began = self._ended = start.value * 1e-9  # the same number everywhere
+        start = self._start_clock(now)
         return [*(Send(to, start) for to in (self.plan.statistics, *self._children)), *self.intake.post(True)]
 
     # Gradients in.
@@ -285,7 +317,22 @@ class ParameterServer(Owner):
         self.state = State.DRAINING
         self.discarded += self.intake.discard()
         self._pulls.clear()
-        return [Send(child, Message(Kind.STOP, self.id)) for child in self._children]
+        stop = Message(Kind.STOP, self.id)
+        return [*(Send(child, stop) for child in self._children), *self.intake.withdraw()]
+
+    def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
+        self.intake.withdrawn(event.buffer)
+        return self.intake.post(False)
+
+    def _stop_first(self, event: Stopped, now: float) -> list[Action]:
+        return [Fail("stopped before training began")]
+
+    def _stop(self, event: Stopped, now: float) -> list[Action]:
+        self._stopped = True
+        return self._drain()
+
+    def _stop_again(self, event: Stopped, now: float) -> list[Action]:
+        return []  # it is ending
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event)
@@ -304,11 +351,12 @@ class ParameterServer(Owner):
         if self.state is not State.DRAINING or not here or self._update_rows or self._edges_busy:
             return []
         self.state = State.CLOSING
-        return self._totals(now, self.received, self.pending, self.discarded, self.lost)
+        self._closing = self._stopped
+        return self._totals(now, self.received, self.pending, self.discarded, self.lost) + self._end(now)
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
-        return [Halt()]
+        return [Halt(event.message.value)]
 
 
 def _warnings(job: Job, plan: Plan) -> list[Warn]:

@@ -4,6 +4,8 @@ Source: rudra.txt §3.2. Nobody waits for it: it holds one snapshot of the weigh
 says so) and one waiting, gives the parameter server a credit for each that it is done with, and the parameter server
 skips an epoch for which it has no credit. The last epoch is always worked on.
 
+It answers for the disk, too: a checkpoint counts when the rows up to it, and those of its epochs, are there.
+
     GATHERING  totals, every learner's account and every epoch recorded -> DONE  finish, tell everybody
 """
 
@@ -16,6 +18,7 @@ import numpy as np
 
 from rudra import records
 from rudra.config import Job
+from rudra.errors import EXIT_FAILED, EXIT_STOPPED
 from rudra.events import (
     Action,
     Evaluate,
@@ -29,8 +32,10 @@ from rudra.events import (
     Record,
     Send,
     Started,
+    Sync,
 )
 from rudra.messages import Kind, Message, Rows
+from rudra.position import BEGINNING, Position
 from rudra.roles.machine import Machine, States
 from rudra.roles.owner import CREDITS
 from topologies import Plan
@@ -50,6 +55,7 @@ class StatisticsServer(Machine):
         role: id in the plan.
         plan: who is who.
         job: resolved.
+        position: where training begins.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
@@ -64,9 +70,12 @@ class StatisticsServer(Machine):
         (State.GATHERING, Evaluated): "_evaluated",
         (State.GATHERING, Kind.LEARNERS): "_learner",
         (State.GATHERING, Kind.TOTALS): "_account",
+        (State.GATHERING, Kind.EVENTS): "_events",
+        (State.GATHERING, Kind.CHECKPOINT): "_checkpoint",
+        (State.GATHERING, Kind.END): "_end_early",
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job) -> None:
+    def __init__(self, role: int, plan: Plan, job: Job, position: Position = BEGINNING) -> None:
         super().__init__(role, plan)
         self.state = State.GATHERING
         self.epochs = job.training.epochs
@@ -77,7 +86,10 @@ class StatisticsServer(Machine):
         self._rows: dict[int, Rows] = {}  # epoch -> its row, until those before it are recorded
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
         self._working: tuple[str, int] | None = None
-        self._recorded = 0
+        self._recorded = position.epoch
+        self._last_epoch = self.epochs  # unless the run is stopped
+        self._code = 0
+        self._checkpointed: Message | None = None  # asked for, and not safe yet
         self._began = 0.0
         self._final_weights: str | None = None
 
@@ -164,7 +176,27 @@ class StatisticsServer(Machine):
         while (following := self._recorded + 1) in self._rows and following not in later:
             actions.append(Record("epochs", self._rows.pop(following)))
             self._recorded = following
-        return actions + self._finish()
+        return actions + self._secure() + self._finish()
+
+    def _events(self, event: Received, now: float) -> list[Action]:
+        return [Record("events", _rows(event))]
+
+    def _checkpoint(self, event: Received, now: float) -> list[Action]:
+        self._checkpointed = event.message
+        return self._secure()
+
+    def _secure(self) -> list[Action]:
+        """Brings all rows to the disk, once those of the epochs are recorded that a checkpoint wants."""
+        wanted = self._checkpointed
+        if wanted is None or self._recorded < wanted.value:
+            return []
+        self._checkpointed = None
+        return [Sync(), Send(self.plan.server, Message(Kind.SAFE, self.id, wanted.timestamp))]
+
+    def _end_early(self, event: Received, now: float) -> list[Action]:
+        self._last_epoch = event.message.value
+        self._code = EXIT_FAILED if event.message.timestamp < 0 else EXIT_STOPPED
+        return self._finish()
 
     def _learner(self, event: Received, now: float) -> list[Action]:
         for row in _rows(event):
@@ -177,14 +209,18 @@ class StatisticsServer(Machine):
         return self._finish()
 
     def _finish(self) -> list[Action]:
-        complete = self._accounts == len(self._learners) and self._recorded == self.epochs
+        complete = self._accounts == len(self._learners) and self._recorded == self._last_epoch
         if self._totals is None or not complete:
             return []
-        assert self._final_weights is not None
+        assert (self._final_weights is None) == bool(self._code)
         self.state = State.DONE
-        done = Message(Kind.DONE, self.id)
+        done = Message(Kind.DONE, self.id, value=self._code)
         others = (i for i in range(len(self.plan.roles)) if i != self.id)
-        return [Finish(self._totals, self._learners, self._final_weights), *(Send(i, done) for i in others), Halt()]
+        return [
+            Finish(self._totals, self._learners, self._final_weights),
+            *(Send(i, done) for i in others),
+            Halt(self._code),
+        ]
 
     def _to_server(self, kind: Kind) -> Action:
         return Send(self.plan.server, Message(kind, self.id))

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.config import Job
-from rudra.events import Action, Fail, Halt, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.events import Action, Fail, Halt, Hash, Hashed, Receive, Received, Send, Sent, Started, Withdrawn
 from rudra.messages import Kind, Message
+from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.intake import Intake
 from rudra.roles.machine import Machine, States, listed, short
@@ -44,6 +45,7 @@ class TreeServer(Machine):
         role: id in the plan.
         plan: who is who; where weights have a tree of their own, this server has none.
         job: resolved.
+        position: where training begins.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
@@ -60,6 +62,8 @@ class TreeServer(Machine):
         (State.TRAINING, Sent): "_returned",
         (State.TRAINING, Kind.STOP): "_stop",
         (State.STOPPING, Kind.GRADIENT): "_late_gradient",
+        (State.STOPPING, Withdrawn): "_withdrawn",
+        (State.STOPPED, Withdrawn): "_withdrawn",
         (State.STOPPING, Kind.PULL): "_late_pull",
         (State.STOPPING, Kind.WEIGHTS): "_late_weights",
         (State.STOPPING, Sent): "_returned",
@@ -67,7 +71,7 @@ class TreeServer(Machine):
         (State.STOPPED, Kind.DONE): "_finish",
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job) -> None:
+    def __init__(self, role: int, plan: Plan, job: Job, position: Position = BEGINNING) -> None:
         super().__init__(role, plan)
         parent = plan.roles[role].parent
         assert parent is not None
@@ -79,11 +83,10 @@ class TreeServer(Machine):
         self._ordered = self._protocol.ordered
         self._together = min(plan.learners_below(role), self._protocol.gradients_per_update)
         self._first_learner = _first_learner(plan, role)
-        reserve = int(self._ordered and not self._protocol.waits)  # else no gradient is under way when training ends
-        self.intake = Intake(self._children, 3 + reserve, self._ordered, reserve)
+        self.intake = Intake(self._children, 3, self._ordered)
         self._pending: list[Gradient] = []
         self.timestamp = 0
-        self.received = self.relayed = 0
+        self.received = self.relayed = position.below(plan, role)
         self._digest: int | None = None
         self._ready: set[int] = set()
         self._current, self._spare = WEIGHTS
@@ -119,6 +122,7 @@ class TreeServer(Machine):
         return [Receive(self._current, self.parent)] if self._receivers else []
 
     def _first_weights(self, event: Received, now: float) -> list[Action]:
+        self.timestamp = event.message.timestamp
         return [Hash(self._current)]
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
@@ -265,7 +269,12 @@ class TreeServer(Machine):
     def _stop(self, event: Received, now: float) -> list[Action]:
         self.state = State.STOPPING
         self._pulls.clear()
-        return [*(Send(to, Message(Kind.STOP, self.id)) for to in self._children), *self._work()]
+        stop = Message(Kind.STOP, self.id)
+        return [*(Send(to, stop) for to in self._children), *self.intake.withdraw(), *self._work()]
+
+    def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
+        self.intake.withdrawn(event.buffer)
+        return self._work()
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event)
@@ -293,7 +302,7 @@ class TreeServer(Machine):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
-        return [Halt()]
+        return [Halt(event.message.value)]
 
 
 def _first_learner(plan: Plan, role: int) -> int:

@@ -162,7 +162,7 @@ except KeyboardInterrupt:
         said += read_until(process, b"pid ")
     process.send_signal(number)
     code, lines, pids = finish(process, said)
-    kept = "results so far: out.h5" if results else "it had no results yet"
+    kept = "it had no checkpoint yet; results so far: out.h5" if results else "it had no results yet"
     assert code == 1
     assert sorted(lines) == sorted(["ready", "computing", f"rudra: demo: interrupted; {kept}"])
     assert len(list(tmp_path.glob("stopped-*"))) == len(ROLES)

@@ -71,6 +71,11 @@ def broad() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 3000), nn.Tanh(), nn.Linear(3000, CLASSES))
 
 
+def dropping() -> nn.Module:
+    """Has all that a restart could forget: dropout, and buffers that learning changes."""
+    return nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))
+
+
 def wide() -> nn.Module:
     return nn.Linear(20, 7)
 

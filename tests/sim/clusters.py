@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +11,10 @@ import torch
 from rudra import data, roles, sim
 from rudra.config import Job
 from rudra.costs import CostModel, places
-from rudra.events import Compute, Computed, Finish, Record, Reduce
-from rudra.executor import Executor, make_executors
+from rudra.events import Compute, Computed, Finish, Record, Reduce, Save
+from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.hands import TensorHands
+from rudra.position import BEGINNING, Position
 from rudra.roles import Machine
 from topologies import Plan
 from topologies.plan import LEARNER
@@ -147,6 +148,13 @@ class Guarded(TensorHands):
         return self._executors[role].hash(buffer)
 
 
+class Saved(NamedTuple):
+    """What a checkpoint would hold."""
+
+    position: Position
+    tensors: dict[str, npt.NDArray[np.float32]]
+
+
 @dataclass
 class Trained:
     """What a simulated training leaves."""
@@ -155,21 +163,47 @@ class Trained:
     executors: dict[int, Executor]
     plan: Plan
     hands: TensorHands
+    saved: list[Saved] = field(default_factory=list)
 
     @property
     def weights(self) -> torch.Tensor:
         return self.executors[self.plan.server].buffer("weights").vector
 
 
-def train(job_: Job, kind: Callable[[dict[int, Executor]], TensorHands] = Guarded) -> Trained:
-    """Runs a job with real gradients, poisoned buffers (unless other hands are given) and every invariant checked."""
+def train(
+    job_: Job,
+    kind: Callable[[dict[int, Executor]], TensorHands] = Guarded,
+    *,
+    resumed: Saved | None = None,
+    stop_at: float | None = None,
+) -> Trained:
+    """Runs a job with real gradients, poisoned buffers (unless other hands are given) and every invariant checked.
+
+    Args:
+        job_: what to run.
+        kind: of hands.
+        resumed: where to begin.
+        stop_at: when somebody asks the run to stop, in virtual seconds.
+    """
     plan = job_.plan(places(job_))
     train_, test, info = data.load(job_.data)
     torch.set_num_threads(job_.cluster.threads_per_rank or 1)
     roles_ = tuple(range(len(plan.roles)))
     executors = make_executors(job_, plan, roles_, (train_, test), info, prefetch=False)
-    machines = {i: roles.make(i, job_, plan, info.training_samples) for i in roles_}
+    position = BEGINNING if resumed is None else resumed.position
+    machines = {i: roles.make(i, job_, plan, info.training_samples, position) for i in roles_}
+    if resumed is not None:
+        for executor in executors.values():
+            if isinstance(executor, OwnerExecutor):
+                executor.restore(resumed.tensors)
     rows, hands = Rows(), kind(executors)
+    saved: list[Saved] = []
+
+    def save(role: int, action: Save) -> None:
+        executor = executors[role]
+        assert isinstance(executor, OwnerExecutor)
+        saved.append(Saved(action.position, {name: copy.copy() for name, copy in executor.state().items()}))
+
     simulation = sim.Simulation(
         plan,
         machines,
@@ -177,8 +211,11 @@ def train(job_: Job, kind: Callable[[dict[int, Executor]], TensorHands] = Guarde
         rows,
         CostModel(job_.simulation, plan, job_.training.minibatch_size),
         size_bytes=1_000_000,
-        seed=job_.training.seed,
+        seed=job_.training.seed + position.timestamp,
+        save=save,
         check=validate,
     )
+    if stop_at is not None:
+        simulation.stop_at(stop_at)
     simulation.run()
-    return Trained(rows, executors, plan, hands)
+    return Trained(rows, executors, plan, hands, saved)

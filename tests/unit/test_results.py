@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rudra.errors import ResultsError
-from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
+from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.results import check_output, default_output, open_results
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 
@@ -71,7 +71,7 @@ def test_what_is_written_is_read(tmp_path):
     with open_results(path) as results:
         assert not results.live
         assert results.status == "finished"
-        assert (results.attributes["format_version"], results.attributes["seed"]) == (3, 7)
+        assert (results.attributes["format_version"], results.attributes["seed"]) == (4, 7)
         assert results.attributes["hosts"] == ["köln", "b"]
         assert "missing" not in results.attributes
         assert results.job["protocol"]["n"] == 2
@@ -102,6 +102,7 @@ def test_layout_of_the_file_is_the_documented_one(tmp_path):
         "updates": UPDATE,
         "minibatches": MINIBATCH,
         "epochs": EPOCH,
+        "events": EVENT,
         "roles": ROLE,
         "learners": LEARNER,
         "totals": TOTALS,
@@ -331,7 +332,7 @@ def _newer(path):
 
 def _incomplete(path):
     with h5py.File(path, "w") as file:
-        file.attrs["format_version"] = 3
+        file.attrs["format_version"] = 4
 
 
 def _cut(path, keep=2):
@@ -354,7 +355,7 @@ def _altered(path):
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
-        (_newer, "has format version 99; this Rudra reads 3"),
+        (_newer, "has format version 99; this Rudra reads 4"),
         (_incomplete, "damaged: gradients, .* missing"),
         (_cut, "truncated"),
         (lambda path: _cut(path, keep=10_000), "truncated|not a result file"),

@@ -4,7 +4,7 @@ import copy
 import math
 import pickle
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from rudra.config import FaultsTable, Job
 from rudra.errors import ProtocolError
 from rudra.events import (
     Action,
+    Committed,
     Computed,
     Evaluated,
     Event,
@@ -36,10 +37,13 @@ from rudra.events import (
     Hashed,
     Received,
     Reduced,
+    Saved,
     Send,
     Sent,
     Started,
+    Stopped,
     Updated,
+    Withdrawn,
 )
 from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
@@ -374,10 +378,15 @@ def any_event(trigger: Any) -> Event:
         Computed: computed(0),
         Reduced: reduced(0),
         Evaluated: Evaluated("snapshot 0", 0.0, 0.0, 0.0, 0.0),
+        Withdrawn: Withdrawn("gradient 0"),
+        Saved: Saved(0),
+        Committed: Committed(0),
+        Stopped: Stopped(),
     }[trigger]
 
 
-TRIGGERS = [*Kind, Started, Sent, Hashed, Updated, Computed, Reduced, Evaluated]
+EVENTS = [event for event in get_args(Event) if event is not Received]
+TRIGGERS = [*Kind, *EVENTS]
 
 
 @pytest.mark.parametrize(("run", "role", "all_states", "events"), LIVES.values(), ids=LIVES)

@@ -1,0 +1,236 @@
+"""Checkpoint files: weights, optimiser state and where training stands, beside the results and written atomically.
+
+`run.h5` has `run.ckpt` and, of the time before, `run.previous.ckpt`. The format is that of safetensors (a length, a
+header in JSON, the tensors), so other programs can read the tensors; what is Rudra's stands in `__metadata__`:
+
+=========  ====================================================================================
+format     "rudra 1"
+state      JSON: position (`rudra.position.Position`), job as resolved, attributes of the result
+           file that outlive a restart, and for each tensor its CRC-32
+crc32      of the text of `state`
+=========  ====================================================================================
+
+Nothing in such a file is executed. Every bit of it is checked before anything is used.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rudra.errors import CheckpointError
+from rudra.position import Position
+
+FORMAT = "rudra 1"
+SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
+_ALIGNED = 64
+_LENGTH = struct.Struct("<Q")
+_LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
+
+Tensors = Mapping[str, NDArray[np.float32]]
+
+
+class State(NamedTuple):
+    """What a checkpoint holds beside its tensors.
+
+    Attributes:
+        path: of the file.
+        position: where training stands.
+        job: as resolved: table -> key -> value.
+        attributes: of the result file.
+    """
+
+    path: Path
+    position: Position
+    job: dict[str, Any]
+    attributes: dict[str, Any]
+
+
+def path_of(results: Path) -> Path:
+    """The checkpoint of a result file."""
+    return results.with_suffix(SUFFIX)
+
+
+def results_of(path: Path) -> Path:
+    """The result file of a checkpoint, or of its predecessor."""
+    return path.with_name(path.name.removesuffix(SUFFIX).removesuffix(".previous") + ".h5")
+
+
+def previous_of(path: Path) -> Path:
+    """The checkpoint before a checkpoint."""
+    return path.with_name(path.name.removesuffix(SUFFIX) + PREVIOUS)
+
+
+def how_to_resume(output: Path) -> str:
+    """For people: where a run that ended can go on."""
+    path = path_of(output)
+    if not path.is_file():
+        return f"it had no checkpoint yet; results so far: {output}" if output.is_file() else "it had no results yet"
+    return f"to go on from its last checkpoint: rudra resume {output}"
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run; its methods may be called in a thread beside the training.
+
+    Args:
+        path: of the checkpoint.
+        job: as resolved: table -> key -> value.
+        attributes: of the result file, as far as they outlive a restart.
+    """
+
+    def __init__(self, path: Path, job: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+        self.path = path
+        self._about = {"job": job, "attributes": attributes}
+        self._saved = path.with_name(f".{path.name}.saved")
+
+    def save(self, position: Position, tensors: Tensors) -> None:
+        """Writes a checkpoint beside the one that counts.
+
+        Args:
+            position: where training stands.
+            tensors: one-dimensional, contiguous float32; not modified meanwhile.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        crcs = {name: zlib.crc32(tensor.data) for name, tensor in tensors.items()}
+        state = json.dumps({"position": msgspec.to_builtins(position), "crc32": crcs, **self._about})
+        metadata = {"format": FORMAT, "state": state, "crc32": f"{zlib.crc32(state.encode()):08x}"}
+        header: dict[str, Any] = {"__metadata__": metadata}
+        end = 0
+        for name, tensor in tensors.items():
+            header[name] = _entry(end, end + tensor.nbytes)
+            end += tensor.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + _LENGTH.size) % _ALIGNED)
+        with self._saved.open("wb") as file:
+            file.write(_LENGTH.pack(len(text)) + text)
+            for tensor in tensors.values():
+                file.write(tensor.data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def commit(self) -> None:
+        """Lets what was saved take the place of the one before, which is kept as its predecessor.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        if self.path.exists():
+            previous = previous_of(self.path)
+            try:  # at every moment a checkpoint goes by the first name
+                previous.unlink(missing_ok=True)
+                os.link(self.path, previous)
+            except OSError:  # a file system without links
+                os.replace(self.path, previous)
+        os.replace(self._saved, self.path)
+        sync_directory(self.path.parent)
+
+    def discard(self) -> None:
+        """Removes what a finished run needs no more."""
+        for path in (self._saved, previous_of(self.path), self.path):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _entry(start: int, end: int) -> dict[str, Any]:
+    """What the header says of a tensor."""
+    return {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]}
+
+
+def sync_directory(path: Path) -> None:
+    """Brings a directory's names to the disk, where the file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> tuple[State, dict[str, NDArray[np.float32]]]:
+    """A checkpoint, completely checked.
+
+    Raises:
+        CheckpointError: it is missing, truncated, damaged or of another format; the text offers the one before, if
+            that is whole.
+    """
+    try:
+        return _read(path)
+    except CheckpointError as error:
+        before = previous_of(path)
+        if path.name.endswith(PREVIOUS) or not before.is_file():
+            raise
+        try:
+            update = _read(before)[0].position.timestamp
+        except CheckpointError:
+            raise error from None
+        text = f"{error}; the one before it, of update {update}, is whole: rudra resume {before}"
+        raise CheckpointError(text) from None
+
+
+def _read(path: Path) -> tuple[State, dict[str, NDArray[np.float32]]]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header, first = _header(path, file.read(_LENGTH.size), file.read, size)
+            state, places = _understood(path, header, size - first)
+            tensors = {}
+            for name, (start, end, crc) in places.items():
+                file.seek(first + start)
+                tensor = np.fromfile(file, np.float32, (end - start) // 4)
+                if zlib.crc32(tensor.data) != crc:
+                    raise CheckpointError(f"{path}: damaged: {name} does not match its checksum")
+                tensors[name] = tensor
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read: {error.strerror or error}") from None
+    return state, tensors
+
+
+def _header(path: Path, length: bytes, read_bytes: Any, size: int) -> tuple[dict[str, Any], int]:
+    """The header, and where the tensors begin."""
+    count = _LENGTH.unpack(length)[0] if len(length) == _LENGTH.size else size
+    first = _LENGTH.size + count
+    if count <= _LONGEST_HEADER and first <= size:
+        with suppress(ValueError, RecursionError):
+            header = json.loads(read_bytes(count))
+            if isinstance(header, dict) and isinstance(header.get("__metadata__"), dict):
+                return header, first
+    raise CheckpointError(f"{path}: no checkpoint of Rudra, or cut off in its header")
+
+
+def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[State, dict[str, tuple[int, int, int]]]:
+    """What a header says: the state, and for each tensor begin, end and checksum."""
+    metadata = header["__metadata__"]
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if (version := metadata.get("format")) != FORMAT:
+        raise CheckpointError(f"{path}: has format '{version}'; this Rudra reads '{FORMAT}'")
+    text = metadata.get("state")
+    if not isinstance(text, str) or metadata.get("crc32") != f"{zlib.crc32(text.encode(errors='replace')):08x}":
+        raise CheckpointError(f"{path}: damaged: its header does not match its checksum")
+    try:
+        state = json.loads(text)
+        position = msgspec.convert(state["position"], Position)
+        places = {name: (*entries[name]["data_offsets"], crc) for name, crc in state["crc32"].items()}
+        ends = [0, *(end for _, end, _ in places.values())]
+        in_line = entries == {name: _entry(start, end) for name, (start, end, _) in places.items()}
+        in_line = in_line and all(s == e for (s, _, _), e in zip(places.values(), ends, strict=False))
+        in_line = in_line and all((end - start) % 4 == 0 <= end - start for start, end, _ in places.values())
+        found = State(path, position, dict(state["job"]), dict(state["attributes"]))
+    except (KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError):
+        in_line = False
+    if not in_line:
+        raise CheckpointError(f"{path}: damaged: its header contradicts itself")
+    if ends[-1] != size:
+        raise CheckpointError(f"{path}: truncated: {size} of {ends[-1]} bytes of tensors")
+    return found, places

@@ -1,0 +1,46 @@
+"""Where training stands at an update: all that a run needs, beside weights and optimiser state, to go on from there."""
+
+from msgspec import Struct
+
+from topologies import Plan
+
+
+class Position(Struct, frozen=True):
+    """The books of the weights' owner, right after an update.
+
+    Nothing of what is under way then belongs to it: gradients that are not applied are computed again, of the weights
+    that are here. So the learners, too, go on from this alone.
+
+    Attributes:
+        timestamp: of the weights.
+        epoch: completed epochs.
+        samples: applied.
+        applied: gradients.
+        time_s: training so far.
+        steps: for each learner, the next mini-batch: one more than the last whose gradient was applied.
+        epoch_loss, epoch_errors, epoch_staleness, epoch_gradients, epoch_samples: sums over the epoch under way.
+    """
+
+    timestamp: int = 0
+    epoch: int = 0
+    samples: int = 0
+    applied: int = 0
+    time_s: float = 0.0
+    steps: tuple[int, ...] = ()
+    epoch_loss: float = 0.0
+    epoch_errors: int = 0
+    epoch_staleness: int = 0
+    epoch_gradients: int = 0
+    epoch_samples: int = 0
+
+    def step(self, learner: int) -> int:
+        """The next mini-batch of a learner."""
+        return self.steps[learner] if self.steps else 0
+
+    def below(self, plan: Plan, role: int) -> int:
+        """How many of the applied gradients passed a role."""
+        own = [self.step(plan.roles[role].index)] if role in plan.learners else []
+        return sum(own) + sum(self.below(plan, child) for child in plan.children[role])
+
+
+BEGINNING = Position()

@@ -1,0 +1,135 @@
+"""Runs that are killed or stopped, and go on: on real ranks, from the command line."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rudra
+from rudra.errors import RudraError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+HERE = Path(__file__).parent
+ADAM = 'name = "adam"\nlearning_rate = 0.002\n'
+SGD = "learning_rate = 0.05\nmomentum = 0.9\n"
+
+
+def job_file(directory: Path, protocol: str, optimizer: str = SGD, more: str = "") -> Path:
+    """Five epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
+    path = directory / "job.toml"
+    path.write_text(
+        '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
+        "[training]\nepochs = 5\nminibatch_size = 2\nseed = 7\n"
+        f"[optimizer]\nmilestones = [1, 2]\n{optimizer}"
+        f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n'
+        f'[results]\nflush_s = 0.2\nreport_s = 0.05\ncheckpoint_every = "7 updates"\n{more}'
+    )
+    return path
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
+    line = [sys.executable, "-m", "rudra", *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
+    try:
+        _, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def updates(path: Path) -> int:
+    try:
+        with rudra.open_results(path) as results:
+            return len(results.updates)
+    except RudraError:
+        return 0
+
+
+def run_until(job: Path, output: Path, update: int, number: int) -> tuple[int, str]:
+    """Starts or resumes a run, and sends it a signal when it has come so far."""
+    process = start("run", job, "--output", output, "--resume")
+    deadline = time.monotonic() + 60
+    while updates(output) < update and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)  # another process's progress can only be polled
+    process.send_signal(number)
+    return finish(process)
+
+
+@pytest.mark.parametrize(("optimizer", "topology"), [(SGD, "base"), (ADAM, "adv"), (SGD, "groups")])
+def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_stopped(
+    tmp_path: Path, optimizer: str, topology: str
+) -> None:
+    options = {"adv": "options.fan_out = 2\n", "groups": "options.groups = 1\n"}.get(topology, "")
+    job = job_file(tmp_path, "hardsync", optimizer, f'[topology]\nname = "{topology}"\n{options}')
+    output, last = tmp_path / "out.h5", 0
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        code, err = run_until(job, output, last + chance.randrange(8, 30), number)
+        assert code == (-9 if number == signal.SIGKILL else 3), err
+        last = updates(output)
+    code, err = finish(start("run", job, "--output", output, "--resume"))
+    assert code == 0, err
+    assert "goes on from" in err
+    assert not list(tmp_path.glob("*.ckpt"))
+    with rudra.simulate(rudra.Job.load(job), output=tmp_path / "whole.h5", progress="quiet") as whole:
+        expected = whole.summary()
+    with rudra.open_results(output) as results:
+        found = results.summary()
+        assert found["weights_sha256"] == expected["weights_sha256"] is not None
+        assert found["updates"] == expected["updates"] == len(results.updates)
+        assert found["train_loss"] == expected["train_loss"]
+        assert found["pushed"] == found["applied"] == expected["applied"]
+        restarts = results.events[results.events["kind"] == b"restart"]
+        assert 1 <= len(restarts) <= 2
+        assert list(restarts["timestamp"]) == sorted(restarts["timestamp"])
+        assert [row["samples"] for row in results.learners] == [5 * 80] * 3
+    assert finish(start("replay", output))[0] == 0
+
+
+def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
+    job, output = job_file(tmp_path, "softsync"), tmp_path / "out.h5"
+    code, err = run_until(job, output, 20, signal.SIGINT)
+    assert code == 3, err
+    assert "rudra: job: stopped; to go on from its last checkpoint: rudra resume" in err
+    code, err = finish(start("resume", tmp_path / "out.ckpt"))
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        for learner in range(3):
+            steps = results.gradients["step"][results.gradients["learner"] == learner]
+            assert list(steps) == list(range(len(steps)))
+        assert list(results.epochs["epoch"]) == [1, 2, 3, 4, 5]
+        assert (results.events["wall_s"] > 0).all()
+    code, err = finish(start("replay", output))
+    assert code == 0, err
+
+
+def test_what_cannot_be_resumed_is_said_in_one_line(tmp_path: Path) -> None:
+    job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
+    assert run_until(job, output, 20, signal.SIGINT)[0] == 3
+    before = output.read_bytes()
+    arguments = ("run", job, "--output", output, "--resume")
+    for more, said in {
+        ("--set", "training.minibatch_size=4"): "is of another job: training.minibatch_size was 2, and is 4 now",
+        ("--learners", "2"): "is of another job: cluster.learners was 3, and is 2 now",
+    }.items():
+        code, err = finish(start(*arguments, *more))
+        assert (code, err.count("\n")) == (2, 1), err
+        assert f"rudra: {tmp_path / 'out.ckpt'}: {said}" in err
+    assert output.read_bytes() == before
+    code, err = finish(start("run", job, "--output", output))
+    assert (code, err) == (2, f"rudra: {output}: exists; give another name or --force\n")
+    code, err = finish(start("run", job, "--resume"))
+    assert code == 2
+    assert "say which, by --output FILE.h5 or --resume FILE.h5" in err

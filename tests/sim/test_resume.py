@@ -1,0 +1,135 @@
+"""Training that goes on from a checkpoint: as if it had never stopped, or at least with nothing lost or twice."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clusters import Saved, Trained, train
+from torch import nn
+
+from rudra.config import Job
+from topologies import Plan
+
+MU = 8
+ADAM = {"name": "adam", "learning_rate": 0.002, "momentum": 0.0}
+TREE = {"name": "adv", "options": {"fan_out": 2}}
+ALONE = {"name": "groups", "options": {"groups": 1}}
+GROUPS = {"name": "groups", "options": {"groups": 2}}
+
+
+class Dropping(nn.Module):
+    """Has all that a restart could forget: dropout, and buffers that learning changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 10)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.layers(inputs)
+
+
+def make_job(protocol: str, **tables: Any) -> Job:
+    """Three epochs of twelve updates of hardsync each, with a schedule."""
+    optimizer = {"learning_rate": 0.05, "momentum": 0.9, "milestones": (1, 2), **tables.pop("optimizer", {})}
+    return Job(
+        model={"name": Dropping},
+        data={"train_limit": 384},
+        training={"minibatch_size": MU, "epochs": 3, "seed": 5, "evaluate": False},
+        optimizer=optimizer,
+        protocol={"name": protocol},
+        cluster={"learners": 4, "threads_per_rank": 1},
+        simulation={"jitter": 0.9, "latency_jitter_s": 0.05, "slowdown": {0: 3.0}},
+        results={"checkpoint_every": "1 updates"},
+        **tables,
+    )
+
+
+SETTINGS = {
+    "momentum": make_job("hardsync"),
+    "adam": make_job("hardsync", optimizer=ADAM),
+    "tree": make_job("hardsync", topology=TREE),
+    "tree, adam": make_job("hardsync", topology=TREE, optimizer=ADAM),
+    "allreduce": make_job("hardsync", topology=ALONE),
+    "groups": make_job("hardsync", topology=GROUPS),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Trained]:
+    return {name: train(job) for name, job in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("at", [1, 7, 12, 23, 24, 35])
+def test_hardsync_from_a_checkpoint_reaches_the_same_bits(undisturbed: dict[str, Trained], name: str, at: int) -> None:
+    whole = undisturbed[name]
+    saved = next(s for s in whole.saved if s.position.timestamp >= at)
+    resumed = train(SETTINGS[name], resumed=saved)
+    assert torch.equal(resumed.weights, whole.weights)
+    check_rows(whole, saved, resumed)
+    assert all(resumed.rows.totals[key] == whole.rows.totals[key] for key in ("timestamp", "samples", "applied"))
+    assert resumed.rows.learners is not None
+    assert whole.rows.learners is not None
+    assert np.array_equal(resumed.rows.learners["pushed"], whole.rows.learners["pushed"])
+
+
+def check_rows(whole: Trained, saved: Saved, resumed: Trained) -> None:
+    """What is recorded after the restart is what would have been."""
+    for table, clock in (("gradients", "update"), ("updates", "timestamp"), ("epochs", "timestamp")):
+        then = whole.rows[table]
+        then = then[then[clock] > saved.position.timestamp]
+        now = resumed.rows[table]
+        assert len(now) == len(then)
+        for column in set(then.dtype.names or ()) - {"time_s", "update_s", "evaluation_began_s"}:
+            assert now[column].tobytes() == then[column].tobytes(), column
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("stop_at", [0.31, 1.07, 2.2, 3.93])
+def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
+    undisturbed: dict[str, Trained], name: str, stop_at: float
+) -> None:
+    job = SETTINGS[name].with_(results={"checkpoint_every": "never"})
+    stopped = train(job, stop_at=stop_at)
+    assert stopped.rows.totals["timestamp"] < undisturbed[name].rows.totals["timestamp"]
+    (saved,) = stopped.saved
+    assert saved.position.timestamp == stopped.rows.totals["timestamp"]
+    resumed = train(job, resumed=saved)
+    assert torch.equal(resumed.weights, undisturbed[name].weights)
+
+
+@pytest.mark.parametrize("topology", [{"name": "base"}, TREE, {"name": "adv*"}, GROUPS], ids=lambda t: str(t["name"]))
+@pytest.mark.parametrize("protocol", ["softsync", "async"])
+@pytest.mark.parametrize("stop_at", [0.3, 0.6, 0.9])
+def test_stopped_and_resumed_no_gradient_is_missing_or_applied_twice(
+    protocol: str, topology: dict[str, Any], stop_at: float
+) -> None:
+    job = make_job(protocol, topology=topology)
+    parts, saved = [train(job, stop_at=stop_at)], None
+    for again in (stop_at, None):
+        saved = parts[-1].saved[-1]
+        assert saved.position.timestamp == parts[-1].rows.totals["timestamp"]  # it was stopped before it was over
+        parts.append(train(job, resumed=saved, stop_at=again if again is None else saved.position.time_s + again))
+    gradients = np.concatenate([part.rows["gradients"] for part in parts if "gradients" in part.rows.tables])
+    check_gradients(job, parts[0].plan, gradients)
+    updates = np.concatenate([part.rows["updates"] for part in parts if "updates" in part.rows.tables])
+    assert np.array_equal(updates["timestamp"], 1 + np.arange(len(updates)))
+    assert (np.diff(updates["time_s"]) >= 0).all()
+    epochs = np.concatenate([part.rows["epochs"] for part in parts if "epochs" in part.rows.tables])
+    assert list(epochs["epoch"]) == [1, 2, 3]
+    assert list(epochs["samples"]) == [int(updates["samples"][:t].sum()) for t in epochs["timestamp"]]
+    totals = parts[-1].rows.totals
+    assert totals["applied"] == len(gradients)
+    assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+
+
+def check_gradients(job: Job, plan: Plan, gradients: np.ndarray[Any, Any]) -> None:
+    """Each learner's gradients were applied once each, in order, from the first on, and by weights that were there."""
+    for learner in range(job.learners):
+        steps = gradients["step"][gradients["learner"] == learner]
+        assert np.array_equal(steps, np.arange(len(steps)))
+    assert (gradients["staleness"] >= 0).all()
+    assert (gradients["timestamp"] < gradients["update"]).all()

@@ -1,0 +1,178 @@
+"""Checkpoint files: what is written can be read, and whatever is damaged is refused."""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rudra import checkpoint
+from rudra.checkpoint import CheckpointWriter, previous_of, read
+from rudra.config import Job
+from rudra.errors import CheckpointError
+from rudra.position import Position
+from rudra.resume import fitted
+
+POSITION = Position(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7), epoch_loss=0.1)
+JOB = json.loads(Job(cluster={"learners": 2, "threads_per_rank": 1}).to_json())
+
+
+def tensors(seed: int = 0) -> dict[str, Any]:
+    values = np.random.default_rng(seed).normal(size=23).astype(np.float32)
+    return {"weights": values, "optimizer.step.0": np.array([7.0], np.float32), "optimizer.empty.1": values[:0]}
+
+
+def write(path: Path, position: Position = POSITION, seed: int = 0) -> None:
+    writer = CheckpointWriter(path, JOB, {"python_objects": ""})
+    writer.save(position, tensors(seed))
+    writer.commit()
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "run.ckpt")
+    state, found = read(tmp_path / "run.ckpt")
+    assert (state.position, state.job) == (POSITION, JOB)
+    assert list(found) == list(tensors())
+    assert all(np.array_equal(found[name], tensor) for name, tensor in tensors().items())
+    assert os.listdir(tmp_path) == ["run.ckpt"]
+
+
+def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
+    """The layout of safetensors, by hand: length, JSON, tensors at offsets after it."""
+    write(tmp_path / "run.ckpt")
+    data = (tmp_path / "run.ckpt").read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    assert header.pop("__metadata__")["format"] == "rudra 1"
+    first, last = header["weights"]["data_offsets"]
+    assert header["weights"]["dtype"] == "F32"
+    assert header["weights"]["shape"] == [23]
+    assert np.array_equal(np.frombuffer(data[8 + length + first : 8 + length + last], "<f4"), tensors()["weights"])
+
+
+def test_every_truncation_and_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    write(path)
+    whole = path.read_bytes()
+    end = 8 + struct.unpack_from("<Q", whole)[0]
+    padding = range(len(whole[:end].rstrip()), end)
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        refused(path)
+    path.write_bytes(whole + b"\0")
+    refused(path)
+    for place in range(len(whole)):
+        if place in padding:  # spaces that say nothing; another space is no damage
+            continue
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        refused(path)
+
+
+def refused(path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("length", [0, 3, 8, 200, -1])
+def test_the_checkpoint_before_is_offered_if_it_is_whole(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "run.ckpt"
+    write(path)
+    write(path, Position(timestamp=9, steps=(9, 9)), 1)
+    previous = previous_of(path)
+    assert read(previous)[0].position == POSITION
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(
+        CheckpointError, match=r"the one before it, of update 7, is whole: rudra resume .*previous\.ckpt"
+    ):
+        read(path)
+    previous.write_bytes(b"")
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    assert "the one before" not in str(caught.value)
+
+
+def test_another_format_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    write(path)
+    path.write_bytes(path.read_bytes().replace(b'"rudra 1"', b'"rudra 2"'))
+    with pytest.raises(CheckpointError, match="has format 'rudra 2'; this Rudra reads 'rudra 1'"):
+        read(path)
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("dies_in", ["link", "replace", "fsync", None])
+def test_whenever_the_writer_dies_a_whole_checkpoint_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str | None, links: bool
+) -> None:
+    path = tmp_path / "run.ckpt"
+    write(path)
+
+    class Death(BaseException):
+        pass
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Death
+
+    def no_links(*_: Any, **__: Any) -> None:
+        raise OSError("no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    if dies_in and (links or dies_in != "link"):
+        monkeypatch.setattr(os, dies_in, die)
+    with pytest.raises(Death) if dies_in and (links or dies_in != "link") else _nothing():
+        write(path, Position(timestamp=9, steps=(9, 9)), 1)
+    monkeypatch.undo()
+    left = [p for p in (path, previous_of(path)) if p.exists()]
+    assert left
+    assert {read(p)[0].position.timestamp for p in left} <= {7, 9}
+    write(path, Position(timestamp=11, steps=(11, 11)), 2)  # the next run of it is not disturbed
+    assert read(path)[0].position.timestamp == 11
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"training": {"minibatch_size": 3}}, "training.minibatch_size was 16, and is 3 now"),
+        ({"optimizer": {"name": "adam"}}, "optimizer.name was sgd, and is adam now"),
+        ({"cluster": {"learners": 3}}, "cluster.learners was 2, and is 3 now"),
+        ({"model": {"options": {"a": 1}}}, "model.options was {}, and is {'a': 1} now"),
+        ({"results": {"flush_s": 9.0}}, None),
+        ({"faults": {"stall_warning": 9.0}}, None),
+        ({"data": {"path": "elsewhere"}}, None),
+        ({"training": {"evaluate": False}}, None),
+        ({"cluster": {"threads_per_rank": 2}}, None),
+        ({"cluster": {"learners": None}}, None),
+    ],
+)
+def test_a_checkpoint_is_of_one_job(tmp_path: Path, tables: dict[str, Any], said: str | None) -> None:
+    write(tmp_path / "run.ckpt")
+    state, _ = read(tmp_path / "run.ckpt")
+    job = Job(**JOB).with_(**tables)
+    if said is None:
+        assert fitted(state, job) == {"learners": 2, "threads_per_rank": 1}
+    else:
+        with pytest.raises(CheckpointError) as caught:
+            fitted(state, job)
+        assert f"run.ckpt: is of another job: {said}; " in str(caught.value)
+
+
+def test_names(tmp_path: Path) -> None:
+    results = tmp_path / "a.b.h5"
+    path = checkpoint.path_of(results)
+    assert path.name == "a.b.ckpt"
+    assert previous_of(path).name == "a.b.previous.ckpt"
+    assert checkpoint.results_of(path) == checkpoint.results_of(previous_of(path)) == results
