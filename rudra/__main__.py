@@ -3,11 +3,12 @@
 import sys
 
 from rudra.cli import main as run
+from rudra.failures import leave
 
 
 def main() -> int:
     """Runs the command line of this process and returns its exit code."""
-    return run(sys.argv[1:])
+    return leave(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

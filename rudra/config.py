@@ -230,6 +230,9 @@ class FaultsTable(Table):
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="what a loss of NaN or infinity does to the run"
     )
+    on_learner_loss: Literal["continue", "stop"] = Field(
+        "continue", description="when a learner's rank dies: go on with the others, or stop with a checkpoint"
+    )
     stall_warning: float = Field(60.0, gt=0, description="seconds; a rank that waits longer says for whom and for what")
     stall_limit: float | None = Field(None, gt=0, description="seconds; a rank that waits longer ends the run")
 
@@ -401,15 +404,21 @@ class Job(Table):
     def _check_pair(self, plan: topologies.Plan) -> None:
         _check_pair(self.make_protocol(plan), plan, self.topology.name)
 
-    def make_protocol(self, plan: topologies.Plan | None = None) -> protocols.Protocol:
-        """The job's protocol, for the workers that the resolved job has: learners or compute groups."""
+    def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
+        """The job's protocol, for the workers that the resolved job has: learners or compute groups.
+
+        Args:
+            plan: who is who.
+            lost: workers that are no more; n is then at most what is left.
+        """
         table = self.protocol
         workers = (self.plan() if plan is None else plan).workers
+        left = workers - lost
         return protocols.make(
             _resolved("protocol", table.name),
-            learners=workers,
+            learners=left,
             minibatch_size=self.training.minibatch_size * self.learners / workers,
-            n=table.n,
+            n=min(table.n, left) if table.n and lost else table.n,
             modulation=table.modulation,
             reference_batch_size=table.reference_batch_size,
             scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,

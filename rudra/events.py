@@ -97,6 +97,12 @@ class Committed(Struct, frozen=True, gc=False):
     error: str = ""
 
 
+class Lost(Struct, frozen=True, gc=False):
+    """The rank of a role has died. Receives that were for it alone are gone, what was sent to it counts as `Sent`."""
+
+    role: int
+
+
 class Stopped(Struct, frozen=True, gc=False):
     """Somebody asked the run to stop in order."""
 
@@ -113,6 +119,7 @@ Event = (
     | Evaluated
     | Saved
     | Committed
+    | Lost
     | Stopped
 )
 

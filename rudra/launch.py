@@ -26,6 +26,7 @@ import cloudpickle
 from rudra.checkpoint import how_to_resume, path_of
 from rudra.config import Job
 from rudra.errors import EXIT_STOPPED, LaunchError, ResultsError
+from rudra.failures import TCP_FLAGS, ULFM
 
 MORE = b"\x1e\n"
 """Ends a piece of a rank's output that does not end its line; the relay takes it out again.
@@ -35,6 +36,15 @@ mpirun holds back what a rank writes until a newline comes, and a progress bar w
 
 GRACE_S = 30.0
 """How long the ranks may take to stop in order after Ctrl-C, and to write a checkpoint, before they are ended."""
+
+_EXIT = b"\x1eexit "
+"""Begins a line in which a rank that ends the run gives the exit code; the relay takes it out."""
+
+
+def exit_line(code: int) -> bytes:
+    """What a rank writes so that the launcher ends with this code."""
+    return _EXIT + b"%d\n" % code
+
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
 _NOISE = re.compile(rb"\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH ")  # now and then, while it ends
@@ -97,8 +107,16 @@ def is_open_mpi(mpirun: Path) -> bool:
     return "Open MPI" in version or "Open-MPI" in version
 
 
+def has_ulfm(mpirun: Path) -> bool:
+    """Whether this mpirun of Open MPI can let ranks outlive others."""
+    try:
+        return subprocess.run([mpirun, *ULFM, "--version"], capture_output=True, timeout=30).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
 def mpirun_command(
-    mpirun: Path, ranks: int, argv: Sequence[str], *, open_mpi: bool = True, root: bool = False
+    mpirun: Path, ranks: int, argv: Sequence[str], *, open_mpi: bool = True, root: bool = False, ulfm: bool = False
 ) -> list[str]:
     """The command that starts `ranks` copies of `argv`, on as many cores as there are.
 
@@ -108,6 +126,7 @@ def mpirun_command(
     if open_mpi:
         options += ["--oversubscribe", "--bind-to", "none"]
         options += ["--mca", "opal_signal", ""]  # no stack dump of C code when a rank crashes: see `explain`
+        options += [*ULFM, *TCP_FLAGS] if ulfm else []
         options += ["--allow-run-as-root"] if root else []
     return [str(mpirun), *options, "-n", str(ranks), *argv]
 
@@ -134,9 +153,11 @@ def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, qui
     open_mpi = is_open_mpi(mpirun)
     with _payload_file(output, payload) as file:
         worker = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(file)]
-        command = mpirun_command(mpirun, len(roles), worker, open_mpi=open_mpi, root=os.geteuid() == 0)
+        about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": open_mpi and has_ulfm(mpirun)}
+        command = mpirun_command(mpirun, len(roles), worker, **about)
         relay = Relay(_write_stderr, quiet=quiet)
         code, interrupted = _run(command, relay)
+    code = relay.code or code
     if code in {0, EXIT_STOPPED}:
         return code
     if interrupted:
@@ -162,11 +183,13 @@ class Relay:
     Attributes:
         banners: text of the banners that were taken out, one string each.
         reported: whether a rank wrote a line that begins with `rudra: `.
+        code: that a rank said is the run's; None: none did.
     """
 
     def __init__(self, write: Callable[[bytes], None], *, quiet: bool = False) -> None:
         self.banners: list[str] = []
         self.reported = False
+        self.code: int | None = None
         self._write = write
         self._quiet = quiet
         self._rest = b""
@@ -195,6 +218,10 @@ class Relay:
                 return before
             if _NOISE.match(line):
                 return b""
+            said, exits, code = line.partition(_EXIT)
+            if exits and code.isdigit():
+                self.code = int(code)
+                return said
             self.reported |= line.lstrip(b"\r\0").startswith(b"rudra: ")
             return (line + b"\n").strip(b"\0").replace(MORE, b"")
         if not rule and (self._banner or _BANNER.match(line)):

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from rudra.events import (
     Halt,
     Hash,
     Hashed,
+    Lost,
     Receive,
     Received,
     Record,
@@ -61,11 +61,13 @@ from rudra.executor import (
     StatisticsExecutor,
     arithmetic_of_thread,
 )
+from rudra.failures import Losses, outcome
 from rudra.lanes import Lane, Worker
 from rudra.messages import CONTROL_BYTES, Kind, Message
 from rudra.recorder import Recorder
 from rudra.reduction import make_reductions
 from rudra.roles import Machine
+from rudra.transfers import Transfers, Wanted
 from topologies import Plan
 from topologies.plan import LEARNER
 
@@ -90,15 +92,6 @@ class Ended(Exception):
     """The launcher told this rank to end."""
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """A tensor under way, in or out; `into` is the role and the buffer that receive it."""
-
-    request: "MPI.Request"
-    done: Callable[[], None]
-    into: tuple[int, str] | None = None
-
-
 class _Ring:
     """Posted receives for the control messages of one role, taken in the order of arrival."""
 
@@ -113,7 +106,7 @@ class _Ring:
     def take(self) -> Message | None:
         # Receives match in the order in which they were posted, so only the oldest can be next.
         request = self._requests[self._head]
-        if not request.Test():
+        if outcome(request) != "done":
             return None
         message = Message.decode(self._buffers[self._head])
         request.Start()
@@ -173,7 +166,8 @@ class Rank:
         self._halves = halves
         self._lent: Counter[tuple[int, str]] = Counter()  # transfers under way, by role and buffer
         self._rings = {role: _Ring(comm, role) for role in machines}
-        self._transfers: list[_Transfer] = []
+        self._losses = losses = Losses(comm)
+        self._transfers = Transfers(comm, losses, executors, self._received)
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
         self._computations: deque[tuple[int, Compute]] = deque()
@@ -188,6 +182,11 @@ class Rank:
         self._code = 0
         self._stop_asked = False
         self.ended = False  # set when the launcher is ending this rank
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks that have died: with any of them, nothing collective works any more."""
+        return self._losses.dead
 
     def stop(self) -> None:
         """Asks the run to end in order, if the weights' owner lives here; signal handlers may call this."""
@@ -256,21 +255,22 @@ class Rank:
         for role, ring in self._rings.items():
             while (message := ring.take()) is not None:
                 self._events.append((role, Received(message)))
-        if self._transfers:
-            finished = self._mpi.Request.Testsome([t.request for t in self._transfers])
-            if finished:
-                self._finished(finished)
-        while self._sending and self._sending[0][0].Test():
+        self._transfers.poll()
+        while self._sending and outcome(self._sending[0][0]) != "no":
             self._sending.popleft()
+        if self._losses.active:
+            self._look_for_losses()
         if self._recorder is not None:
             self._look_for_failures()
         return bool(self._events)
 
-    def _finished(self, places: list[int]) -> None:
-        for place in places:
-            self._transfers[place].done()
-        gone = set(places)
-        self._transfers = [t for i, t in enumerate(self._transfers) if i not in gone]
+    def _look_for_losses(self) -> None:
+        """Tells the roles here which others are no more."""
+        ranks = self._losses.look()
+        if ranks:
+            self._transfers.lose(ranks)
+            lost = [i for i, role in enumerate(self._plan.roles) if role.world_rank in ranks]
+            self._events.extend((role, Lost(other)) for other in lost for role in self._machines)
 
     def _keep_lent(self, role: int) -> None:
         executor = self._executors[role]
@@ -392,43 +392,28 @@ class Rank:
         wire = buffer.write_half(action.message) if halves else buffer.write(action.message)
         start = partial(self._comm.Isend, wire, to, action.to * CHANNELS + channel)
         self._lent[role, action.buffer] += 1
-        self._carry(channel, start, partial(self._sent, role, action.buffer, action.to))
+        sent = partial(self._sent, role, action.buffer, action.to)
+        if channel in self._lanes:
+            self._lanes[channel].carry(start, sent)
+        else:
+            self._transfers.send(start(), sent)
 
     def _receive(self, role: int, action: Receive) -> None:
         halves = self._halves and action.gradient
-        buffer = self._executors[role].buffer(action.buffer)
-        wire = buffer.half if halves else buffer.wire
-        source = self._mpi.ANY_SOURCE if action.source is None else self._plan.roles[action.source].world_rank
+        source = None if action.source is None else self._plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
-        start = partial(self._comm.Irecv, wire, source, role * CHANNELS + channel)
-        self._carry(channel, start, partial(self._received, role, action.buffer, halves), (role, action.buffer))
-
-    def _carry(
-        self,
-        channel: int,
-        start: "Callable[[], MPI.Request]",
-        done: Callable[[], None],
-        into: tuple[int, str] | None = None,
-    ) -> None:
-        """Starts a transfer, here or in the thread for its kind."""
+        tag = role * CHANNELS + channel
         if channel in self._lanes:
-            self._lanes[channel].carry(start, done)
+            wire = self._executors[role].buffer(action.buffer).wire
+            start = partial(self._comm.Irecv, wire, self._mpi.ANY_SOURCE if source is None else source, tag)
+            self._lanes[channel].carry(start, partial(self._received, role, action.buffer, halves))
         else:
-            self._transfers.append(_Transfer(start(), done, into))
+            self._transfers.receive(Wanted(role, action.buffer, source, tag, halves))
 
     def _withdraw(self, role: int, buffer: str) -> None:
         """Takes a receive back, unless something is coming already, which then arrives as ever."""
-        for place, transfer in enumerate(self._transfers):
-            if transfer.into == (role, buffer):
-                transfer.request.Cancel()
-                status = self._mpi.Status()
-                if transfer.request.Test(status):
-                    del self._transfers[place]
-                    if status.Is_cancelled():
-                        self._events.append((role, Withdrawn(buffer)))
-                    else:
-                        transfer.done()
-                return
+        if self._transfers.withdraw(role, buffer):
+            self._events.append((role, Withdrawn(buffer)))
 
     def _checkpoint(self, role: int, event: type[Saved] | type[Committed], *what: Any) -> None:
         """Lets the thread for checkpoints do one of its two steps; the disk may be slow."""
@@ -462,23 +447,25 @@ class Rank:
 
     def _look_for_failures(self) -> None:
         status = self._mpi.Status()
-        if self._comm.Iprobe(self._mpi.ANY_SOURCE, FAILURE_TAG, status):
+        try:
+            reported = self._comm.Iprobe(self._mpi.ANY_SOURCE, FAILURE_TAG, status)
+        except self._mpi.Exception:  # a loss that is not acknowledged yet
+            return
+        if reported:
             text = bytearray(status.Get_count(self._mpi.BYTE))
             self._comm.Recv(text, status.Get_source(), FAILURE_TAG)
             raise Reported(text.decode(errors="replace"))
 
     def _close(self) -> None:
         """Leaves nothing posted; what was sent is delivered, because every role has said that it is done."""
-        while self._sending:
+        while self._sending and not self._losses.dead:
             self._sending.popleft()[0].Wait()
-        for transfer in self._transfers:
-            transfer.request.Cancel()
-            transfer.request.Wait()
+        self._transfers.close()
         for thread in (*self._lanes.values(), *filter(None, (self._computer, self._saver))):
             thread.close()
         for reduction in self._reductions.values():
             reduction.close()
-        for ring in self._rings.values():
+        for ring in self._rings.values() if not self._losses.dead else ():
             ring.close()
         self._doorbell.close()
 

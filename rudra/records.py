@@ -138,10 +138,11 @@ TOTALS = np.dtype(
 
 EVENT = np.dtype(
     [
-        ("kind", "S16"),  # checkpoint, restart
+        ("kind", "S16"),  # checkpoint, restart, lost
         ("role", "<i4"),  # row of /roles; -1: none
         ("pad", "<i4"),
         ("timestamp", "<i8"),  # of the weights at that moment
+        ("gradients", "<i8"),  # added up by then: applied, and pending
         ("time_s", "<f8"),
         ("wall_s", "<f8"),  # seconds since 1970; 0 in a simulation
         ("text", "S512"),

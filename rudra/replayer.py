@@ -23,7 +23,7 @@ from rudra import data, models, roles, roster
 from rudra.config import Job, SimulationTable, cores
 from rudra.costs import CostModel
 from rudra.errors import ConfigError, ProtocolError, ReplayError, ResultsError
-from rudra.events import Action, Compute, Copy, Event, Finish, Receive, Received, Record, Reduce, Send, Started
+from rudra.events import Action, Compute, Copy, Event, Finish, Lost, Receive, Received, Record, Reduce, Send, Started
 from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.hands import TensorHands
 from rudra.messages import Kind, Message, Rows
@@ -36,7 +36,7 @@ from rudra.roles.machine import States, short
 from rudra.roles.owner import WEIGHTS, Owner
 from rudra.sim import Simulation
 from topologies import Plan
-from topologies.plan import LEARNER
+from topologies.plan import LEARNER, TREE_SERVER
 
 CHANGEABLE = ("data.path", "training.warm_start")
 """Keys of the job that say where something is: all that a replay may change."""
@@ -74,6 +74,7 @@ class Replayed:
         status: of the recorded run: "finished", "interrupted", ….
         weights_sha256: hash of the weights after the last of them.
         difference: the first one, or None.
+        note: why no more was repeated.
     """
 
     updates: int
@@ -81,6 +82,7 @@ class Replayed:
     status: str
     weights_sha256: str
     difference: Difference | None
+    note: str = ""
 
     @property
     def identical(self) -> bool:
@@ -92,7 +94,7 @@ class Replayed:
             return f"differs: {where} (of {self.recorded}): {self.difference.text}"
         count = f"{self.updates} of {self.recorded}" if self.updates < self.recorded else f"{self.updates}"
         ended = "" if self.status == "finished" else f" (the run is {self.status})"
-        return f"identical: {count} updates{ended}, weights sha256 {self.weights_sha256}"
+        return f"identical: {count} updates{ended}, weights sha256 {self.weights_sha256}{self.note}"
 
 
 def replay(
@@ -166,6 +168,7 @@ class _Record:
     def __init__(self, results: Results) -> None:
         self.path, self.attributes, self.state = results.path, results.attributes, results.state
         self.gradients, self.updates, self.epochs = results.gradients, results.updates, results.epochs
+        self.roles, self.recorded = results.roles, len(results.updates)
         self.finished = self.state["status"] == "finished"
         self.updates_count = len(self.updates)
         if self.finished:
@@ -173,8 +176,31 @@ class _Record:
         else:
             needed = np.cumsum(self.updates["gradients"])
             self.updates_count = int(np.searchsorted(needed, len(self.gradients), "right"))
-            self.updates = self.updates[: self.updates_count]
-            self.gradients = self.gradients[: int(needed[self.updates_count - 1]) if self.updates_count else 0]
+            self._cut(self.updates_count)
+        events = results.events
+        self.losses = events[events["kind"] == b"lost"]
+        self.note = ""
+        if len(self.losses):
+            self._stop_where_the_dead_return(events)
+
+    def _cut(self, updates: int) -> None:
+        """Forgets what was recorded after an update."""
+        self.updates_count = updates
+        self.updates = self.updates[:updates]
+        self.gradients = self.gradients[: int(self.updates["gradients"].sum())]
+
+    def _stop_where_the_dead_return(self, events: Rows) -> None:
+        """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them."""
+        first = self.losses[0]
+        again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
+        ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
+        if any(role["kind"] == TREE_SERVER.encode() for role in self.roles):
+            ends.append((int(first["timestamp"]), "a learner died, and servers of a tree do not record when they knew"))
+        if ends:
+            update, why = min(ends)
+            self.finished = False
+            self._cut(min(update, self.updates_count))
+            self.note = f"; {why}"
 
 
 class _Left(Exception):
@@ -280,7 +306,7 @@ class _Replay(Simulation):
             machines = {**machines, **{role: _Fed(role, plan, digest) for role in plan.learners}}
         super().__init__(plan, machines, hands, comparison, costs, size_bytes=1, seed=0)
         self._tensors = hands
-        self._rows = record.gradients
+        self._rows, self._losses = record.gradients, record.losses
         self._done = dict.fromkeys(range(len(plan.learners)), 0)
         stamps, counts = np.unique(self._rows["timestamp"], return_counts=True)
         self._needed = dict(zip(stamps.tolist(), counts.tolist(), strict=True))  # timestamp -> gradients to come
@@ -305,6 +331,10 @@ class _Replay(Simulation):
         place = 0
         while place < len(self._rows) and self._owner.timestamp < updates:
             try:
+                if len(self._losses) and self._losses[0]["gradients"] <= place:
+                    self._lose(int(self._losses[0]["role"]))
+                    self._losses = self._losses[1:]
+                    continue
                 place += self._apply(place)
             except ProtocolError as error:
                 raise _Left(self._owner.timestamp + 1, str(error)) from None
@@ -331,6 +361,14 @@ class _Replay(Simulation):
         if self._owner.timestamp > before:
             self._keep()
         return len(members)
+
+    def _lose(self, role: int) -> None:
+        """A learner died here."""
+        before = self._owner.timestamp
+        self._handle(self._actors[self.plan.server], Lost(role))
+        self.settle()
+        if self._owner.timestamp > before:
+            self._keep()
 
     def _together(self, row: np.void) -> tuple[int, ...]:
         """The learners whose gradients were added up before they were pushed, this row's among them."""
@@ -402,7 +440,8 @@ def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Pa
     if target is not None and difference is None:
         _save(target, job, info, server)
     done = updates if difference is None else max(0, difference.update - 1)
-    return Replayed(done, record.updates_count, record.state["status"], server.hash("weights"), difference)
+    digest = server.hash("weights")
+    return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
 
 
 def _same_weights(update: int, which: str, then: str, now: str) -> None:

@@ -225,15 +225,8 @@ def carried(results: Results, position: Position) -> Carried:
         state = results.state
         ended = f"{state['status']}: {state['reason']}" if state["reason"] else "was killed"
         text = f"goes on from the checkpoint of update {position.timestamp}; {dropped} updates after it are done again"
-        row = (
-            b"restart",
-            -1,
-            0,
-            position.timestamp,
-            position.time_s,
-            time.time(),
-            f"{text}; it {ended}".encode()[:512],
-        )
+        about = (position.timestamp, position.applied, position.time_s, time.time())
+        row = (b"restart", -1, 0, *about, f"{text}; it {ended}".encode()[:512])
         yield np.array([row], EVENT)
 
     rows: dict[Kind, Iterable[Rows]] = {

@@ -17,11 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rudra import checkpoint
+from rudra import checkpoint, failures
 from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
 from rudra.errors import RudraError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
+from rudra.failures import Losses, end_everybody, outlive
+from rudra.launch import exit_line
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
 from rudra.progress import Progress
 from rudra.recorder import Recorder, arithmetic, make_writer, python_objects
@@ -68,7 +70,28 @@ def run_ranks(
     """
     from mpi4py import MPI
 
-    comm = (comm or MPI.COMM_WORLD).Dup()
+    try:
+        return _run_ranks(job, output, progress, overwrite, resume, launched, (comm or MPI.COMM_WORLD).Dup())
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+            raise
+        losses = Losses(MPI.COMM_WORLD)
+        losses.look()
+        if MPI.COMM_WORLD.rank == min(set(range(MPI.COMM_WORLD.size)) - losses.dead):
+            dead = ", ".join(f"rank {rank}" for rank in sorted(losses.dead))
+            print(f"rudra: {dead} died before training began", file=sys.stderr, flush=True)
+        end_everybody(MPI.COMM_WORLD, 1)
+
+
+def _run_ranks(
+    job: Job,
+    output: Path | None,
+    progress: dict[str, Any],
+    overwrite: bool,
+    resume: Path | bool,
+    launched: bool,
+    comm: "MPI.Comm",
+) -> tuple[int, Path]:
     begin = _decided(comm, lambda: decide(job, output, resume, force=overwrite, named=lambda: default_output(job.name)))
     if isinstance(begin, int):
         return begin, output or Path()
@@ -85,7 +108,8 @@ def run_ranks(
     session = _Session(comm, job, plan, begin, launched=launched)
     code = session.prepare(progress)
     code = session.run() if code is None else code
-    comm.Free()
+    if not failures.outlived:
+        comm.Free()
     return code, begin.output
 
 
@@ -310,7 +334,10 @@ class _Session:
             if self._keeps_results and code:
                 text = f"rudra: {self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}"
                 print(text, file=sys.stderr, flush=True)
-            self._meet()
+            if rank.lost:
+                outlive()
+            else:
+                self._meet()
             return code
         except Ended:
             if self._keeps_results:
@@ -369,12 +396,15 @@ class _Session:
             to = self._plan.roles[self._plan.statistics].world_rank
             report = f"{code} {text}".encode()
             request = self._comm.Isend(report, to, FAILURE_TAG)
-            deadline = time.monotonic() + GRACE_S
+            heard = self._rank is None or to not in self._rank.lost
+            deadline = time.monotonic() + (GRACE_S if heard else 0.0)
             while time.monotonic() < deadline:
                 request.Test()
                 time.sleep(1e-3)
         print(text, file=sys.stderr, flush=True)
-        self._comm.Abort(code)
+        if self._launched:  # mpirun does not tell its parent
+            os.write(2, exit_line(code))
+        end_everybody(self._comm, code)
 
 
 def _floats_of(executors: dict[int, Executor]) -> Callable[[int, str], Any]:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+START_S = 300
+"""After so long in MPI's start this rank is ended: if another died meanwhile, it would wait for ever."""
+
 
 class PromptOutput(io.RawIOBase):
     """Standard error that mpirun passes on at once, although a progress bar ends no line."""
@@ -95,11 +98,14 @@ def start_mpi() -> None:
     from rudra.errors import LaunchError
     from rudra.launch import world_size
 
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(START_S)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(f"MPI cannot be used: {reason}; `rudra doctor` says more") from None
+    signal.alarm(0)
     expected, found = world_size(), MPI.COMM_WORLD.size
     if expected is not None and expected != found:
         library = MPI.Get_library_version().split(",")[0].strip("\0\n ")
@@ -111,6 +117,9 @@ def start_mpi() -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1]))
+        code = main(sys.argv[1])
+        from rudra.failures import leave
+
+        sys.exit(leave(code))
     except KeyboardInterrupt:  # before or after the run itself: nobody may wait for this rank in MPI_Finalize
         os._exit(1)

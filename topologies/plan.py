@@ -130,6 +130,10 @@ class Plan:
         """Of every role; servers that may be anywhere are on the first node if `near`, else `ELSEWHERE`."""
         return tuple(0 if near and role.node == ELSEWHERE else role.node for role in self.roles)
 
+    def survives(self, role: int) -> bool:
+        """Whether a run can go on without a role: a learner that nobody else needs for an average or for weights."""
+        return self.roles[role].kind == LEARNER and not self.groups and not self.overlapped
+
     def learners_below(self, role: int) -> int:
         """How many learners' gradients pass a role, itself included."""
         return int(self.roles[role].kind == LEARNER) + sum(map(self.learners_below, self.children[role]))

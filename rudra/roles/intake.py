@@ -23,23 +23,24 @@ class Intake:
     def __init__(self, sources: Sequence[int], buffers: int, ordered: bool) -> None:
         self.pool = tuple(f"gradient {i}" for i in range(buffers))
         self.free = deque(self.pool)
-        self.posted: set[str] = set()
-        self.arrived: deque[tuple[str, tuple[Gradient, ...]]] = deque()
+        self.posted: dict[str, int | None] = {}  # buffer -> for which source alone
+        self.arrived: deque[tuple[str, int, tuple[Gradient, ...]]] = deque()  # buffer, sender, what it stands for
         self.accumulator: str | None = None
         self.samples = 0
         self.lent: str | None = None
-        self._sources, self._ordered, self._next_source = sources, ordered, 0
+        self._sources, self._ordered, self._next_source = list(sources), ordered, 0
+        self._turns = deque(self._sources if ordered else ())  # whom this average still waits for, in order
         self._receives = {buffer: Receive(buffer, gradient=True) for buffer in self.pool}
 
     def validate(self) -> None:
-        places = [*self.free, *self.posted, *(buffer for buffer, _ in self.arrived)]
+        places = [*self.free, *self.posted, *(buffer for buffer, _, _ in self.arrived)]
         places += [buffer for buffer in (self.accumulator, self.lent) if buffer is not None]
         assert sorted(places) == sorted(self.pool), places
 
     @property
     def waiting(self) -> int:
         """Gradients that have arrived and are not added yet."""
-        return sum(len(gradients) for _, gradients in self.arrived)
+        return sum(len(gradients) for _, _, gradients in self.arrived)
 
     def post(self, training: bool) -> list[Action]:
         """Lets gradients into the free buffers; in order while the training goes on, if the protocol asks for it."""
@@ -50,7 +51,7 @@ class Intake:
             if self._ordered and training:
                 receive = Receive(buffer, self._sources[self._next_source], gradient=True)
                 self._next_source = (self._next_source + 1) % len(self._sources)
-            self.posted.add(buffer)
+            self.posted[buffer] = receive.source
             actions.append(receive)
         return actions
 
@@ -60,25 +61,49 @@ class Intake:
 
     def withdrawn(self, buffer: str) -> None:
         """A receive was taken back."""
-        self.posted.discard(buffer)
+        del self.posted[buffer]
         self.free.append(buffer)
 
     def take(self, event: Received) -> None:
         """A transfer has landed."""
         buffer = event.buffer or ""
-        self.posted.discard(buffer)
-        self.arrived.append((buffer, event.message.gradients))
+        self.posted.pop(buffer, None)
+        self.arrived.append((buffer, event.message.sender, event.message.gradients))
 
-    def bring(self, learner: int) -> bool:
-        """Brings the arrived gradient that begins with this learner's to the front; False if there is none."""
-        for place, (_, gradients) in enumerate(self.arrived):
-            if gradients[0].learner == learner:
+    def bring(self) -> bool:
+        """Brings the arrived gradient whose turn it is to the front; False if it is not here."""
+        for place, (_, sender, _) in enumerate(self.arrived):
+            if self._turns and sender == self._turns[0]:
                 self.arrived.rotate(-place)
                 return True
         return False
 
+    @property
+    def complete(self) -> bool:
+        """In order: whether all sources are in this average."""
+        return not self._turns
+
+    def lose(self, source: int) -> int:
+        """A source is no more; how many gradients of its, which had arrived but have no turn any more, are dropped."""
+        place = self._sources.index(source)
+        del self._sources[place]
+        self._next_source = (self._next_source - (place < self._next_source)) % max(1, len(self._sources))
+        for buffer in [buffer for buffer, of in self.posted.items() if of == source]:
+            self.withdrawn(buffer)
+        if not self._ordered:
+            return 0
+        if source in self._turns:
+            self._turns.remove(source)
+        gone = [entry for entry in self.arrived if entry[1] == source]
+        for entry in gone:
+            self.arrived.remove(entry)
+            self.free.append(entry[0])
+        return sum(len(gradients) for _, _, gradients in gone)
+
     def average(self, buffer: str, samples: int, scale: float) -> list[Action]:
         """Adds a gradient to the average, in which it counts by its samples."""
+        if self._turns:
+            self._turns.popleft()
         self.samples += samples
         if self.accumulator is None:
             self.accumulator = buffer
@@ -91,11 +116,13 @@ class Intake:
         buffer = self.accumulator
         assert buffer is not None
         self.accumulator, self.samples = None, 0
+        if self._ordered:
+            self._turns = deque(self._sources)
         return buffer
 
     def discard(self) -> int:
         """Drops what has arrived; how many gradients that was."""
         dropped = self.waiting
-        self.free.extend(buffer for buffer, _ in self.arrived)
+        self.free.extend(buffer for buffer, _, _ in self.arrived)
         self.arrived.clear()
         return dropped

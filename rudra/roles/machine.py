@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rudra.errors import ProtocolError
-from rudra.events import Action, Event, Received, Send
+from rudra.events import Action, Event, Lost, Received, Send
 from rudra.messages import PACK, ROWS, Kind, split
 from topologies import Plan
 
@@ -55,12 +55,18 @@ class Machine:
             ProtocolError: the state does not allow the event; nothing has changed.
         """
         kind = type(event)
+        if kind is Lost:
+            return self.lose(event.role, now)  # type: ignore[union-attr]
         trigger: Any = event.message.kind if kind is Received else kind  # type: ignore[union-attr]
         method = self._methods.get((self.state, trigger))
         if method is None:
             what = trigger.name if isinstance(trigger, Kind) else trigger.__name__
             raise ProtocolError(f"{self.name} cannot take {what} while {self.state.name}")
         return method(self, event, now)
+
+    def lose(self, role: int, now: float) -> list[Action]:
+        """The rank of another role has died; whoever cannot do without it says so."""
+        return []
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold; tests call it after every event."""

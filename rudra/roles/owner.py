@@ -252,4 +252,5 @@ class Owner(Machine):
 
     def _tell(self, kind: str, timestamp: int, time_s: float, text: str, role: int = -1) -> None:
         """Enters something into the table of events."""
-        self._outbox.add(Kind.EVENTS, kind.encode(), role, 0, timestamp, time_s, 0.0, text.encode()[:512])
+        gradients = self.applied + len(self._pending)
+        self._outbox.add(Kind.EVENTS, kind.encode(), role, 0, timestamp, gradients, time_s, 0.0, text.encode()[:512])

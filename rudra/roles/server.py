@@ -14,6 +14,7 @@ not wait for that.
     CLOSING       everything is recorded              -> DONE
 """
 
+from collections import deque
 from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
@@ -45,6 +46,7 @@ from rudra.roles.intake import Intake
 from rudra.roles.machine import States, listed, short
 from rudra.roles.owner import WEIGHTS, Owner
 from topologies import Plan
+from topologies.plan import STATISTICS_SERVER
 
 DOWNCAST = ("downcast 0", "downcast 1")
 """Copies of the weights on their way down the weights' tree; two, so that one slow edge holds up no other."""
@@ -108,9 +110,14 @@ class ParameterServer(Owner):
         self._ordered, self._grants_on_push = self.protocol.ordered, self.protocol.grants_on_push
         self.discarded = self.lost = 0
         self.received = position.applied
+        self._received = {child: position.below(plan, child) for child in plan.children[role]}
         workers = [members[0] for members in plan.groups] or plan.learners
         self.pushed = [position.step(plan.roles[worker].index) for worker in workers]
-        self._children = plan.children[role]
+        self._places = list(range(len(plan.learners)))  # learner -> its place there; -1: it is no more
+        self._deferred: deque[int] = deque()  # roles that died while an update was due
+        self._from_lost = 0  # gradients of learners that are no more
+        self._job = job
+        self._children = list(plan.children[role])
         self._receivers = plan.receivers[role]
         self._worker = {child: worker for worker, child in enumerate(self._children)}
         self._grouped = bool(plan.groups)
@@ -150,7 +157,7 @@ class ParameterServer(Owner):
     def validate(self) -> None:
         super().validate()
         self.intake.validate()
-        assert self._grouped or self.received == sum(self.pushed)
+        assert self._grouped or self.received == sum(self.pushed) + self._from_lost
         assert self.received == self.applied + self.pending + self.discarded + self.lost
         assert self._lent >= 0
         assert bool(self._pending) == (self.intake.accumulator is not None)
@@ -200,11 +207,16 @@ class ParameterServer(Owner):
         self.intake.take(event)
         gradients, pushed = event.message.gradients, self.pushed
         self.received += len(gradients)
+        self._received[event.message.sender] += len(gradients)
         if self._grouped:
             pushed[self._worker[event.message.sender]] += 1
         else:
             for gradient in gradients:
-                pushed[gradient.learner] += 1
+                place = self._places[gradient.learner]
+                if place >= 0:
+                    pushed[place] += 1
+                else:
+                    self._from_lost += 1
 
     def _work(self, now: float) -> list[Action]:
         """Handles what has arrived, one gradient after the other, as far as the leases allow."""
@@ -215,8 +227,11 @@ class ParameterServer(Owner):
                 if self._lent:
                     return actions
                 actions += self._update(now)
-            elif intake.arrived and (not self._ordered or intake.bring(len(self._pending))):
-                actions += self._add(*intake.arrived.popleft())
+                while self._deferred:
+                    actions += self.lose(self._deferred.popleft(), now)
+            elif intake.arrived and (not self._ordered or intake.bring()):
+                buffer, _, gradients = intake.arrived.popleft()
+                actions += self._add(buffer, gradients)
             else:
                 break
         if self.timestamp > updates:
@@ -229,8 +244,9 @@ class ParameterServer(Owner):
         scale = self._gradient_weight(self.timestamp - gradients[0].timestamp)
         samples = self._count(gradients, scale)
         self._units += 1 if self._grouped else len(gradients)
-        self._update_due = self.protocol.update_due(self._units)
-        return self.intake.average(buffer, samples, scale)
+        actions = self.intake.average(buffer, samples, scale)
+        self._update_due = self.intake.complete if self._ordered else self.protocol.update_due(self._units)
+        return actions
 
     # Updates out.
 
@@ -311,6 +327,58 @@ class ParameterServer(Owner):
             return self._work(now)
         return [] if self.state is TRAINING else self._begin(now)
 
+    # Learners that die. What they pushed completely counts as ever, unless its turn cannot come any more.
+
+    def lose(self, role: int, now: float) -> list[Action]:
+        plan = self.plan
+        name = f"{plan.roles[role].name} (rank {plan.roles[role].world_rank})"
+        if plan.roles[role].kind == STATISTICS_SERVER:
+            return [] if self.state is State.DONE else [Fail(f"the {name} died")]
+        if self.state in {State.CLOSING, State.DONE} or not plan.survives(role):
+            return []  # nobody is missed any more, or the statistics server says so, and ends the run
+        if self.state is State.INITIALISING:
+            return [Fail(f"{name} died before training began")]
+        if self._update_due:  # and waits for leases: it is still one of before
+            self._deferred.append(role)
+            return []
+        learner = plan.roles[role].index
+        place = self._places[learner]
+        pushed = self.pushed.pop(place)
+        self._from_lost += pushed
+        self._places = [i - 1 if i > place else -1 if i == place else i for i in self._places]
+        if not self.pushed:
+            return [Fail(f"{name} died, and no learner is left")]
+        if role in self._children:
+            self._drop(role)
+        try:
+            self.protocol = self._job.make_protocol(plan, plan.workers - len(self.pushed))
+        except ValueError as error:
+            return [Fail(f"{name} died, and with {len(self.pushed)} learners the protocol cannot go on: {error}")]
+        self._gradient_weight = self.protocol.modulation.gradient_weight
+        self._weights_changed()
+        text = f"died when {self._steps[learner]} of its gradients had been applied, with the next under way"
+        self._tell("lost", self.timestamp, now - self._began, text, role)
+        account = (learner, plan.roles[role].world_rank, pushed, pushed * self._job.training.minibatch_size)
+        self._outbox.add(Kind.LEARNERS, *account, 0, 0, 0.0, 0.0, 0.0, 0.0)
+        left = f"{len(self.pushed)} learners are left, {self.protocol.gradients_per_update} gradients make an update"
+        actions: list[Action] = [Warn(f"{name} died; {left}")]
+        if self.state is not TRAINING:
+            return actions + self.intake.post(False) + self._close(now)
+        if self._job.faults.on_learner_loss == "stop":
+            self._stopped = True
+            return actions + self._drain()
+        complete = self.intake.complete if self._ordered else self.protocol.update_due(self._units)
+        self._update_due = bool(self._pending) and complete
+        return actions + self._work(now) + self._answer_all()
+
+    def _drop(self, child: int) -> None:
+        """Forgets a child that is no more."""
+        self.lost += self.intake.lose(child)
+        self._children.remove(child)
+        self._worker = {child: worker for worker, child in enumerate(self._children)}
+        self._pulls.pop(child, None)
+        self._left.pop(child, None)
+
     # The end: what is under way is let in, counted and dropped.
 
     def _drain(self) -> list[Action]:
@@ -347,7 +415,7 @@ class ParameterServer(Owner):
         return self._close(now)
 
     def _close(self, now: float) -> list[Action]:
-        here = len(self._left) == len(self._children) and self.received == sum(self._left.values())
+        here = all(self._left.get(child) == self._received[child] for child in self._children)
         if self.state is not State.DRAINING or not here or self._update_rows or self._edges_busy:
             return []
         self.state = State.CLOSING

@@ -23,6 +23,7 @@ from rudra.events import (
     Action,
     Evaluate,
     Evaluated,
+    Fail,
     Finish,
     Halt,
     Hash,
@@ -81,7 +82,7 @@ class StatisticsServer(Machine):
         self.epochs = job.training.epochs
         self._evaluates = job.training.evaluate
         self._learners = np.zeros(len(plan.learners), records.LEARNER)
-        self._accounts = 0
+        self._accounts: set[int] = set()  # learners whose row is there, or who are no more
         self._totals: Rows | None = None
         self._rows: dict[int, Rows] = {}  # epoch -> its row, until those before it are recorded
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
@@ -89,6 +90,7 @@ class StatisticsServer(Machine):
         self._recorded = position.epoch
         self._last_epoch = self.epochs  # unless the run is stopped
         self._code = 0
+        self._gone: set[int] = set()  # roles whose rank has died
         self._checkpointed: Message | None = None  # asked for, and not safe yet
         self._began = 0.0
         self._final_weights: str | None = None
@@ -97,8 +99,8 @@ class StatisticsServer(Machine):
     def waiting_for(self) -> str:
         if self._totals is None:
             return f"the account of the {self.plan.roles[self.plan.server].name}"
-        if self._accounts < len(self._learners):
-            return f"the accounts of {len(self._learners) - self._accounts} learners"
+        if len(self._accounts) < len(self._learners):
+            return f"the accounts of {len(self._learners) - len(self._accounts)} learners"
         return f"the weights of epoch {self._recorded + 1}"
 
     def validate(self) -> None:
@@ -201,7 +203,7 @@ class StatisticsServer(Machine):
     def _learner(self, event: Received, now: float) -> list[Action]:
         for row in _rows(event):
             self._learners[row["learner"]] = row
-            self._accounts += 1
+            self._accounts.add(int(row["learner"]))
         return self._finish()
 
     def _account(self, event: Received, now: float) -> list[Action]:
@@ -209,18 +211,27 @@ class StatisticsServer(Machine):
         return self._finish()
 
     def _finish(self) -> list[Action]:
-        complete = self._accounts == len(self._learners) and self._recorded == self._last_epoch
+        complete = len(self._accounts) == len(self._learners) and self._recorded == self._last_epoch
         if self._totals is None or not complete:
             return []
         assert (self._final_weights is None) == bool(self._code)
         self.state = State.DONE
         done = Message(Kind.DONE, self.id, value=self._code)
-        others = (i for i in range(len(self.plan.roles)) if i != self.id)
+        others = (i for i in range(len(self.plan.roles)) if i != self.id and i not in self._gone)
         return [
             Finish(self._totals, self._learners, self._final_weights),
             *(Send(i, done) for i in others),
             Halt(self._code),
         ]
+
+    def lose(self, role: int, now: float) -> list[Action]:
+        lost = self.plan.roles[role]
+        if self.state is State.DONE:
+            return []
+        if not self.plan.survives(role):
+            return [Fail(f"{lost.name} (rank {lost.world_rank}) died, and the run cannot go on without it")]
+        self._gone.add(role)  # the server gives the account of a learner that is no more
+        return []
 
     def _to_server(self, kind: Kind) -> Action:
         return Send(self.plan.server, Message(kind, self.id))

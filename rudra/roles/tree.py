@@ -13,6 +13,7 @@ ones land in a second buffer, while those of before may still be on their way to
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import auto
 from typing import Any, ClassVar
 
@@ -77,16 +78,19 @@ class TreeServer(Machine):
         assert parent is not None
         self.parent = parent
         self.state = State.WAITING
-        self._children = plan.children[role]
+        self._job = job
+        self._children = list(plan.children[role])
         self._receivers = plan.receivers[role]
         self._protocol = job.make_protocol(plan)
         self._ordered = self._protocol.ordered
         self._together = min(plan.learners_below(role), self._protocol.gradients_per_update)
-        self._first_learner = _first_learner(plan, role)
+        self._below = set(_learners(plan, role))
+        self._lost = 0  # learners, of all
         self.intake = Intake(self._children, 3, self._ordered)
         self._pending: list[Gradient] = []
         self.timestamp = 0
         self.received = self.relayed = position.below(plan, role)
+        self._received = {child: position.below(plan, child) for child in plan.children[role]}
         self._digest: int | None = None
         self._ready: set[int] = set()
         self._current, self._spare = WEIGHTS
@@ -167,13 +171,14 @@ class TreeServer(Machine):
     def _take(self, event: Received) -> None:
         self.intake.take(event)
         self.received += len(event.message.gradients)
+        self._received[event.message.sender] += len(event.message.gradients)
 
     def _work(self) -> list[Action]:
         """Averages what has arrived, and passes the average on when it is complete and the way is free."""
         actions: list[Action] = []
         intake = self.intake
         while True:
-            if len(self._pending) >= self._together:
+            if self._complete():
                 if intake.lent is not None:
                     break
                 actions.append(self._relay())
@@ -183,14 +188,20 @@ class TreeServer(Machine):
                 break
         return actions + intake.post(self.state is State.TRAINING)
 
+    def _complete(self) -> bool:
+        """Whether the average stands for as many gradients as are passed on together."""
+        if self._ordered:
+            return self.intake.complete and bool(self._pending)
+        return len(self._pending) >= self._together
+
     def _may_add(self) -> bool:
         """Whether a gradient has arrived whose turn it is; once training has ended, that is anyone's."""
         if not self._ordered or self.state is State.STOPPING:
             return True
-        return self.intake.bring(self._first_learner + len(self._pending))
+        return self.intake.bring()
 
     def _add(self) -> list[Action]:
-        buffer, gradients = self.intake.arrived.popleft()
+        buffer, _, gradients = self.intake.arrived.popleft()
         self._pending += gradients
         return self.intake.average(buffer, sum(g.samples for g in gradients), 1.0)
 
@@ -218,7 +229,7 @@ class TreeServer(Machine):
 
     def _ask(self) -> list[Action]:
         """Asks the parent, unless that is under way, or can go with the gradient that waits for its turn."""
-        if not self._may_ask() or len(self._pending) >= self._together:
+        if not self._may_ask() or self._complete():
             return []
         asked, held = self._question()
         return [Send(self.parent, Message(Kind.PULL, self.id, asked, held))]
@@ -264,6 +275,27 @@ class TreeServer(Machine):
             actions = self._fetch() if self._fetching and event.buffer == self._spare else []
         return actions + self._leave() if self.state is State.STOPPING else actions
 
+    # Learners that die.
+
+    def lose(self, role: int, now: float) -> list[Action]:
+        plan = self.plan
+        if self.state in {State.STOPPED, State.DONE} or not plan.survives(role):
+            return []
+        self._lost += 1
+        with suppress(ValueError):  # the root says so, and ends the run
+            self._protocol = self._job.make_protocol(plan, self._lost)
+        self._below.discard(role)
+        self._together = max(1, min(len(self._below), self._protocol.gradients_per_update))
+        if role in self._children:
+            dropped = self.intake.lose(role)
+            self.received -= dropped
+            self._children.remove(role)
+            self._pulls.pop(role, None)
+            self._left.pop(role, None)
+        if self.state is State.TRAINING:
+            return self._work() + self._ask()
+        return self.intake.post(False) + self._leave() if self.state is State.STOPPING else []
+
     # The end: what the children have pushed is passed on, and counted by the root.
 
     def _stop(self, event: Received, now: float) -> list[Action]:
@@ -292,7 +324,7 @@ class TreeServer(Machine):
         return self._leave()
 
     def _leave(self) -> list[Action]:
-        here = len(self._left) == len(self._children) and self.received == sum(self._left.values())
+        here = all(self._left.get(child) == self._received[child] for child in self._children)
         if not here or self._fetching or self.intake.lent is not None or any(self._lent.values()):
             return []
         if self._pending:
@@ -305,7 +337,7 @@ class TreeServer(Machine):
         return [Halt(event.message.value)]
 
 
-def _first_learner(plan: Plan, role: int) -> int:
-    while children := plan.children[role]:
-        role = children[0]
-    return plan.roles[role].index
+def _learners(plan: Plan, role: int) -> list[int]:
+    """Ids of the learners below a server."""
+    children = plan.children[role]
+    return [role] if not children else [learner for child in children for learner in _learners(plan, child)]

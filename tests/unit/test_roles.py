@@ -35,6 +35,7 @@ from rudra.events import (
     Event,
     Fail,
     Hashed,
+    Lost,
     Received,
     Reduced,
     Saved,
@@ -249,6 +250,12 @@ def row(kind: Kind) -> np.ndarray:
     return np.zeros(1, ROWS[kind])
 
 
+def account(learner: int) -> np.ndarray:
+    rows = row(Kind.LEARNERS)
+    rows["learner"] = learner
+    return rows
+
+
 def snapshot(epoch: int) -> Received:
     rows = row(Kind.SNAPSHOT)
     rows["epoch"] = epoch
@@ -349,7 +356,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
             HASHED,
             Evaluated("snapshot 0", 0.0, 0.0, 0.0, 0.0),
             Received(Message(Kind.TOTALS, SERVER, rows=row(Kind.TOTALS))),
-            *(Received(Message(Kind.LEARNERS, 2 + i, rows=row(Kind.LEARNERS))) for i in range(2)),
+            *(Received(Message(Kind.LEARNERS, 2 + i, rows=account(i))) for i in range(2)),
         ],
     ),
 }
@@ -385,7 +392,7 @@ def any_event(trigger: Any) -> Event:
     }[trigger]
 
 
-EVENTS = [event for event in get_args(Event) if event is not Received]
+EVENTS = [event for event in get_args(Event) if event not in {Received, Lost}]
 TRIGGERS = [*Kind, *EVENTS]
 
 

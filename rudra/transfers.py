@@ -1,0 +1,206 @@
+"""Tensors under way that a rank's own thread carries, and what becomes of them when a rank dies."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from rudra.executor import Buffer, Executor
+from rudra.failures import Losses, outcome
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A receive.
+
+    Attributes:
+        role: who receives.
+        name: of the buffer.
+        source: rank; None: anybody.
+        tag: of the message.
+        halves: it comes as float16.
+    """
+
+    role: int
+    name: str
+    source: int | None
+    tag: int
+    halves: bool
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A receive that MPI knows of."""
+
+    request: "MPI.Request"
+    wanted: Wanted
+    buffer: Buffer
+
+
+class Transfers:
+    """Sends and receives, polled.
+
+    As long as all ranks live, a receive from anybody is one request that is posted ahead. When one has died, such
+    requests are taken back. One that cannot be has matched a tensor: that of a living rank, which will come, or that
+    of the dead, which will not, and nothing tells which. So its memory is set aside, and used if the tensor comes;
+    meanwhile the role's buffer has other memory. From then on tensors from anybody are looked for and received of
+    whoever sent them, because a dead rank's may still be announced.
+
+    Args:
+        comm: of all ranks.
+        losses: which of them have died.
+        executors: by role; hold the buffers.
+        received: is told of role, buffer and float16 when a tensor has come.
+    """
+
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        losses: Losses,
+        executors: Mapping[int, Executor],
+        received: Callable[[int, str, bool], None],
+    ) -> None:
+        self._comm, self._losses, self._executors, self._received = comm, losses, executors, received
+        self._sends: list[tuple[MPI.Request, Callable[[], None]]] = []
+        self._coming: list[_Coming] = []
+        self._aside: list[_Coming] = []
+        self._wanted: list[Wanted] = []
+
+    def send(self, request: "MPI.Request", done: Callable[[], None]) -> None:
+        """Takes over a send; `done` is called when its buffer is free again, delivered or not."""
+        self._sends.append((request, done))
+
+    def receive(self, wanted: Wanted) -> None:
+        """Lets a tensor in."""
+        if wanted.source is None and self._losses.dead:
+            self._wanted.append(wanted)
+        else:
+            self._post(wanted)
+
+    def _post(self, wanted: Wanted) -> None:
+        from mpi4py import MPI
+
+        buffer = self._executors[wanted.role].buffer(wanted.name)
+        source = MPI.ANY_SOURCE if wanted.source is None else wanted.source
+        request = self._comm.Irecv(_wire(buffer, wanted), source, wanted.tag)
+        self._coming.append(_Coming(request, wanted, buffer))
+
+    def poll(self) -> None:
+        """Reports what is over."""
+        if self._sends:
+            self._poll_sends()
+        if self._coming:
+            self._poll_receives()
+        if self._wanted:
+            self._look_for_wanted()
+
+    def _poll_sends(self) -> None:
+        from mpi4py import MPI
+
+        requests = [request for request, _ in self._sends]
+        try:
+            finished = MPI.Request.Testsome(requests)
+        except MPI.Exception:
+            if not self._losses.active:
+                raise
+            finished = [place for place, request in enumerate(requests) if request == MPI.REQUEST_NULL]
+        if finished:
+            gone = set(finished)
+            over = [self._sends[place][1] for place in finished]
+            self._sends = [send for place, send in enumerate(self._sends) if place not in gone]
+            for done in over:
+                done()
+
+    def _poll_receives(self) -> None:
+        for coming, what in [(coming, outcome(coming.request)) for coming in self._coming]:
+            if what == "no":
+                continue
+            self._coming.remove(coming)
+            if what == "done":
+                self._received(coming.wanted.role, coming.wanted.name, coming.wanted.halves)
+            elif coming.wanted.source is None:  # what it holds is void
+                self._wanted.append(coming.wanted)
+
+    def _look_for_wanted(self) -> None:
+        from mpi4py import MPI
+
+        for wanted in list(self._wanted):
+            if self._served_aside(wanted):
+                continue
+            try:
+                message = self._comm.Improbe(MPI.ANY_SOURCE, wanted.tag)
+            except MPI.Exception:  # a loss that is not acknowledged yet
+                return
+            if message is not None:
+                self._wanted.remove(wanted)
+                buffer = self._executors[wanted.role].buffer(wanted.name)
+                self._coming.append(_Coming(message.Irecv(_wire(buffer, wanted)), wanted, buffer))
+
+    def _served_aside(self, wanted: Wanted) -> bool:
+        """Gives the role a tensor that has come into memory which was set aside, if there is one."""
+        for coming in self._aside:
+            if coming.wanted.tag == wanted.tag and outcome(coming.request) == "done":
+                self._aside.remove(coming)
+                self._wanted.remove(wanted)
+                self._executors[wanted.role].put(wanted.name, coming.buffer)
+                self._received(wanted.role, wanted.name, wanted.halves)
+                return True
+        return False
+
+    def withdraw(self, role: int, name: str) -> bool:
+        """Takes a receive back; False: something is coming, or has come already."""
+        for wanted in self._wanted:
+            if (wanted.role, wanted.name) == (role, name):
+                self._wanted.remove(wanted)
+                return True
+        for coming in self._coming:
+            if (coming.wanted.role, coming.wanted.name) == (role, name):
+                return self._cancelled(coming)
+        return False
+
+    def _cancelled(self, coming: _Coming) -> bool:
+        """Cancels a receive; False: it has matched. One that is over then is reported."""
+        from mpi4py import MPI
+
+        coming.request.Cancel()
+        status = MPI.Status()
+        what = outcome(coming.request, status)
+        if what == "no":
+            return False
+        self._coming.remove(coming)
+        if what == "failed" or status.Is_cancelled():
+            return True
+        self._received(coming.wanted.role, coming.wanted.name, coming.wanted.halves)
+        return False
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Ranks have died: drops what was to come from them, and makes sure that nothing waits for it."""
+        for coming in list(self._coming):
+            wanted = coming.wanted
+            if wanted.source is None:
+                if self._cancelled(coming):
+                    self._wanted.append(wanted)
+                elif coming in self._coming:
+                    self._coming.remove(coming)
+                    self._aside.append(coming)
+                    self._executors[wanted.role].put(wanted.name, self._executors[wanted.role].new_buffer())
+                    self._wanted.append(wanted)
+            elif wanted.source in ranks:
+                self._coming.remove(coming)
+                coming.request.Cancel()
+
+    def close(self) -> None:
+        """Leaves nothing posted."""
+        for coming in self._coming:
+            coming.request.Cancel()
+            if not self._losses.dead:  # else it may wait for ever
+                coming.request.Wait()
+
+
+def _wire(buffer: Buffer, wanted: Wanted) -> npt.NDArray[np.uint8]:
+    return buffer.half if wanted.halves else buffer.wire
