@@ -160,6 +160,48 @@ class ClusterTable(Table):
         return 0.5 if self.wire == "float16" else 1.0
 
 
+class Fault(Table):
+    """Something that happens to learners in virtual time: they die, or compute more slowly for a while.
+
+    Attributes:
+        learner: to whom; at random times None is every learner, each by itself.
+        dies_at_s: virtual time.
+        mean_time_to_failure_s: it dies at a random time, exponentially distributed.
+        slows_at_s: virtual time.
+        mean_time_to_slowdown_s: it slows down again and again, after such random times at its usual pace.
+        factor: on its compute time while it is slow.
+        for_s: how long it is.
+    """
+
+    learner: int | None = None
+    dies_at_s: float | None = Field(None, ge=0)
+    mean_time_to_failure_s: float | None = Field(None, gt=0)
+    slows_at_s: float | None = Field(None, ge=0)
+    mean_time_to_slowdown_s: float | None = Field(None, gt=0)
+    factor: float | None = Field(None, gt=0)
+    for_s: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        given = [key for key in _WHEN if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"has {' and '.join(given) or 'no time'}; valid: one of {', '.join(_WHEN)}")
+        (when,) = given
+        if when in {"dies_at_s", "slows_at_s"} and self.learner is None:
+            raise ValueError(f"has {when}, but no learner")
+        for key in ("factor", "for_s"):
+            if (getattr(self, key) is None) is not self.deadly:
+                raise ValueError(f"has {when}, and {'no ' if not self.deadly else ''}{key}")
+        return self
+
+    @property
+    def deadly(self) -> bool:
+        return self.dies_at_s is not None or self.mean_time_to_failure_s is not None
+
+
+_WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slowdown_s")
+
+
 class SimulationTable(Table):
     costs: str | None = Field(
         None,
@@ -200,6 +242,10 @@ class SimulationTable(Table):
     gradient_s: float = Field(0.0, ge=0, description="time in which the server adds one gradient to another")
     update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
     evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
+    faults: tuple[Fault, ...] = Field(
+        (), description="learners that die or slow down, at given times or at random: a list of tables, see Virtual time"
+    )
+    detection_s: float = Field(0.1, ge=0, description="time until the others notice that a learner has died")
     tensors: bool = Field(True, description="false: time alone, without data, gradients and tests")
     batching: Literal["none", "big-batch", "vmap"] = Field(
         "none", description="compute gradients of several learners together: faster, changes bits"
@@ -321,8 +367,10 @@ class Job(Table):
             raise ValueError("[optimizer] momentum_correction corrects the momentum of sgd, and there is none")
         if self.cluster.learners is not None:
             self._check_pair(self.plan())
-            for key in ("slowdown", "learner_jitter"):
-                for learner in getattr(self.simulation, key):
+            named = {key: list(getattr(self.simulation, key)) for key in ("slowdown", "learner_jitter")}
+            named["faults"] = [fault.learner for fault in self.simulation.faults if fault.learner is not None]
+            for key, learners in named.items():
+                for learner in learners:
                     if not 0 <= learner < self.cluster.learners:
                         raise ValueError(
                             f"[simulation] {key} names learner {learner}; valid: 0 to {self.cluster.learners - 1}"
@@ -504,8 +552,9 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     *tables, key = [str(part) for part in error["loc"] if part not in unions | {"[key]"}] or [""]
     for table in tables:
         field = model.model_fields.get(table)
-        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
+        for kind in () if field is None else (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                model = kind
     where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else key
     where += " as a key" if "[key]" in error["loc"] else ""
     if error["type"] == "extra_forbidden":

@@ -142,6 +142,11 @@ class Executor:
         self._tail = tail_bytes(gradients)
         self._buffers: dict[str, Buffer] = {}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the buffers that are there."""
+        return tuple(self._buffers)
+
     def buffer(self, name: str) -> Buffer:
         """The buffer of that name, made at its first use."""
         if name not in self._buffers:

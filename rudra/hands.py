@@ -122,6 +122,13 @@ class TensorHands:
             else:
                 self.posted(*place)
 
+    def lost(self, role: int) -> None:
+        """A role is no more: what it alone held is free."""
+        if self._unsent is not None and self._unsent[0] == role:
+            self._unsent = None
+        for name in self._executors[role].names:
+            self._let_go((role, name))
+
     def copy(self, role: int, action: Copy) -> None:
         self._share((role, action.source), (role, action.target))
 
@@ -247,6 +254,12 @@ class VmapHands(TensorHands):
     def planned(self, role: int, action: Compute) -> None:
         self._planned[role] = action
 
+    def lost(self, role: int) -> None:
+        super().lost(role)
+        self._planned.pop(role, None)
+        if role in self._ready:
+            self._free.append(self._ready.pop(role)[0])
+
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
         if role not in self._ready:
@@ -342,6 +355,11 @@ def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Ten
         raise ConfigError(
             "[simulation] batching = 'big-batch' needs a protocol whose updates take one gradient of every learner at "
             "the same weights, as hardsync's do; valid here: none, vmap"
+        )
+    if batching == "big-batch" and any(fault.deadly for fault in job.simulation.faults):
+        raise ConfigError(
+            "[simulation] batching = 'big-batch' needs all learners all the time, but faults has some die; valid here: "
+            "none, vmap"
         )
     source = next(e.source for e in executors.values() if isinstance(e, LearnerExecutor))
     check_batching(batching, source.model, weights, info.input_shape)

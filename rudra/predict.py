@@ -93,7 +93,7 @@ def outline(job: Job) -> Outline:
 def predict(
     job: Job, *, samples: int | None = None, updates: int | None = None, known: Outline | None = None
 ) -> Prediction:
-    """Predicts the time of an epoch, and where it goes.
+    """Predicts the time of an epoch, and where it goes, as long as nothing goes wrong: `faults` do not count.
 
     Args:
         job: with its number of learners; `[simulation]` says what things cost.
@@ -106,7 +106,9 @@ def predict(
     """
     job = costs.load(job).resolved(learners=job.cluster.learners)
     job = job.with_(
-        training={"epochs": 1, "evaluate": False}, results={"minibatches": True, "checkpoint_every": "never"}
+        training={"epochs": 1, "evaluate": False},
+        results={"minibatches": True, "checkpoint_every": "never"},
+        simulation={"faults": ()},
     )
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples

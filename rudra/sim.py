@@ -53,6 +53,7 @@ from rudra.events import (
     Withdraw,
     Withdrawn,
 )
+from rudra.faults import Faults
 from rudra.messages import Kind
 from rudra.roles import Machine
 from rudra.sampling import mix
@@ -64,10 +65,11 @@ _LATER = 1 << 58  # where the sequence numbers begin of what comes last among th
 
 
 class Hands(Protocol):
-    """What the simulator needs done with tensors; the first seven may be None, where there is nothing to do.
+    """What the simulator needs done with tensors; the first eight may be None, where there is nothing to do.
 
     `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void;
-    `planned` that the weights of a computation are fixed from now on. `hash` gives SHA-256, `update` a digest.
+    `planned` that the weights of a computation are fixed from now on; `lost` that a role is no more. `hash` gives
+    SHA-256, `update` a digest.
     """
 
     @property
@@ -84,6 +86,8 @@ class Hands(Protocol):
     def accumulate(self) -> Callable[[int, Accumulate], None] | None: ...
     @property
     def reduce(self) -> Callable[[Mapping[int, Reduce]], None] | None: ...
+    @property
+    def lost(self) -> Callable[[int], None] | None: ...
 
     def hash(self, role: int, buffer: str) -> str: ...
     def compute(self, role: int, action: Compute) -> Computed: ...
@@ -191,6 +195,9 @@ class Simulation:
         gradient_share: size of a gradient on the wire, as a fraction of that.
         save: called with a role and its `Save`, to keep what a checkpoint holds; by default nothing is kept.
         check: called after every event with the machine that took it; tests use it.
+
+    Attributes:
+        code: the exit code that the roles agreed on: 0, or `EXIT_STOPPED` and the like of a run that was stopped.
     """
 
     def __init__(
@@ -210,12 +217,12 @@ class Simulation:
         self._gradient_share, self._saver = gradient_share, save
         self.plan, self.hands, self.recorder, self.costs = plan, hands, recorder, costs
         self.now = 0.0
-        self.messages = 0
+        self.messages = self.code = 0
         self._table = costs.table
         self._gradient_s, self._cores = costs.table.gradient_s, costs.table.cores_per_node
         self._lent, self._transferred, self._sent = hands.lent, hands.transfer, hands.sent
         self._posted, self._planned, self._accumulated = hands.posted, hands.planned, hands.accumulate
-        self._reducer = hands.reduce
+        self._reducer, self._lost = hands.reduce, hands.lost
         self._size_bytes = size_bytes
         # Where all latencies are alike, tensors arrive in the order in which they are sent: that needs no event.
         self._latency_jitter_s = self._table.latency_jitter_s
@@ -264,6 +271,8 @@ class Simulation:
             for role, actor in self._actors.items():
                 if role not in costs.compute_s:
                     actor.neighbours = [self._actors[i] for i in costs.compute_s if costs.node[i] == costs.node[role]]
+        if self._table.faults:
+            Faults(self, seed)
 
     def run(self) -> float:
         """Runs until every role has halted.
@@ -408,7 +417,7 @@ class Simulation:
         for place, receive in enumerate(actor.posted):
             if receive.buffer == action.buffer:
                 del actor.posted[place]
-                self._soon(actor, Withdrawn(action.buffer))
+                self._later(self.now, actor.take, actor, Withdrawn(action.buffer))  # before a loss seen from now on
                 return
 
     def _offer(self, receiver: _Actor, offer: _Offer) -> None:
@@ -527,6 +536,7 @@ class Simulation:
     def _halt(self, actor: _Actor, action: Halt, time: float) -> None:
         actor.halted = True
         actor.handle = _ignore
+        self.code = max(self.code, action.code)
 
 
 def _checked(machine: Machine, check: Callable[[Machine], None]) -> Callable[[Event, float], list[Action]]:
@@ -552,6 +562,7 @@ class TimingOnly:
     planned: Callable[[int, Compute], None] | None = None
     accumulate: Callable[[int, Accumulate], None] | None = None
     reduce: Callable[[Mapping[int, Reduce]], None] | None = None
+    lost: Callable[[int], None] | None = None
 
     def __init__(self, samples: int) -> None:
         self._samples = samples

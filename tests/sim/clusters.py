@@ -30,6 +30,8 @@ class Rows:
     totals: dict[str, float] = field(default_factory=dict)
     learners: npt.NDArray[Any] | None = None
     warnings: list[str] = field(default_factory=list)
+    time_s: float = 0.0
+    code: int = -1
 
     def record(self, action: Record) -> None:
         self.tables.setdefault(action.table, []).append(action.rows)
@@ -93,16 +95,23 @@ def validate(machine: Machine) -> None:
     machine.validate()
 
 
-def timing(job_: Job, training_samples: int) -> Rows:
-    """Runs a job without tensors and checks every invariant after every event."""
+def timing(job_: Job, training_samples: int, after: Callable[[Machine], None] = validate) -> Rows:
+    """Runs a job without tensors and checks every invariant after every event.
+
+    Args:
+        job_: what to run.
+        training_samples: of one epoch.
+        after: what to do with a machine after each of its events.
+    """
     plan = job_.plan(places(job_))
     machines = {i: roles.make(i, job_, plan, training_samples) for i in range(len(plan.roles))}
     rows = Rows()
     hands = sim.TimingOnly(job_.training.minibatch_size)
     seed = job_.training.seed
     costs = CostModel(job_.simulation, plan, job_.training.minibatch_size)
-    simulation = sim.Simulation(plan, machines, hands, rows, costs, size_bytes=350_000, seed=seed, check=validate)
-    simulation.run()
+    simulation = sim.Simulation(plan, machines, hands, rows, costs, size_bytes=350_000, seed=seed, check=after)
+    rows.time_s = simulation.run()
+    rows.code = simulation.code
     return rows
 
 
@@ -120,10 +129,14 @@ class Guarded(TensorHands):
         self._lent.setdefault((role, buffer), []).append(self._digest(role, buffer))
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
-        digest = self._lent[source, source_buffer].pop(0)
+        digest = self._lent[source, source_buffer][0]
         assert digest == self._digest(source, source_buffer), f"{source_buffer} of role {source} changed in flight"
         super().transfer(source, source_buffer, to, to_buffer)
         assert digest == self._digest(to, to_buffer) == self.hash(to, to_buffer)
+
+    def sent(self, role: int, buffer: str) -> None:
+        assert self._lent[role, buffer].pop(0) == self._digest(role, buffer), f"{buffer} of role {role} changed"
+        super().sent(role, buffer)
 
     def planned(self, role: int, action: Compute) -> None:
         super().planned(role, action)
@@ -217,5 +230,6 @@ def train(
     )
     if stop_at is not None:
         simulation.stop_at(stop_at)
-    simulation.run()
+    rows.time_s = simulation.run()
+    rows.code = simulation.code
     return Trained(rows, executors, plan, hands, saved)
