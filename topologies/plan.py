@@ -134,6 +134,11 @@ class Plan:
         """Whether a run can go on without a role: a learner that nobody else needs for an average or for weights."""
         return self.roles[role].kind == LEARNER and not self.groups and not self.overlapped
 
+    def way(self, role: int, server: int) -> int | None:
+        """The child of a server that brings it a role's gradients; None: they do not come there."""
+        parent = self.roles[role].parent
+        return role if parent == server else None if parent is None else self.way(parent, server)
+
     def learners_below(self, role: int) -> int:
         """How many learners' gradients pass a role, itself included."""
         return int(self.roles[role].kind == LEARNER) + sum(map(self.learners_below, self.children[role]))

@@ -29,6 +29,7 @@ class Intake:
         self.samples = 0
         self.lent: str | None = None
         self._sources, self._ordered, self._next_source = list(sources), ordered, 0
+        self._silent: set[int] = set()  # sources that have nothing to push any more
         self._turns = deque(self._sources if ordered else ())  # whom this average still waits for, in order
         self._receives = {buffer: Receive(buffer, gradient=True) for buffer in self.pool}
 
@@ -45,10 +46,11 @@ class Intake:
     def post(self, training: bool) -> list[Action]:
         """Lets gradients into the free buffers; in order while the training goes on, if the protocol asks for it."""
         actions: list[Action] = []
-        while self.free:
+        in_order = self._ordered and training
+        while self.free and (self._sources or not in_order):
             buffer = self.free.popleft()
             receive = self._receives[buffer]
-            if self._ordered and training:
+            if in_order:
                 receive = Receive(buffer, self._sources[self._next_source], gradient=True)
                 self._next_source = (self._next_source + 1) % len(self._sources)
             self.posted[buffer] = receive.source
@@ -64,11 +66,15 @@ class Intake:
         del self.posted[buffer]
         self.free.append(buffer)
 
-    def take(self, event: Received) -> None:
-        """A transfer has landed."""
-        buffer = event.buffer or ""
+    def take(self, event: Received) -> int:
+        """A transfer has landed; how many gradients are dropped, because nobody waits for them any more."""
+        buffer, message = event.buffer or "", event.message
         self.posted.pop(buffer, None)
-        self.arrived.append((buffer, event.message.sender, event.message.gradients))
+        if self._silent and message.sender in self._silent:
+            self.free.append(buffer)
+            return len(message.gradients)
+        self.arrived.append((buffer, message.sender, message.gradients))
+        return 0
 
     def bring(self) -> bool:
         """Brings the arrived gradient whose turn it is to the front; False if it is not here."""
@@ -85,11 +91,28 @@ class Intake:
 
     def lose(self, source: int) -> int:
         """A source is no more; how many gradients of its, which had arrived but have no turn any more, are dropped."""
+        dropped = self._forget(source)
+        for buffer in [buffer for buffer, of in self.posted.items() if of == source]:
+            self.withdrawn(buffer)
+        return dropped
+
+    def silence(self, source: int) -> tuple[int, list[Action]]:
+        """A source lives, but all learners behind it are no more, and what is still to come of it has no turn.
+
+        Returns:
+            How many gradients of its are dropped, and what to do.
+        """
+        if not self._ordered:
+            return 0, []
+        self._silent.add(source)
+        dropped = self._forget(source)
+        return dropped, [Withdraw(buffer) for buffer, of in self.posted.items() if of == source]
+
+    def _forget(self, source: int) -> int:
+        """Takes a source out of the order; how many gradients that had arrived are dropped with it."""
         place = self._sources.index(source)
         del self._sources[place]
         self._next_source = (self._next_source - (place < self._next_source)) % max(1, len(self._sources))
-        for buffer in [buffer for buffer, of in self.posted.items() if of == source]:
-            self.withdrawn(buffer)
         if not self._ordered:
             return 0
         if source in self._turns:

@@ -29,7 +29,7 @@ class Machine:
         state: one of the subclass's enum.
     """
 
-    __slots__ = ("_methods", "id", "name", "plan", "state")
+    __slots__ = ("_dead", "_methods", "id", "name", "plan", "state")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {}
     _METHODS: ClassVar[dict[tuple[States, Any], Callable[[Any, Any, float], list[Action]]]]
@@ -43,6 +43,7 @@ class Machine:
         self.plan = plan
         self.name = plan.roles[role].name
         self._methods = self._METHODS
+        self._dead: set[int] = set()  # roles
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -56,10 +57,13 @@ class Machine:
         """
         kind = type(event)
         if kind is Lost:
+            self._dead.add(event.role)  # type: ignore[union-attr]
             return self.lose(event.role, now)  # type: ignore[union-attr]
         trigger: Any = event.message.kind if kind is Received else kind  # type: ignore[union-attr]
         method = self._methods.get((self.state, trigger))
         if method is None:
+            if kind is Received and event.message.sender in self._dead:  # type: ignore[union-attr]
+                return []  # said before it died, and of no use now
             what = trigger.name if isinstance(trigger, Kind) else trigger.__name__
             raise ProtocolError(f"{self.name} cannot take {what} while {self.state.name}")
         return method(self, event, now)

@@ -86,6 +86,7 @@ class ParameterServer(Owner):
         (State.TRAINING, Sent): "_returned",
         (State.TRAINING, Updated): "_updated",
         (State.DRAINING, Kind.GRADIENT): "_late_gradient",
+        (State.TRAINING, Withdrawn): "_withdrawn",
         (State.DRAINING, Withdrawn): "_withdrawn",
         (State.CLOSING, Withdrawn): "_withdrawn",
         (State.DRAINING, Kind.PULL): "_late_pull",
@@ -113,6 +114,7 @@ class ParameterServer(Owner):
         self._received = {child: position.below(plan, child) for child in plan.children[role]}
         workers = [members[0] for members in plan.groups] or plan.learners
         self.pushed = [position.step(plan.roles[worker].index) for worker in workers]
+        self._below = {child: plan.learners_below(child) for child in plan.children[role]}
         self._places = list(range(len(plan.learners)))  # learner -> its place there; -1: it is no more
         self._deferred: deque[int] = deque()  # roles that died while an update was due
         self._from_lost = 0  # gradients of learners that are no more
@@ -204,7 +206,7 @@ class ParameterServer(Owner):
 
     def _take(self, event: Received) -> None:
         """Counts the gradients that arrived."""
-        self.intake.take(event)
+        self.lost += self.intake.take(event)
         gradients, pushed = event.message.gradients, self.pushed
         self.received += len(gradients)
         self._received[event.message.sender] += len(gradients)
@@ -227,7 +229,7 @@ class ParameterServer(Owner):
                 if self._lent:
                     return actions
                 actions += self._update(now)
-                while self._deferred:
+                while self._deferred and not self._update_due:
                     actions += self.lose(self._deferred.popleft(), now)
             elif intake.arrived and (not self._ordered or intake.bring()):
                 buffer, _, gradients = intake.arrived.popleft()
@@ -338,7 +340,8 @@ class ParameterServer(Owner):
             return []  # nobody is missed any more, or the statistics server says so, and ends the run
         if self.state is State.INITIALISING:
             return [Fail(f"{name} died before training began")]
-        if self._update_due:  # and waits for leases: it is still one of before
+        training = self.state is TRAINING
+        if training and self._update_due:  # and waits for leases: it is still one of before
             self._deferred.append(role)
             return []
         learner = plan.roles[role].index
@@ -346,23 +349,24 @@ class ParameterServer(Owner):
         pushed = self.pushed.pop(place)
         self._from_lost += pushed
         self._places = [i - 1 if i > place else -1 if i == place else i for i in self._places]
-        if not self.pushed:
-            return [Fail(f"{name} died, and no learner is left")]
-        if role in self._children:
-            self._drop(role)
-        try:
-            self.protocol = self._job.make_protocol(plan, plan.workers - len(self.pushed))
-        except ValueError as error:
-            return [Fail(f"{name} died, and with {len(self.pushed)} learners the protocol cannot go on: {error}")]
-        self._gradient_weight = self.protocol.modulation.gradient_weight
-        self._weights_changed()
+        actions, left = self._drop(role), "training had ended"
+        if training:
+            if not self.pushed:
+                return [Fail(f"{name} died, and no learner is left")]
+            try:
+                self.protocol = self._job.make_protocol(plan, plan.workers - len(self.pushed))
+            except ValueError as error:
+                return [Fail(f"{name} died, and with {len(self.pushed)} learners the protocol cannot go on: {error}")]
+            self._gradient_weight = self.protocol.modulation.gradient_weight
+            self._weights_changed()
+            c = self.protocol.gradients_per_update
+            left = f"{len(self.pushed)} learners are left, {c} gradients make an update"
+        actions.append(Warn(f"{name} died; {left}"))
         text = f"died when {self._steps[learner]} of its gradients had been applied, with the next under way"
         self._tell("lost", self.timestamp, now - self._began, text, role)
         account = (learner, plan.roles[role].world_rank, pushed, pushed * self._job.training.minibatch_size)
         self._outbox.add(Kind.LEARNERS, *account, 0, 0, 0.0, 0.0, 0.0, 0.0)
-        left = f"{len(self.pushed)} learners are left, {self.protocol.gradients_per_update} gradients make an update"
-        actions: list[Action] = [Warn(f"{name} died; {left}")]
-        if self.state is not TRAINING:
+        if not training:
             return actions + self.intake.post(False) + self._close(now)
         if self._job.faults.on_learner_loss == "stop":
             self._stopped = True
@@ -371,18 +375,28 @@ class ParameterServer(Owner):
         self._update_due = bool(self._pending) and complete
         return actions + self._work(now) + self._answer_all()
 
-    def _drop(self, child: int) -> None:
-        """Forgets a child that is no more."""
+    def _drop(self, role: int) -> list[Action]:
+        """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
+        child = self.plan.way(role, self.id)
+        assert child is not None
+        self._below[child] -= 1
+        if child != role:
+            if self._below[child]:
+                return []
+            dropped, actions = self.intake.silence(child)
+            self.lost += dropped
+            return actions
         self.lost += self.intake.lose(child)
         self._children.remove(child)
         self._worker = {child: worker for worker, child in enumerate(self._children)}
         self._pulls.pop(child, None)
         self._left.pop(child, None)
+        return []
 
     # The end: what is under way is let in, counted and dropped.
 
     def _drain(self) -> list[Action]:
-        self.state = State.DRAINING
+        self.state, self._update_due = State.DRAINING, False
         self.discarded += self.intake.discard()
         self._pulls.clear()
         stop = Message(Kind.STOP, self.id)
@@ -390,14 +404,17 @@ class ParameterServer(Owner):
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
         self.intake.withdrawn(event.buffer)
-        return self.intake.post(False)
+        return self.intake.post(self.state is TRAINING)
 
     def _stop_first(self, event: Stopped, now: float) -> list[Action]:
         return [Fail("stopped before training began")]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self._stopped = True
-        return self._drain()
+        actions = self._drain()
+        while self._deferred:  # the update will not come for which they waited
+            actions += self.lose(self._deferred.popleft(), now)
+        return actions
 
     def _stop_again(self, event: Stopped, now: float) -> list[Action]:
         return []  # it is ending

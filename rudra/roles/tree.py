@@ -61,6 +61,7 @@ class TreeServer(Machine):
         (State.TRAINING, Kind.TIMESTAMP): "_answered",
         (State.TRAINING, Kind.WEIGHTS): "_pulled",
         (State.TRAINING, Sent): "_returned",
+        (State.TRAINING, Withdrawn): "_withdrawn",
         (State.TRAINING, Kind.STOP): "_stop",
         (State.STOPPING, Kind.GRADIENT): "_late_gradient",
         (State.STOPPING, Withdrawn): "_withdrawn",
@@ -84,7 +85,7 @@ class TreeServer(Machine):
         self._protocol = job.make_protocol(plan)
         self._ordered = self._protocol.ordered
         self._together = min(plan.learners_below(role), self._protocol.gradients_per_update)
-        self._below = set(_learners(plan, role))
+        self._below = {child: plan.learners_below(child) for child in plan.children[role]}
         self._lost = 0  # learners, of all
         self.intake = Intake(self._children, 3, self._ordered)
         self._pending: list[Gradient] = []
@@ -169,8 +170,7 @@ class TreeServer(Machine):
         return self._work() + self._ask()
 
     def _take(self, event: Received) -> None:
-        self.intake.take(event)
-        self.received += len(event.message.gradients)
+        self.received += len(event.message.gradients) - self.intake.take(event)
         self._received[event.message.sender] += len(event.message.gradients)
 
     def _work(self) -> list[Action]:
@@ -284,17 +284,23 @@ class TreeServer(Machine):
         self._lost += 1
         with suppress(ValueError):  # the root says so, and ends the run
             self._protocol = self._job.make_protocol(plan, self._lost)
-        self._below.discard(role)
-        self._together = max(1, min(len(self._below), self._protocol.gradients_per_update))
-        if role in self._children:
+        actions: list[Action] = []
+        child = plan.way(role, self.id)
+        if child is not None:
+            self._below[child] -= 1
+            if child != role and not self._below[child]:
+                dropped, actions = self.intake.silence(child)
+                self.received -= dropped
+        self._together = max(1, min(sum(self._below.values()), self._protocol.gradients_per_update))
+        if child == role:
             dropped = self.intake.lose(role)
             self.received -= dropped
             self._children.remove(role)
             self._pulls.pop(role, None)
             self._left.pop(role, None)
         if self.state is State.TRAINING:
-            return self._work() + self._ask()
-        return self.intake.post(False) + self._leave() if self.state is State.STOPPING else []
+            return actions + self._work() + self._ask()
+        return actions + self.intake.post(False) + self._leave() if self.state is State.STOPPING else []
 
     # The end: what the children have pushed is passed on, and counted by the root.
 
@@ -302,7 +308,8 @@ class TreeServer(Machine):
         self.state = State.STOPPING
         self._pulls.clear()
         stop = Message(Kind.STOP, self.id)
-        return [*(Send(to, stop) for to in self._children), *self.intake.withdraw(), *self._work()]
+        actions = [*(Send(to, stop) for to in self._children), *self.intake.withdraw(), *self._work()]
+        return actions + self._leave()  # with no child left, there is none to wait for
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
         self.intake.withdrawn(event.buffer)
@@ -336,8 +343,3 @@ class TreeServer(Machine):
         self.state = State.DONE
         return [Halt(event.message.value)]
 
-
-def _learners(plan: Plan, role: int) -> list[int]:
-    """Ids of the learners below a server."""
-    children = plan.children[role]
-    return [role] if not children else [learner for child in children for learner in _learners(plan, child)]
