@@ -243,7 +243,8 @@ class SimulationTable(Table):
     update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
     evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
     faults: tuple[Fault, ...] = Field(
-        (), description="learners that die or slow down, at given times or at random: a list of tables, see Virtual time"
+        (),
+        description="learners that die or slow down, at given times or at random: a list of tables, see Virtual time",
     )
     detection_s: float = Field(0.1, ge=0, description="time until the others notice that a learner has died")
     tensors: bool = Field(True, description="false: time alone, without data, gradients and tests")

@@ -342,4 +342,3 @@ class TreeServer(Machine):
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
         return [Halt(event.message.value)]
-

@@ -47,6 +47,8 @@ AVERAGED = (
     "[topology] name: adv: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree "
     "has averaged them by then; valid: topology base, or modulation 'mean_staleness'"
 )
+WHEN = "dies_at_s, mean_time_to_failure_s, slows_at_s, mean_time_to_slowdown_s"
+NO_FACTOR = "] faults.1 has mean_time_to_slowdown_s, and no factor"
 NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none"
 WEIGHED = {"name": "async", "modulation": "gradient_staleness"}
 
@@ -143,6 +145,29 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "[simulation] slowdown.first as a key must be a whole number, not 'first'",
     ),
     ({"simulation": {"slowdown": {"0": "x"}}}, "[simulation] slowdown.0 must be a number, not 'x'"),
+    *(
+        ({"simulation": {"faults": faults}, "cluster": FOUR}, f"[simulation{text}")
+        for faults, text in [
+            ({"learner": 1}, "] faults must be a list, not {'learner': 1}"),
+            ([3], "] faults.0 must be a table, not 3"),
+            ([{"learner": 4, "dies_at_s": 1.0}], "] faults names learner 4; valid: 0 to 3"),
+            ([{"learner": True, "dies_at_s": 1.0}], "] faults.0.learner must be a whole number, not True"),
+            ([{"learner": 1, "dies_at_s": -1.0}], "] faults.0.dies_at_s must be >= 0, not -1.0"),
+            ([{"dies_at_s": 1.0}], "] faults.0 has dies_at_s, but no learner"),
+            ([{"learner": 1}], f"] faults.0 has no time; valid: one of {WHEN}"),
+            (
+                [{"learner": 1, "dies_at_s": 1.0, "slows_at_s": 2.0}],
+                f"] faults.0 has dies_at_s and slows_at_s; valid: one of {WHEN}",
+            ),
+            ([{"mean_time_to_failure_s": 9.0}, {"mean_time_to_slowdown_s": 9.0}], NO_FACTOR),
+            ([{"learner": 1, "dies_at_s": 1.0, "factor": 2.0}], "] faults.0 has dies_at_s, and factor"),
+            (
+                [{"lerner": 1, "dies_at_s": 1.0}],
+                ".faults.0] unknown key 'lerner'; valid: learner, dies_at_s, mean_time_to_failure_s, slows_at_s, "
+                "mean_time_to_slowdown_s, factor, for_s",
+            ),
+        ]
+    ),
     (
         {"training": {"epochs": 0, "seed": -1}, "model": 3},
         "model must be a table, not 3; [training] epochs must be >= 1, not 0; [training] seed must be >= 0, not -1",
@@ -329,7 +354,8 @@ def test_json_names_callables() -> None:
 
 
 def test_json_of_a_plain_job_makes_the_same_job() -> None:
-    job = Job(protocol={"n": 2}, simulation={"slowdown": {1: 2.0}}, data={"path": "x"}).resolved()
+    faults = [{"learner": 1, "slows_at_s": 2.0, "factor": 3.0, "for_s": 4.0}]
+    job = Job(protocol={"n": 2}, simulation={"slowdown": {1: 2.0}, "faults": faults}, data={"path": "x"}).resolved()
     assert Job(**json.loads(job.to_json())) == job
 
 

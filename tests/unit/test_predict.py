@@ -137,3 +137,8 @@ def test_mistakes_are_one_line(arguments: list[str], text: str, capsys: pytest.C
 def test_nothing_is_read_that_need_not_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "nowhere"
     assert cli.main(["predict", "rudra/table2", "--set", f"data.path={missing}", "--updates", "20"]) == 0
+
+
+def test_a_prediction_is_of_a_cluster_in_which_nothing_goes_wrong() -> None:
+    faults = [{"learner": 0, "dies_at_s": 1.0}, {"mean_time_to_failure_s": 1.0}]
+    assert predict(job(learners=3, faults=faults), known=KNOWN).epoch_s == predict(job(learners=3), known=KNOWN).epoch_s

@@ -23,7 +23,7 @@ from role_traces import (
 )
 
 from protocols import Clock, Protocol
-from rudra.events import Received, Send, Sent, Started, Update
+from rudra.events import Lost, Received, Send, Sent, Started, Stopped, Update
 from rudra.messages import Kind, Message
 from rudra.roles import ParameterServer
 from rudra.roles.machine import short
@@ -516,3 +516,54 @@ def test_the_account_waits_for_weights_on_their_way_down() -> None:
     assert role.state is State.DRAINING
     assert feed(role, bye(0, 2), bye(1, 0), bye(2, 0)) == [], "learner 0 has not got the weights of update 1"
     assert feed(role, Sent("downcast 0", FIRST_LEARNER))[-1] == "TOTALS@0 to T"
+
+
+# Losses.
+
+
+def fails(learner: int) -> Lost:
+    return Lost(FIRST_LEARNER + learner)
+
+
+def test_of_two_losses_while_an_update_waits_the_second_may_wait_for_another() -> None:
+    """Learner 0's gradient is in the update that waits; that of learner 1 makes the next, which waits too."""
+    role = machine(SERVER, job("async", 3))
+    feed(role, Started(), HASHED, *returned(0, 1, 2), *map(ready, range(3)))
+    feed(role, gradient(0, 0, 0, G0))
+    assert feed(role, gradient(1, 0, 0, G1), gradient(2, 0, 0, G0)) == []
+    feed(role, fails(0), fails(2))
+    assert feed(role, *returned(0))[0] == "update by gradient 1 at 0.00333333"
+
+
+def test_a_run_that_is_stopped_while_an_update_waits_ends_without_it() -> None:
+    role = training("async")
+    feed(role, gradient(0, 0, 0, G0), updated(1))
+    assert feed(role, gradient(1, 0, 0, G1), fails(0)) == [], "learner 0 is being sent weights"
+    wanted = feed(role, Stopped())
+    assert wanted[:2] == ["STOP@0 to L0", "STOP@0 to L1"]
+    assert "warn learner 0 (rank 2) died; training had ended" in wanted
+    feed(role, *returned(0))
+    assert role.state is State.DRAINING
+    feed(role, bye(1, 1))
+    assert role.state is State.CLOSING
+
+
+def test_when_training_has_ended_even_the_last_learner_may_die() -> None:
+    role = training("hardsync", 2 * SAMPLES * 2, training={"epochs": 1})
+    feed(role, gradient(0, 0, 0, G0), gradient(1, 0, 0, G1), updated(1), *returned(0, 1))
+    feed(role, gradient(0, 1, 1, G0), gradient(1, 1, 1, G1), updated(2))
+    assert role.state is State.DRAINING
+    assert not any(text.startswith("fail") for text in feed(role, fails(0), fails(1)))
+    assert role.state is State.CLOSING
+    assert feed(role, bye(1, 2)) == [], "it had said so before it died"
+
+
+def test_who_stops_with_a_loss_lets_in_what_is_under_way() -> None:
+    role = training("hardsync", faults={"on_learner_loss": "stop"})
+    assert feed(role, gradient(1, 0, 0, G1)) == []
+    assert feed(role, fails(0)) == [
+        "warn learner 0 (rank 2) died; 1 learners are left, 1 gradients make an update",
+        "STOP@0 to L1",
+        "receive gradient 0",
+        "receive gradient 1",
+    ]

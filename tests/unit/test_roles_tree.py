@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from role_traces import HASHED, brief, feed, job, machine, names_of, sent_gradient
 
-from rudra.events import Event, Received, Send, Sent, Started
+from rudra.events import Event, Lost, Received, Send, Sent, Started
 from rudra.messages import Kind, Message
 from rudra.roles import TreeServer
 from rudra.roles.machine import short
@@ -284,3 +284,32 @@ def test_whom_a_tree_server_waits_for() -> None:
     assert role.waiting_for == "learner 1"
     feed(role, bye(1, 0))
     assert role.waiting_for == "the statistics server to finish"
+
+
+# Losses.
+
+
+def test_a_server_below_which_all_learners_died_is_waited_for_no_more() -> None:
+    """Of two children with two learners each, the first has none left; what it has under way has no turn."""
+    run = job("hardsync", 4, topology={"name": "adv", "options": {"fan_out": 2}})
+    root = machine(ROOT, run)
+    digest = [Received(Message(Kind.READY, child, value=DIGEST)) for child in (SERVER, SERVER + 1)]
+    feed(root, Started(), HASHED, Sent("weights", SERVER), Sent("weights", SERVER + 1), *digest)
+    assert feed(root, Lost(FIRST)) == ["warn learner 0 (rank 4) died; 3 learners are left, 3 gradients make an update"]
+    wanted = feed(root, Lost(FIRST + 1))
+    assert wanted[0] == "withdraw gradient 0"
+    late = Message(Kind.GRADIENT, SERVER, 0, -1, gradients=(sent_gradient(1, 0, 0),))
+    assert feed(root, Received(late, G0)) == ["receive gradient 0 from R1"]
+    both = (sent_gradient(2, 0, 0), sent_gradient(3, 0, 0))
+    wanted = feed(root, Received(Message(Kind.GRADIENT, SERVER + 1, 0, 0, gradients=both), G1))
+    assert any(text.startswith("update by gradient 1") for text in wanted)
+    assert (root.received, root.applied, root.lost) == (3, 2, 1)
+
+
+def test_without_children_it_posts_nothing_and_leaves_at_once() -> None:
+    role = training("hardsync")
+    assert feed(role, gradient(0, 0, 0, G0, asks=False), Lost(FIRST)) == ["receive gradient 2 from L1"]
+    assert feed(role, Lost(FIRST + 1)) == ["GRADIENT@0 to S [gradient 0]"]
+    wanted = feed(role, Sent(G0, ROOT), STOP)
+    assert sorted(wanted) == ["BYE@0 to S", "receive gradient 0", "receive gradient 1", "receive gradient 2"]
+    assert role.state is State.STOPPED
