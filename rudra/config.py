@@ -230,6 +230,9 @@ class FaultsTable(Table):
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="what a loss of NaN or infinity does to the run"
     )
+    restarts: int = Field(
+        0, ge=0, description="how often `rudra run` starts again from the last checkpoint when a needed rank dies"
+    )
     on_learner_loss: Literal["continue", "stop"] = Field(
         "continue", description="when a learner's rank dies: go on with the others, or stop with a checkpoint"
     )

@@ -50,6 +50,8 @@ class RunError(RudraError):
     """A run started and failed; the text names rank and role."""
 
     exit_code = 1
+    lost = False
+    """Whether it failed because a rank died, so that another try may do better."""
 
 
 class CheckpointError(RudraError):

@@ -333,11 +333,11 @@ class ParameterServer(Owner):
         plan = self.plan
         name = f"{plan.roles[role].name} (rank {plan.roles[role].world_rank})"
         if plan.roles[role].kind == STATISTICS_SERVER:
-            return [] if self.state is State.DONE else [Fail(f"the {name} died")]
+            return [] if self.state is State.DONE else [Fail(f"the {name} died", lost=True)]
         if self.state in {State.CLOSING, State.DONE} or not plan.survives(role):
             return []  # nobody is missed any more, or the statistics server says so, and ends the run
         if self.state is State.INITIALISING:
-            return [Fail(f"{name} died before training began")]
+            return [Fail(f"{name} died before training began", lost=True)]
         if self._update_due:  # and waits for leases: it is still one of before
             self._deferred.append(role)
             return []
@@ -347,7 +347,7 @@ class ParameterServer(Owner):
         self._from_lost += pushed
         self._places = [i - 1 if i > place else -1 if i == place else i for i in self._places]
         if not self.pushed:
-            return [Fail(f"{name} died, and no learner is left")]
+            return [Fail(f"{name} died, and no learner is left", lost=True)]
         if role in self._children:
             self._drop(role)
         try:
