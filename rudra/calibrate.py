@@ -7,6 +7,7 @@ measured in this process.
 
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -338,9 +339,9 @@ def check_output(path: Path, *, force: bool) -> None:
     Raises:
         ResultsError: it exists already, or its directory does not.
     """
-    if path.exists() and not force:
+    if os.path.exists(path) and not force:
         raise ResultsError(f"{path} exists; --force replaces it")
-    if not path.absolute().parent.is_dir():
+    if not os.path.isdir(path.absolute().parent):
         raise ResultsError(f"{path}: there is no directory {path.parent}")
 
 

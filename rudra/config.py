@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -52,6 +52,8 @@ class Table(BaseModel):
             raise ValueError(f"must be true or false, not {_short(value)}")
         if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str):
             raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {_short(value)}")
+        if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
+            raise ValueError(f"must be below 2**63, not {_short(value)}")
         return value
 
 
@@ -76,7 +78,7 @@ class DataTable(Table):
 class TrainingTable(Table):
     epochs: int = Field(10, ge=1, description="passes over the training set, counted in applied samples")
     minibatch_size: int = Field(16, ge=1, description="μ: samples per learner per gradient")
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, sampling, dropout and simulated time")
+    seed: int = Field(0, ge=0, description="of weights, sampling, dropout and simulated time")
     warm_start: Path | None = Field(None, description="result file whose final weights to start from")
     evaluate: bool = Field(True, description="test the weights at each epoch's end")
     evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
@@ -137,7 +139,9 @@ class TopologyTable(Table):
 
 
 class ClusterTable(Table):
-    learners: int | None = Field(None, ge=1, description="λ; without it: 4, or what the launcher's ranks leave")
+    learners: int | None = Field(
+        None, ge=1, le=100_000, description="λ; without it: 4, or what the launcher's ranks leave"
+    )
     threads_per_rank: int | None = Field(
         None, ge=1, description="torch threads of a learner; default: cores / learners"
     )
@@ -502,12 +506,25 @@ _WANTED = {
     "greater_than": "> {gt:g}",
     "greater_than_equal": ">= {ge:g}",
     "less_than": "< {lt:g}",
+    "less_than_equal": "<= {le:,}",
 }
 """Type of a validation error -> what was wanted; the others say it well enough themselves."""
 
 
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """Those in a value, however deep."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _whole_numbers(inner)
+
+
 def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number that long"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

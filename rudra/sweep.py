@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rudra import costs
 from rudra.config import Job, cores
 from rudra.errors import ConfigError, ResultsError
-from rudra.jobfiles import PAPER, apply, parsed, read_job
+from rudra.jobfiles import PAPER, apply, parsed, read_job, read_toml
 
 FORMAT = 1
 INDEX = "sweep.json"
@@ -182,7 +182,7 @@ def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
             raise ConfigError(f"--grid {option}: must read table.key=v1,v2")
         try:
             values = tomllib.loads(f"values = [{text}]")["values"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             values = [parsed(f"value={value}")[1] for value in text.split(",")]
         if key in grid or any(value in values[:i] for i, value in enumerate(values)):
             raise ConfigError(f"--grid {option}: each key once, and each of its values once")
@@ -242,10 +242,7 @@ def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> It
     if not names:
         return
     file = path.parent / PAPER
-    try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{file}: {error}") from None
+    tables = read_toml(file)
     for name in names:
         if name not in tables:
             raise ConfigError(f"{path}: [study] paper: '{name}' is not in {file}; valid: {', '.join(tables)}")

@@ -55,7 +55,7 @@ def default_output(job_name: str, directory: Path = Path(), now: datetime | None
     safe_name = re.sub(r"[^\w.-]+", "-", job_name)
     stem = f"{safe_name}-{now or datetime.now():%Y%m%d-%H%M%S}"
     path, count = directory / f"{stem}.h5", 1
-    while path.exists():
+    while os.path.exists(path):
         count += 1
         path = directory / f"{stem}-{count}.h5"
     return path
@@ -64,11 +64,11 @@ def default_output(job_name: str, directory: Path = Path(), now: datetime | None
 def check_output(path: Path, force: bool) -> None:
     """Raises ResultsError if no result file can be made at `path`; `force` allows to replace one."""
     directory = path.parent
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise ResultsError(f"{path}: directory {directory} does not exist")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ResultsError(f"{path}: is a directory; give the name of a file")
-    if path.exists() and not force:
+    if os.path.exists(path) and not force:
         raise ResultsError(f"{path}: exists; give another name or --force")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ResultsError(f"{path}: directory {directory.resolve()} is not writable")

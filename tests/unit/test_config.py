@@ -68,7 +68,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"training": {"epochs": True}}, "[training] epochs must be a whole number, not True"),
     ({"training": {"epochs": 1.5}}, "[training] epochs must be a whole number, not 1.5"),
     ({"training": {"epochs": 0}}, "[training] epochs must be >= 1, not 0"),
-    ({"training": {"seed": 2**63}}, "[training] seed must be < 9.22337e+18, not 9223372036854775808"),
+    ({"training": {"seed": 2**63}}, "[training] seed must be below 2**63, not 9223372036854775808"),
     ({"training": {"evaluate": "no"}}, "[training] evaluate must be true or false, not 'no'"),
     ({"training": {"evaluate": 1}}, "[training] evaluate must be true or false, not 1"),
     ({"optimizer": {"learning_rate": "0.1"}}, "[optimizer] learning_rate must be a number, not '0.1'"),
