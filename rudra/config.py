@@ -76,8 +76,8 @@ class DataTable(Table):
 
 
 class TrainingTable(Table):
-    epochs: int = Field(10, ge=1, description="passes over the training set, counted in applied samples")
-    minibatch_size: int = Field(16, ge=1, description="μ: samples per learner per gradient")
+    epochs: int = Field(10, ge=1, lt=2**31, description="passes over the training set, counted in applied samples")
+    minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: samples per learner per gradient")
     seed: int = Field(0, ge=0, description="of weights, sampling, dropout and simulated time")
     warm_start: Path | None = Field(None, description="result file whose final weights to start from")
     evaluate: bool = Field(True, description="test the weights at each epoch's end")
@@ -505,7 +505,7 @@ _WANTED = {
     "path_type": "a path",
     "greater_than": "> {gt:g}",
     "greater_than_equal": ">= {ge:g}",
-    "less_than": "< {lt:g}",
+    "less_than": "< {lt:,.12g}",
     "less_than_equal": "<= {le:,}",
 }
 """Type of a validation error -> what was wanted; the others say it well enough themselves."""

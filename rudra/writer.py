@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import ResultsError
+from rudra.files import check_output
 from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
 
 FORMAT_VERSION = 3
@@ -59,19 +60,6 @@ def default_output(job_name: str, directory: Path = Path(), now: datetime | None
         count += 1
         path = directory / f"{stem}-{count}.h5"
     return path
-
-
-def check_output(path: Path, force: bool) -> None:
-    """Raises ResultsError if no result file can be made at `path`; `force` allows to replace one."""
-    directory = path.parent
-    if not os.path.isdir(directory):
-        raise ResultsError(f"{path}: directory {directory} does not exist")
-    if os.path.isdir(path):
-        raise ResultsError(f"{path}: is a directory; give the name of a file")
-    if os.path.exists(path) and not force:
-        raise ResultsError(f"{path}: exists; give another name or --force")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ResultsError(f"{path}: directory {directory.resolve()} is not writable")
 
 
 class ResultsWriter:

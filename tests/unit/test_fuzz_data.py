@@ -65,7 +65,7 @@ def load(name: str, path: Path, limit: int | None = None) -> None:
     test.batch(np.array([info.test_samples - 1]))
 
 
-@cases(2000)
+@cases(500)
 @given(draw=st.data())
 def test_idx(here: Path, draw: st.DataObject) -> None:
     with fresh(here):
@@ -88,7 +88,7 @@ def cifar(**changes: Any) -> bytes:
     return pickle.dumps({**batch, **changes}, protocol=2)
 
 
-@cases(1500)
+@cases(300)
 @given(draw=st.data())
 def test_cifar10(here: Path, draw: st.DataObject) -> None:
     with fresh(here):
@@ -116,7 +116,7 @@ LARGE = [b"r\xff\xff\xff\x7f", b"B\xff\xff\xff\x7f", b"\x8e" + b"\xff" * 7 + b"\
 OPCODES = st.lists(st.sampled_from(SINGLE + CALLS * 4 + LARGE * 4) | st.binary(max_size=5), max_size=30).map(b"".join)
 
 
-@cases(1500)
+@cases(600)
 @given(content=OPCODES, protocol=st.integers(0, 5))
 def test_pickles_of_anything(here: Path, content: bytes, protocol: int) -> None:
     with fresh(here):
@@ -139,7 +139,7 @@ def archive(compressed: bool) -> bytes:
 PLAIN, GZIPPED = archive(False), archive(True)
 
 
-@cases(1000)
+@cases(300)
 @given(draw=st.data())
 def test_archives(here: Path, draw: st.DataObject) -> None:
     with fresh(here):
@@ -154,7 +154,7 @@ def test_archives(here: Path, draw: st.DataObject) -> None:
 DIGITS = gzip.compress(b"\n".join(b",".join(b"%d" % (i % 10) for _ in range(65)) for i in range(50)), mtime=0)
 
 
-@cases(500)
+@cases(200)
 @given(draw=st.data())
 def test_digits(here: Path, draw: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
     with fresh(here), monkeypatch.context() as patch:
@@ -166,7 +166,7 @@ def test_digits(here: Path, draw: st.DataObject, monkeypatch: pytest.MonkeyPatch
         refused(lambda: data.load(DataTable(name="digits")), "digits")
 
 
-@cases(150)
+@cases(30)
 @given(draw=st.data())
 def test_a_run_of_damaged_data_leaves_nothing(here: Path, draw: st.DataObject) -> None:
     with fresh(here):

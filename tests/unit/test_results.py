@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from rudra.errors import ResultsError
+from rudra.files import check_output
 from rudra.records import EPOCH, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
-from rudra.results import check_output, default_output, open_results
+from rudra.results import default_output, open_results
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 
 CHILD = """
