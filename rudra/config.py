@@ -470,7 +470,8 @@ def _name_of(value: Any) -> str:
 
 def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     """One line for one validation error: where, what was wrong, what is allowed."""
-    union = next((i for i, part in enumerate(error["loc"]) if str(part).startswith(("dict[", "float", "int"))), None)
+    kinds = ("dict[", "float", "int")  # after table and key: which part of a union it is
+    union = next((i for i, part in enumerate(error["loc"]) if i > 1 and str(part).startswith(kinds)), None)
     if union is not None:
         table, *keys = (str(part) for part in error["loc"][:union])
         return f"[{table}] {'.'.join(keys)} must be a number, or a table of numbers"

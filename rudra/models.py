@@ -47,11 +47,11 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", "Initializing zero-element tensors")  # a layer of no width
                 module = call(factory, f"[model] {name}", table.options, offered)
-        except (TypeError, ValueError, RuntimeError, OverflowError, MemoryError, UserWarning) as error:
-            if factory not in MODELS.values():
+        except Exception as error:
+            if isinstance(error, ConfigError) or factory not in MODELS.values():
                 raise  # the user's own code says best itself what is wrong
             options = ", ".join(table.options)
-            raise ConfigError(f"[model] {name} cannot be made with these options ({options}): {error}") from None
+            raise ConfigError(f"[model] {name} cannot be made with these options ({options}): {error!r}") from None
     if not isinstance(module, nn.Module):
         raise ConfigError(f"[model] {name} gave a {type(module).__name__}, not a torch.nn.Module")
     return module

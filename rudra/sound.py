@@ -135,7 +135,8 @@ def plan(found: Plan, learners: int) -> Plan:
     known = {PARAMETER_SERVER, TREE_SERVER, STATISTICS_SERVER, LEARNER_KIND}
     counts = [kinds.count(kind) for kind in (PARAMETER_SERVER, STATISTICS_SERVER, LEARNER_KIND)]
     if not set(kinds) <= known or counts[0] > 1 or counts[1:] != [1, learners]:
-        raise ValueError(f"/roles has {counts[2]} learners, {counts[0]} parameter and {counts[1]} statistics servers")
+        told = f"{counts[2]} of {learners} learners, {counts[0]} parameter and {counts[1]} statistics servers"
+        raise ValueError(f"/roles has {told}")
     if [found.roles[id_].index for id_ in found.learners] != list(range(learners)):
         raise ValueError("/roles has its learners in no order")
     for above in ([role.parent for role in found.roles], [found.giver(role) for role in found.roles]):
