@@ -117,7 +117,7 @@ class Results:
                 for name in DATASETS:
                     if not isinstance(self._file.get(name, getlink=True), h5py.HardLink):
                         raise ValueError(f"/{name} is a link")
-                    sound.dataset(self._file[name], name, path.stat().st_size)
+                    sound.dataset(self._file[name], name)
         except ResultsError:
             self.close()
             raise
@@ -255,6 +255,7 @@ class Results:
         with self._reading():
             if self.live:
                 self._file[name].id.refresh()
+            sound.fits(self._file[name], name, self.path.stat().st_size)
             return len(self._file[name])
 
     def _rows(self, name: Kind) -> Rows:
@@ -268,8 +269,7 @@ class Results:
             dataset = self._file[name]
             if self.live:
                 dataset.id.refresh()
-            if self.live:  # it may have grown
-                sound.dataset(dataset, name, self.path.stat().st_size)
+            sound.fits(dataset, name, self.path.stat().st_size)
             return self._checked(name, dataset[()])
 
     def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:

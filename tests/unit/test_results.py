@@ -183,6 +183,13 @@ def test_weights_take_no_space_before_the_end(tmp_path):
     assert (tmp_path / "run.h5").stat().st_size < 4 * size + 5_000_000
 
 
+def test_a_large_model_without_weights_yet_is_no_damage(tmp_path):
+    new_writer(tmp_path / "run.h5", size=1 << 28, layout=()).fail("interrupted", "early")
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.summary()["status"] == "interrupted"
+        assert results.weights is None
+
+
 def test_another_process_reads_while_it_is_written(tmp_path, child):
     writer = child("""
         with new_writer(path) as writer:
@@ -481,7 +488,7 @@ def replaced(path, name, make):
     ("damage", "message"),
     [
         (lambda p: rewritten(p, "gradients", "staleness", 2**40), "/gradients has staleness = 1099511627776 in row 0"),
-        (lambda p: rewritten(p, "gradients", "learner", 4), "/gradients has learner = 4 in row 0"),
+        (lambda p: rewritten(p, "learners", "learner", 4), "/learners has learner = 4 in row 0"),
         (lambda p: rewritten(p, "updates", "time_s", np.nan), "/updates has time_s = nan in row 0"),
         (lambda p: rewritten(p, "epochs", "test_error", 1.5), "/epochs has test_error = 1.5 in row 0"),
         (lambda p: rewritten(p, "state", "status", b"?"), "/state has no status"),
