@@ -411,7 +411,7 @@ def _show(arguments: argparse.Namespace) -> int:
 def _plot(arguments: argparse.Namespace) -> int:
     from rudra.analysis import plot
 
-    output = arguments.output or arguments.files[0].with_suffix(".png")
+    output = arguments.output or _beside(arguments.files[0], ".png")
     plot(arguments.files, output, force=arguments.force)
     print(f"wrote {output}")
     return 0
@@ -439,7 +439,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
     import rudra
     from rudra.timeline import write_timeline
 
-    output = arguments.output or arguments.file.with_suffix(".trace.json")
+    output = arguments.output or _beside(arguments.file, ".trace.json")
     with rudra.open_results(arguments.file) as results:
         if not results.job.get("results", {}).get("minibatches", True):
             print(
@@ -449,6 +449,13 @@ def _timeline(arguments: argparse.Namespace) -> int:
             events = write_timeline(results, output, bar.update, force=arguments.force)
     print(f"wrote {output}: {events:,} events")
     return 0
+
+
+def _beside(file: Path, suffix: str) -> Path:
+    """The file's name with another suffix."""
+    if not file.name:
+        raise ConfigError(f"{file}: is a directory; give a result file")
+    return file.with_suffix(suffix)
 
 
 def _find_modules(file: Path) -> None:

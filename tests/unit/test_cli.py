@@ -43,6 +43,8 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
         ("show nope.h5", r"rudra: nope.h5: .*"),
         ("plot nope.h5", r"rudra: nope.h5: .*"),
         ("replay nope.h5", r"rudra: nope.h5: no such result file"),
+        ("plot .", r"rudra: .: is a directory; give a result file"),
+        ("timeline .", r"rudra: .: is a directory; give a result file"),
         ("timeline nope.h5", r"rudra: nope.h5: no such result file"),
         ("run digits --output no/where.h5", r"rudra: no/where.h5: .*"),
         ("simulate digits --output no/where.h5", r"rudra: no/where.h5: .*"),
