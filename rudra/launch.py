@@ -60,7 +60,9 @@ class Outcome(NamedTuple):
 
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
-_NOISE = re.compile(rb"NBC_Progress: an error |\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH ")  # now and then, while it ends
+_NOISE = re.compile(  # now and then, while it ends or a rank has died
+    rb"NBC_Progress: an error |\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH "
+)
 _BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
 _SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
 _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
@@ -144,7 +146,9 @@ def mpirun_command(
     return [str(mpirun), *options, "-n", str(ranks), *argv]
 
 
-X
+def launch(
+    job: Job, output: Path, *, roles: Sequence[str], payload: object, quiet: bool = False, survivable: bool = False
+) -> Outcome:
     """Runs `payload` on one rank for each of `roles` and waits until all of them have ended.
 
     Args:

@@ -97,6 +97,7 @@ class GroupReduction:
         if self._how == "mpi":
             self._buffer.vector.mul_(1 / sum(g.samples for g in self._gradients))
         action, self._action = self._action, None
+        assert action is not None
         return Reduced(action.sequence, self._gradients)
 
     def _add(self) -> None:

@@ -19,17 +19,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rudra import data, models, roles, roster
+from rudra import data, models, roles
 from rudra.config import Job, SimulationTable, cores
 from rudra.costs import CostModel
-from rudra.errors import ConfigError, ProtocolError, ReplayError, ResultsError
+from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.events import Action, Compute, Copy, Event, Finish, Lost, Receive, Received, Record, Reduce, Send, Started
 from rudra.executor import Executor, make_executors, torch_as_in
+from rudra.files import check_output, written
 from rudra.hands import TensorHands
 from rudra.messages import Kind, Message, Rows
 from rudra.recorder import arithmetic
 from rudra.records import Gradient
-from rudra.results import Results, check_output, open_results
+from rudra.results import Results, open_results
 from rudra.roles import Machine
 from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short
@@ -105,6 +106,7 @@ def replay(
     output: str | Path | None = None,
     overrides: Sequence[str] = (),
     quiet: bool = False,
+    force: bool = False,
 ) -> Replayed:
     """Repeats a recorded run and compares it with its record, as far as that goes.
 
@@ -118,6 +120,7 @@ def replay(
             update.
         overrides: texts `table.key=value` for the keys in `CHANGEABLE`.
         quiet: no progress bar.
+        force: replace an existing `output`.
 
     Raises:
         ReplayError: the record does not determine the weights, or has no such update.
@@ -132,13 +135,13 @@ def replay(
         if until is not None and not 0 <= until <= record.updates_count:
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
         job = _restored(results, overrides) if job is None else _checked(results, job)
-        plan = roster.plan_of(results.roles, results.attributes)
+        plan = results.plan()
         if until is None and output is not None:
             raise ConfigError("--output is for the weights of --until")
         target = None
         if until is not None:
             target = path.with_name(f"{path.stem}-{until}.pt") if output is None else Path(output)
-            check_output(target, force=True)
+            check_output(target, force)
         for line in surroundings(results):
             print(f"rudra: {path}: {line}", file=sys.stderr)
     with torch_as_in(job):
@@ -460,10 +463,8 @@ def _save(path: Path, job: Job, info: data.DataInfo, server: Executor) -> None:
     state = models.build(job.model, info, job.training.seed).state_dict()
     for entry in server.layout:
         state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
-    try:
-        torch.save(state, path)
-    except (OSError, RuntimeError) as error:
-        raise ResultsError(f"{path}: cannot write: {str(error).splitlines()[0]}") from None
+    with written(path) as file:
+        torch.save(state, file)
 
 
 # The job of the record.

@@ -35,6 +35,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/worker.py": CORE | {"mpi4py"},
     "rudra/results.py": CORE | {"h5py"},
     "rudra/writer.py": CORE | {"h5py"},
+    "rudra/sound.py": CORE | {"h5py"},
     "rudra/report": CORE | {"h5py", "matplotlib", "jinja2"},
     "rudra/analysis.py": CORE | {"h5py", "matplotlib", "pandas"},
     "rudra/bench": LEARNING | {"mpi4py", "h5py"},
