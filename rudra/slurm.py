@@ -15,6 +15,14 @@ Mpi = Literal["pmix", "pmi2"]
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One element of a job array: what it adds to the options of `rudra run`, and the name of its result file."""
+
+    options: Sequence[str]
+    file: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """All that the text of a script is made of.
@@ -26,8 +34,8 @@ class Batch:
         name: of the job in the queue.
         job: as for `rudra run`.
         options: of `rudra run`, for every point.
-        points: what the elements of a job array add to them; without any it is no array.
-        directory: that the points' results go to.
+        output: the result file, or the directory of those of the points.
+        points: elements of a job array; without any it is no array.
         resources: options of sbatch, in order; None: one without a value.
         launcher: what starts the ranks.
         mpi: how srun and the MPI library find each other: pmix for Open MPI, pmi2 for MPICH.
@@ -42,8 +50,8 @@ class Batch:
     name: str
     job: str
     options: Sequence[str]
-    points: Sequence[Sequence[str]] = ()
-    directory: str = "."
+    output: str
+    points: Sequence[Point] = ()
     resources: Mapping[str, str | None]
     launcher: Launcher = "mpirun"
     mpi: Mpi = "pmix"
@@ -90,10 +98,14 @@ def _directives(batch: Batch) -> list[str]:
 def _run_lines(batch: Batch) -> list[str]:
     run = shlex.join(["rudra", "run", batch.job, *batch.options])
     if not batch.points:
-        return [f'run=({run} --resume "$@")']
-    cases = [f"  {i}) point=({shlex.join(point)}) ;;" for i, point in enumerate(batch.points)]
-    last = f'run=({run} "${{point[@]}}" --resume "$@")'
-    return [f"mkdir -p {shlex.quote(batch.directory)}", "case $SLURM_ARRAY_TASK_ID in", *cases, "esac", last]
+        return [f"results={shlex.quote(batch.output)}", f'run=({run} --output "$results" --resume)']
+    names = [shlex.quote(f"{batch.output}/{point.file}") for point in batch.points]
+    cases = [
+        f"  {i}) results={name} point=({shlex.join(point.options)}) ;;"
+        for i, (name, point) in enumerate(zip(names, batch.points, strict=True))
+    ]
+    last = f'run=({run} "${{point[@]}}" --output "$results" --resume)'
+    return [f"mkdir -p {shlex.quote(batch.output)}", "case $SLURM_ARRAY_TASK_ID in", *cases, "esac", last]
 
 
 def _srun(batch: Batch) -> str:

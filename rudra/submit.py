@@ -15,7 +15,7 @@ from rudra.config import Job
 from rudra.errors import ConfigError, LaunchError, ResultsError
 from rudra.jobfiles import parsed
 from rudra.launch import find_mpirun, is_open_mpi
-from rudra.slurm import Batch, Launcher, Mpi, script, time_limit_s
+from rudra.slurm import Batch, Launcher, Mpi, Point, script, time_limit_s
 
 if TYPE_CHECKING:
     from rudra.sweep import Sweep
@@ -88,8 +88,8 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if study is not None:  # for `rudra report`
         from rudra import sweep
 
-        with sweep.locked(Path(batch.directory)):
-            study.write_index(Path(batch.directory))
+        with sweep.locked(Path(batch.output)):
+            study.write_index(Path(batch.output))
     if arguments.submit:
         print(f"wrote {file}, submitted as job {_submit(sbatch, file)}")
     else:
@@ -133,9 +133,9 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
         file=str(arguments.script or Path(f"{output.stem}.sh")),
         name=re.sub(r"[^\w.,=+-]+", "-", output.stem, flags=re.ASCII),
         job=arguments.job,
-        options=_set(overrides) + ([] if points else ["--output", str(output)]),
-        points=[[*_set(settings), "--output", str(output / file)] for settings, file in points],
-        directory=str(output if points else output.parent),
+        options=_set(overrides),
+        output=str(output),
+        points=[Point(_set(settings), file) for settings, file in points],
         resources=resources,
         launcher=launcher,
         mpi=mpi,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # digits by mpirun: 1 parameter server, 1 statistics server, 4 learners
 # Made by: rudra slurm digits --ntasks 6 --time 30 --environment .venv --script slurm/openmpi-mpirun.sh
-# Edit it as you like, and submit it where it was made: sbatch slurm/openmpi-mpirun.sh [more options of `rudra run`]
+# Edit it as you like, and submit it where it was made: sbatch slurm/openmpi-mpirun.sh
 #SBATCH --job-name=digits
 #SBATCH --ntasks=6
 #SBATCH --time=30
@@ -15,7 +15,8 @@ PATH=$PWD/.venv/bin:$PATH
 # How often the job may queue itself again, to go on after a time limit.
 max_restarts=10
 
-run=(rudra run digits --output digits.h5 --resume "$@")
+results=digits.h5
+run=(rudra run digits --output "$results" --resume)
 
 # SLURM tells this shell alone that the time ends; mpirun passes it on to the ranks, which then save a checkpoint.
 mpirun -n "$SLURM_NTASKS" --bind-to none "${run[@]}" &
@@ -24,10 +25,20 @@ trap 'told=$((told + 1)); kill -USR1 "$ranks"' USR1
 trap 'told=$((told + 1)); cancelled=1; kill -TERM "$ranks"' TERM
 while before=$told; wait "$ranks"; code=$?; [ "$told" != "$before" ]; do :; done # a signal ends `wait`, not the ranks
 
-# 3: stopped as asked. More than that after a signal: cut short, but an earlier checkpoint may be there.
-[ "$code" = 3 ] || { [ "$told" -gt 0 ] && [ "$code" -gt 3 ]; } || exit "$code"
+again=0
+case $code in
+  0) # Open MPI says so too where it has lost one of its daemons
+    rudra show "$results" --json | grep -q '"status": "finished"' || again=1 ;;
+  1 | 2) ;;
+  3) again=1 ;; # stopped as asked
+  *) [ "$told" = 0 ] || again=1 ;; # cut short when asked: there may be an earlier checkpoint
+esac
 
-# Here the run has stopped as it was asked to, and left a checkpoint.
+# A lost node may end the ranks before SLURM notices it, and queues the job again by itself.
+nodes_answer() { timeout 60 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --mpi=none true; }
+if [ "$again" = 0 ]; then
+  if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$SLURM_NNODES" = 1 ] || nodes_answer; then exit "$code"; fi
+fi
 if [ "$cancelled" = 1 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ]; then
   echo "stopped; submit the job again to go on from its checkpoint" >&2
   exit 3

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # digits by srun: 1 parameter server, 1 statistics server, 4 learners
 # Made by: rudra slurm digits --ntasks 6 --time 30 --launcher srun --mpi pmix --environment .venv --script slurm/openmpi-srun.sh
-# Edit it as you like, and submit it where it was made: sbatch slurm/openmpi-srun.sh [more options of `rudra run`]
+# Edit it as you like, and submit it where it was made: sbatch slurm/openmpi-srun.sh
 #SBATCH --job-name=digits
 #SBATCH --ntasks=6
 #SBATCH --time=30
@@ -15,13 +15,14 @@ PATH=$PWD/.venv/bin:$PATH
 # How often the job may queue itself again, to go on after a time limit.
 max_restarts=10
 
-run=(rudra run digits --output digits.h5 --resume "$@")
+results=digits.h5
+run=(rudra run digits --output "$results" --resume)
 
 # SLURM tells the ranks themselves that the time ends. They save a checkpoint and end with code 3: a task that does so
 # leaves word and ends with 0, because after the first that ends with anything else, srun would kill the others.
 export STOPPED=$PWD/.stopped-$SLURM_JOB_ID
 rm -f "$STOPPED"
-cancelled=0
+cancelled=0 again=0
 trap 'cancelled=1' TERM
 srun --mpi=pmix --cpu-bind=none --kill-on-bad-exit=1 bash -c '
   trap : USR1 TERM # they are for the rank, which gets them too
@@ -30,11 +31,14 @@ srun --mpi=pmix --cpu-bind=none --kill-on-bad-exit=1 bash -c '
   if [ "$code" = 3 ]; then code=0 && : >"$STOPPED"; fi
   exit "$code"' rank "${run[@]}"
 code=$?
-
-[ -e "$STOPPED" ] || exit "$code"
+[ ! -e "$STOPPED" ] || again=1
 rm -f "$STOPPED"
 
-# Here the run has stopped as it was asked to, and left a checkpoint.
+# A lost node may end the ranks before SLURM notices it, and queues the job again by itself.
+nodes_answer() { timeout 60 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --mpi=none true; }
+if [ "$again" = 0 ]; then
+  if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$SLURM_NNODES" = 1 ] || nodes_answer; then exit "$code"; fi
+fi
 if [ "$cancelled" = 1 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ]; then
   echo "stopped; submit the job again to go on from its checkpoint" >&2
   exit 3

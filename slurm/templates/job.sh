@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # @about@
 # Made by: @command@
-# Edit it as you like, and submit it where it was made: sbatch @file@ [more options of `rudra run`]
+# Edit it as you like, and submit it where it was made: sbatch @file@
 @directives@
 
 # The environment that Rudra is installed in; every node must see it. If the MPI is the cluster's own, load its module.
@@ -13,7 +13,11 @@ max_restarts=@restarts@
 
 @launch@
 
-# Here the run has stopped as it was asked to, and left a checkpoint.
+# A lost node may end the ranks before SLURM notices it, and queues the job again by itself.
+nodes_answer() { timeout 60 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --mpi=none true; }
+if [ "$again" = 0 ]; then
+  if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$SLURM_NNODES" = 1 ] || nodes_answer; then exit "$code"; fi
+fi
 if [ "$cancelled" = 1 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ]; then
   echo "stopped; submit the job again to go on from its checkpoint" >&2
   exit 3

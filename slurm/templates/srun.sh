@@ -2,7 +2,7 @@
 # leaves word and ends with 0, because after the first that ends with anything else, srun would kill the others.
 export STOPPED=$PWD/.stopped-$SLURM_JOB_ID
 rm -f "$STOPPED"
-cancelled=0
+cancelled=0 again=0
 trap 'cancelled=1' TERM
 @srun@ bash -c '
   trap : USR1 TERM # they are for the rank, which gets them too
@@ -11,6 +11,5 @@ trap 'cancelled=1' TERM
   if [ "$code" = 3 ]; then code=0 && : >"$STOPPED"; fi
   exit "$code"' rank "${run[@]}"
 code=$?
-
-[ -e "$STOPPED" ] || exit "$code"
+[ ! -e "$STOPPED" ] || again=1
 rm -f "$STOPPED"

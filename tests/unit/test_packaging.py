@@ -83,7 +83,7 @@ def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) 
 def test_a_batch_script_is_made_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     text = output(installed / "rudra", "slurm", "digits", "--launcher", "srun", "--print", cwd=tmp_path)
     assert f"\nPATH={installed}:$PATH\n" in text
-    assert "rudra run digits --output digits.h5 --resume" in text
+    assert 'rudra run digits --output "$results" --resume' in text
 
 
 def test_packages_of_our_names_in_the_working_directory_do_no_harm(installed: Path, tmp_path: Path) -> None:

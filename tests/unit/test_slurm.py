@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rudra.cli import main
-from rudra.slurm import Batch, script, time_limit_s
+from rudra.slurm import Batch, Point, script, time_limit_s
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "slurm").glob("*.sh"))
@@ -22,7 +22,8 @@ BATCH = Batch(
     file="a.sh",
     name="a",
     job="digits",
-    options=("--output", "a.h5"),
+    options=(),
+    output="a.h5",
     resources={"nodes": "2", "ntasks-per-node": "4"},
     warning_s=60,
     restarts=3,
@@ -57,7 +58,7 @@ def test_there_is_an_example_for_each_way() -> None:
 @pytest.mark.parametrize(
     ("changes", "holds", "lacks"),
     [
-        ({}, ["#SBATCH --signal=B:USR1@60", "#SBATCH --requeue", "max_restarts=3"], ["srun", "--array"]),
+        ({}, ["#SBATCH --signal=B:USR1@60", "#SBATCH --requeue", "max_restarts=3"], ["srun --mpi=pmix", "--array"]),
         ({}, ['mpirun -n "$SLURM_NTASKS" --bind-to none "${run[@]}" &', "PATH=$PWD/.venv/bin:$PATH"], []),
         ({"mpi": "pmi2"}, ['mpirun -n "$SLURM_NTASKS" "${run[@]}" &'], ["bind-to"]),
         (
@@ -76,11 +77,11 @@ def test_there_is_an_example_for_each_way() -> None:
         ({"options": ("--set", "model.options={a = 1}")}, ["--set 'model.options={a = 1}'"], []),
         ({"resources": {"exclusive": None}}, ["#SBATCH --exclusive\n"], []),
         (
-            {"points": (("--set", "a.b=1"), ("--set", "a.b=x y")), "directory": "d"},
+            {"points": (Point(("--set", "a.b=1"), "1.h5"), Point(("--set", "a.b=x y"), "2.h5")), "output": "d"},
             [
                 "--array=0-1",
-                "  1) point=(--set 'a.b=x y') ;;",
-                '"${point[@]}" --resume "$@"',
+                "  1) results=d/2.h5 point=(--set 'a.b=x y') ;;",
+                '"${point[@]}"',
                 "%A_%a.log",
                 "mkdir -p d",
             ],
@@ -159,7 +160,7 @@ def test_a_script_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "wrote soft.sh; submit it with: sbatch soft.sh\n"
     text = (tmp_path / "soft.sh").read_text()
     assert "PATH=$PWD/.venv/bin:$PATH" in text
-    assert "--output soft.h5" in text
+    assert "results=soft.h5" in text
     assert main(command) == 0, "the same again"
     (tmp_path / "soft.sh").write_text(text + "# edited\n")
     assert main(command) == 2
@@ -171,7 +172,7 @@ def test_a_script_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_an_array_has_the_directory_of_a_sweep(tmp_path: Path) -> None:
     assert main(["slurm", "digits", "--grid", "training.minibatch_size=4,16"]) == 0
     assert (tmp_path / "digits-sweep" / "sweep.json").is_file()
-    assert "--output digits-sweep/minibatch_size=16.h5" in (tmp_path / "digits-sweep.sh").read_text()
+    assert "results=digits-sweep/minibatch_size=16.h5" in (tmp_path / "digits-sweep.sh").read_text()
 
 
 def test_tasks_without_a_role_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,14 +212,16 @@ def _fake(file: Path, body: str) -> None:
 
 def _start(directory: Path, launcher: str, body: str, env: dict[str, str]) -> subprocess.Popen[str]:
     """A batch script with a launcher that does this, and a scontrol that leaves word of what it is asked for."""
-    programs = directory / "programs"
+    programs = directory / "bin"
     programs.mkdir()
     _fake(programs / "mpirun", body)
-    _fake(programs / "srun", f'while [ "$1" != bash ]; do shift; done\n"${{@:1:4}}" bash -c {shlex.quote(body)}')
+    ranks = f'while [ "$1" != bash ]; do shift; done\n"${{@:1:4}}" bash -c {shlex.quote(body)}'
+    _fake(programs / "srun", f'if [ "${{@: -1}}" = true ]; then [ ! -e lost ]; exit; fi\n{ranks}')
+    _fake(programs / "rudra", '[ "$*" = "show a.h5 --json" ] && cat state')
     _fake(programs / "scontrol", 'echo "$@" >asked')
-    text = script(replace(BATCH, launcher=launcher, environment=str(programs)))  # type: ignore[arg-type]
-    text = text.replace(f"{programs}/bin", str(programs))
-    given = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", **env}
+    (directory / "state").write_text('  "status": "finished",\n')
+    text = script(replace(BATCH, launcher=launcher, environment=str(directory)))  # type: ignore[arg-type]
+    given = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", **env}
     return subprocess.Popen(["bash", "-c", text], cwd=directory, env=given, stderr=subprocess.PIPE, text=True)
 
 
@@ -246,6 +249,27 @@ def test_what_queues_itself_again(
     assert process.returncode == (0 if asked else code)
     assert ("submit the job again to go on" in said) == (code == 3 and asked is None)
     assert not list(tmp_path.glob(".stopped*"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "code", "state", "lost", "asked"),
+    [
+        ("mpirun", 0, "running", False, True),  # as Open MPI's does
+        ("mpirun", 255, "running", True, True),  # as MPICH's does
+        ("mpirun", 255, "running", False, False),
+        ("mpirun", 1, "failed", True, True),
+        ("mpirun", 0, "finished", True, False),
+        ("mpirun", 2, "running", True, False),
+        ("srun", 1, "running", True, True),
+        ("srun", 0, "finished", True, False),
+    ],
+)
+def test_lost_nodes_and_daemons(tmp_path: Path, launcher: str, code: int, state: str, lost: bool, asked: bool) -> None:
+    (tmp_path / "lost").touch() if lost else None
+    process = _start(tmp_path, launcher, f'echo \'"status": "{state}"\' >state; exit {code}', {})
+    process.communicate(timeout=20)
+    assert (tmp_path / "asked").exists() == asked
+    assert process.returncode == (0 if asked else code)
 
 
 @pytest.mark.parametrize(
