@@ -39,6 +39,9 @@ def run(
     """
     shown = _progress(progress)
     if launch.world_size() is not None:
+        from rudra.start import start_mpi
+
+        start_mpi()
         from rudra.session import run_ranks
 
         named = None if output is None else Path(output)

@@ -15,7 +15,7 @@ from rudra import submit
 from rudra.config import Job, cores
 from rudra.errors import ConfigError, RudraError
 from rudra.jobfiles import shipped_jobs
-from rudra.launch import world_rank, world_size
+from rudra.launch import leave_the_word, world_rank, world_size
 
 if TYPE_CHECKING:
     from rudra.results import Results
@@ -71,8 +71,10 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except RudraError as error:
-        if not error.said and world_rank() == 0:
-            print(f"rudra: {error}", file=sys.stderr)
+        if not error.said:
+            if world_rank() == 0:
+                print(f"rudra: {error}", file=sys.stderr)
+            leave_the_word()
         return error.exit_code
     except KeyboardInterrupt:
         if world_rank() == 0:

@@ -35,6 +35,9 @@ mpirun holds back what a rank writes until a newline comes, and a progress bar w
 GRACE_S = 10.0
 """How long the ranks may take to close the result file after Ctrl-C, before they are ended."""
 
+WORD_S = 2.0
+"""How long ranks that end before MPI has started wait for rank 0 to say why."""
+
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
 _NOISE = re.compile(rb"\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH ")  # now and then, while it ends
 _BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
@@ -59,7 +62,8 @@ def world_size(env: Mapping[str, str] = os.environ) -> int | None:
         return int(tasks)
     step = env.get("SLURM_STEP_NUM_TASKS", "1")
     if step.isdigit() and int(step) > 1:
-        raise LaunchError(f"srun started {step} tasks without MPI; use srun --mpi=pmix, or mpirun")
+        remedy = "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH), or mpirun"
+        raise LaunchError(f"srun started {step} tasks without MPI; {remedy}")
     return None
 
 
@@ -67,6 +71,12 @@ def world_rank(env: Mapping[str, str] = os.environ) -> int:
     """This process's rank as its launcher says it, known before MPI starts; 0 without a launcher."""
     ranks = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     return next((int(env[name]) for name in ranks if env.get(name, "").isdigit()), 0)
+
+
+def leave_the_word() -> None:
+    """Lets rank 0 say what all ranks know, before another rank's end makes the launcher end it."""
+    if world_rank() != 0:
+        time.sleep(WORD_S)
 
 
 def find_mpirun() -> Path:
