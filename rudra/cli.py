@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         if not error.said:
             if world_rank() == 0:
                 print(f"rudra: {error}", file=sys.stderr)
-            leave_the_word()
+            leave_the_word(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         if world_rank() == 0:

@@ -73,9 +73,10 @@ def world_rank(env: Mapping[str, str] = os.environ) -> int:
     return next((int(env[name]) for name in ranks if env.get(name, "").isdigit()), 0)
 
 
-def leave_the_word() -> None:
-    """Lets rank 0 say what all ranks know, before another rank's end makes the launcher end it."""
+def leave_the_word(code: int) -> None:
+    """Lets rank 0 say what all ranks know, before another rank's end with this code makes the launcher end it."""
     if world_rank() != 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the same code, if rank 0's end ends this one
         time.sleep(WORD_S)
 
 

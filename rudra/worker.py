@@ -57,7 +57,7 @@ def main(file: str) -> int:
         except LaunchError as error:  # the same on every rank
             if world_rank() == 0:
                 print(f"rudra: {error}", file=sys.stderr)
-            leave_the_word()
+            leave_the_word(error.exit_code)
             return error.exit_code
         run = _load(stream)
     return 1 if run is None else run()

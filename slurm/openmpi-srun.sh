@@ -28,7 +28,7 @@ srun --mpi=pmix --cpu-bind=none --kill-on-bad-exit=1 bash -c '
   trap : USR1 TERM # they are for the rank, which gets them too
   "$@"
   code=$?
-  if [ "$code" = 3 ]; then code=0 && : >"$STOPPED"; fi
+  if [ "$code" = 3 ] || [ "$code" = 138 ]; then code=0 && : >"$STOPPED"; fi # 138: it was told before it was ready
   exit "$code"' rank "${run[@]}"
 code=$?
 [ ! -e "$STOPPED" ] || again=1

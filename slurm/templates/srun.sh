@@ -8,7 +8,7 @@ trap 'cancelled=1' TERM
   trap : USR1 TERM # they are for the rank, which gets them too
   "$@"
   code=$?
-  if [ "$code" = 3 ]; then code=0 && : >"$STOPPED"; fi
+  if [ "$code" = 3 ] || [ "$code" = 138 ]; then code=0 && : >"$STOPPED"; fi # 138: it was told before it was ready
   exit "$code"' rank "${run[@]}"
 code=$?
 [ ! -e "$STOPPED" ] || again=1
