@@ -24,28 +24,21 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         if name != "SLURM_CONF":
             del env[name]
     if request.config.getoption("--slurm") == "here":
-        found = (
-            Cluster(env, None).run("sinfo", "--noheader") if shutil.which("sinfo") and shutil.which("sbatch") else None
-        )
-        if found is None or found.returncode:
-            pytest.skip(f"--slurm=here, but no SLURM answers: {found.stderr if found else 'no sinfo and sbatch'}")
+        if shutil.which("sinfo") is None:
+            pytest.skip("--slurm=here, but there is no sinfo")
+        found = Cluster(env, None).run("sinfo", "--noheader")
+        if found.returncode:
+            pytest.skip(f"--slurm=here, but no SLURM answers: {found.stderr.strip()}")
         yield Cluster(env, None)
         return
-    directory = tmp_path_factory.mktemp("slurm")
-    up = subprocess.run(
-        [LOCAL, "up", "--nodes", "8", "--cpus", "4", "--until", str(os.getpid()), directory],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    if up.returncode:
-        pytest.skip(f"no local SLURM: {up.stderr.strip().splitlines()[-1] if up.stderr.strip() else up.returncode}")
+    directory = tmp_path_factory.mktemp("slurm") / "c"
     try:
+        up = _local("up", "--nodes", "8", "--cpus", "4", "--until", str(os.getpid()), directory)
+        if up.returncode:
+            pytest.skip(f"no local SLURM: {up.stderr.strip().splitlines()[-1]}")
         yield Cluster({**env, "SLURM_CONF": str(directory / "etc" / "slurm.conf")}, directory)
     finally:
-        subprocess.run([LOCAL, "down", directory], check=True, timeout=120, stdin=subprocess.DEVNULL)
+        _local("down", directory).check_returncode()
         assert not directory.exists()
         end = time.monotonic() + 5
         while left_over(directory) and time.monotonic() < end:  # what waited for our own end takes a moment to notice
@@ -54,6 +47,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert left == []
+
+
+def _local(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [LOCAL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
+    )
 
 
 @pytest.fixture(scope="session")
