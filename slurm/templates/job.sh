@@ -24,4 +24,5 @@ if [ "$cancelled" = 1 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ]; 
 fi
 me=$SLURM_JOB_ID # of one element of an array, this may be the name of all of it
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || me=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+trap '' TERM # with which SLURM ends this script then
 scontrol requeue "$me" || exit 3
