@@ -111,15 +111,19 @@ class Batch:
     def wait(self, what: str, until: Callable[[], bool], within_s: float = 100) -> None:
         end = time.monotonic() + within_s
         while not until():
-            said = (
-                f"job {self.number} is {self.field('JobState')} ({self.field('Reason')}), its log: {self.log[-3000:]}"
-            )
-            assert time.monotonic() < end, f"not within {within_s:.0f} s: {what}; {said}"
+            if time.monotonic() > end:
+                said = f"job {self.number} is {self.field('JobState')} ({self.field('Reason')})"
+                self.cluster.run("scancel", self.number)
+                pytest.fail(f"not within {within_s:.0f} s: {what}; {said}, its log: {self.log[-3000:]}")
             time.sleep(0.2)
 
     def wait_for_epoch(self, epoch: int = 1, within_s: float = 100) -> None:
         """Until the ranks have trained so far."""
         self.wait(f"epoch {epoch}", lambda: re.search(rf"epoch {epoch}/", self.log) is not None, within_s)
+
+    def wait_for_restart(self, within_s: float = 60) -> None:
+        """Until it is in the queue again."""
+        self.wait("a restart", lambda: self.field("Restarts") == "1", within_s)
 
     def wait_for_end(self, within_s: float = 150) -> str:
         """Until it has ended for good; returns how."""
@@ -136,7 +140,10 @@ class Batch:
             except OSError:
                 continue
             mine = f"SLURM_JOB_ID={self.number}".encode() in env.split(b"\0")
-            if mine and words[1:4] == [b"-m", b"rudra", b"run"]:
+            ours = words[1:4] == [b"-m", b"rudra", b"run"] or (
+                b"/rudra" in b"".join(words[1:2]) and words[2:3] == [b"run"]
+            )
+            if mine and ours and b"python" in words[0]:
                 found.append(int(process.name))
         return sorted(found)
 
