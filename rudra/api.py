@@ -49,6 +49,9 @@ def run(
     named = None if output is None else Path(output)
     wanted = resume if isinstance(resume, bool) else Path(resume)
     if launch.world_size() is not None:
+        from rudra.start import start_mpi
+
+        start_mpi()
         from rudra.session import run_ranks
 
         code, path = run_ranks(job, output=named, progress=shown, overwrite=force, resume=wanted)

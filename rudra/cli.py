@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rudra import submit
 from rudra.config import Job, cores
 from rudra.errors import ConfigError, RudraError, printable
 from rudra.jobfiles import shipped_jobs
-from rudra.launch import world_rank, world_size
+from rudra.launch import leave_the_word, world_rank, world_size
 
 if TYPE_CHECKING:
     from rudra.api import ProgressMode
@@ -46,6 +47,7 @@ comparing protocols:
 on a cluster (as many learners as the ranks leave, beside the servers):
   mpirun -n 10 rudra run my-job.toml
   srun --mpi=pmix rudra run my-job.toml
+  rudra slurm my-job.toml --ntasks 10 --time 4:00:00 --submit     as a batch job that goes on after its time limit
 
 exit codes: 0 all went well; 1 it ran and failed; 2 a mistake in what was asked for; 3 it was stopped, and
 `rudra resume` goes on."""
@@ -67,14 +69,16 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if argv[0] == "bench":  # its options are its own
             return _bench(argv[1:])
-        arguments = parser.parse_args(argv)
+        arguments = parser.parse_args(argv, argparse.Namespace(argv=argv))
         command: Callable[[argparse.Namespace], int] = arguments.command
         code = command(arguments)
         sys.stdout.flush()
         return code
     except RudraError as error:
-        if not error.said and world_rank() == 0:
-            print(f"rudra: {error}", file=sys.stderr)
+        if not error.said:
+            if world_rank() == 0:
+                print(f"rudra: {error}", file=sys.stderr)
+            leave_the_word(error.exit_code)
         return error.exit_code
     except MemoryError as error:
         print(f"rudra: too little memory: {printable(str(error)) or 'none is left'}", file=sys.stderr)
@@ -119,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
     _job_options(add("simulate", _simulate, "run a job in one process and virtual time", SIMULATE_MORE), runs=True)
     _sweep_options(add("sweep", _sweep, "run a grid of jobs, or the study that a job describes", SWEEP_MORE))
+    batch = add("slurm", _slurm, "write or submit the batch script of a job", submit.MORE)
+    _job_options(batch, runs=False)
+    submit.add_options(batch)
     _predict_options(add("predict", _predict, "say what a job would take, without training", PREDICT_MORE))
     _calibrate_options(add("calibrate", _calibrate, "measure what a job's model costs here", CALIBRATE_MORE))
     show = add("show", _show, "print the figures of a run")
@@ -322,6 +329,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
     import rudra
 
     return _report(arguments, rudra.simulate)
+
+
+def _slurm(arguments: argparse.Namespace) -> int:
+    return submit.main(arguments, _overrides(arguments))
 
 
 def _predict(arguments: argparse.Namespace) -> int:

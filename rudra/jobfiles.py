@@ -18,17 +18,26 @@ _LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{_DEEPEST
 
 
 def shipped_jobs() -> dict[str, Path]:
-    """Name -> TOML file of every job that comes with Rudra, from a checkout or an installed wheel."""
-    checkout = Path(__file__).resolve().parent.parent / "jobs"
-    if (checkout.parent / "setup.cfg").is_file():
-        root, files = checkout, list(checkout.rglob("*.toml"))
-    else:
-        listed = importlib.metadata.distribution("rudra").files or []
-        located = (Path(str(f.locate())).resolve() for f in listed if "share/rudra/jobs/" in f.as_posix())
-        files = [file for file in located if file.suffix == ".toml"]
-        root = Path(os.path.commonpath([file.parent for file in files])) if files else checkout
+    """Name -> TOML file of every job that comes with Rudra."""
+    files = data_files("jobs", ".toml")
+    root = Path(os.path.commonpath([file.parent for file in files])) if files else Path()
     jobs = sorted(file for file in files if file.name != PAPER)
     return {file.relative_to(root).with_suffix("").as_posix(): file for file in jobs}
+
+
+def data_files(directory: str, suffix: str) -> list[Path]:
+    """Files that come with Rudra and are no modules, from a checkout or an installed wheel.
+
+    Args:
+        directory: that they and directories of them lie in, in the checkout or below the wheel's `share/rudra`.
+        suffix: how their names end.
+    """
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "setup.cfg").is_file():
+        return list((checkout / directory).rglob(f"*{suffix}"))
+    listed = importlib.metadata.distribution("rudra").files or []
+    located = (Path(str(f.locate())).resolve() for f in listed if f"share/rudra/{directory}/" in f.as_posix())
+    return [file for file in located if file.suffix == suffix]
 
 
 def _find(job: str | Path) -> Path:

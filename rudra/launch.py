@@ -59,6 +59,9 @@ class Outcome(NamedTuple):
     lost: bool = False
 
 
+WORD_S = 2.0
+"""How long ranks that end before MPI has started wait for rank 0 to say why."""
+
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
 _NOISE = re.compile(  # now and then, while it ends or a rank has died
     rb"NBC_Progress: an error |\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH "
@@ -85,7 +88,8 @@ def world_size(env: Mapping[str, str] = os.environ) -> int | None:
         return int(tasks)
     step = env.get("SLURM_STEP_NUM_TASKS", "1")
     if step.isdigit() and int(step) > 1:
-        raise LaunchError(f"srun started {step} tasks without MPI; use srun --mpi=pmix, or mpirun")
+        remedy = "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH), or mpirun"
+        raise LaunchError(f"srun started {step} tasks without MPI; {remedy}")
     return None
 
 
@@ -93,6 +97,13 @@ def world_rank(env: Mapping[str, str] = os.environ) -> int:
     """This process's rank as its launcher says it, known before MPI starts; 0 without a launcher."""
     ranks = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     return next((int(env[name]) for name in ranks if env.get(name, "").isdigit()), 0)
+
+
+def leave_the_word(code: int) -> None:
+    """Lets rank 0 say what all ranks know, before another rank's end with this code makes the launcher end it."""
+    if world_rank() != 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the same code, if rank 0's end ends this one
+        time.sleep(WORD_S)
 
 
 def find_mpirun() -> Path:

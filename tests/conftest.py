@@ -13,6 +13,15 @@ settings.register_profile("fuzz", max_examples=2000, print_blob=True)  # a campa
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slurm",
+        choices=("local", "here"),
+        default="local",
+        help="what tests/slurm runs on; here: the cluster you are on",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits are compared on the CPU; subprocesses see no GPU either."""

@@ -33,6 +33,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/reduction.py": LEARNING | {"mpi4py"},
     "rudra/session.py": LEARNING | {"mpi4py"},
     "rudra/worker.py": CORE | {"mpi4py"},
+    "rudra/start.py": CORE | {"mpi4py"},
     "rudra/results.py": CORE | {"h5py"},
     "rudra/writer.py": CORE | {"h5py"},
     "rudra/sound.py": CORE | {"h5py"},
