@@ -50,6 +50,9 @@ INDIFFERENT = ("training.evaluate", "training.evaluation_batch_size")
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
 """Columns that no replay repeats."""
 
+NOTICED_S = 1.0
+"""A rank that dies is noticed by all others within this time."""
+
 _AT_ONCE = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e30, "message_s": 0.0, "update_s": 0.0, "jitter": 0.0}
 
 
@@ -198,7 +201,8 @@ class _Record:
         again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
         if any(role["kind"] == TREE_SERVER.encode() for role in self.roles):
-            ends.append((int(first["timestamp"]), "a learner died, and servers of a tree do not record when they knew"))
+            before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
+            ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
         if ends:
             update, why = min(ends)
             self.finished = False
