@@ -386,7 +386,8 @@ class ParameterServer(Owner):
         self.discarded += self.intake.discard()
         self._pulls.clear()
         stop = Message(Kind.STOP, self.id)
-        return [*(Send(child, stop) for child in self._children), *self.intake.withdraw()]
+        told = [Send(child, stop) for child in self._children]
+        return [*told, *self.intake.withdraw(), *self.intake.post(False)]
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
         self.intake.withdrawn(event.buffer)
