@@ -66,6 +66,8 @@ _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
 _NOISE = re.compile(  # now and then, while it ends or a rank has died
     rb"NBC_Progress: an error |\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH "
 )
+_COLLISION = "listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
+STARTS = 3
 _BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
 _SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
 _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
@@ -181,8 +183,11 @@ def launch(
         worker = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(file)]
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
         command = mpirun_command(mpirun, len(roles), worker, **about)
-        relay = Relay(_write_stderr, quiet=quiet)
-        code, interrupted = _run(command, relay)
+        for _ in range(STARTS):
+            relay = Relay(_write_stderr, quiet=quiet)
+            code, interrupted = _run(command, relay)
+            if not (code and _COLLISION in " ".join(relay.banners)):
+                break
     code = relay.code or code
     if code in {0, EXIT_STOPPED}:
         return Outcome(code)
