@@ -1,5 +1,6 @@
 """`python -m rudra` and the console script `rudra`."""
 
+import io
 import sys
 
 from rudra.cli import main as run
@@ -8,6 +9,8 @@ from rudra.failures import leave
 
 def main() -> int:
     """Runs the command line of this process and returns its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files can be what no encoding knows
     return leave(run(sys.argv[1:]))
 
 

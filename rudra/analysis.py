@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import ConfigError
+from rudra.files import check_output, written
 from rudra.results import open_results
 from rudra.summary import protocol_label
 
@@ -33,6 +34,7 @@ STYLE: dict[Any, Any] = {  # of every picture, those of a report too
     "figure.constrained_layout.w_pad": 0.15,
     "figure.constrained_layout.h_pad": 0.12,
     "svg.hashsalt": "rudra",
+    "text.parse_math": False,  # a name with two dollars in it is a name
 }
 
 
@@ -69,22 +71,24 @@ class _Curves(NamedTuple):
     histogram: NDArray[np.float64]
 
 
-def plot(files: Sequence[str | Path], output: str | Path) -> None:
+def plot(files: Sequence[str | Path], output: str | Path, *, force: bool = False) -> None:
     """Draws test error over epochs and over time, staleness over updates, and the staleness histogram.
 
     Args:
         files: result files; several are overlaid.
-        output: picture to write (and to replace); its suffix is one of `SUFFIXES`.
+        output: picture to write; its suffix is one of `SUFFIXES`.
+        force: replace an existing picture.
 
     Raises:
-        ConfigError: another suffix, no file given, the picture cannot be written, or matplotlib is missing.
-        ResultsError: a file is not readable as a result file.
+        ConfigError: another suffix, no file given, or matplotlib is missing.
+        ResultsError: a file is not readable as a result file, or the picture exists or cannot be written.
     """
     output = Path(output)
     if output.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{output}: unknown kind of picture '{output.suffix}'; valid: {', '.join(SUFFIXES)}")
     if not files:
         raise ConfigError("no result file to plot")
+    check_output(output, force)
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -99,10 +103,8 @@ def plot(files: Sequence[str | Path], output: str | Path) -> None:
         FigureCanvasAgg(figure)  # no display, no global state
         _draw(figure, curves)
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix.lower())
-        try:
-            figure.savefig(output, metadata=metadata)
-        except OSError as error:
-            raise ConfigError(f"{output}: cannot write the picture: {error.strerror or error}") from None
+        with written(output) as file:
+            figure.savefig(file, format=output.suffix[1:].lower(), metadata=metadata)
 
 
 def _load(path: Path, name: str) -> _Curves:

@@ -12,7 +12,7 @@ from rudra import launch
 from rudra.config import Job, cores
 from rudra.errors import ResultsError, RunError
 from rudra.results import Results, check_output, default_output, open_results
-from rudra.resume import decide
+from rudra.resume import Decision, decide
 
 ProgressMode = Literal["bar", "lines", "quiet"]
 
@@ -49,6 +49,9 @@ def run(
     named = None if output is None else Path(output)
     wanted = resume if isinstance(resume, bool) else Path(resume)
     if launch.world_size() is not None:
+        from rudra.start import start_mpi
+
+        start_mpi()
         from rudra.session import run_ranks
 
         code, path = run_ranks(job, output=named, progress=shown, overwrite=force, resume=wanted)
@@ -60,17 +63,28 @@ def run(
         if begin.finished:
             return open_results(path)
         check_output(path, begin.overwrite or begin.checkpoint is not None)
-        job = job.with_(cluster=begin.cluster or {}).on_cpu().resolved(cores=cores())
-        plan = job.plan()
-        names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
-        more = {"overwrite": begin.overwrite, "resume": begin.checkpoint or False, "launched": True}
-        payload = {"job": job, "output": path, "progress": shown, **more}
-        code = launch.launch(job, path, roles=names, payload=payload, quiet=progress == "quiet")
-        if code:
-            _wait_for_results(path)
+        code = _launched(job, begin, shown, quiet=progress == "quiet")
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
+
+
+def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, quiet: bool) -> int:
+    """Starts the ranks, and again where the job says so; the exit code."""
+    path, job = begin.output, job.with_(cluster=begin.cluster or {}).on_cpu().resolved(cores=cores())
+    plan = job.plan()
+    names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
+    for restart in range(job.faults.restarts + 1):
+        more = {"overwrite": begin.overwrite, "resume": begin.checkpoint or False, "launched": True}
+        payload = {"job": job, "output": path, "progress": shown, **more}
+        outcome = launch.launch(job, path, roles=names, payload=payload, quiet=quiet, survivable=True)
+        if outcome.code:
+            _wait_for_results(path)
+        if not outcome.lost or restart == job.faults.restarts:
+            break
+        begin = decide(job, path, True, force=False, named=lambda: path)
+        print(f"rudra: restart {restart + 1} of {job.faults.restarts}: {begin.text}", file=sys.stderr)
+    return outcome.code
 
 
 def simulate(

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from rudra.config import Job, cores
-from rudra.errors import ResultsError
 from rudra.events import Accumulate, Compute
 from rudra.predict import outline
 from rudra.recorder import arithmetic
@@ -330,29 +329,3 @@ evaluation_s = {found.evaluation_s:.3g}
 [measured]
 {about}
 """
-
-
-def check_output(path: Path, *, force: bool) -> None:
-    """Makes sure, before minutes of measuring, that the file may be written.
-
-    Raises:
-        ResultsError: it exists already, or its directory does not.
-    """
-    if path.exists() and not force:
-        raise ResultsError(f"{path} exists; --force replaces it")
-    if not path.absolute().parent.is_dir():
-        raise ResultsError(f"{path}: there is no directory {path.parent}")
-
-
-def write(text: str, path: Path) -> None:
-    """Writes a cost file, as a whole or not at all.
-
-    Raises:
-        ResultsError: it cannot be written.
-    """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise ResultsError(f"{path}: cannot write: {error.strerror}") from None

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rudra import submit
 from rudra.config import Job, cores
-from rudra.errors import ConfigError, RudraError
+from rudra.errors import EXIT_STOPPED, ConfigError, RudraError, printable
 from rudra.jobfiles import shipped_jobs
-from rudra.launch import world_rank, world_size
+from rudra.launch import leave_the_word, world_rank, world_size
 
 if TYPE_CHECKING:
     from rudra.api import ProgressMode
@@ -46,6 +47,7 @@ comparing protocols:
 on a cluster (as many learners as the ranks leave, beside the servers):
   mpirun -n 10 rudra run my-job.toml
   srun --mpi=pmix rudra run my-job.toml
+  rudra slurm my-job.toml --ntasks 10 --time 4:00:00 --submit     as a batch job that goes on after its time limit
 
 exit codes: 0 all went well; 1 it ran and failed; 2 a mistake in what was asked for; 3 it was stopped, and
 `rudra resume` goes on."""
@@ -67,15 +69,20 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if argv[0] == "bench":  # its options are its own
             return _bench(argv[1:])
-        arguments = parser.parse_args(argv)
+        arguments = parser.parse_args(argv, argparse.Namespace(argv=argv))
         command: Callable[[argparse.Namespace], int] = arguments.command
         code = command(arguments)
         sys.stdout.flush()
         return code
     except RudraError as error:
-        if not error.said and world_rank() == 0:
-            print(f"rudra: {error}", file=sys.stderr)
+        if not error.said:
+            if world_rank() == 0:
+                print(f"rudra: {error}", file=sys.stderr)
+            leave_the_word(error.exit_code)
         return error.exit_code
+    except MemoryError as error:
+        print(f"rudra: too little memory: {printable(str(error)) or 'none is left'}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         if world_rank() == 0:
             print("rudra: interrupted", file=sys.stderr)
@@ -116,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
     _job_options(add("simulate", _simulate, "run a job in one process and virtual time", SIMULATE_MORE), runs=True)
     _sweep_options(add("sweep", _sweep, "run a grid of jobs, or the study that a job describes", SWEEP_MORE))
+    batch = add("slurm", _slurm, "write or submit the batch script of a job", submit.MORE)
+    _job_options(batch, runs=False)
+    submit.add_options(batch)
     _predict_options(add("predict", _predict, "say what a job would take, without training", PREDICT_MORE))
     _calibrate_options(add("calibrate", _calibrate, "measure what a job's model costs here", CALIBRATE_MORE))
     show = add("show", _show, "print the figures of a run")
@@ -124,10 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     plot = add("plot", _plot, "draw test error and staleness of one or more runs")
     plot.add_argument("files", type=Path, nargs="+", metavar="FILE.h5")
     plot.add_argument("--output", type=Path, help=".png, .svg or .pdf; default: the first file's name with .png")
+    _force_option(plot, "the picture")
     replay = add("replay", _replay, "repeat a recorded run in one process, and compare bit for bit", REPLAY_MORE)
     replay.add_argument("file", type=Path, metavar="FILE.h5")
     replay.add_argument("--until", type=int, metavar="UPDATE", help="stop there and write the weights of that moment")
     replay.add_argument("--output", type=Path, metavar="W.pt", help="for these weights; default: FILE-UPDATE.pt")
+    _force_option(replay, "W.pt")
     _set_option(replay, "where something is: data.path or training.warm_start")
     replay.add_argument("--quiet", action="store_true", help="no progress bar")
     timeline = add("timeline", _timeline, "write a run as a trace for Perfetto or Chrome", TIMELINE_MORE)
@@ -135,12 +147,14 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument(
         "-o", "--output", type=Path, metavar="TRACE.json", help=".json or .json.gz; default: FILE.trace.json"
     )
+    _force_option(timeline, "TRACE.json")
     report = add("report", _page, "write one page about any number of runs", REPORT_MORE)
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="result file, or directory of a sweep")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
     report.add_argument(
         "--figures", type=Path, metavar="DIR", help="also write each figure as PDF and SVG, and its numbers as CSV"
     )
+    _force_option(report, "the page, and files in DIR,")
     watch = add("watch", _watch, "show a running job's curves in the terminal, from another shell", WATCH_MORE)
     watch.add_argument("file", type=Path, metavar="FILE.h5")
     watch.add_argument("--once", action="store_true", help="print what is there now, and end")
@@ -197,7 +211,7 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mpi", action="store_true", help="run on real ranks, one point after the other")
     parser.add_argument("--workers", type=int, metavar="N", help="points at a time; default: as many as cores")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: NAME-sweep, or NAME-quick-sweep")
-    parser.add_argument("--force", action="store_true", help="replace finished points of another job")
+    parser.add_argument("--force", action="store_true", help="replace an index and finished points of another job")
     parser.add_argument("--quiet", action="store_true", help="no progress; print only the directory's name")
 
 
@@ -229,7 +243,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", metavar="N,N,…", help="μ to measure at; default: the job's, a quarter, 4 times")
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="that each run trains; 4")
     _set_option(parser, "override any key of the job; may be given several times")
-    parser.add_argument("--force", action="store_true", help="replace FILE.toml if it exists")
+    _force_option(parser, "FILE.toml")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -271,8 +285,12 @@ def _job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
         parser.add_argument(
             "--output", type=Path, metavar="FILE.h5", help="default: made from the job's name and the time"
         )
-        parser.add_argument("--force", action="store_true", help="replace FILE.h5 if it exists")
+        _force_option(parser, "FILE.h5")
         parser.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
+
+
+def _force_option(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--force", action="store_true", help=f"replace {what} if it exists")
 
 
 def _set_option(parser: argparse.ArgumentParser, about: str) -> None:
@@ -286,9 +304,8 @@ def _load(arguments: argparse.Namespace) -> Job:
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
     """What the command line changes; a job file's own directory is where its `package.module:callable` may lie."""
-    path = Path(arguments.job)
-    if path.is_file():
-        sys.path.insert(0, str(path.resolve().parent))
+    if os.path.isfile(arguments.job):
+        sys.path.append(str(Path(arguments.job).resolve().parent))  # last: its files stand in for nobody else's modules
     learners = [] if arguments.learners is None else [f"cluster.learners={arguments.learners}"]
     return [*arguments.overrides, *learners]
 
@@ -303,8 +320,8 @@ def _resume(arguments: argparse.Namespace) -> int:
     import rudra
     from rudra.resume import resumable
 
+    _find_modules(arguments.file)
     job, path, output = resumable(arguments.file, arguments.overrides)
-    _find_modules(output)
     return _finished(arguments, rudra.run(job, output=output, resume=path, progress=_mode(arguments)))
 
 
@@ -312,6 +329,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
     import rudra
 
     return _report(arguments, rudra.simulate)
+
+
+def _slurm(arguments: argparse.Namespace) -> int:
+    return submit.main(arguments, _overrides(arguments))
 
 
 def _predict(arguments: argparse.Namespace) -> int:
@@ -333,9 +354,9 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from rudra import calibrate
+    from rudra import calibrate, files
 
-    calibrate.check_output(arguments.output, force=arguments.force)
+    files.check_output(arguments.output, arguments.force)
     text = calibrate.calibrate(
         Job.load(arguments.job, arguments.overrides),
         learners=arguments.learners,
@@ -343,7 +364,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         show=not arguments.quiet and sys.stderr.isatty(),
     )
-    calibrate.write(text, arguments.output)
+    with files.written(arguments.output) as file:
+        file.write(text.encode())
     print(f"wrote {arguments.output}")
     return 0
 
@@ -412,20 +434,21 @@ def _finished(arguments: argparse.Namespace, results: "Results", *, force: bool 
     if world_size() is not None and world_rank() != 0:
         return 0
     with results:
+        code = EXIT_STOPPED if results.status == "interrupted" else 0  # a simulation that a loss stopped
         if arguments.quiet:
             print(results.path)
-            return 0
+            return code
         print(summary_table(results.summary()))
         written = [results.path]
     if _has("matplotlib"):
         from rudra.analysis import plot
 
         picture = written[0].with_suffix(".png")
-        if force or not picture.exists():
-            plot(written, picture)
+        if force or not os.path.lexists(picture):
+            plot(written, picture, force=force)
             written.append(picture)
     print("wrote " + ", ".join(map(str, written)))
-    return 0
+    return code
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -441,8 +464,8 @@ def _show(arguments: argparse.Namespace) -> int:
 def _plot(arguments: argparse.Namespace) -> int:
     from rudra.analysis import plot
 
-    output = arguments.output or arguments.files[0].with_suffix(".png")
-    plot(arguments.files, output)
+    output = arguments.output or _beside(arguments.files[0], ".png")
+    plot(arguments.files, output, force=arguments.force)
     print(f"wrote {output}")
     return 0
 
@@ -457,6 +480,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         overrides=arguments.overrides,
         quiet=arguments.quiet,
+        force=arguments.force,
     )
     print(f"{arguments.file}: {replayed}")
     return 0 if replayed.identical else 1
@@ -468,28 +492,34 @@ def _timeline(arguments: argparse.Namespace) -> int:
     import rudra
     from rudra.timeline import write_timeline
 
-    _find_modules(arguments.file)
-    output = arguments.output or arguments.file.with_suffix(".trace.json")
+    output = arguments.output or _beside(arguments.file, ".trace.json")
     with rudra.open_results(arguments.file) as results:
-        if not results.job["results"]["minibatches"]:
+        if not results.job.get("results", {}).get("minibatches", True):
             print(
                 f"rudra: {arguments.file}: holds no times of learners: [results] minibatches = false", file=sys.stderr
             )
         with tqdm(unit=" rows", desc=output.name, leave=False, disable=None) as bar:
-            events = write_timeline(results, output, bar.update)
+            events = write_timeline(results, output, bar.update, force=arguments.force)
     print(f"wrote {output}: {events:,} events")
     return 0
 
 
+def _beside(file: Path, suffix: str) -> Path:
+    """The file's name with another suffix."""
+    if not file.name:
+        raise ConfigError(f"{file}: is a directory; give a result file")
+    return file.with_suffix(suffix)
+
+
 def _find_modules(file: Path) -> None:
     """The user's `package.module:callable` of a result file may lie beside it, or where the user is."""
-    sys.path[:0] = [str(file.resolve().parent), str(Path.cwd())]
+    sys.path += [str(file.resolve().parent), str(Path.cwd())]  # last, so that they stand in for nobody else's modules
 
 
 def _page(arguments: argparse.Namespace) -> int:
     from rudra.report import report
 
-    page, *files = report(arguments.files, arguments.output, arguments.figures)
+    page, *files = report(arguments.files, arguments.output, arguments.figures, force=arguments.force)
     print(f"wrote {page}" + (f" and {len(files)} files in {arguments.figures}" if files else ""))
     return 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -56,6 +56,8 @@ class Table(BaseModel):
             raise ValueError(f"must be true or false, not {_short(value)}")
         if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str):
             raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {_short(value)}")
+        if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
+            raise ValueError(f"must be below 2**63, not {_short(value)}")
         return value
 
 
@@ -78,9 +80,9 @@ class DataTable(Table):
 
 
 class TrainingTable(Table):
-    epochs: int = Field(10, ge=1, description="passes over the training set, counted in applied samples")
-    minibatch_size: int = Field(16, ge=1, description="μ: samples per learner per gradient")
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, sampling, dropout and simulated time")
+    epochs: int = Field(10, ge=1, lt=2**31, description="passes over the training set, counted in applied samples")
+    minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: samples per learner per gradient")
+    seed: int = Field(0, ge=0, description="of weights, sampling, dropout and simulated time")
     warm_start: Path | None = Field(None, description="result file whose final weights to start from")
     evaluate: bool = Field(True, description="test the weights at each epoch's end")
     evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
@@ -141,7 +143,9 @@ class TopologyTable(Table):
 
 
 class ClusterTable(Table):
-    learners: int | None = Field(None, ge=1, description="λ; without it: 4, or what the launcher's ranks leave")
+    learners: int | None = Field(
+        None, ge=1, le=100_000, description="λ; without it: 4, or what the launcher's ranks leave"
+    )
     threads_per_rank: int | None = Field(
         None, ge=1, description="torch threads of a learner; default: cores / learners"
     )
@@ -276,6 +280,9 @@ class SimulationTable(Table):
 class FaultsTable(Table):
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="what a loss of NaN or infinity does to the run"
+    )
+    restarts: int = Field(
+        0, ge=0, description="how often `rudra run` starts again from the last checkpoint when a needed rank dies"
     )
     on_learner_loss: Literal["continue", "stop"] = Field(
         "continue", description="when a learner's rank dies: go on with the others, or stop with a checkpoint"
@@ -545,7 +552,8 @@ def _name_of(value: Any) -> str:
 
 def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     """One line for one validation error: where, what was wrong, what is allowed."""
-    union = next((i for i, part in enumerate(error["loc"]) if str(part).startswith(("dict[", "float", "int"))), None)
+    kinds = ("dict[", "float", "int")  # after table and key: which part of a union it is
+    union = next((i for i, part in enumerate(error["loc"]) if i > 1 and str(part).startswith(kinds)), None)
     if union is not None:
         table, *keys = (str(part) for part in error["loc"][:union])
         return f"[{table}] {'.'.join(keys)} must be a number, or a table of numbers"
@@ -581,13 +589,26 @@ _WANTED = {
     "path_type": "a path",
     "greater_than": "> {gt:g}",
     "greater_than_equal": ">= {ge:g}",
-    "less_than": "< {lt:g}",
+    "less_than": "< {lt:,.12g}",
+    "less_than_equal": "<= {le:,}",
 }
 """Type of a validation error -> what was wanted; the others say it well enough themselves."""
 
 
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """Those in a value, however deep."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _whole_numbers(inner)
+
+
 def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number that long"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -9,8 +9,8 @@ Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ); O
 
 import itertools
 import math
+import os
 import random
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from rudra.config import Job, SimulationTable
 from rudra.errors import ConfigError
+from rudra.jobfiles import read_toml
 from topologies import Plan
 from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 
@@ -123,16 +124,13 @@ def load(job: Job) -> Job:
     if table.costs is None:
         return job
     path = PRESETS / f"{table.costs}.toml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         path = Path(table.costs)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"[simulation] costs: '{table.costs}' is neither a file nor a preset; presets: {', '.join(presets())}"
         )
-    try:
-        keys = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    keys = read_toml(path)
     models = keys.pop("models", {})
     if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
         raise ConfigError(f"{path}: models must be tables [models.NAME], of keys of [simulation]")

@@ -5,6 +5,8 @@ import importlib.util
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,6 +93,7 @@ def examine() -> Iterator[Finding]:
     yield _package("numpy")
     yield _package("mpi4py", advice="pip install mpi4py")
     yield from _mpi()
+    yield _slurm()
     yield _cores()
     yield _swmr()
     for extra, module in (("digits", "sklearn"), ("plot", "matplotlib")):
@@ -192,6 +195,44 @@ def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[st
     words = [line for line in errors.splitlines() if line.strip("- ")]
     reason = next((line for line in words if "Error:" in line), words[0] if words else "it said nothing")
     return None, f"mpirun ended with code {process.returncode}: {reason}"
+
+
+def _slurm() -> Finding:
+    """Whether batch jobs can be submitted here, and which ranks srun can start."""
+    if shutil.which("sbatch") is None:
+        return Finding("slurm", "ok", "not here; only batch jobs need it")
+    said, reason = _asked("sinfo", "--noheader", "--format=%R")
+    if said is None:
+        return Finding("slurm", "warn", f"sbatch is here, but no controller answers: {reason}", "is this a login node?")
+    partitions = ", ".join(dict.fromkeys(said.split()))
+    types, reason = _asked("srun", "--mpi=list")
+    offered = mpi_types(types or "")
+    found = f"partitions {partitions}; srun --mpi offers {', '.join(offered) or reason or 'nothing'}"
+    try:
+        wanted = "pmix" if is_open_mpi(find_mpirun()) else "pmi2"
+    except LaunchError:
+        return Finding("slurm", "ok", found)
+    if wanted not in offered:
+        return Finding(
+            "slurm", "warn", f"{found}, not {wanted}", "start the ranks of this MPI with mpirun in batch jobs"
+        )
+    return Finding("slurm", "ok", f"{found}; this MPI needs {wanted}")
+
+
+def mpi_types(said: str) -> list[str]:
+    """What `srun --mpi=list` offers: of those between which it chooses, the ones that start MPI ranks."""
+    words = (line.strip() for line in said.splitlines())
+    return sorted(word for word in words if re.fullmatch(r"[a-z]\w*", word) and word != "none")
+
+
+def _asked(*command: str) -> tuple[str | None, str]:
+    """What a command of SLURM's says, or None and why it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, _first_line(error)
+    said = (done.stdout + done.stderr).strip()
+    return (said, "") if done.returncode == 0 else (None, said.partition("\n")[0] or f"{command[0]} failed")
 
 
 def _cores() -> Finding:

@@ -8,12 +8,21 @@ EXIT_STOPPED = 3
 """A run was stopped as somebody asked, and left a checkpoint to resume from."""
 
 
+def printable(text: str) -> str:
+    """The text with escapes in the place of line ends and control characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class RudraError(Exception):
     """Base of all errors that Rudra raises on purpose; its text is one readable line."""
 
     exit_code = 2
     said = False
     """Whether the user has been told already."""
+
+    def __str__(self) -> str:
+        """On one line, without anything that a terminal would act upon, whatever stood in a file."""
+        return printable(super().__str__())
 
 
 class ConfigError(RudraError):
@@ -50,6 +59,8 @@ class RunError(RudraError):
     """A run started and failed; the text names rank and role."""
 
     exit_code = 1
+    lost = False
+    """Whether it failed because a rank died, so that another try may do better."""
 
 
 class CheckpointError(RudraError):

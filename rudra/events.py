@@ -251,9 +251,10 @@ class Warn(Struct, frozen=True, gc=False):
 
 
 class Fail(Struct, frozen=True, gc=False):
-    """End the whole run with this line."""
+    """End the whole run with this line; `lost`: because a rank died, so that another try may do better."""
 
     text: str
+    lost: bool = False
 
 
 class Halt(Struct, frozen=True, gc=False):

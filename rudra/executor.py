@@ -415,6 +415,8 @@ def _warm_start(job: Job, layout: tuple[Entry, ...], weights: torch.Tensor) -> N
         theirs, ours = [(e.name, tuple(e.shape)) for e in results.layout], [(e.name, tuple(e.shape)) for e in layout]
         if results.weights is None:
             raise ConfigError(f"[training] warm_start: {path} holds no final weights (its run is {results.status})")
+        if len(results.weights) != len(weights):
+            raise ConfigError(f"[training] warm_start: {path} holds another model, of {len(results.weights):,} numbers")
         if theirs != ours:
             differing = next((f"{a} against {b}" for a, b in zip(theirs, ours, strict=False) if a != b), "their number")
             raise ConfigError(f"[training] warm_start: {path} holds another model: {differing}")

@@ -3,6 +3,7 @@
 import difflib
 import importlib.metadata
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,37 @@ from rudra.errors import ConfigError
 PAPER = "paper.toml"
 """Among job files: no job, but the numbers that a paper prints."""
 
+_DEEPEST = 50  # tables and lists in each other
+_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
+
 
 def shipped_jobs() -> dict[str, Path]:
-    """Name -> TOML file of every job that comes with Rudra, from a checkout or an installed wheel."""
-    checkout = Path(__file__).resolve().parent.parent / "jobs"
-    if (checkout.parent / "setup.cfg").is_file():
-        root, files = checkout, list(checkout.rglob("*.toml"))
-    else:
-        listed = importlib.metadata.distribution("rudra").files or []
-        located = (Path(str(f.locate())).resolve() for f in listed if "share/rudra/jobs/" in f.as_posix())
-        files = [file for file in located if file.suffix == ".toml"]
-        root = Path(os.path.commonpath([file.parent for file in files])) if files else checkout
+    """Name -> TOML file of every job that comes with Rudra."""
+    files = data_files("jobs", ".toml")
+    root = Path(os.path.commonpath([file.parent for file in files])) if files else Path()
     jobs = sorted(file for file in files if file.name != PAPER)
     return {file.relative_to(root).with_suffix("").as_posix(): file for file in jobs}
 
 
+def data_files(directory: str, suffix: str) -> list[Path]:
+    """Files that come with Rudra and are no modules, from a checkout or an installed wheel.
+
+    Args:
+        directory: that they and directories of them lie in, in the checkout or below the wheel's `share/rudra`.
+        suffix: how their names end.
+    """
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "setup.cfg").is_file():
+        return list((checkout / directory).rglob(f"*{suffix}"))
+    listed = importlib.metadata.distribution("rudra").files or []
+    located = (Path(str(f.locate())).resolve() for f in listed if f"share/rudra/{directory}/" in f.as_posix())
+    return [file for file in located if file.suffix == suffix]
+
+
 def _find(job: str | Path) -> Path:
     path = Path(job)
-    if path.suffix == ".toml" or path.is_file():
-        if not path.is_file():
+    if path.suffix == ".toml" or os.path.isfile(path):
+        if not os.path.isfile(path):  # unlike the method of Path, also where there can be no such name
             raise ConfigError(f"{path}: no such job file")
         return path
     shipped = shipped_jobs()
@@ -48,10 +61,31 @@ def read_job(job: str | Path) -> tuple[Path, dict[str, Any]]:
         ConfigError: there is none, or it is no TOML.
     """
     path = _find(job)
+    return path, read_toml(path)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
     try:
-        return path, tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        if _LONG_KEY.search(text):  # tomllib's time grows with the square of a key's parts
+            raise RecursionError
+        tables = tomllib.loads(text)
+        level: list[Any] = [tables]
+        for _ in range(_DEEPEST):
+            level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+            level = [inner for inner in level if isinstance(inner, dict | list)]
+        if level:
+            raise RecursionError
+        return tables
+    except (OSError, ValueError) as error:  # a number of more than 4,300 digits is a ValueError, too
         raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: its tables and lists are nested too deeply") from None
 
 
 def parsed(override: str) -> tuple[str, Any]:
@@ -61,7 +95,7 @@ def parsed(override: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {override}: must read table.key=value")
     try:
         return key, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key, text.strip()
 
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
+from rudra.failures import outcome
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -79,8 +81,6 @@ class Lane(Worker):
         self.submit(begin)
 
     def _serve(self) -> None:
-        from mpi4py import MPI
-
         pause_s = SHORTEST_S
         while True:
             with suppress(Empty):
@@ -89,16 +89,16 @@ class Lane(Worker):
                     break
                 work()
                 pause_s = SHORTEST_S
-            finished = MPI.Request.Testsome(self._requests) if self._requests else None
-            if not finished:
+            over = {place: what for place, r in enumerate(self._requests) if (what := outcome(r)) != "no"}
+            if not over:
                 pause_s = min(LONGEST_S, 1.5 * pause_s)
                 continue
             pause_s = SHORTEST_S
-            for place in finished:
-                self._post(self._done[place])
-            gone = set(finished)
-            self._requests = [r for i, r in enumerate(self._requests) if i not in gone]
-            self._done = [d for i, d in enumerate(self._done) if i not in gone]
+            for place, what in over.items():
+                if what == "done":  # else a rank has died; the run ends, and says so
+                    self._post(self._done[place])
+            self._requests = [r for i, r in enumerate(self._requests) if i not in over]
+            self._done = [d for i, d in enumerate(self._done) if i not in over]
         for request in self._requests:  # receives that nobody will send to any more
             request.Cancel()
             request.Wait()

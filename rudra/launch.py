@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import cloudpickle
 
@@ -41,13 +42,32 @@ _EXIT = b"\x1eexit "
 """Begins a line in which a rank that ends the run gives the exit code; the relay takes it out."""
 
 
-def exit_line(code: int) -> bytes:
-    """What a rank writes so that the launcher ends with this code."""
-    return _EXIT + b"%d\n" % code
+def exit_line(code: int, *, lost: bool = False) -> bytes:
+    """What a rank writes so that the launcher ends with this code, and knows if a rank was lost."""
+    return _EXIT + b"%d %d\n" % (code, lost)
 
+
+class Outcome(NamedTuple):
+    """How a launch ended.
+
+    Attributes:
+        code: 0 if all went well, 2 if a rank found a mistake of the user, 3 if the run was stopped, else 1.
+        lost: a rank died without which the run could not go on.
+    """
+
+    code: int
+    lost: bool = False
+
+
+WORD_S = 2.0
+"""How long ranks that end before MPI has started wait for rank 0 to say why."""
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
-_NOISE = re.compile(rb"\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH ")  # now and then, while it ends
+_NOISE = re.compile(  # now and then, while it ends or a rank has died
+    rb"NBC_Progress: an error |\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH "
+)
+_COLLISION = "listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
+STARTS = 3
 _BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
 _SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
 _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
@@ -70,7 +90,8 @@ def world_size(env: Mapping[str, str] = os.environ) -> int | None:
         return int(tasks)
     step = env.get("SLURM_STEP_NUM_TASKS", "1")
     if step.isdigit() and int(step) > 1:
-        raise LaunchError(f"srun started {step} tasks without MPI; use srun --mpi=pmix, or mpirun")
+        remedy = "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH), or mpirun"
+        raise LaunchError(f"srun started {step} tasks without MPI; {remedy}")
     return None
 
 
@@ -78,6 +99,13 @@ def world_rank(env: Mapping[str, str] = os.environ) -> int:
     """This process's rank as its launcher says it, known before MPI starts; 0 without a launcher."""
     ranks = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     return next((int(env[name]) for name in ranks if env.get(name, "").isdigit()), 0)
+
+
+def leave_the_word(code: int) -> None:
+    """Lets rank 0 say what all ranks know, before another rank's end with this code makes the launcher end it."""
+    if world_rank() != 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the same code, if rank 0's end ends this one
+        time.sleep(WORD_S)
 
 
 def find_mpirun() -> Path:
@@ -131,7 +159,9 @@ def mpirun_command(
     return [str(mpirun), *options, "-n", str(ranks), *argv]
 
 
-def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, quiet: bool = False) -> int:
+def launch(
+    job: Job, output: Path, *, roles: Sequence[str], payload: object, quiet: bool = False, survivable: bool = False
+) -> Outcome:
     """Runs `payload` on one rank for each of `roles` and waits until all of them have ended.
 
     Args:
@@ -141,9 +171,7 @@ def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, qui
         payload: arguments of `rudra.session.run_ranks`, or something to call on every rank that returns its exit code;
             cloudpickle takes what stands in `__main__` by value.
         quiet: leave out the launcher's own warnings.
-
-    Returns:
-        0 if all went well, 2 if a rank found a mistake of the user, 3 if the run was stopped and can go on, else 1.
+        survivable: the ranks know what to do when one of them dies; else mpirun ends the others.
 
     Raises:
         LaunchError: the ranks could not be started.
@@ -153,16 +181,19 @@ def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, qui
     open_mpi = is_open_mpi(mpirun)
     with _payload_file(output, payload) as file:
         worker = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(file)]
-        about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": open_mpi and has_ulfm(mpirun)}
+        about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
         command = mpirun_command(mpirun, len(roles), worker, **about)
-        relay = Relay(_write_stderr, quiet=quiet)
-        code, interrupted = _run(command, relay)
+        for _ in range(STARTS):
+            relay = Relay(_write_stderr, quiet=quiet)
+            code, interrupted = _run(command, relay)
+            if not (code and _COLLISION in " ".join(relay.banners)):
+                break
     code = relay.code or code
     if code in {0, EXIT_STOPPED}:
-        return code
+        return Outcome(code)
     if interrupted:
         _say(f"rudra: {job.name}: interrupted; {how_to_resume(output)}")
-        return 1
+        return Outcome(1)
     if code < 0:
         reason: str | None = f"{mpirun} was killed by signal {-code} ({_signal_name(-code)})"
     else:
@@ -174,7 +205,7 @@ def launch(job: Job, output: Path, *, roles: Sequence[str], payload: object, qui
         _say(f"rudra: {reason}")
     if code != 2 and path_of(output).is_file():
         _say(f"rudra: {job.name}: {how_to_resume(output)}")
-    return 2 if code == 2 else 1
+    return Outcome(2 if code == 2 else 1, lost=bool(relay.lost) or "was killed by signal" in (reason or ""))
 
 
 class Relay:
@@ -184,15 +215,18 @@ class Relay:
         banners: text of the banners that were taken out, one string each.
         reported: whether a rank wrote a line that begins with `rudra: `.
         code: that a rank said is the run's; None: none did.
+        lost: it said that this is because another one died.
     """
 
     def __init__(self, write: Callable[[bytes], None], *, quiet: bool = False) -> None:
         self.banners: list[str] = []
         self.reported = False
         self.code: int | None = None
+        self.lost = 0
         self._write = write
         self._quiet = quiet
         self._rest = b""
+        self._noise = False  # in the last line
         self._banner: list[bytes] | None = None  # its lines so far, while one is open
 
     def feed(self, data: bytes) -> None:
@@ -216,11 +250,12 @@ class Relay:
             if rule and not after:  # a rank's unfinished line may stand before it
                 self._banner = []
                 return before
-            if _NOISE.match(line):
+            noise, self._noise = self._noise, bool(_NOISE.match(line))
+            if self._noise or (noise and not line):  # an empty line may follow
                 return b""
-            said, exits, code = line.partition(_EXIT)
-            if exits and code.isdigit():
-                self.code = int(code)
+            said, exits, numbers = line.partition(_EXIT)
+            if exits:
+                self.code, self.lost = (int(number) for number in numbers.split())
                 return said
             self.reported |= line.lstrip(b"\r\0").startswith(b"rudra: ")
             return (line + b"\n").strip(b"\0").replace(MORE, b"")

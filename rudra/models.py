@@ -5,6 +5,7 @@ Weights are a pure function of the seed: every rank builds the same ones without
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,15 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         offered = {"input_shape": info.input_shape, "classes": info.classes}
-        module = call(factory, f"[model] {name}", table.options, offered)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "Initializing zero-element tensors")  # a layer of no width
+                module = call(factory, f"[model] {name}", table.options, offered)
+        except Exception as error:
+            if isinstance(error, ConfigError) or factory not in MODELS.values():
+                raise  # the user's own code says best itself what is wrong
+            options = ", ".join(table.options)
+            raise ConfigError(f"[model] {name} cannot be made with these options ({options}): {error!r}") from None
     if not isinstance(module, nn.Module):
         raise ConfigError(f"[model] {name} gave a {type(module).__name__}, not a torch.nn.Module")
     return module

@@ -372,7 +372,9 @@ class Rank:
             case Warn():
                 print(f"rudra: {self._who(role)}: {action.text}", file=sys.stderr, flush=True)
             case Fail():
-                raise RunError(action.text)
+                failure = RunError(action.text)
+                failure.lost = action.lost
+                raise failure
             case Halt():
                 self._running.discard(role)
                 self._code = max(self._code, action.code)

@@ -48,8 +48,13 @@ class UpdateRule:
                 flags = {"fused": fused} if fusible else {}
                 groups.append({"params": [torch.nn.Parameter(weights[part])], **flags})
         try:
+            for fused in {fusible, False}:  # an option may be taken, and fail in the first step
+                trial = torch.nn.Parameter(torch.zeros(_TAIL))
+                trial.grad = torch.zeros(_TAIL)
+                flags = {"fused": fused} if fusible else {}
+                cls([trial], lr=table.learning_rate, foreach=False, **flags, **options).step()
             self.optimizer: torch.optim.Optimizer = cls(groups, lr=table.learning_rate, foreach=False, **options)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # torch checks some options, and stumbles over others
             raise ConfigError(f"[optimizer] {table.name}: {' '.join(str(error).split())}") from None
 
     def step(self, gradient: torch.Tensor, learning_rate: float) -> None:

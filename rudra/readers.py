@@ -8,14 +8,17 @@ import gzip
 import importlib.util
 import io
 import lzma
+import math
+import os
 import pickle
 import struct
 import tarfile
+import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +30,9 @@ Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 SPLITS = ("train", "test")
 _CIFAR_BATCH = 10_000  # images in each file
-_DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
+_LARGEST = 1 << 26  # bytes of a CIFAR-10 batch, which has half as many, and of the digits
+_PIECE = 1 << 24  # bytes that are decompressed at a time
+_DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError, tarfile.TarError)
 
 
 @dataclass(slots=True)
@@ -50,8 +55,14 @@ def read_digits(table: DataTable, wanted: Iterable[str]) -> Arrays:
     if spec is None or not spec.submodule_search_locations:
         raise DataError("[data] name = digits needs scikit-learn: pip install 'rudra[digits]'")
     file = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-    rows = np.loadtxt(io.BytesIO(_content(_existing(file))), delimiter=",", dtype=np.uint8)
+    content = io.BytesIO(_content(_existing(file), _LARGEST))
+    try:
+        with warnings.catch_warnings(action="error"):
+            rows = np.loadtxt(content, delimiter=",", dtype=np.uint8).reshape(-1, 65)
+    except (ValueError, UserWarning) as error:
+        raise DataError(f"{file}: no table of digits: {_one_line(error)}") from None
     images, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].astype(np.int64)
+    check_labels(labels, 10, str(file))
     held_out = np.zeros(len(rows), bool)
     for label in range(10):
         held_out[np.flatnonzero(labels == label)[4::5]] = True
@@ -131,13 +142,13 @@ def check_labels(labels: npt.NDArray[np.int64], classes: int, where: str) -> Non
 def _directory(table: DataTable) -> Path:
     if table.path is None:
         raise DataError(f"[data] name = {table.name} needs path, the place of its files")
-    if not table.path.exists():
+    if not os.path.exists(table.path):
         raise DataError(f"{table.path}: no such file or directory ([data] path)")
     return table.path
 
 
 def _existing(file: Path) -> Path:
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise DataError(f"{file}: no such file")
     return file
 
@@ -145,13 +156,13 @@ def _existing(file: Path) -> Path:
 def _first_of(directory: Path, name: str) -> Path:
     names = [name, f"{name}.gz"]
     for candidate in names:
-        if (directory / candidate).is_file():
+        if os.path.isfile(directory / candidate):
             return directory / candidate
     raise DataError(f"{directory}: there is no file {' or '.join(names)}")
 
 
-def _content(file: Path, size: int = -1) -> bytes:
-    """Decompressed content, or its first `size` bytes.
+def _content(file: Path, size: int) -> bytes:
+    """Decompressed content, as far as its first `size` bytes; no more memory is taken than there is content.
 
     Raises:
         DataError: the file cannot be read, or its compressed stream is cut or damaged.
@@ -159,10 +170,16 @@ def _content(file: Path, size: int = -1) -> bytes:
     opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
     try:
         with opener(file, "rb") as stream:
-            content: bytes = stream.read(size)
-            return content
+            return _read(stream, size)
     except _DAMAGE as error:
         raise DataError(f"{file}: cannot be read, perhaps truncated or corrupt: {_one_line(error)}") from None
+
+
+def _read(stream: IO[bytes], size: int) -> bytes:
+    content = bytearray()
+    while len(content) < size and (piece := stream.read(min(_PIECE, size - len(content)))):
+        content += piece
+    return bytes(content)
 
 
 def _one_line(error: BaseException) -> str:
@@ -182,45 +199,52 @@ def _idx_header(file: Path, magic: int) -> list[int]:
 
 
 def _idx_body(file: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    content = _content(file)
     header = 8 if len(shape) == 1 else 16
-    expected = int(np.prod(shape, dtype=np.int64))
-    if len(content) - header != expected:
-        problem = "truncated" if len(content) - header < expected else "too long"
-        raise DataError(f"{file}: {problem}: {len(content) - header} bytes of data, its header says {expected}")
+    expected = math.prod(shape)
+    content = _content(file, header + expected + 1)
+    if len(content) - header > expected:
+        raise DataError(f"{file}: too long: its header says {expected} bytes of data, and there are more")
+    if len(content) - header < expected:
+        raise DataError(f"{file}: truncated: {len(content) - header} bytes of data, its header says {expected}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
 def _cifar_source(path: Path) -> Path:
     """The archive, or the directory that holds the batches."""
     archive, inner = "cifar-10-python.tar.gz", "cifar-10-batches-py"
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     for place in (path, path / inner):
         if any(
-            (place / f"{name}{suffix}").is_file() for name in ("data_batch_1", "test_batch") for suffix in ("", ".xz")
+            os.path.isfile(place / f"{name}{suffix}")
+            for name in ("data_batch_1", "test_batch")
+            for suffix in ("", ".xz")
         ):
             return place
-    if (path / archive).is_file():
+    if os.path.isfile(path / archive):
         return path / archive
     raise DataError(f"{path}: there is no data_batch_1 or data_batch_1.xz, no directory {inner} and no {archive}")
 
 
 def _cifar_contents(source: Path, names: list[str]) -> dict[str, bytes]:
-    if source.is_dir():
-        files = {name: source / name if (source / name).is_file() else source / f"{name}.xz" for name in names}
+    if os.path.isdir(source):
+        files = {name: source / name if os.path.isfile(source / name) else source / f"{name}.xz" for name in names}
         for name, file in files.items():
-            if not file.is_file():
+            if not os.path.isfile(file):
                 raise DataError(f"{source}: there is no file {name} or {name}.xz")
-        return {name: _content(file) for name, file in files.items()}
+        return {name: _content(file, _LARGEST) for name, file in files.items()}
     contents: dict[str, bytes] = {}
     try:
         with tarfile.open(source) as archive:
+            end = 0
             for member in archive:  # one pass: going back in a gzip stream decodes it again
+                if member.offset_data <= end or member.size < 0:
+                    raise tarfile.ReadError("its members overlap")  # and might so be read for ever
+                end = member.offset_data
                 name = Path(member.name).name
-                if name in names and (stream := archive.extractfile(member)) is not None:
-                    contents[name] = stream.read()
-    except _DAMAGE as error:
+                if name in names and member.isreg() and (stream := archive.extractfile(member)) is not None:
+                    contents[name] = _read(stream, _LARGEST)
+    except (*_DAMAGE, KeyError, IndexError, struct.error) as error:
         raise DataError(f"{source}: cannot be read, perhaps truncated or corrupt: {_one_line(error)}") from None
     for name in names:
         if name not in contents:
@@ -231,7 +255,10 @@ def _cifar_contents(source: Path, names: list[str]) -> dict[str, bytes]:
 def _cifar_batch(content: bytes, where: str, classes: int) -> Pair:
     try:
         batch = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
-        data, labels = batch[b"data"].array, np.asarray(batch[b"labels"], np.int64)
+        data, listed = batch[b"data"].array, batch[b"labels"]
+        if not isinstance(listed, list) or not all(isinstance(label, int) for label in listed):
+            raise DataError("its labels are no list of whole numbers")
+        labels = np.array(listed, np.int64)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     except Exception as error:  # a damaged pickle raises almost anything
@@ -280,8 +307,11 @@ def _encode(text: str, encoding: str | bytes) -> bytes:
     return text.encode("latin1")
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Loads numbers, bytes, texts, lists, dictionaries and arrays of numbers, and can call nothing else."""
+class _PlainUnpickler(pickle._Unpickler):
+    """Loads numbers, bytes, texts, lists, dictionaries and arrays of numbers, and can call nothing else.
+
+    Python's own one in Python: that in C takes as much memory as a damaged number in a pickle asks for.
+    """
 
     _ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Array,

@@ -17,6 +17,7 @@ import torch
 from rudra.doorbell import Doorbell
 from rudra.events import Reduce, Reduced
 from rudra.executor import CACHE_LINE, Buffer, Executor, average
+from rudra.failures import outcome
 from rudra.messages import Kind, Message, tail_bytes
 from rudra.records import Gradient
 from topologies import Plan
@@ -77,7 +78,10 @@ class GroupReduction:
         """Goes on as far as it can; the event, when it is over."""
         assert self._action is not None
         while self._requests:
-            if not self._requests[-1].Test():  # one after the other: none can be left out
+            what = outcome(self._requests[-1])  # one after the other: none can be left out
+            if what == "failed":  # a member has died; the run ends, and says so
+                self._action = None
+            if what != "done":
                 return None
             self._requests.pop()
         if not self._gathering:
@@ -93,6 +97,7 @@ class GroupReduction:
         if self._how == "mpi":
             self._buffer.vector.mul_(1 / sum(g.samples for g in self._gradients))
         action, self._action = self._action, None
+        assert action is not None
         return Reduced(action.sequence, self._gradients)
 
     def _add(self) -> None:

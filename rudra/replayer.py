@@ -19,17 +19,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rudra import data, models, roles, roster
+from rudra import data, models, roles
 from rudra.config import Job, SimulationTable, cores
 from rudra.costs import CostModel
-from rudra.errors import ConfigError, ProtocolError, ReplayError, ResultsError
+from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.events import Action, Compute, Copy, Event, Finish, Lost, Receive, Received, Record, Reduce, Send, Started
 from rudra.executor import Executor, make_executors, torch_as_in
+from rudra.files import check_output, written
 from rudra.hands import TensorHands
 from rudra.messages import Kind, Message, Rows
 from rudra.recorder import arithmetic
 from rudra.records import Gradient
-from rudra.results import Results, check_output, open_results
+from rudra.results import Results, open_results
 from rudra.roles import Machine
 from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short
@@ -48,6 +49,9 @@ INDIFFERENT = ("training.evaluate", "training.evaluation_batch_size")
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
 """Columns that no replay repeats."""
+
+NOTICED_S = 1.0
+"""A rank that dies is noticed by all others within this time."""
 
 _AT_ONCE = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e30, "message_s": 0.0, "update_s": 0.0, "jitter": 0.0}
 
@@ -105,6 +109,7 @@ def replay(
     output: str | Path | None = None,
     overrides: Sequence[str] = (),
     quiet: bool = False,
+    force: bool = False,
 ) -> Replayed:
     """Repeats a recorded run and compares it with its record, as far as that goes.
 
@@ -118,6 +123,7 @@ def replay(
             update.
         overrides: texts `table.key=value` for the keys in `CHANGEABLE`.
         quiet: no progress bar.
+        force: replace an existing `output`.
 
     Raises:
         ReplayError: the record does not determine the weights, or has no such update.
@@ -132,13 +138,13 @@ def replay(
         if until is not None and not 0 <= until <= record.updates_count:
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
         job = _restored(results, overrides) if job is None else _checked(results, job)
-        plan = roster.plan_of(results.roles, results.attributes)
+        plan = results.plan()
         if until is None and output is not None:
             raise ConfigError("--output is for the weights of --until")
         target = None
         if until is not None:
             target = path.with_name(f"{path.stem}-{until}.pt") if output is None else Path(output)
-            check_output(target, force=True)
+            check_output(target, force)
         for line in surroundings(results):
             print(f"rudra: {path}: {line}", file=sys.stderr)
     with torch_as_in(job):
@@ -195,7 +201,8 @@ class _Record:
         again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
         if any(role["kind"] == TREE_SERVER.encode() for role in self.roles):
-            ends.append((int(first["timestamp"]), "a learner died, and servers of a tree do not record when they knew"))
+            before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
+            ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
         if ends:
             update, why = min(ends)
             self.finished = False
@@ -460,10 +467,8 @@ def _save(path: Path, job: Job, info: data.DataInfo, server: Executor) -> None:
     state = models.build(job.model, info, job.training.seed).state_dict()
     for entry in server.layout:
         state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
-    try:
-        torch.save(state, path)
-    except (OSError, RuntimeError) as error:
-        raise ResultsError(f"{path}: cannot write: {str(error).splitlines()[0]}") from None
+    with written(path) as file:
+        torch.save(state, file)
 
 
 # The job of the record.

@@ -36,7 +36,6 @@ flushed survives a killed writer. Such a file, like one that is still written, o
 
 import ctypes
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +46,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.errors import ResultsError
+from rudra import roster, sound
+from rudra.errors import ResultsError, printable
+from rudra.files import check_output
 from rudra.records import EVENT
 from rudra.summary import summarise
 from rudra.writer import (
@@ -57,10 +58,10 @@ from rudra.writer import (
     Kind,
     ResultsWriter,
     Rows,
-    check_output,
     default_output,
     reason_of,
 )
+from topologies import Plan
 
 __all__ = [
     "FORMAT_VERSION",
@@ -103,7 +104,7 @@ class Results:
         self._file, self.live = _open(path)
         try:
             with self._reading():
-                self.attributes = {name: _decoded(value) for name, value in self._file.attrs.items()}
+                self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in self._file.attrs.items()}
                 missing = [name for name in DATASETS if name not in self._file]
             version = self.attributes.get("format_version")
             if version is None:
@@ -112,6 +113,13 @@ class Results:
                 raise ResultsError(f"{path}: has format version {version}; this Rudra reads {FORMAT_VERSION}")
             if missing:
                 raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
+            self.attributes = sound.attributes(self.attributes, path)
+            self._job = sound.job(self.attributes.get("job", "{}"), path)
+            with self._reading():
+                for name in DATASETS:
+                    if not isinstance(self._file.get(name, getlink=True), h5py.HardLink):
+                        raise ValueError(f"/{name} is a link")
+                    sound.dataset(self._file[name], name)
         except ResultsError:
             self.close()
             raise
@@ -128,8 +136,7 @@ class Results:
     @property
     def job(self) -> dict[str, Any]:
         """The job as resolved: table -> key -> value."""
-        job: dict[str, Any] = json.loads(self.attributes.get("job", "{}"))
-        return job
+        return self._job
 
     @property
     def gradients(self) -> Rows:
@@ -184,16 +191,24 @@ class Results:
     @property
     def layout(self) -> tuple[LayoutEntry, ...]:
         """Which tensor is where in `weights`."""
-        return tuple(
-            LayoutEntry(
-                row["name"].decode(),
-                row["kind"].decode(),
-                tuple(int(n) for n in row["shape"][: row["dimensions"]]),
-                int(row["offset"]),
-                int(row["size"]),
+        rows = self._read("weights/layout")
+        with self._reading():
+            return tuple(
+                LayoutEntry(
+                    row["name"].decode(),
+                    row["kind"].decode(),
+                    tuple(int(n) for n in row["shape"][: row["dimensions"]]),
+                    int(row["offset"]),
+                    int(row["size"]),
+                )
+                for row in rows
             )
-            for row in self._read("weights/layout")
-        )
+
+    def plan(self) -> Plan:
+        """Who was who."""
+        rows = self.roles
+        with self._reading():
+            return sound.plan(roster.plan_of(rows, self.attributes), self.attributes["learners"])
 
     @property
     def weights(self) -> NDArray[np.float32] | None:
@@ -215,7 +230,9 @@ class Results:
         weights = self.weights
         if weights is None:
             raise ResultsError(f"{self.path}: has no final weights: the run is {self.status}")
-        return {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in self.layout}
+        layout = self.layout
+        with self._reading():
+            return {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout}
 
     def summary(self) -> dict[str, Any]:
         """The run in numbers that fit into JSON; None stands for what is not known (yet).
@@ -238,13 +255,14 @@ class Results:
         """The rows of a table from `start` on, so many at a time: not all of a long run at once."""
         for first in range(start, self._length(name), rows):
             with self._reading():
-                piece = self._file[name][first : first + rows]
+                piece = self._checked(name, self._file[name][first : first + rows])
             yield piece[_filled(piece)]
 
     def _length(self, name: Kind) -> int:
         with self._reading():
             if self.live:
                 self._file[name].id.refresh()
+            sound.fits(self._file[name], name, self.path.stat().st_size)
             return len(self._file[name])
 
     def _rows(self, name: Kind) -> Rows:
@@ -258,14 +276,19 @@ class Results:
             dataset = self._file[name]
             if self.live:
                 dataset.id.refresh()
-            values: NDArray[Any] = dataset[()]
-        return values
+            sound.fits(dataset, name, self.path.stat().st_size)
+            return self._checked(name, dataset[()])
+
+    def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        return sound.rows(name, values, self.attributes.get("learners"))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except ResultsError:
+            raise
+        except Exception as error:  # HDF5 and NumPy raise almost anything where a file is damaged
             raise ResultsError(f"{self.path}: damaged or closed: {reason_of(error)}") from None
 
 
@@ -278,6 +301,8 @@ def _filled(rows: Rows) -> NDArray[np.bool_]:
 def _open(path: Path) -> tuple[h5py.File, bool]:
     """Opens for reading; the second value says that no writer has closed the file."""
     try:
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would be waited for
+            raise ResultsError(f"{path}: not a result file of Rudra")
         with path.open("rb") as file:
             head = file.read(12)
         if len(head) < 12 or not head.startswith(b"\x89HDF\r\n\x1a\n"):
@@ -287,7 +312,7 @@ def _open(path: Path) -> tuple[h5py.File, bool]:
         return h5py.File(path, "r", locking="best-effort"), False
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such result file") from None
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ResultsError(f"{path}: cannot read: {reason_of(error)}") from None
 
 
@@ -305,4 +330,7 @@ def _open_swmr(path: Path) -> h5py.File:
 def _decoded(value: Any) -> Any:
     """A plain Python value of what HDF5 gave back."""
     array = np.asarray(value)
-    return np.char.decode(array, "utf-8", "replace").tolist() if array.dtype.kind == "S" else array.tolist()
+    if array.dtype.kind != "S":
+        return array.tolist()
+    texts = np.char.decode(array, "utf-8", "replace").tolist()
+    return [printable(text) for text in texts] if isinstance(texts, list) else printable(texts)

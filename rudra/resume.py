@@ -12,10 +12,11 @@ from rudra import checkpoint
 from rudra.checkpoint import State
 from rudra.config import Job
 from rudra.errors import CheckpointError, ConfigError, ResultsError
+from rudra.files import check_output
 from rudra.jobfiles import apply, parsed
 from rudra.position import BEGINNING, Position
 from rudra.records import EVENT, LEARNER
-from rudra.results import Results, check_output, open_results
+from rudra.results import Results, open_results
 from rudra.writer import Kind, Rows
 
 DECISIVE = ("model", "data", "training", "optimizer", "protocol", "topology", "cluster")

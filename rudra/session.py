@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rudra import checkpoint, failures
 from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
-from rudra.errors import RudraError, TopologyError
+from rudra.errors import RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import Losses, end_everybody, outlive
 from rudra.launch import exit_line
@@ -351,7 +351,8 @@ class _Session:
         except Reported as error:
             self._give_up(error.exit_code, str(error))
         except RudraError as error:
-            self._give_up(error.exit_code, f"rudra: {self._name}: {error}")
+            lost = isinstance(error, RunError) and error.lost
+            self._give_up(error.exit_code, f"rudra: {self._name}: {error}", lost=lost)
         except BaseException as error:
             line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
             self._give_up(1, f"{line}\n{traceback.format_exc()}")
@@ -388,7 +389,7 @@ class _Session:
         with suppress(Exception):
             self._writer.fail(status, reason)
 
-    def _give_up(self, code: int, text: str) -> None:
+    def _give_up(self, code: int, text: str, *, lost: bool = False) -> None:
         """Ends every rank. The statistics server saves the results and speaks; others leave that to it for a while."""
         if self._keeps_results:
             self._save("failed", text.partition("\n")[0].removeprefix("rudra: "))
@@ -403,7 +404,7 @@ class _Session:
                 time.sleep(1e-3)
         print(text, file=sys.stderr, flush=True)
         if self._launched:  # mpirun does not tell its parent
-            os.write(2, exit_line(code))
+            os.write(2, exit_line(code, lost=lost))
         end_everybody(self._comm, code)
 
 

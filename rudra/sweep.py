@@ -12,17 +12,17 @@ import itertools
 import json
 import os
 import re
-import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from rudra import costs
 from rudra.config import Job, cores
-from rudra.errors import ConfigError, ResultsError
-from rudra.jobfiles import PAPER, apply, parsed, read_job
+from rudra.errors import ConfigError, ResultsError, printable
+from rudra.files import written
+from rudra.jobfiles import PAPER, apply, parsed, read_job, read_toml
 
 FORMAT = 1
 INDEX = "sweep.json"
@@ -86,25 +86,18 @@ class Sweep:
         own = {"title": self.title, "job": self.name, "quick": self.quick, "driver": self.driver}
         index = {"format": FORMAT, **own, "grid": self.grid, "figure": self.figure}
         text = json.dumps({**index, "points": points, "paper": self.paper}, indent=1, ensure_ascii=False, default=str)
-        handle, name = tempfile.mkstemp(prefix=".sweep-", dir=directory)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                os.fchmod(handle, 0o666 & ~_umask())
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(handle)
-            os.replace(name, directory / INDEX)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with written(directory / INDEX) as file:
+            file.write(text.encode() + b"\n")
 
     def finished(self, directory: Path, *, force: bool = False) -> set[str]:
         """Files of the points that need not be run again.
 
         Raises:
-            ConfigError: there are finished points of another job, which only `force` replaces.
+            ConfigError: there are finished points or an index of another job, which only `force` replaces.
         """
+        if not force and os.path.lexists(directory / INDEX) and (other := _indexed(directory / INDEX)) != self.name:
+            what = "is no index of a sweep" if other is None else f"is of a sweep of {printable(other)}"
+            raise ConfigError(f"{directory / INDEX} {what}; give another --output, or --force to replace it")
         done: set[str] = set()
         for point in self.points:
             found = _finished(directory / point.file)
@@ -182,7 +175,7 @@ def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
             raise ConfigError(f"--grid {option}: must read table.key=v1,v2")
         try:
             values = tomllib.loads(f"values = [{text}]")["values"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             values = [parsed(f"value={value}")[1] for value in text.split(",")]
         if key in grid or any(value in values[:i] for i, value in enumerate(values)):
             raise ConfigError(f"--grid {option}: each key once, and each of its values once")
@@ -242,10 +235,7 @@ def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> It
     if not names:
         return
     file = path.parent / PAPER
-    try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{file}: {error}") from None
+    tables = read_toml(file)
     for name in names:
         if name not in tables:
             raise ConfigError(f"{path}: [study] paper: '{name}' is not in {file}; valid: {', '.join(tables)}")
@@ -282,6 +272,14 @@ def _finished(file: Path) -> tuple[str, dict[str, Any]] | None:
         with open_results(file) as results:
             return (results.attributes["driver"], results.job) if results.status == "finished" else None
     except ResultsError:
+        return None
+
+
+def _indexed(file: Path) -> str | None:
+    """The job of a sweep's index."""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["job"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
@@ -332,9 +330,3 @@ def workers_for(sweep: Sweep, asked: int | None) -> int:
         why = "with --mpi" if sweep.driver == "mpi" else f"with {threads} thread(s) each on {cores()} cores"
         raise ConfigError(f"--workers {asked}: valid {why}: 1{f' to {most}' if most > 1 else ''}")
     return min(asked or most, len(sweep.points))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

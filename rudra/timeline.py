@@ -5,52 +5,56 @@ one clock. Rows are read and written piece by piece, so a long run needs no more
 """
 
 import gzip
+import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra import roster
-from rudra.errors import ResultsError
-from rudra.results import Results, check_output
+from rudra.files import check_output, written
+from rudra.results import Results
 from topologies import Plan
 
 Event = dict[str, Any]
 Column = NDArray[np.float64]
 
 
-def write_timeline(results: Results, output: Path, progress: Callable[[int], object] = lambda rows: None) -> int:
+def write_timeline(
+    results: Results, output: Path, progress: Callable[[int], object] = lambda rows: None, *, force: bool = False
+) -> int:
     """Writes the timeline of a run; it may still go on.
 
     Args:
         results: of `rudra run` or `rudra simulate`.
         output: JSON file; compressed if its name ends in .gz, which Perfetto reads too.
         progress: told of how many rows were done.
+        force: replace an existing file.
 
     Returns:
         Number of events.
 
     Raises:
-        ResultsError: the file cannot be written.
-        ConfigError: the topology is the user's own and is not found.
+        ResultsError: the file exists or cannot be written, or the run's is damaged.
     """
-    check_output(output, force=True)
+    check_output(output, force)
     about = {name: results.attributes[name] for name in ("name", "driver", "protocol", "learners", "started")}
-    plan, count = roster.plan_of(results.roles, results.attributes), 0
-    try:
-        with gzip.open(output, "wt") if output.suffix == ".gz" else output.open("w") as file:
-            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [')
-            for event in events(results, plan, progress):
-                file.write((",\n" if count else "\n") + json.dumps(event, allow_nan=False))
-                count += 1
-            file.write("\n]}\n")
-    except OSError as error:
-        raise ResultsError(f"{output}: cannot write: {error.strerror}") from None
+    plan, count = results.plan(), 0
+    with written(output) as raw, _text(raw, compressed=output.suffix == ".gz") as file:
+        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [')
+        for event in events(results, plan, progress):
+            file.write((",\n" if count else "\n") + json.dumps(event, allow_nan=False))
+            count += 1
+        file.write("\n]}\n")
     return count
+
+
+def _text(file: IO[bytes], *, compressed: bool) -> io.TextIOWrapper:
+    stream = gzip.GzipFile("", "wb", fileobj=file) if compressed else file
+    return io.TextIOWrapper(stream, "utf-8")
 
 
 def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> Iterator[Event]:
@@ -114,10 +118,8 @@ def _moments(began_s: Column, *spans_s: Column) -> list[list[int]]:
 
 
 def _names(plan: Plan) -> Iterator[Event]:
-    for rank in range(plan.ranks):
+    for rank in sorted({role.world_rank for role in plan.roles}):
         here = plan.on_rank(rank)
-        if not here:
-            continue
         name = f"rank {rank}: " + ", ".join(plan.roles[id_].name for id_ in here)
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": here[0], "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": here[0], "args": {"sort_index": rank}}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rudra import costs, roster
+from rudra import costs
 from rudra.branches import Branch, by_gradients, by_weights
 from rudra.config import Job, cores
 from rudra.errors import ConfigError, ResultsError, TopologyError
@@ -86,7 +86,7 @@ def of_results(results: Results) -> Cast | None:
     rows, about, job = results.roles, results.attributes, results.job
     if not len(rows):
         return None
-    plan = roster.plan_of(rows, about)
+    plan = results.plan()
     label = protocol_label({"protocol": about.get("protocol"), "n": about.get("n")})
     name = _with_options(about["topology"], job.get("topology", {}).get("options", {}))
     names = list(about.get("hosts") or ())

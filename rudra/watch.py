@@ -1,5 +1,6 @@
 """`rudra watch`: a run's curves and rates in a terminal, read from its result file while it is written."""
 
+import os
 import shutil
 import sys
 import textwrap
@@ -148,7 +149,7 @@ def _opened(path: Path, wait: bool) -> Results:
         try:
             return open_results(path)
         except ResultsError:  # just made, the file may not be complete
-            if not wait or (path.exists() and time.time() - path.stat().st_mtime > _SILENT_S):
+            if not wait or (os.path.exists(path) and time.time() - path.stat().st_mtime > _SILENT_S):
                 raise
         time.sleep(_REFRESH_S / 4)
 

@@ -11,9 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-START_S = 300
-"""After so long in MPI's start this rank is ended: if another died meanwhile, it would wait for ever."""
-
 
 class PromptOutput(io.RawIOBase):
     """Standard error that mpirun passes on at once, although a progress bar ends no line."""
@@ -50,7 +47,8 @@ def main(file: str) -> int:
     with Path(file).open("rb") as stream:
         sys.path[:] = pickle.load(stream)
         from rudra.errors import LaunchError
-        from rudra.launch import MORE, world_rank
+        from rudra.launch import MORE, leave_the_word, world_rank
+        from rudra.start import start_mpi
 
         buffer = io.BufferedWriter(PromptOutput(2, MORE))
         sys.stderr = io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True)
@@ -59,6 +57,7 @@ def main(file: str) -> int:
         except LaunchError as error:  # the same on every rank
             if world_rank() == 0:
                 print(f"rudra: {error}", file=sys.stderr)
+            leave_the_word(error.exit_code)
             return error.exit_code
         run = _load(stream)
     return 1 if run is None else run()
@@ -87,32 +86,6 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     if first == MPI.COMM_WORLD.rank:
         print(report, end="", file=sys.stderr)
     return run if first is None else None
-
-
-def start_mpi() -> None:
-    """Starts MPI and checks that the ranks found each other.
-
-    Raises:
-        LaunchError: mpi4py or the MPI library cannot be loaded, or belongs to another MPI than the launcher.
-    """
-    from rudra.errors import LaunchError
-    from rudra.launch import world_size
-
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(START_S)
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise LaunchError(f"MPI cannot be used: {reason}; `rudra doctor` says more") from None
-    signal.alarm(0)
-    expected, found = world_size(), MPI.COMM_WORLD.size
-    if expected is not None and expected != found:
-        library = MPI.Get_library_version().split(",")[0].strip("\0\n ")
-        raise LaunchError(
-            f"the launcher started {expected} ranks, but {library} found {found}: "
-            "launcher and MPI library belong to different MPIs; `rudra doctor` says more"
-        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rudra.checkpoint import sync_directory
 from rudra.errors import ResultsError
+from rudra.files import check_output
 from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
 
 FORMAT_VERSION = 4
@@ -57,23 +58,10 @@ def default_output(job_name: str, directory: Path = Path(), now: datetime | None
     safe_name = re.sub(r"[^\w.-]+", "-", job_name)
     stem = f"{safe_name}-{now or datetime.now():%Y%m%d-%H%M%S}"
     path, count = directory / f"{stem}.h5", 1
-    while path.exists():
+    while os.path.exists(path):
         count += 1
         path = directory / f"{stem}-{count}.h5"
     return path
-
-
-def check_output(path: Path, force: bool) -> None:
-    """Raises ResultsError if no result file can be made at `path`; `force` allows to replace one."""
-    directory = path.parent
-    if not directory.is_dir():
-        raise ResultsError(f"{path}: directory {directory} does not exist")
-    if path.is_dir():
-        raise ResultsError(f"{path}: is a directory; give the name of a file")
-    if path.exists() and not force:
-        raise ResultsError(f"{path}: exists; give another name or --force")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ResultsError(f"{path}: directory {directory.resolve()} is not writable")
 
 
 class ResultsWriter:

@@ -1,14 +1,49 @@
 #!/usr/bin/env bash
-#SBATCH --job-name=rudra
+# digits by mpirun: 1 parameter server, 1 statistics server, 4 learners
+# Made by: rudra slurm digits --ntasks 6 --time 30 --environment .venv --script slurm/openmpi-mpirun.sh
+# Edit it as you like, and submit it where it was made: sbatch slurm/openmpi-mpirun.sh
+#SBATCH --job-name=digits
+#SBATCH --ntasks=6
+#SBATCH --time=30
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# sbatch --ntasks N [more options] slurm/openmpi-mpirun.sh JOB [options of `rudra run`]
-#
-# Open MPI's mpirun inside the allocation: one rank for each task, N - 2 of them learners.
-set -euo pipefail
 
-# The environment that Rudra is installed in; its directory must be visible from every node.
-RUDRA_ENV=${RUDRA_ENV:-$SLURM_SUBMIT_DIR/.venv}
-PATH=$RUDRA_ENV/bin:$PATH
+# The environment that Rudra is installed in; every node must see it. If the MPI is the cluster's own, load its module.
+PATH=$PWD/.venv/bin:$PATH
+# How often the job may queue itself again, to go on after a time limit.
+max_restarts=10
 
-cd "$SLURM_SUBMIT_DIR"
-exec mpirun -n "$SLURM_NTASKS" --bind-to none rudra run "$@"
+results=digits.h5
+run=(rudra run digits --output "$results" --resume)
+
+# SLURM tells this shell alone that the time ends; mpirun passes it on to the ranks, which then save a checkpoint.
+mpirun -n "$SLURM_NTASKS" --bind-to none "${run[@]}" &
+ranks=$! told=0 cancelled=0
+trap 'told=$((told + 1)); kill -USR1 "$ranks"' USR1
+trap 'told=$((told + 1)); cancelled=1; kill -TERM "$ranks"' TERM
+while before=$told; wait "$ranks"; code=$?; [ "$told" != "$before" ]; do :; done # a signal ends `wait`, not the ranks
+
+again=0
+case $code in
+  0) # Open MPI says so too where it has lost one of its daemons
+    rudra show "$results" --json | grep -q '"status": "finished"' || again=1 ;;
+  1 | 2) ;;
+  3) again=1 ;; # stopped as asked
+  *) [ "$told" = 0 ] || again=1 ;; # cut short when asked: there may be an earlier checkpoint
+esac
+
+# A lost node may end the ranks before SLURM notices it, and queues the job again by itself.
+nodes_answer() { timeout 60 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --mpi=none true; }
+if [ "$again" = 0 ]; then
+  if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$SLURM_NNODES" = 1 ] || nodes_answer; then exit "$code"; fi
+fi
+if [ "$cancelled" = 1 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ]; then
+  echo "stopped; submit the job again to go on from its checkpoint" >&2
+  exit 3
+fi
+me=$SLURM_JOB_ID # of one element of an array, this may be the name of all of it
+[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || me=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+trap '' TERM # with which SLURM ends this script then
+scontrol requeue "$me" || exit 3

@@ -6,8 +6,20 @@ from collections.abc import Generator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("fuzz", max_examples=2000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slurm",
+        choices=("local", "here"),
+        default="local",
+        help="what tests/slurm runs on; here: the cluster you are on",
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -5,38 +5,42 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rudra.errors import ConfigError
+from rudra.files import check_output, written
 from rudra.report.page import render
 from rudra.report.runs import collect
 from rudra.report.sections import sections_of
 from rudra.report.svg import save
 
 
-def report(files: Sequence[str | Path], output: str | Path, figures: str | Path | None = None) -> list[Path]:
+def report(
+    files: Sequence[str | Path], output: str | Path, figures: str | Path | None = None, *, force: bool = False
+) -> list[Path]:
     """Writes a self-contained page about runs, with every figure's data as a table.
 
     Args:
         files: result files, and directories of them; `sweep.json` in a directory says what its points are.
-        output: page to write, and to replace.
+        output: page to write.
         figures: directory for each figure as PDF and SVG, and its data as CSV; made if it is missing.
+        force: replace existing files.
 
     Returns:
         What was written, the page first.
 
     Raises:
-        ConfigError: nothing to report on, a damaged `sweep.json`, an output that cannot be written, or matplotlib or
-            Jinja is missing.
-        ResultsError: a file that was named is not readable as a result file.
+        ConfigError: nothing to report on, a damaged `sweep.json`, or matplotlib or Jinja is missing.
+        ResultsError: a file that was named is not readable as a result file, or an output exists or cannot be written.
     """
     output = Path(output)
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{output}: a report is an .html file, not '{output.suffix}'")
+    check_output(output, force)
     studies = collect([Path(file) for file in files])
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
             raise ConfigError(f"reports need {library}: pip install 'rudra[plot]'")
     made = sections_of(studies)
-    try:
-        output.write_text(render(made), encoding="utf-8")
-        return [output, *(save(made, Path(figures)) if figures is not None else ())]
-    except OSError as error:
-        raise ConfigError(f"{error.filename or output}: cannot write: {error.strerror or error}") from None
+    page = render(made)
+    pictures = [] if figures is None else save(made, Path(figures), force=force)
+    with written(output) as file:
+        file.write(page.encode())
+    return [output, *pictures]

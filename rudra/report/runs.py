@@ -1,6 +1,7 @@
 """What a report is about: runs read from their files, and the studies that they are points of."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -180,8 +181,8 @@ def collect(paths: Sequence[Path]) -> list[Study]:
     """
     if not paths:
         raise ConfigError("no result file to report on")
-    files = [path for path in paths if not path.is_dir()]
-    studies = [study for path in paths if path.is_dir() for study in _directory(path)]
+    files = [path for path in paths if not os.path.isdir(path)]
+    studies = [study for path in paths if os.path.isdir(path) for study in _directory(path)]
     if files:
         runs = _labelled([read(path) for path in dict.fromkeys(files)])
         names = dict.fromkeys(str(run.summary["name"]) for run in runs)
@@ -191,14 +192,16 @@ def collect(paths: Sequence[Path]) -> list[Study]:
 
 def _directory(path: Path) -> Iterator[Study]:
     """The sweep or the files in a directory; failing these, what is in the directories in it."""
-    if (path / INDEX).is_file():
+    if os.path.isfile(path / INDEX):
         yield _sweep(path)
         return
     files = sorted(path.glob("*.h5"))
     if files:
         yield Study(path.resolve().name, _labelled([_tolerant(file) for file in files]))
         return
-    inner = [p for p in sorted(path.iterdir()) if p.is_dir() and ((p / INDEX).is_file() or any(p.glob("*.h5")))]
+    inner = [
+        p for p in sorted(path.iterdir()) if os.path.isdir(p) and (os.path.isfile(p / INDEX) or any(p.glob("*.h5")))
+    ]
     if not inner:
         raise ConfigError(f"{path}: has neither a result file nor a {INDEX}")
     for directory in inner:
@@ -226,7 +229,7 @@ def _sweep(path: Path) -> Study:
 
 def _tolerant(path: Path) -> Run:
     """A point of a sweep: one that is not there yet or damaged is shown as such."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return Run(path, path.stem, "missing", "not run yet, or stopped before it began")
     try:
         return read(path)

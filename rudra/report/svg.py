@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rudra.analysis import COLOURS, STYLE
+from rudra.errors import ResultsError
+from rudra.files import check_output, written
 from rudra.report.charts import Figure
 from rudra.report.ink import GRID, INK, MUTED
+from rudra.report.tables import Table
 
 if TYPE_CHECKING:
     from rudra.report.sections import Section
@@ -41,26 +44,33 @@ def inline(figure: Figure, prefix: str, *, narrow: bool) -> str:
     return re.sub(r'<svg( (?:width|height)="[^"]*")*', head, re.sub(r' (width|height)="[\d.]+pt"', "", text), count=1)
 
 
-def save(sections: Sequence["Section"], directory: Path) -> list[Path]:
+def save(sections: Sequence["Section"], directory: Path, *, force: bool) -> list[Path]:
     """Writes every figure as PDF and SVG and everything in tables as CSV; returns the files.
 
     Raises:
-        OSError: that is not possible.
+        ResultsError: that is not possible, or one of them exists and `force` does not allow to replace it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    written = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(f"{directory}: cannot write: {error.strerror or error}") from None
+    made: list[tuple[Path, Figure | Table]] = []
     for section in sections:
         start = f"{section.slug}-" if len(sections) > 1 else ""
-        for figure in section.figures:
-            drawn = _drawn(figure, narrow=False)
-            for suffix, date in ((".pdf", "CreationDate"), (".svg", "Date")):
-                written.append(directory / f"{start}{figure.name}{suffix}")
-                with _style(False):
-                    drawn.savefig(written[-1], metadata={date: None})
-        for table in section.tables:
-            written.append(directory / f"{start}{table.name}.csv")
-            written[-1].write_text(table.csv(), encoding="utf-8")
-    return written
+        pictures = [(figure, suffix) for figure in section.figures for suffix in (".pdf", ".svg")]
+        made += [(directory / f"{start}{figure.name}{suffix}", figure) for figure, suffix in pictures]
+        made += [(directory / f"{start}{table.name}.csv", table) for table in section.tables]
+    for path, _ in made:
+        check_output(path, force)
+    for path, content in made:
+        with written(path) as file:
+            if isinstance(content, Table):
+                file.write(content.csv().encode())
+                continue
+            drawn, date = _drawn(content, narrow=False), {".pdf": "CreationDate", ".svg": "Date"}[path.suffix]
+            with _style(False):
+                drawn.savefig(file, format=path.suffix[1:], metadata={date: None})
+    return [path for path, _ in made]
 
 
 def _style(narrow: bool) -> Any:

@@ -335,11 +335,11 @@ class ParameterServer(Owner):
         plan = self.plan
         name = f"{plan.roles[role].name} (rank {plan.roles[role].world_rank})"
         if plan.roles[role].kind == STATISTICS_SERVER:
-            return [] if self.state is State.DONE else [Fail(f"the {name} died")]
+            return [] if self.state is State.DONE else [Fail(f"the {name} died", lost=True)]
         if self.state in {State.CLOSING, State.DONE} or not plan.survives(role):
             return []  # nobody is missed any more, or the statistics server says so, and ends the run
         if self.state is State.INITIALISING:
-            return [Fail(f"{name} died before training began")]
+            return [Fail(f"{name} died before training began", lost=True)]
         training = self.state is TRAINING
         if training and self._update_due:  # and waits for leases: it is still one of before
             self._deferred.append(role)
@@ -352,7 +352,7 @@ class ParameterServer(Owner):
         actions, left = self._drop(role), "training had ended"
         if training:
             if not self.pushed:
-                return [Fail(f"{name} died, and no learner is left")]
+                return [Fail(f"{name} died, and no learner is left", lost=True)]
             try:
                 self.protocol = self._job.make_protocol(plan, plan.workers - len(self.pushed))
             except ValueError as error:
@@ -400,8 +400,8 @@ class ParameterServer(Owner):
         self.discarded += self.intake.discard()
         self._pulls.clear()
         stop = Message(Kind.STOP, self.id)
-        stops = [Send(child, stop) for child in self._children]
-        return [*stops, *self.intake.withdraw(), *self.intake.post(False)]
+        told = [Send(child, stop) for child in self._children]
+        return [*told, *self.intake.withdraw(), *self.intake.post(False)]
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
         self.intake.withdrawn(event.buffer)

@@ -229,7 +229,7 @@ class StatisticsServer(Machine):
         if self.state is State.DONE:
             return []
         if not self.plan.survives(role):
-            return [Fail(f"{lost.name} (rank {lost.world_rank}) died, and the run cannot go on without it")]
+            return [Fail(f"{lost.name} (rank {lost.world_rank}) died, and the run cannot go on without it", lost=True)]
         self._gone.add(role)  # the server gives the account of a learner that is no more
         return []
 

@@ -58,6 +58,6 @@ def test_hardsync_equals_ddp(tmp_path: Path) -> None:
         weights = results.weights
         assert results.summary()["updates"] == UPDATES
     roles = [f"DDP rank {i}" for i in range(LEARNERS)]
-    assert launch(job, tmp_path / "ddp.h5", roles=roles, payload=partial(ddp, job, tmp_path)) == 0
+    assert launch(job, tmp_path / "ddp.h5", roles=roles, payload=partial(ddp, job, tmp_path)).code == 0
     assert weights is not None
     assert np.abs(weights - np.load(tmp_path / "ddp.npy")).max() <= 1e-5

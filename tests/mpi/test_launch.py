@@ -36,7 +36,7 @@ def rank_main():
     return 0
 
 try:
-    sys.exit(launch(Job(name="demo"), Path("out.h5"), roles={roles!r}, payload=rank_main))
+    sys.exit(launch(Job(name="demo"), Path("out.h5"), roles={roles!r}, payload=rank_main).code)
 except RudraError as error:
     print(f"rudra: {{error}}", file=sys.stderr)
     sys.exit(error.exit_code)

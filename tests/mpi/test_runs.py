@@ -106,33 +106,21 @@ def job_file(directory: Path, model: str, data: str, learners: int = 3, more: st
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("model", "said", "traceback", "statuses"),
-    [
-        ("raising", "learner 1 (rank 3) failed: ValueError: the user's own bug", True, {"failed"}),
-        # Here mpirun kills the others, the statistics server a quarter of a second after asking it to end: on a busy
-        # machine it may find no time to close the file. What was flushed is there all the same.
-        ("dying", "rank 3 (learner 1) was killed by signal 9", False, {"interrupted", "running"}),
-    ],
-)
-def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(
-    tmp_path: Path, model: str, said: str, traceback: bool, statuses: set[str]
-) -> None:
+def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
     started = time.monotonic()
-    process = command("run", job_file(tmp_path, model, "endless"), "--output", str(output))
+    process = command("run", job_file(tmp_path, "raising", "endless"), "--output", str(output))
     returned, _, err = finish(process)
     assert returned == 1, err
     lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
     assert len(lines) == 1, err
-    assert said in lines[0]
-    assert ("Traceback" in err) is traceback
-    assert err.count("Traceback") == traceback
+    assert "learner 1 (rank 3) failed: ValueError: the user's own bug" in lines[0]
+    assert err.count("Traceback") == 1
     assert "MPI_ABORT" not in err
     assert "prterun" not in err
     assert time.monotonic() - started < 100
     with rudra.open_results(output) as results:
-        assert results.status in statuses
+        assert results.status == "failed"
         assert len(results.updates) >= 10
     assert not list(tmp_path.glob("*.launch"))
 

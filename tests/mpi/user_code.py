@@ -81,15 +81,16 @@ def wide() -> nn.Module:
 
 
 class Trap(nn.Module):
-    """Springs in the `after`-th training step of the rank that is learner 1 of three."""
+    """Springs in the `after`-th training step of a rank: by default that of learner 1 of three."""
 
-    def __init__(self, after: int, deed: str) -> None:
+    def __init__(self, after: int, deed: str, rank: int = 3) -> None:
         super().__init__()
         self.inner, self.after, self.deed, self.steps = network(), after, deed, 0
+        self.armed = os.environ.get("OMPI_COMM_WORLD_RANK") == str(rank) and "ALIVE" not in os.environ
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.steps += self.training
-        if self.steps > self.after and os.environ.get("OMPI_COMM_WORLD_RANK") == "3":
+        if self.steps > self.after and self.armed:
             if self.deed == "raise":
                 raise ValueError("the user's own bug")
             if self.deed == "kill":
@@ -98,6 +99,14 @@ class Trap(nn.Module):
                 time.sleep(1000)
         result: torch.Tensor = self.inner(inputs)
         return result
+
+
+def dying_3() -> nn.Module:
+    return Trap(15, "kill", 3)
+
+
+def dying_5() -> nn.Module:
+    return Trap(15, "kill", 5)
 
 
 def everything() -> nn.Module:

@@ -9,7 +9,21 @@ from typing import Any
 import numpy as np
 
 from rudra.config import Job
-from rudra.events import Accumulate, Action, Event, Halt, Hashed, Receive, Received, Reduce, Send, Sent, Update, Updated
+from rudra.events import (
+    Accumulate,
+    Action,
+    Event,
+    Fail,
+    Halt,
+    Hashed,
+    Receive,
+    Received,
+    Reduce,
+    Send,
+    Sent,
+    Update,
+    Updated,
+)
 from rudra.messages import Kind, Message
 from rudra.records import Gradient
 from rudra.roles import Machine, make
@@ -60,6 +74,8 @@ def brief(action: Action, names: Sequence[str] = NAMES) -> str:
             return f"update by {gradient} at {rate:g}"
         case Halt(code=0):
             return "halt"
+        case Fail(text):
+            return f"fail {text}"
         case _:
             shown = (getattr(action, name) for name in type(action).__match_args__)
             fields = [str(value) for value in shown if not isinstance(value, np.ndarray)]

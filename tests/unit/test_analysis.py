@@ -82,7 +82,7 @@ def test_equal_names_are_told_apart(runs):
         (["soft"], "picture.gif", ConfigError, r"unknown kind of picture '\.gif'; valid: \.png, \.svg, \.pdf"),
         (["soft"], "picture", ConfigError, "unknown kind of picture ''; valid"),
         ([], "picture.png", ConfigError, "no result file"),
-        (["soft"], "nowhere/picture.png", ConfigError, "cannot write the picture: No such file or directory"),
+        (["soft"], "nowhere/picture.png", ResultsError, "nowhere does not exist"),
         (["missing"], "picture.png", ResultsError, "missing.h5: no such result file"),
     ],
 )

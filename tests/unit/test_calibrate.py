@@ -78,7 +78,7 @@ def test_a_prediction_from_the_file_gives_the_runs_times_back(tmp_path: Path) ->
     job = Job.load("digits", ["cluster.learners=1", "protocol.name=async", "training.minibatch_size=16"])
     size_bytes = outline(job).size_bytes
     path = tmp_path / "costs.toml"
-    calibrate.write(calibrate.cost_file(job, calibrate.derive(made(), ALONE), size_bytes, 2), path)
+    path.write_text(calibrate.cost_file(job, calibrate.derive(made(), ALONE), size_bytes, 2), encoding="utf-8")
     measured = tomllib.loads(path.read_text(encoding="utf-8"))["measured"]
     assert measured["learners"] == 2
     assert {"date", "processor", "cores", "torch_version"} <= set(measured)
@@ -103,6 +103,6 @@ def test_a_file_that_exists_or_cannot_be_is_refused_before_anything_runs(
 ) -> None:
     path = tmp_path / "costs.toml"
     path.touch()
-    for output, text in ((path, "exists; --force replaces it"), (tmp_path / "a" / "b.toml", "there is no directory")):
+    for output, text in ((path, "exists; give another name or --force"), (tmp_path / "a" / "b.toml", "does not exist")):
         assert cli.main(["calibrate", "digits", "-o", str(output)]) == 2
         assert text in capsys.readouterr().err

@@ -43,6 +43,8 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
         ("show nope.h5", r"rudra: nope.h5: .*"),
         ("plot nope.h5", r"rudra: nope.h5: .*"),
         ("replay nope.h5", r"rudra: nope.h5: no such result file"),
+        ("plot .", r"rudra: .: is a directory; give a result file"),
+        ("timeline .", r"rudra: .: is a directory; give a result file"),
         ("timeline nope.h5", r"rudra: nope.h5: no such result file"),
         ("run digits --output no/where.h5", r"rudra: no/where.h5: .*"),
         ("simulate digits --output no/where.h5", r"rudra: no/where.h5: .*"),
@@ -111,6 +113,22 @@ def test_modules_beside_a_job_file_are_found(tmp_path: Path) -> None:
     done = run("validate", "jobs/mine.toml", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 gradients per update" in done.stdout
+
+
+def test_names_that_no_encoding_knows_are_said_all_the_same(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff.toml")
+    (tmp_path / name).write_text("")
+    done = run("validate", name, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(r"\udcff.toml: valid")
+
+
+def test_modules_beside_a_job_file_stand_in_for_nobody_elses(tmp_path: Path) -> None:
+    for name in ("numpy", "torch", "json", "tqdm", "statistics"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('run')")
+    (tmp_path / "mine.toml").write_text("")
+    done = run("validate", str(tmp_path / "mine.toml"), cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])

@@ -114,7 +114,10 @@ Damage = Callable[[Path], object]
         (lambda d: labels(d, [0, 1]), "train-labels-idx1-ubyte: 2 labels for the 6 images"),
         (lambda d: labels(d, [0, 1, 2, 11, 0, 1]), "train-labels-idx1-ubyte: sample 3 has label 11; valid: 0 to 9"),
         (lambda d: write(d / "train-labels-idx1-ubyte", idx(np.zeros(6), 2051)), "begins with 2051, .* 2049"),
-        (lambda d: write(d / "train-labels-idx1-ubyte", idx(np.zeros(6), 2049) + b"x"), "too long: 7 bytes"),
+        (
+            lambda d: write(d / "train-labels-idx1-ubyte", idx(np.zeros(6), 2049) + b"x"),
+            "too long: its header says 6",
+        ),
     ],
 )
 def test_damaged_idx_files_are_named(idx_directory: Path, damage: Damage, message: str) -> None:
@@ -190,6 +193,8 @@ class Attack:
         (lambda: cifar_batch(1, extra=np.zeros(2, "i4,f8")), "array of"),
         (lambda: cifar_batch(1)[:-1000], "truncated or corrupt"),
         (lambda: pickle.dumps({b"data": 1}), "no CIFAR-10 batch"),
+        (lambda: b"\x80\2Nr\xff\xff\xff\x7f.", "no CIFAR-10 batch"),  # a memo of 34 GB, by Python's own unpickler in C
+        (lambda: pickle.dumps({b"data": np.zeros((BATCH, 3072), np.uint8), b"labels": [[]]}, 2), "labels are no list"),
         (lambda: cifar_batch(1).replace(b"labels", b"bagels", 1), "no CIFAR-10 batch"),
         (lambda: pickle.dumps({b"data": np.zeros((9, 3072), np.uint8), b"labels": [0]}, 2), r"shape \(9, 3072\), not"),
         (lambda: pickle.dumps({b"data": np.zeros((BATCH, 3072), np.uint8), b"labels": [0]}, 2), "1 labels for 10000"),

@@ -105,6 +105,8 @@ def test_scale_invariance_is_what_the_optimisers_show(name: str, invariant: bool
         ({"name": "sgd", "options": {"betas": 1}}, "unknown option 'betas' of sgd; valid: dampening, nesterov"),
         ({"name": "sgd", "options": {"lr": 1}}, "unknown option 'lr' of sgd"),
         ({"name": "sgd", "options": {"nesterov": True}}, r"\[optimizer\] sgd: Nesterov momentum requires"),
+        ({"name": "sgd", "options": {"nesterov": 0}}, r"\[optimizer\] sgd: .*"),  # torch takes it, and its step fails
+        ({"name": "adam", "options": {"betas": ()}}, r"\[optimizer\] adam: "),
         ({"name": "adam", "options": {"betas": (2, 3)}}, r"\[optimizer\] adam: Invalid beta"),
     ],
 )

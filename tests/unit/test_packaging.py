@@ -68,6 +68,8 @@ def test_the_wheel_holds_every_module_job_and_type_marker(wheel: Path) -> None:
     assert presets <= held
     shipped = {name.partition("/share/rudra/jobs/")[2].removesuffix(".toml") for name in held}
     assert shipped - {""} == {*shipped_jobs(), "rudra/paper", "omnivore/paper"}
+    templates = {name.rpartition("/")[2] for name in held if "/share/rudra/slurm/templates/" in name}
+    assert templates == {file.name for file in (ROOT / "slurm" / "templates").iterdir()}
 
 
 def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) -> None:
@@ -76,6 +78,12 @@ def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) 
     assert all(Path(path).is_relative_to(installed.parent.resolve()) for path in paths)
     for job in ("digits", "rudra/figure4"):
         assert output(installed / "rudra", "validate", job, cwd=tmp_path).startswith(f"{job}: valid\n")
+
+
+def test_a_batch_script_is_made_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    text = output(installed / "rudra", "slurm", "digits", "--launcher", "srun", "--print", cwd=tmp_path)
+    assert f"\nPATH={installed}:$PATH\n" in text
+    assert 'rudra run digits --output "$results" --resume' in text
 
 
 def test_packages_of_our_names_in_the_working_directory_do_no_harm(installed: Path, tmp_path: Path) -> None:

@@ -13,14 +13,19 @@ import h5py
 import numpy as np
 import pytest
 
+from rudra import roster
+from rudra.config import Job
 from rudra.errors import ResultsError
+from rudra.files import check_output
 from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
-from rudra.results import check_output, default_output, open_results
+from rudra.results import default_output, open_results
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 
 CHILD = """
 import sys
 from pathlib import Path
+from rudra import roster
+from rudra.config import Job
 from rudra.errors import ResultsError
 from rudra.records import EPOCH, GRADIENT, UPDATE
 from tests.unit.results_files import *
@@ -177,6 +182,13 @@ def test_weights_take_no_space_before_the_end(tmp_path):
     with open_results(tmp_path / "run.h5") as results:
         assert results.weights.sum() == size
     assert (tmp_path / "run.h5").stat().st_size < 4 * size + 5_000_000
+
+
+def test_a_large_model_without_weights_yet_is_no_damage(tmp_path):
+    new_writer(tmp_path / "run.h5", size=1 << 28, layout=()).fail("interrupted", "early")
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.summary()["status"] == "interrupted"
+        assert results.weights is None
 
 
 def test_another_process_reads_while_it_is_written(tmp_path, child):
@@ -453,3 +465,96 @@ def test_weights_of_another_size_are_refused(tmp_path):
 
 def _raise(error):
     raise error
+
+
+def rewritten(path, name, column, value):
+    with h5py.File(path, "r+") as file:
+        found = file[name][()]
+        found[column][0] = value
+        file[name][...] = found
+
+
+def attribute(path, name, value):
+    with h5py.File(path, "r+") as file:
+        file.attrs[name] = value
+
+
+def replaced(path, name, make):
+    with h5py.File(path, "r+") as file:
+        del file[name]
+        make(file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: rewritten(p, "gradients", "staleness", 2**40), "/gradients has staleness = 1099511627776 in row 0"),
+        (lambda p: rewritten(p, "learners", "learner", 4), "/learners has learner = 4 in row 0"),
+        (lambda p: rewritten(p, "updates", "time_s", np.nan), "/updates has time_s = nan in row 0"),
+        (lambda p: rewritten(p, "epochs", "test_error", 1.5), "/epochs has test_error = 1.5 in row 0"),
+        (lambda p: rewritten(p, "state", "status", b"?"), "/state has no status"),
+        (lambda p: rewritten(p, "state", "flushed_s", np.inf), "/state has flushed_s = inf in row 0"),
+        (lambda p: attribute(p, "learners", "four"), "attribute 'learners' is 'four'"),
+        (lambda p: attribute(p, "learners", -4), "attribute 'learners' is '-4'"),
+        (lambda p: attribute(p, "job", "{"), "attribute 'job' is no JSON"),
+        (lambda p: attribute(p, "job", "[" * 9999), "attribute 'job' is no JSON"),
+        (lambda p: attribute(p, "job", "[]"), "attribute 'job' holds no tables"),
+        (lambda p: attribute(p, "job", '{"topology": {"options": 1}}'), r"the job's \[topology\] is no table"),
+        (lambda p: replaced(p, "state", lambda f: f.create_group("state")), "/state is no data set of its own"),
+        (lambda p: replaced(p, "state", lambda f: f.update(state=h5py.SoftLink("/totals"))), "/state is a link"),
+        (lambda p: replaced(p, "state", lambda f: f.update(state=np.zeros(3))), "/state has another layout"),
+        (
+            lambda p: replaced(p, "updates", lambda f: f.create_dataset("updates", (2**50,), UPDATE, chunks=(9,))),
+            r"/updates claims [\d,]+ bytes, in a file of",
+        ),
+        (
+            lambda p: replaced(
+                p, "totals", lambda f: f.create_dataset("totals", (1,), TOTALS, external=[("/etc/passwd", 0, 999)])
+            ),
+            "/totals is no data set of its own",
+        ),
+    ],
+)
+def test_what_cannot_be_is_damage(tmp_path, damage, message):
+    path = tmp_path / "run.h5"
+    write_run(path, updates=10, epochs=1, staleness=1)
+    damage(path)
+    with pytest.raises(ResultsError, match=f"^{path}: damaged.*: .*{message}") as error, open_results(path) as results:
+        results.summary()
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("parent", [-1, 0, 3, 2], "the way up from role 2 does not end"),
+        ("parent", [-1, 0, 9, 0], "the way up from role 2 does not end"),
+        ("index", [0, 0, 1, 0], "/roles has its learners in no order"),
+        ("kind", [b"x"] * 4, "/roles has 0 of 2 learners"),
+    ],
+)
+def test_roles_that_cannot_be_are_damage(tmp_path, column, values, message):
+    plan = Job(cluster={"learners": 2}).plan()
+    who = roster.rows_of(plan)
+    who[column] = values
+    about = {**roster.about(plan), "learners": 2}
+    with new_writer(tmp_path / "run.h5", **about) as writer:
+        writer.flush(force=True)
+    with h5py.File(tmp_path / "run.h5", "r+") as file:
+        del file["roles"]
+        file["roles"] = who
+        file.attrs["learners"] = 2
+    with open_results(tmp_path / "run.h5") as results, pytest.raises(ResultsError, match=message):
+        results.plan()
+
+
+def test_a_name_cannot_speak_to_the_terminal(tmp_path):
+    write_run(tmp_path / "run.h5", updates=10, epochs=1, staleness=1, name="a\x1b[2J\nb")
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.summary()["name"] == r"a\x1b[2J\nb"
+
+
+def test_what_a_file_does_not_tell_is_named(tmp_path):
+    write_run(tmp_path / "run.h5", updates=10, epochs=1, staleness=1)
+    with open_results(tmp_path / "run.h5") as results, pytest.raises(ResultsError, match="has no attribute 'started'"):
+        results.attributes["started"]

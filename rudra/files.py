@@ -1,0 +1,45 @@
+"""Files that commands write: whole or not at all, with the user's umask, and never in another's place unasked."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from rudra.errors import ResultsError
+
+
+def check_output(path: Path, force: bool) -> None:
+    """Raises ResultsError if no file can be made at `path`; `force` allows to replace one."""
+    directory = path.parent
+    if not os.path.isdir(directory):
+        raise ResultsError(f"{path}: directory {directory} does not exist")
+    if os.path.isdir(path):
+        raise ResultsError(f"{path}: is a directory; give the name of a file")
+    if os.path.lexists(path) and not force:
+        raise ResultsError(f"{path}: exists; give another name or --force")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ResultsError(f"{path}: directory {directory.resolve()} is not writable")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which becomes `path` when all is written; what was there before stays until then.
+
+    Raises:
+        ResultsError: it cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    direct = os.path.exists(target) and not os.path.isfile(target)  # a device or a pipe is written, not replaced
+    part = target if direct else target.with_name(f".{target.name[:200]}-{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        if not direct:
+            part.replace(target)
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot write: {error.strerror or error}") from None
+    finally:
+        if not direct:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)

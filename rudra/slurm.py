@@ -1,0 +1,134 @@
+"""The batch script of a job, from the templates in `slurm/templates`: its text is a pure function of a `Batch`."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rudra.errors import ConfigError
+from rudra.jobfiles import data_files
+
+Launcher = Literal["mpirun", "srun"]
+Mpi = Literal["pmix", "pmi2"]
+
+_TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One element of a job array: what it adds to the options of `rudra run`, and the name of its result file."""
+
+    options: Sequence[str]
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """All that the text of a script is made of.
+
+    Attributes:
+        about: what the script runs, in a few words.
+        command: the command line that made it.
+        file: its own name.
+        name: of the job in the queue.
+        job: as for `rudra run`.
+        options: of `rudra run`, for every point.
+        output: the result file, or the directory of those of the points.
+        points: elements of a job array; without any it is no array.
+        resources: options of sbatch, in order; None: one without a value.
+        launcher: what starts the ranks.
+        mpi: how srun and the MPI library find each other: pmix for Open MPI, pmi2 for MPICH.
+        environment: directory that Rudra is installed in; a relative one is below the directory of submission.
+        warning_s: how long before the time limit the run is told.
+        restarts: how often the job may queue itself again.
+    """
+
+    about: str
+    command: Sequence[str]
+    file: str
+    name: str
+    job: str
+    options: Sequence[str]
+    output: str
+    points: Sequence[Point] = ()
+    resources: Mapping[str, str | None]
+    launcher: Launcher = "mpirun"
+    mpi: Mpi = "pmix"
+    environment: str = ".venv"
+    warning_s: int
+    restarts: int
+
+
+def script(batch: Batch) -> str:
+    """The text of the batch script."""
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in data_files("slurm/templates", ".sh")}
+    environment = shlex.quote(batch.environment)
+    values = {
+        "about": batch.about,
+        "command": shlex.join(batch.command),
+        "file": shlex.quote(batch.file),
+        "directives": "\n".join(_directives(batch)),
+        "environment": environment if batch.environment.startswith("/") else f"$PWD/{environment}",
+        "restarts": str(batch.restarts),
+        "run": "\n".join(_run_lines(batch)),
+        "mpirun": 'mpirun -n "$SLURM_NTASKS"' + (" --bind-to none" if batch.mpi == "pmix" else ""),
+        "srun": _srun(batch),
+    }
+    values["launch"] = _filled(texts[batch.launcher].rstrip("\n"), values)
+    return _filled(texts["job"], values)
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"@(\w+)@", lambda found: values[found[1]], template)
+
+
+def _directives(batch: Batch) -> list[str]:
+    told = "B:" if batch.launcher == "mpirun" else ""  # the script alone, or the ranks alone: see the templates
+    options: dict[str, str | None] = {"job-name": batch.name, **batch.resources}
+    if batch.points:
+        options["array"] = f"0-{len(batch.points) - 1}"
+    options["signal"] = f"{told}USR1@{batch.warning_s}"
+    options["requeue" if batch.restarts else "no-requeue"] = None
+    options["open-mode"] = "append"
+    options["output"] = "%x-%A_%a.log" if batch.points else "%x-%j.log"
+    return [f"#SBATCH --{key}" + ("" if value is None else f"={value}") for key, value in options.items()]
+
+
+def _run_lines(batch: Batch) -> list[str]:
+    run = shlex.join(["rudra", "run", batch.job, *batch.options])
+    if not batch.points:
+        return [f"results={shlex.quote(batch.output)}", f'run=({run} --output "$results" --resume)']
+    names = [shlex.quote(f"{batch.output}/{point.file}") for point in batch.points]
+    cases = [
+        f"  {i}) results={name} point=({shlex.join(point.options)}) ;;"
+        for i, (name, point) in enumerate(zip(names, batch.points, strict=True))
+    ]
+    last = f'run=({run} "${{point[@]}}" --output "$results" --resume)'
+    return [f"mkdir -p {shlex.quote(batch.output)}", "case $SLURM_ARRAY_TASK_ID in", *cases, "esac", last]
+
+
+def _srun(batch: Batch) -> str:
+    # As with mpirun, ranks are not bound to cores: the job says how many threads each has.
+    options = [f"--mpi={batch.mpi}", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    cpus = batch.resources.get("cpus-per-task")
+    options += [] if cpus is None else [f"--cpus-per-task={cpus}"]  # newer ones do not take it from sbatch
+    return " ".join(["srun", *options])
+
+
+def time_limit_s(text: str) -> int:
+    """Seconds of a time limit as sbatch takes it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = _TIME.fullmatch(text)
+    if found is None:
+        forms = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes:seconds"
+        raise ConfigError(f"--time {text}: must be {forms}")
+    days, day_hours, day_minutes, day_seconds, hours, minutes, seconds, alone = (int(n or 0) for n in found.groups())
+    hours += 24 * days + day_hours
+    total = (60 * hours + minutes + day_minutes + alone) * 60 + seconds + day_seconds
+    if not total:
+        raise ConfigError(f"--time {text}: a time limit must be longer than that")
+    return total

@@ -1,0 +1,167 @@
+"""What must hold in a result file before anyone relies on it.
+
+HDF5 guards its own structures by checksums, but neither rows nor attributes; and a file may be anybody's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from rudra.errors import ResultsError
+from rudra.records import LEARNER, ROLE, TOTALS
+from rudra.writer import GROWING, STATE
+from topologies import Plan
+from topologies.plan import LEARNER as LEARNER_KIND
+from topologies.plan import PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
+
+Rows = NDArray[np.void]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    **{str(name): dtype for name, dtype in GROWING.items()},
+    "roles": ROLE,
+    "learners": LEARNER,
+    "totals": TOTALS,
+    "state": STATE,
+    "weights/final": np.dtype("<f4"),
+}
+_ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("name", "job", "driver", "protocol", "topology", "reduction", "started", "device"), str),
+    **dict.fromkeys(("not_replayable", "python_objects", "initial_weights_sha256", "processor"), str),
+    **dict.fromkeys(("format_version", "learners", "minibatch_size", "n", "epochs", "gradients_per_update"), int),
+    **dict.fromkeys(("records", "threads_per_rank", "training_samples", "classes"), int),
+    **dict.fromkeys(("overlapped", "flush_denormals"), (bool, int)),
+    "hosts": list,
+}
+_STATUS = {"running", "finished", "failed", "interrupted"}
+_OR_NONE = {"parent", "source", "node", "group", "role", "update", "timestamp"}  # columns that may be -1
+_UNBOUNDED = {"loss", "train_loss", "test_loss"}  # of a run that diverged
+_OR_NAN = {"mean_staleness", "evaluation_began_s", "evaluation_s"}
+_MOST_STALE = 1 << 20
+_DEEPEST = 500  # levels of a tree of roles
+_DENSEST = 1100  # bytes that a byte of a file may become: deflate does no better
+
+
+class Known(dict[str, Any]):
+    """What a file says of its run; it says so where something is asked for that it does not tell."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, what: str) -> None:
+        super().__init__(values)
+        self._path, self._what = path, what
+
+    def __missing__(self, name: str) -> Any:
+        raise ResultsError(f"{self._path}: damaged: has no {self._what} '{name}'")
+
+
+def attributes(values: Mapping[str, Any], path: Path) -> Known:
+    """The root attributes, if they are of the right types."""
+    for name, kind in _ATTRIBUTES.items():
+        value = values.get(name)
+        right = value is None or isinstance(value, kind)
+        right &= not (isinstance(value, int) and kind is int) or value >= 0
+        right &= not isinstance(value, list) or all(isinstance(inner, str) for inner in value)
+        if not right:
+            raise ResultsError(f"{path}: damaged: attribute '{name}' is {str(value)[:60]!r}")
+    return Known(values, path, "attribute")
+
+
+def job(text: str, path: Path) -> Known:
+    """The job as resolved: table -> key -> value."""
+    try:
+        tables = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ResultsError(f"{path}: damaged: attribute 'job' is no JSON") from None
+    if not isinstance(tables, dict):
+        raise ResultsError(f"{path}: damaged: attribute 'job' holds no tables")
+    for name, keys in tables.items():
+        if isinstance(keys, dict) and isinstance(keys.get("options", {}), dict):
+            tables[name] = Known(keys, path, f"key of the job's [{name}]")
+        elif name != "name" or not isinstance(keys, str):
+            raise ResultsError(f"{path}: damaged: the job's [{name}] is no table")
+    return Known(tables, path, "table of the job")
+
+
+def dataset(found: object, name: str) -> None:
+    """Raises ValueError unless this is the data set of that name."""
+    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
+        raise ValueError(f"/{name} is no data set of its own")
+    wanted = DTYPES.get(name)
+    if (found.dtype != wanted if wanted is not None else found.dtype.names is None) or found.ndim != 1:
+        raise ValueError(f"/{name} has another layout")
+
+
+def fits(found: h5py.Dataset, name: str, file_bytes: int) -> None:
+    """Raises ValueError where a data set to be read is larger than its file can hold."""
+    if found.nbytes > _DENSEST * file_bytes:
+        raise ValueError(f"/{name} claims {found.nbytes:,} bytes, in a file of {file_bytes:,}")
+
+
+def rows(name: str, values: Rows, learners: int | None) -> Rows:
+    """The rows of a table, if all numbers can be what they are said to be.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    for column in values.dtype.names or ():
+        found = values[column]
+        if found.dtype.kind == "i":
+            wrong = (found < (-1 if column in _OR_NONE else 0)) | (found >= 2**53)
+            if column == "staleness":
+                wrong |= found > max(_MOST_STALE, len(found))
+            if column == "learner" and learners is not None and name != "gradients":  # where a replay finds it out
+                wrong |= found >= learners
+        elif found.dtype.kind == "f" and column not in _UNBOUNDED:
+            most = 1.0 if "_error" in column else 1e12
+            wrong = ~(np.abs(found) <= most)
+            if column in _OR_NAN or "_error" in column:
+                wrong &= ~np.isnan(found)
+        else:
+            continue
+        if wrong.any():
+            place = int(np.argmax(wrong.reshape(len(values), -1).any(axis=1)))
+            raise ValueError(f"/{name} has {column} = {np.ravel(found)[np.argmax(wrong)]} in row {place}")
+    if name == "state" and (len(values) != 1 or values[0]["status"].decode("utf-8", "replace") not in _STATUS):
+        raise ValueError("/state has no status")
+    return values
+
+
+def plan(found: Plan, learners: int) -> Plan:
+    """A plan that was read, if it can be one.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    kinds = [role.kind for role in found.roles]
+    known = {PARAMETER_SERVER, TREE_SERVER, STATISTICS_SERVER, LEARNER_KIND}
+    counts = [kinds.count(kind) for kind in (PARAMETER_SERVER, STATISTICS_SERVER, LEARNER_KIND)]
+    if not set(kinds) <= known or counts[0] > 1 or counts[1:] != [1, learners]:
+        told = f"{counts[2]} of {learners} learners, {counts[0]} parameter and {counts[1]} statistics servers"
+        raise ValueError(f"/roles has {told}")
+    if [found.roles[id_].index for id_ in found.learners] != list(range(learners)):
+        raise ValueError("/roles has its learners in no order")
+    for above in ([role.parent for role in found.roles], [found.giver(role) for role in found.roles]):
+        _climb(above)
+    return found
+
+
+def _climb(above: Sequence[int | None]) -> None:
+    """Raises ValueError where the way up from a role does not end."""
+    depth: dict[int | None, int] = {None: 0}
+    for start in range(len(above)):
+        way: list[int] = []
+        at: int | None = start
+        while at not in depth:
+            if at is None or not 0 <= at < len(above) or len(way) > _DEEPEST:
+                raise ValueError(f"/roles: the way up from role {start} does not end")
+            way.append(at)
+            depth[at] = _DEEPEST + 1  # until its way up is known: whoever comes here again goes round in a circle
+            at = above[at]
+        for id_ in reversed(way):
+            depth[id_] = depth[at] + 1
+            at = id_
+            if depth[id_] > _DEEPEST:
+                raise ValueError(f"/roles: the way up from role {start} does not end")

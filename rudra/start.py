@@ -1,0 +1,89 @@
+"""Starts MPI on a rank, and refuses where launcher and MPI library do not understand each other.
+
+Ranks that do not find each other are each a job of their own: MPI itself says nothing, or ends the process with text
+for its developers. So the library is asked for its name before it starts.
+"""
+
+import ctypes
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from rudra.errors import LaunchError
+from rudra.launch import world_size
+
+START_S = 300
+"""A rank that needs longer for MPI's start is ended: if another died meanwhile, it would wait for ever."""
+
+
+def start_mpi() -> None:
+    """Starts MPI unless it runs already, and checks that the ranks found each other.
+
+    Raises:
+        LaunchError: mpi4py or the MPI library cannot be loaded, or belongs to another MPI than the launcher.
+    """
+    expected = world_size()
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(f"MPI cannot be used: {reason}; `rudra doctor` says more") from None
+    library = MPI.Get_library_version()
+    if not MPI.Is_initialized():
+        mismatch = unsuited(os.environ, library, speaks_pmix=_speaks_pmix())
+        if mismatch is not None:
+            raise LaunchError(mismatch)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(START_S)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        signal.alarm(0)
+    found = MPI.COMM_WORLD.size
+    if expected is not None and expected != found:
+        raise LaunchError(
+            f"the launcher started {expected} ranks, but {library_name(library)} found {found}: they belong to "
+            "different MPIs; use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH), or the mpirun of this MPI"
+        )
+
+
+def unsuited(env: Mapping[str, str], library: str, *, speaks_pmix: bool) -> str | None:
+    """Why ranks that were started so could not find each other, with the remedy; None where they may.
+
+    Args:
+        env: of a rank.
+        library: what MPI says of itself.
+        speaks_pmix: whether the library has PMIx, which only some builds of MPICH have.
+    """
+    name = library_name(library)
+    open_mpi = re.match(r"Open[ -]MPI v?(\d+)", name)
+    understood = {"pmi"} | ({"pmix"} if speaks_pmix else set())
+    if open_mpi is not None:
+        understood = {"pmix"} | ({"pmi"} if int(open_mpi[1]) < 5 else set())
+    mpirun = "OMPI_COMM_WORLD_SIZE" in env  # Open MPI's
+    spoken = {"pmix"} if mpirun or "PMIX_RANK" in env else set()
+    spoken |= {"pmi"} if "PMI_RANK" in env else set()
+    if not spoken or spoken & understood:
+        return None
+    kind = env.get("SLURM_MPI_TYPE", "none")
+    launcher = "Open MPI's mpirun" if mpirun else "MPICH's mpirun" if kind == "none" else f"srun --mpi={kind}"
+    remedy = "srun --mpi=pmix" if open_mpi is not None else "srun --mpi=pmi2"
+    return f"{launcher} cannot start ranks of {name}, which mpi4py loads: use {remedy}, or the mpirun of that MPI"
+
+
+def library_name(version: str) -> str:
+    """Name and number of an MPI library, from what it says of itself."""
+    return " ".join(re.split(r"[,\n\0]", version)[0].replace("Version:", "").split())
+
+
+def _speaks_pmix() -> bool:
+    """Whether the MPI library of this process has PMIx; yes where nobody can tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        libraries = {line.split()[-1] for line in lines if "/libmpi" in line}
+        return not libraries or any(hasattr(ctypes.CDLL(library), "PMIx_Init") for library in libraries)
+    except OSError:
+        return True

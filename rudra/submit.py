@@ -1,0 +1,291 @@
+"""`rudra slurm`: what its command line asks for, checked with the job before it costs a place in the queue."""
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from rudra.config import Job
+from rudra.errors import ConfigError, LaunchError, ResultsError
+from rudra.jobfiles import parsed
+from rudra.launch import find_mpirun, is_open_mpi
+from rudra.slurm import Batch, Launcher, Mpi, Point, script, time_limit_s
+
+if TYPE_CHECKING:
+    from rudra.sweep import Sweep
+
+WARNING_S = 120
+"""How long before the time limit a run is told, unless that is more than a quarter of it."""
+
+MORE = """\
+Writes NAME.sh, a script to read and edit, and says how to submit it; --submit does so at once. The job,
+and whether it fits so many tasks, is checked now. Shortly before its time limit the run saves a checkpoint,
+the job queues itself again, and goes on where it was; likewise after a node failed or was taken away.
+
+  rudra slurm my-job.toml --ntasks 10 --time 4:00:00               8 learners beside the two servers
+  rudra slurm my-job.toml --nodes 4 --ntasks-per-node 8 --account physics --submit
+  rudra slurm my-job.toml --launcher srun                          in place of mpirun
+  rudra slurm my-job.toml --grid protocol.name=hardsync,softsync   a job array, with an element for each point
+  rudra slurm my-job.toml --sbatch constraint=haswell --sbatch exclusive --print"""
+
+_WORD = re.compile(r"[\w.,:;=/@%+*&|()\[\]-]+")
+_OURS = {"signal", "requeue", "no-requeue", "open-mode", "array", "job-name", "output"}
+_NAMED = ("partition", "account", "gpus", "mem")
+_T = TypeVar("_T", bound=str)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `rudra slurm` takes beside the options of a job."""
+    parser.add_argument("--output", type=Path, metavar="FILE.h5", help="default: NAME.h5; with --grid NAME-sweep")
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="TABLE.KEY=V1,V2", help="a job array; as in `rudra sweep`"
+    )
+    tasks = parser.add_argument_group("tasks (default: as many as the job has ranks)")
+    tasks.add_argument("--nodes", metavar="N", help="machines")
+    tasks.add_argument("--ntasks-per-node", metavar="K", help="ranks on each of them")
+    tasks.add_argument("--ntasks", metavar="N", help="ranks in all")
+    tasks.add_argument("--cpus-per-task", metavar="C", help="cores for each rank")
+    place = parser.add_argument_group("further options of sbatch")
+    place.add_argument("--time", metavar="T", help="limit of one start, such as 4:00:00; default: the cluster's")
+    for option in _NAMED:
+        place.add_argument(f"--{option}", metavar=option.upper())
+    place.add_argument(
+        "--sbatch", action="append", default=[], metavar="KEY[=VALUE]", help="any other; may be given several times"
+    )
+    how = parser.add_argument_group("how it runs")
+    how.add_argument("--launcher", default="mpirun", metavar="NAME", help="mpirun (the default) or srun")
+    how.add_argument("--mpi", metavar="TYPE", help="of srun: pmix for Open MPI, pmi2 for MPICH; default: as mpirun is")
+    how.add_argument("--environment", type=Path, metavar="DIR", help="where Rudra is installed; default: this one")
+    how.add_argument("--warning", metavar="S", help=f"seconds before the limit to stop at; default: {WARNING_S}")
+    how.add_argument("--restarts", metavar="N", default="10", help="how often it may queue itself again; default: 10")
+    what = parser.add_argument_group("the script")
+    what.add_argument("--script", type=Path, metavar="FILE.sh", help="default: the result file's name with .sh")
+    what.add_argument("--force", action="store_true", help="replace FILE.sh if it exists")
+    what.add_argument("--print", action="store_true", help="write it to standard output only")
+    what.add_argument("--submit", action="store_true", help="write it, and submit it with sbatch")
+
+
+def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Prints, writes or submits the script; returns the exit code."""
+    if arguments.print and arguments.submit:
+        raise ConfigError("--print and --submit exclude each other")
+    batch, study, notes = plan(arguments, overrides)
+    text = script(batch)
+    for note in notes:
+        print(f"rudra: {arguments.job}: {note}", file=sys.stderr)
+    if arguments.print:
+        print(text, end="")
+        return 0
+    sbatch = _sbatch() if arguments.submit else ""
+    file = Path(batch.file)
+    _write(file, text, force=arguments.force)
+    if study is not None:  # for `rudra report`
+        from rudra import sweep
+
+        with sweep.locked(Path(batch.output)):
+            study.write_index(Path(batch.output))
+    if arguments.submit:
+        print(f"wrote {file}, submitted as job {_submit(sbatch, file)}")
+    else:
+        print(f"wrote {file}; submit it with: sbatch {shlex.quote(str(file))}")
+    return 0
+
+
+def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch, "Sweep | None", list[str]]:
+    """What a command line asks for.
+
+    Args:
+        arguments: of the parser; `argv` is the command line itself.
+        overrides: texts `table.key=value` for the job.
+
+    Returns:
+        The batch job, the sweep if it is an array, and what is worth a word although it works.
+
+    Raises:
+        ConfigError: a mistake in an option, or options that contradict each other.
+        TopologyError: the job's topology cannot have so many ranks.
+    """
+    argv = [word for word in arguments.argv if word not in {"--print", "--submit", "--force"}]
+    if not all(word.isprintable() for word in argv):
+        raise ConfigError("an option holds a line break or a control character, which cannot stand in a script")
+    launcher: Launcher = _one_of("--launcher", arguments.launcher, ("mpirun", "srun"))
+    if arguments.mpi and launcher == "mpirun":
+        raise ConfigError("--mpi is an option of srun: add --launcher srun, or leave it out")
+    environment = _environment(arguments.environment)
+    mpi: Mpi = _one_of("--mpi", arguments.mpi, ("pmix", "pmi2")) if arguments.mpi else _mpi_of(environment)
+    job = Job.load(arguments.job, overrides).on_cpu()
+    output = arguments.output or Path(f"{job.name}-sweep" if arguments.grid else f"{job.name}.h5")
+    points, study = _points(arguments, overrides)
+    jobs = [Job.load(arguments.job, [*overrides, *settings]) for settings, _ in points]
+    resources, sizes = _resources(arguments, job)
+    about, notes = _fitted(jobs or [job], sizes)
+    if arguments.gpus:
+        notes.append("--gpus: learners on MPI ranks compute on the CPU so far")
+    batch = Batch(
+        about=f"{arguments.job} by {launcher}: {about}",
+        command=("rudra", *argv),
+        file=str(arguments.script or Path(f"{output.stem}.sh")),
+        name=re.sub(r"[^\w.,=+-]+", "-", output.stem, flags=re.ASCII),
+        job=arguments.job,
+        options=_set(overrides),
+        output=str(output),
+        points=[Point(_set(settings), file) for settings, file in points],
+        resources=resources,
+        launcher=launcher,
+        mpi=mpi,
+        environment=environment,
+        warning_s=_warning_s(arguments),
+        restarts=_whole("--restarts", arguments.restarts, least=0),
+    )
+    return batch, study, notes
+
+
+def _one_of(option: str, value: str, allowed: tuple[_T, ...]) -> _T:
+    for each in allowed:
+        if each == value:
+            return each
+    raise ConfigError(f"{option} {value}: must be {' or '.join(allowed)}")
+
+
+def _whole(option: str, text: str, least: int = 1) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise ConfigError(f"{option} {text}: must be a whole number >= {least}")
+    return int(text)
+
+
+def _environment(directory: Path | None) -> str:
+    """Relative to the directory of submission where it lies below it, so that the two can move together."""
+    place = Path(sys.prefix) if directory is None else directory
+    if directory is not None and not (place / "bin" / "rudra").is_file():
+        raise ConfigError(f"--environment {place}: no Rudra is installed there: {place / 'bin' / 'rudra'} is missing")
+    return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
+
+
+def _mpi_of(environment: str) -> Mpi:
+    """By which protocol srun talks to the MPI of an environment."""
+    try:
+        found = shutil.which("mpirun", path=f"{environment}/bin")
+        return "pmix" if is_open_mpi(find_mpirun() if found is None else Path(found)) else "pmi2"
+    except LaunchError:
+        return "pmix"  # an MPI that a module will bring: more often than not Open MPI
+
+
+def _set(overrides: Sequence[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def _points(
+    arguments: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[list[tuple[list[str], str]], "Sweep | None"]:
+    """What sets each element of an array apart, with its result file; and the sweep that they make up."""
+    from rudra import sweep
+
+    if not arguments.grid:
+        return [], None
+    grid = sweep.parse_grid(arguments.grid)
+    study = sweep.plan(arguments.job, grid=grid, overrides=overrides, driver="mpi")
+    return [([_setting(*item) for item in point.overrides.items()], point.file) for point in study.points], study
+
+
+def _setting(key: str, value: object) -> str:
+    """The text `table.key=value` that is read as this value."""
+    plain = f"{key}={value}"
+    return plain if isinstance(value, str) and parsed(plain)[1] == value else f"{key}={json.dumps(value, default=str)}"
+
+
+def _resources(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, str | None], list[int]]:
+    """Options of sbatch in the order in which they stand in the script, and the tasks of each node."""
+    given = {name: getattr(arguments, name.replace("-", "_")) for name in (*_NAMED, "time")}
+    resources: dict[str, str | None] = {key: given[key] for key in ("partition", "account") if given[key] is not None}
+    counts, sizes = _tasks(arguments, job)
+    resources |= {key: str(value) for key, value in counts.items()}
+    resources |= {key: given[key] for key in ("gpus", "mem", "time") if given[key] is not None}
+    for option in arguments.sbatch:
+        key, equals, value = option.removeprefix("--").partition("=")
+        if key in _OURS:
+            raise ConfigError(f"--sbatch {option}: the script sets {key} itself; edit it there")
+        if key in {*given, "nodes", "ntasks", "ntasks-per-node", "cpus-per-task"}:
+            raise ConfigError(f"--sbatch {option}: say --{key}, so that it is checked")
+        if not re.fullmatch(r"[a-z][a-z-]+", key) or key in resources:
+            raise ConfigError(f"--sbatch {option}: must read KEY or KEY=VALUE, each KEY once")
+        resources[key] = value if equals else None
+    for key, value in resources.items():
+        if value is not None and not _WORD.fullmatch(value):
+            raise ConfigError(f"--{key} {value}: must be one word of letters, digits and .,:;=/@%+*&|()[]_-")
+    return resources, sizes
+
+
+def _tasks(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, int], list[int]]:
+    """The options of sbatch that say how many tasks there are, and how many each node gets."""
+    names = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
+    texts = {name: getattr(arguments, name.replace("-", "_")) for name in names}
+    counts = {name: _whole(f"--{name}", text) for name, text in texts.items() if text is not None}
+    nodes, total, each = (counts.get(name) for name in names[:3])
+    if each is not None:
+        if total is None:
+            counts["nodes"] = nodes = nodes or 1
+            total = nodes * each
+        elif total > (nodes or total) * each:
+            raise ConfigError(f"--ntasks {total} is more than --nodes {nodes} times --ntasks-per-node {each}")
+    elif total is None:
+        counts["ntasks"] = total = job.resolved().plan().ranks
+    on_node = each or -(-total // (nodes or 1))
+    if nodes is not None and total < nodes:
+        raise ConfigError(f"--ntasks {total} is less than --nodes {nodes}: some nodes would have none")
+    sizes = [min(on_node, total - begin) for begin in range(0, total, on_node)]
+    return {name: counts[name] for name in names if name in counts}, sizes
+
+
+def _fitted(jobs: Sequence[Job], sizes: Sequence[int]) -> tuple[str, list[str]]:
+    """What so many ranks make of the jobs, and what is odd about it."""
+    from rudra import topology
+
+    casts = [topology.of_job(job, sum(sizes), sizes) for job in jobs]
+    told = dict.fromkeys(topology.counted(cast.plan, range(len(cast.plan.roles))) for cast in casts)
+    notes = [f"{len(cast.idle)} of {sum(sizes)} tasks have no role" for cast in casts if cast.idle]
+    return (f"{len(jobs)} times " if len(jobs) > 1 else "") + " or ".join(told), notes[:1]
+
+
+def _warning_s(arguments: argparse.Namespace) -> int:
+    """How long before its time limit the run is told."""
+    limit_s = None if arguments.time is None else time_limit_s(arguments.time)
+    if arguments.warning is None:
+        return WARNING_S if limit_s is None else min(WARNING_S, max(1, limit_s // 4))
+    warning_s = _whole("--warning", arguments.warning)
+    if limit_s is not None and warning_s >= limit_s:
+        raise ConfigError(f"--warning {warning_s}: must be less than --time {arguments.time}, which is {limit_s} s")
+    return warning_s
+
+
+def _write(file: Path, text: str, *, force: bool) -> None:
+    try:
+        if file.exists() and not force and file.read_text(encoding="utf-8", errors="replace") != text:
+            raise ConfigError(f"{file} exists and is another script: give another --script, or --force to replace it")
+        file.write_text(text, encoding="utf-8")
+        file.chmod(file.stat().st_mode | 0o111 & ~0o022)
+    except OSError as error:
+        raise ResultsError(f"{file}: cannot write it: {error.strerror}") from None
+
+
+def _sbatch() -> str:
+    found = shutil.which("sbatch")
+    if found is None:
+        raise ConfigError(
+            "--submit: there is no sbatch here; without it the script is written, for sbatch on the cluster"
+        )
+    return found
+
+
+def _submit(sbatch: str, file: Path) -> str:
+    """The number of the job."""
+    done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout or "it said nothing").split())
+        raise ConfigError(f"sbatch did not take {file}: {said}")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# @about@
+# Made by: @command@
+# Edit it as you like, and submit it where it was made: sbatch @file@
+@directives@
+
+# The environment that Rudra is installed in; every node must see it. If the MPI is the cluster's own, load its module.
+PATH=@environment@/bin:$PATH
+# How often the job may queue itself again, to go on after a time limit.
+max_restarts=@restarts@
+
+@run@
+
+@launch@
+
+# A lost node may end the ranks before SLURM notices it, and queues the job again by itself.
+nodes_answer() { timeout 60 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --mpi=none true; }
+if [ "$again" = 0 ]; then
+  if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$SLURM_NNODES" = 1 ] || nodes_answer; then exit "$code"; fi
+fi
+if [ "$cancelled" = 1 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ]; then
+  echo "stopped; submit the job again to go on from its checkpoint" >&2
+  exit 3
+fi
+me=$SLURM_JOB_ID # of one element of an array, this may be the name of all of it
+[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || me=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+trap '' TERM # with which SLURM ends this script then
+scontrol requeue "$me" || exit 3

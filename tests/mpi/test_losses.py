@@ -1,0 +1,178 @@
+"""Ranks that die while others go on: real ranks, real SIGKILLs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rudra
+from rudra.errors import RudraError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+
+HERE = Path(__file__).parent
+SCRIPT = "import sys; from rudra import cli, failures, launch; {}; sys.exit(cli.main(sys.argv[1:]))"
+
+
+def job_file(directory: Path, protocol: str, model: str = "network", **tables: str) -> Path:
+    path = directory / "job.toml"
+    more = "".join(f"[{name}]\n{text}\n" for name, text in tables.items() if name != "results")
+    path.write_text(
+        f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:delayed"\n'
+        "[training]\nepochs = 6\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.05\n"
+        f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\n'
+        f"[results]\nflush_s = 0.1\nreport_s = 0.0\n{tables.get('results', '')}\n{more}"
+    )
+    return path
+
+
+def start(*arguments: str | Path, before: str = "pass") -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
+    line = [sys.executable, "-c", SCRIPT.format(before), *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
+    try:
+        _, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def ours(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("rudra: ")]
+
+
+def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with rudra.open_results(output) as results:
+                if len(results.updates) >= count:
+                    return
+        except RudraError:
+            pass
+        time.sleep(0.02)  # another process's progress can only be polled
+
+
+def process_of(rank: int, parent: int) -> int:
+    """The process of a rank that was started below `parent`."""
+    children = {int(p): Path(f"/proc/{p}/stat") for p in os.listdir("/proc") if p.isdigit()}
+    above = {}
+    for pid, stat in children.items():
+        try:
+            above[pid] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    for pid in above:
+        line, ancestor = [pid], pid
+        while (ancestor := above.get(ancestor, 0)) > 1:
+            line.append(ancestor)
+        if parent in line[1:] and f"OMPI_COMM_WORLD_RANK={rank}".encode() in _environment(pid):
+            return pid
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("protocol", "topology"), [("softsync", "base"), ("hardsync", "base"), ("async", "base"), ("hardsync", "adv")]
+)
+def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topology: str) -> None:
+    rank = 3 if topology == "base" else 5
+    options = "" if topology == "base" else "\noptions.fan_out = 2"
+    job = job_file(tmp_path, protocol, f"dying_{rank}", topology=f'name = "{topology}"{options}')
+    output = tmp_path / "out.h5"
+    code, err = finish(start("run", job, "--output", output))
+    assert code == 0, err
+    (line,) = ours(err)
+    assert line.startswith(f"rudra: parameter server (rank 0): learner 1 (rank {rank}) died; 2 learners are left")
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        (lost,) = results.events[results.events["kind"] == b"lost"]
+        assert results.roles[lost["role"]]["world_rank"] == rank
+        totals = results.totals[0]
+        assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
+        gradients, updates = results.gradients, results.updates
+        for learner in range(3):
+            steps = gradients["step"][gradients["learner"] == learner]
+            assert list(steps) == list(range(len(steps)))
+        after = updates["gradients"][updates["timestamp"] > lost["timestamp"] + 1]
+        assert set(after) == {1 if protocol == "async" else 2}
+        assert protocol != "hardsync" or not gradients["staleness"].any()
+        assert results.learners["pushed"][1] >= 10
+        assert np.isfinite(results.summary()["final_test_error"])
+    code, err = finish(start("replay", output))
+    assert code == 0, err
+
+
+def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> None:
+    job = job_file(tmp_path, "hardsync", "dying_3", faults='on_learner_loss = "stop"')
+    output = tmp_path / "out.h5"
+    code, err = finish(start("run", job, "--output", output))
+    assert code == 3, err
+    assert "learner 1 (rank 3) died" in err
+    assert f"rudra: job: stopped; to go on from its last checkpoint: rudra resume {output}" in err
+    code, err = finish(start("resume", output, before="import os; os.environ['ALIVE'] = '1'"))
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert not results.gradients["staleness"].any()
+        assert set(results.updates["gradients"]) == {3}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Path, rank: int) -> None:
+    every = 'checkpoint_every = "5 updates"'
+    job = job_file(tmp_path, "softsync", results=every, faults="restarts = 1")
+    output = tmp_path / "out.h5"
+    process = start("run", job, "--output", output)
+    wait_for_updates(process, output, 20)
+    os.kill(process_of(rank, process.pid), signal.SIGKILL)
+    code, err = finish(process)
+    assert code == 0, err
+    assert f"(rank {rank}) died" in ours(err)[0]
+    assert "rudra: restart 1 of 1: job: goes on from" in err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert list(results.epochs["epoch"]) == [1, 2, 3, 4, 5, 6]
+    assert finish(start("replay", output))[0] == 0
+
+
+def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(tmp_path: Path) -> None:
+    every = 'checkpoint_every = "2 updates"'
+    job, output = job_file(tmp_path, "softsync", "dying_3", results=every), tmp_path / "out.h5"
+    process = start("run", job, "--output", output, before="launch.has_ulfm = lambda _: False")
+    code, err = finish(process)
+    assert code == 1, err
+    assert ours(err) == [
+        "rudra: rank 3 (learner 1) was killed by signal 9 (SIGKILL); is there enough memory?",
+        f"rudra: job: to go on from its last checkpoint: rudra resume {output}",
+    ]
+
+
+def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
+    """Slow is not dead."""
+    job, output = job_file(tmp_path, "hardsync", faults="stall_warning = 1.0"), tmp_path / "out.h5"
+    process = start("run", job, "--output", output)
+    wait_for_updates(process, output, 10)
+    pid = process_of(3, process.pid)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(pid, signal.SIGCONT)
+    code, err = finish(process)
+    assert code == 0, err
+    assert "parameter server (rank 0) has waited 1 s for a gradient from learner 1" in err
+    with rudra.open_results(output) as results:
+        assert not len(results.events)

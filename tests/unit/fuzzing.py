@@ -1,0 +1,132 @@
+"""What the fuzz tests share: what may come of bad input, and how to damage good input.
+
+They make the same cases each time; `--hypothesis-profile=fuzz` makes twenty times as many, and others each time.
+"""
+
+import contextlib
+import io
+import shutil
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from rudra.cli import main
+from rudra.errors import RudraError
+
+DEADLINE = timedelta(seconds=60)  # of one case: a hang, not a slow machine
+
+
+def cases(count: int) -> settings:
+    """How many cases a test makes."""
+    return settings(
+        max_examples=count * settings().max_examples // 100,
+        deadline=DEADLINE,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def refused(call: Callable[[], object], *names: str) -> str | None:
+    """Makes a call that works or fails as a RudraError in one line with one of these names; returns that line."""
+    try:
+        call()
+    except RudraError as error:
+        text = str(error)
+        assert text.isprintable(), text
+        assert any(name in text for name in names), text
+        return text
+    return None
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def command(*arguments: object) -> Said:
+    """Runs a command line in this process. Whatever it was given, it ends as it should."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(map(str, arguments)))
+    said = Said(code, out.getvalue(), err.getvalue())
+    assert code in {0, 1, 2}, said
+    assert "Traceback" not in said.err
+    assert all(line.startswith("rudra: ") for line in said.err.splitlines()), said.err
+    if code == 2:
+        told = [line for line in said.err.splitlines() if "may differ" not in line]  # which a replay says before
+        assert len(told) == 1, said.err
+        assert said.out == ""
+    return said
+
+
+@contextlib.contextmanager
+def fresh(path: Path) -> Iterator[Path]:
+    """An empty directory for one case."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    yield path
+    shutil.rmtree(path)
+
+
+TEXTS = st.text(max_size=12) | st.sampled_from(["", "\n", "\0", "\x1b[2J", "../..", "x" * 300, "1", "true", "nan"])
+NUMBERS = st.one_of(
+    st.integers(-3, 70),
+    st.integers(),
+    st.integers(-400, 5000).map(lambda digits: 16**digits if digits > 0 else digits),
+    st.floats(),
+    st.sampled_from([2**31, 2**53, 2**63 - 1, 2**63, 1e308, 5e-324, float("inf"), float("nan")]),
+)
+SCALARS = st.one_of(NUMBERS, TEXTS, st.booleans(), st.dates(), st.datetimes(), st.times())
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=6
+)
+"""Whatever can stand in a TOML file."""
+
+
+def damaged(content: bytes) -> st.SearchStrategy[bytes]:
+    """What may become of a file: cut off, with flipped bits, with other numbers, longer, or something else."""
+    place = st.integers(0, max(0, len(content) - 1)) | st.integers(0, min(64, max(0, len(content) - 1)))
+    flips = st.lists(st.tuples(place, st.integers(1, 255)), min_size=1, max_size=4)
+    number = st.sampled_from(
+        [b"\0\0\0\0", b"\xff" * 4, b"\x7f\xff\xff\xff", b"\xff" * 8, b"\x80\0\0\0", b"\x7f" + b"\xff" * 7]
+    )
+    return st.one_of(
+        place.map(lambda end: content[:end]),
+        flips.map(lambda found: _flipped(content, found)),
+        st.tuples(place, number).map(lambda at: content[: at[0]] + at[1] + content[at[0] + len(at[1]) :]),
+        st.tuples(place, st.binary(min_size=1, max_size=9)).map(lambda at: content[: at[0]] + at[1] + content[at[0] :]),
+        st.tuples(place, place).map(lambda at: content[: min(at)] + content[max(at) :]),
+        st.binary(max_size=64),
+    )
+
+
+def _flipped(content: bytes, flips: list[tuple[int, int]]) -> bytes:
+    changed = bytearray(content)
+    for place, bits in flips:
+        if changed:
+            changed[place] ^= bits
+    return bytes(changed)
+
+
+def toml(value: Any) -> str:
+    """A value as TOML in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_quoted(str(key))} = {toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return hex(value) if value > 2**63 else repr(value)  # beyond 4,300 digits no other way is quick
+    return repr(value) if isinstance(value, float) else value.isoformat()
+
+
+def _quoted(text: str) -> str:
+    return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'

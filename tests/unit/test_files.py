@@ -1,0 +1,138 @@
+"""Files that commands write: with the user's umask, whole or not at all, and never in another's place unasked."""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rudra import calibrate
+from rudra.cli import main
+from rudra.errors import ResultsError
+from rudra.files import check_output, written
+
+TINY = "--set=data.train_limit=32 --set=data.test_limit=16 --set=training.epochs=1 --set=model.name=mlp"
+TINY += " --set=cluster.learners=2 --set=cluster.threads_per_rank=1"
+COMMANDS = {  # what writes -> its command line, and the files that it makes
+    "simulate": (f"simulate digits --output new.h5 {TINY}", ["new.h5", "new.png"]),
+    "plot": ("plot run.h5 --output new.svg", ["new.svg"]),
+    "plot beside": ("plot run.h5", ["run.png"]),
+    "timeline": ("timeline run.h5 -o new.json", ["new.json"]),
+    "timeline compressed": ("timeline run.h5 -o new.json.gz", ["new.json.gz"]),
+    "replay": ("replay run.h5 --until 1 --quiet", ["run-1.pt"]),
+    "replay elsewhere": ("replay run.h5 --until 0 --quiet --output new.pt", ["new.pt"]),
+    "calibrate": ("calibrate digits -o new.toml --quiet", ["new.toml"]),
+    "report": ("report run.h5", ["report.html"]),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("recorded") / "run.h5"
+    assert main([*f"simulate digits --quiet --output {path}".split(), *TINY.split()]) == 0
+    return path.read_bytes()
+
+
+@pytest.fixture
+def here(tmp_path: Path, recorded: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a result file; nothing is measured."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: "nodes = 1\n")
+    Path("run.h5").write_bytes(recorded)
+    return tmp_path
+
+
+@pytest.fixture(params=[0o027, 0o077, 0o002], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_a_command_writes_follows_the_umask(here: Path, umask: int, name: str) -> None:
+    line, files = COMMANDS[name]
+    assert main(line.split()) == 0
+    assert sorted(os.listdir(here)) == sorted(["run.h5", *files])
+    for file in files:
+        assert stat.S_IMODE((here / file).stat().st_mode) == 0o666 & ~umask, file
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_existing_file_is_only_replaced_with_force(
+    here: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, files = COMMANDS[name]
+    (here / files[0]).write_text("mine")
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err == f"rudra: {files[0]}: exists; give another name or --force\n"
+    assert (here / files[0]).read_text() == "mine"
+    assert sorted(os.listdir(here)) == sorted(["run.h5", files[0]])
+    assert main([*line.split(), "--force"]) == 0
+    assert (here / files[0]).read_bytes()[:4] != b"mine"
+
+
+def test_figures_follow_the_umask_too_and_are_only_replaced_with_force(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = os.umask(0o027)
+    try:
+        assert main(["report", "run.h5", "--figures", "figures"]) == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(Path("figures").stat().st_mode) == 0o750
+    assert {stat.S_IMODE(file.stat().st_mode) for file in Path("figures").iterdir()} == {0o640}
+    Path("report.html").unlink()
+    capsys.readouterr()
+    assert main(["report", "run.h5", "--figures", "figures"]) == 2
+    assert re.fullmatch(r"rudra: figures/\S+: exists; give another name or --force\n", capsys.readouterr().err)
+    assert not Path("report.html").exists()
+
+
+def test_an_existing_picture_is_left_alone_by_a_run(here: Path) -> None:
+    Path("new.png").write_text("mine")
+    assert main(COMMANDS["simulate"][0].split()) == 0
+    assert Path("new.png").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["plot", "timeline", "replay elsewhere", "report"])
+def test_a_command_that_fails_leaves_what_there_was(here: Path, name: str) -> None:
+    line, files = COMMANDS[name]
+    (here / files[0]).write_text("mine")
+    Path("run.h5").write_bytes(Path("run.h5").read_bytes()[:3000])
+    assert main([*line.split(), "--force"]) == 2
+    assert (here / files[0]).read_text() == "mine"
+    assert sorted(os.listdir(here)) == sorted(["run.h5", files[0]])
+
+
+def test_what_is_half_written_is_taken_away(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    try:
+        with written(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert path.read_text() == "mine"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(ResultsError, match="link: exists"):
+        check_output(tmp_path / "link", False)
+    for path in (tmp_path / "link", Path("/dev/null")):
+        with written(path) as file:
+            file.write(b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with pytest.raises(ResultsError) as raised, written(Path("/dev/full")) as file:
+        file.write(bytes(100_000))
+    assert str(raised.value) == "/dev/full: cannot write: No space left on device"

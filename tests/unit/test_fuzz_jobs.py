@@ -1,0 +1,134 @@
+"""Job files with anything in them: each is refused in one line that names what is wrong, or runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rudra.config import Job, Table
+from rudra.jobfiles import shipped_jobs
+from tests.unit.fuzzing import TEXTS, VALUES, cases, command, damaged, fresh, refused, toml
+
+TABLES = {
+    name: list(field.annotation.model_fields)
+    for name, field in Job.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
+}
+KEYS = [(table, key) for table, keys in TABLES.items() for key in keys]
+OPTIONS = ("groups", "reduction", "fan_out", "weight_fan_out", "hidden", "channels", "width", "nesterov", "betas", "n")
+FITTING: dict[str, Any] = {
+    "training": {"epochs": 1, "minibatch_size": 8, "warm_start": "nowhere.h5"},
+    "model": {"name": "mlp", "options": {"hidden": [4]}},
+    "cluster": {"learners": 4, "wire": "float16"},
+    "simulation": {"nodes": {2: 1, 4: 2}, "compute_s": {4: 0.1, 16: 0.2}, "learner_jitter": {1: 0.5}},
+    "study": {"grid": {"protocol.n": [1, 2]}},
+}
+NAMED = ("[", "unknown table or key", "name must be", *(f"{table} must be a table" for table in TABLES))
+SHIPPED = "hardsync softsync async base adv adv* groups sgd adam rmsprop adagrad mlp lenet digits idx cifar10 p775"
+NAMES = st.sampled_from([*SHIPPED.split(), "json:dumps", "math:pi", "no.such:thing", "a:b:c", ":", "x:", ":x", ""])
+COLON_FREE = VALUES.filter(lambda value: not isinstance(value, str) or ":" not in value)
+"""What names a callable is run: that is what it is for."""
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(KEYS), COLON_FREE | NAMES | st.integers(1, 40)),
+        st.tuples(
+            st.sampled_from([("topology", "options"), ("model", "options"), ("optimizer", "options")]),
+            st.dictionaries(st.sampled_from(OPTIONS) | TEXTS, VALUES | st.integers(1, 9), max_size=2),
+        ),
+        st.tuples(st.tuples(st.sampled_from([*TABLES, "name"]) | TEXTS, st.just("")), COLON_FREE),
+        st.tuples(st.tuples(st.sampled_from([*TABLES]), TEXTS), VALUES),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def changed(changes: list[tuple[tuple[str, str], Any]]) -> dict[str, Any]:
+    """The tables of a fitting job, with some values replaced."""
+    tables = {table: dict(keys) for table, keys in FITTING.items()}
+    for (table, key), value in changes:
+        if not key:
+            tables[table] = value
+        elif isinstance(tables.setdefault(table, {}), dict):
+            tables[table][key] = value
+    return tables
+
+
+@cases(800)
+@given(changes=CHANGES)
+def test_any_tables(changes: list[tuple[tuple[str, str], Any]]) -> None:
+    tables = changed(changes)
+    text = refused(lambda: Job(**{str(k): v for k, v in tables.items()}), *NAMED)
+    if text is None:
+        Job(**tables).to_json()
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs") / "case"
+
+
+@pytest.mark.parametrize("what", ["validate", "topology"])
+@cases(150)
+@given(changes=CHANGES)
+def test_any_file_of_tables(what: str, here: Path, changes: list[tuple[tuple[str, str], Any]]) -> None:
+    with fresh(here):
+        file = here / "job.toml"
+        file.write_text("\n".join(f"{toml(key)} = {toml(value)}" for key, value in changed(changes).items()))
+        said = command(what, file)
+        assert not said.code or str(file) in said.err or "[" in said.err
+        assert list(here.iterdir()) == [file]
+
+
+@cases(250)
+@given(data=st.data())
+def test_any_bytes(here: Path, data: st.DataObject) -> None:
+    job = data.draw(st.sampled_from(sorted(shipped_jobs().values())))
+    content = data.draw(damaged(job.read_bytes()) | DEEP)
+    with fresh(here):
+        file = here / "job.toml"
+        file.write_bytes(content)
+        said = command("validate", file)
+        assert not said.code or str(file) in said.err or "[" in said.err
+        assert list(here.iterdir()) == [file]
+
+
+READERS = ["run", "validate", "sweep", "predict", "show", "plot", "timeline", "replay", "report", "watch", "topology"]
+DEPTHS = st.sampled_from([30, 300, 3000, 30000])
+DEEP = st.one_of(
+    DEPTHS.map(lambda depth: b"a = " + b"[" * depth + b"]" * depth),
+    DEPTHS.map(lambda depth: b"a = " + b"{a = " * depth + b"1" + b"}" * depth),
+    DEPTHS.map(lambda depth: b"[model.options]\n" + b".".join([b"a"] * depth) + b" = 1"),
+    DEPTHS.map(lambda depth: b"[study.grid]\n" + b".".join([b"a"] * depth) + b" = 1"),
+    DEPTHS.map(lambda digits: b"[training]\nepochs = " + b"9" * digits),
+    DEPTHS.map(lambda digits: b"[training]\nepochs = 0x" + b"9" * digits),
+    DEPTHS.map(lambda digits: b"[optimizer]\nlearning_rate = 1e" + b"9" * digits),
+    DEPTHS.map(lambda length: b"[model]\nname = '" + b"a" * length + b"'"),
+    DEPTHS.map(lambda length: b"[data]\npath = '" + b"a" * length + b"'"),
+)
+
+
+@cases(200)
+@given(changes=st.lists(st.tuples(st.sampled_from(KEYS).map(".".join) | TEXTS, VALUES.map(toml) | TEXTS), max_size=3))
+def test_any_overrides(changes: list[tuple[str, str]]) -> None:
+    options = [f"--set={key}={value}" for key, value in changes if ":" not in value]
+    said = command("validate", "digits", *options)
+    assert not said.code or "digits" in said.err or "--set" in said.err
+
+
+def _is_nothing(name: str) -> bool:
+    """Whether it is no option, and no directory: above an empty one there may be anything."""
+    return not name.startswith("-") and "\0" not in name and bool(name.strip("/."))
+
+
+@cases(150)
+@given(name=TEXTS.filter(_is_nothing), what=st.sampled_from(READERS))
+def test_any_name(here: Path, name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh(here):
+        monkeypatch.chdir(here)
+        said = command(what, name)
+        assert said.code == 2, said
+        assert not list(here.iterdir())
+        monkeypatch.chdir(here.parent)

@@ -1,0 +1,85 @@
+"""Nothing that stands in a file is run: no call anywhere that could, but for the few that say why."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_layers import ROOT, SOURCES
+
+FORBIDDEN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.umask", "os.chmod", "yaml.load"}
+MODULES = {"marshal", "shelve", "dill", "joblib", "runpy"}
+ONLY_IN = {
+    "pickle.load": {"rudra/worker.py"},  # what the launcher of the same run wrote, for this user alone
+    "pickle.Unpickler": set[str](),
+    "pickle._Unpickler": {"rudra/readers.py"},  # which finds no class but stand-ins
+    "tempfile.mkstemp": {"rudra/launch.py"},  # the same; others follow the umask
+    "importlib.import_module": {
+        "rudra/plugins.py",  # package.module:callable
+        "rudra/__init__.py",
+        "rudra/siblings.py",
+        "rudra/bench/__init__.py",
+        "protocols/base.py",
+        "topologies/plan.py",
+    },
+}
+
+
+def violations(tree: ast.AST, file: str) -> Iterator[str]:
+    """What a module does that it must not do."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in {"pickle", "os", "torch", "numpy", *MODULES}:
+            risky = {"load", "loads", "Unpickler", "system", "popen"} if node.module not in MODULES else set()
+            yield from (alias.name for alias in node.names if not risky or alias.name in risky)
+        elif isinstance(node, ast.Attribute) and file not in ONLY_IN.get(ast.unparse(node), {file}):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            right = {
+                "torch.load": given.get("weights_only") == "True",
+                "np.load": given.get("allow_pickle", "False") == "False",
+                "numpy.load": given.get("allow_pickle", "False") == "False",
+                "pickle.loads": False,
+                "cloudpickle.load": False,
+                "cloudpickle.loads": False,
+            }
+            if name in FORBIDDEN or not right.get(name, True) or given.get("shell", "False") != "False":
+                yield name
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_nothing_in_a_file_is_run(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    assert list(violations(tree, str(file.relative_to(ROOT)))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pickle.load(file)",
+        "f = pickle.load",
+        "pickle.loads(content)",
+        "from pickle import loads",
+        "import marshal",
+        "class U(pickle.Unpickler): pass",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "eval(text)",
+        "subprocess.run(text, shell=True)",
+        "importlib.import_module(name)",
+        "tempfile.mkstemp()",
+        "os.umask(0)",
+    ],
+)
+def test_the_rule_finds_what_it_is_for(text: str) -> None:
+    assert list(violations(ast.parse(text), "rudra/new.py"))
+
+
+def test_the_rule_allows_what_is_safe() -> None:
+    text = "torch.load(path, weights_only=True); np.load(path); module.eval(); re.compile(text); json.load(file)"
+    assert list(violations(ast.parse(text), "rudra/new.py")) == []
