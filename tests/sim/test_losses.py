@@ -1,6 +1,7 @@
 """Learners that die or slow down in virtual time: what must hold whoever dies, and whenever."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from test_conformance import Bounded, Eager
 from test_resume import TREE, check_gradients, make_job
 
+from rudra import replay, simulate
+from rudra.cli import main
 from rudra.config import Job
 from rudra.costs import places
-from rudra.errors import EXIT_STOPPED, RunError
+from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.hands import VmapHands
 from rudra.roles import Machine, ParameterServer
 
@@ -325,3 +328,27 @@ def test_a_run_that_a_loss_stopped_goes_on_from_its_checkpoint(protocol: str, to
     assert resumed.rows.totals["applied"] == len(gradients)
     if protocol == "hardsync":
         assert torch.equal(resumed.weights, train(run_).weights)
+
+
+def test_a_simulation_that_a_loss_stopped_ends_with_its_own_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_ = ["digits", "--output", str(tmp_path / "a.h5"), "--quiet", "--set", "simulation.tensors=false"]
+    fault = ["--set", "simulation.faults=[{learner=1, dies_at_s=3.0}]", "--set", "training.epochs=2"]
+    assert main(["simulate", *job_, *fault, "--set", "faults.on_learner_loss=stop"]) == EXIT_STOPPED
+    assert main(["simulate", *job_, *fault, "--force"]) == 0
+    assert "learner 1 (rank 3) died; 3 learners are left" in capsys.readouterr().err
+
+
+def test_a_simulated_run_replays_across_a_loss(tmp_path: Path) -> None:
+    job_ = Job.load("digits").with_(training={"epochs": 1}, simulation={"faults": FAULTS[:1]}, model={"name": "mlp"})
+    with simulate(job_, output=tmp_path / "a.h5", progress="quiet") as results:
+        assert len(results.events) == 1
+    assert replay(tmp_path / "a.h5", quiet=True).identical
+
+
+def test_one_gradient_of_all_learners_needs_all_of_them(tmp_path: Path) -> None:
+    simulation = {"faults": FAULTS, "batching": "big-batch"}
+    job_ = Job.load("digits").with_(protocol={"name": "hardsync"}, simulation=simulation)
+    with pytest.raises(ConfigError, match="batching = 'big-batch' needs all learners all the time, but faults has"):
+        simulate(job_, output=tmp_path / "a.h5", progress="quiet")
