@@ -53,6 +53,10 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "overlap, minutes per epoch and staleness of base, adv and adv*, against the paper's Tables 1 and 4",
         "overlap within 10 points, adv* >= 99.5 %; times within 20 %",
     ),
+    "faults": (
+        "learners, servers and whole jobs killed at random moments, on real ranks: who survives, and what is left",
+        "all survive or recover, within 10 s, every file readable",
+    ),
     "scaling": ("time per epoch in virtual time, 4 to 4,096 learners, every topology: where it saturates", "no goal"),
 }
 

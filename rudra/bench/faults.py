@@ -1,0 +1,287 @@
+"""A campaign of faults on real ranks: SIGKILLs at random moments, and what comes of the runs.
+
+Learners are killed while others train, servers with a checkpoint to go back to, and whole jobs, which are resumed until
+they are done. Every file is read afterwards, and every account added up.
+"""
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rudra.bench.report import Goal, Report
+from rudra.checkpoint import path_of
+from rudra.errors import RudraError, RunError
+from rudra.results import Results, open_results
+
+LEARNERS = 4
+LIMIT_S = 120.0
+"""A run that takes longer has hung: none needs a third of it."""
+
+SETTINGS: dict[str, Sequence[str]] = {
+    "softsync": ("protocol.name=softsync",),
+    "async": ("protocol.name=async",),
+    "softsync, 17 MB": ("protocol.name=softsync", "model.name=mlp", "model.options.hidden=[2048, 2048]"),
+    "softsync, tree": ("protocol.name=softsync", "topology.name=adv", "topology.options.fan_out=2"),
+}
+"""Learners are killed under these."""
+
+COMMON = ("training.epochs=6", f"cluster.learners={LEARNERS}", "results.flush_s=0.1", "results.report_s=0.02")
+SERVERS = ("parameter server", "statistics server", "tree server 0")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of one kind of fault."""
+
+    faults: int = 0
+    survived: int = 0
+    seconds: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    unreadable: int = 0
+    texts: list[str] = field(default_factory=list)  # of what went wrong
+
+
+def run(*, quick: bool) -> Report:
+    """Runs the campaign; a seed that the notes give tells every moment again, as far as a machine repeats itself."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    chance = random.Random(seed)
+    learners, servers, jobs = (2, 1, 1) if quick else (100, 50, 20)
+    settings = dict(list(SETTINGS.items())[: 1 if quick else None])
+    report = Report(["killed", "times", "survived or recovered", "s to notice or end", "files unreadable"])
+    with (
+        tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
+        tqdm(total=learners + servers + jobs, unit=" kills", leave=False, disable=None) as bar,
+    ):
+        campaign = _Campaign(Path(name), chance, bar)
+        undisturbed = [campaign.undisturbed(settings["softsync"]) for _ in range(1 if quick else 5)]
+        tallies = {f"learners, {name}": campaign.learners(s, learners // len(settings)) for name, s in settings.items()}
+        for role in SERVERS[: 1 if quick else None]:
+            tallies[role] = campaign.servers(role, servers // (1 if quick else len(SERVERS)) + (not quick))
+        tallies["whole job, hardsync"] = campaign.jobs(jobs)
+    for kind, tally in tallies.items():
+        took = f"{statistics.median(tally.seconds):.2f} ({max(tally.seconds):.2f})" if tally.seconds else "-"
+        report.rows.append([kind, tally.faults, tally.survived, took, tally.unreadable])
+        report.notes += [f"{kind}: {text}" for text in tally.texts]
+    errors = [error for tally in tallies.values() for error in tally.errors]
+    calm = f"{min(undisturbed):.2%} to {max(undisturbed):.2%}"
+    if errors:
+        text = f"test error undisturbed {calm}, with learners killed {min(errors):.2%} to {max(errors):.2%}"
+        report.notes.append(f"{text}, median {statistics.median(errors):.2%}")
+    report.notes.append(f"seed {seed}")
+    faults, survived = (sum(getattr(tally, name) for tally in tallies.values()) for name in ("faults", "survived"))
+    report.goals += [
+        Goal("all survived or recovered", [survived / faults], at_least=1.0),
+        Goal("seconds <= 10", [max(s for tally in tallies.values() for s in tally.seconds)], at_most=10.0),
+        Goal("files unreadable = 0", [float(sum(tally.unreadable for tally in tallies.values()))], at_most=0.0),
+    ]
+    return report
+
+
+class _Campaign:
+    """Runs and kills.
+
+    Args:
+        directory: for results.
+        chance: draws victims and moments.
+        bar: counts the kills.
+    """
+
+    def __init__(self, directory: Path, chance: random.Random, bar: "tqdm[None]") -> None:
+        self._directory, self._chance, self._bar = directory, chance, bar
+        self._runs = 0
+
+    def undisturbed(self, settings: Sequence[str]) -> float:
+        """Final test error of a run that nobody disturbs."""
+        output = self._output()
+        code, said = _finish(_start(output, settings))
+        if code:
+            raise RunError(f"a run that nobody disturbed failed: {said}")
+        return _final_error(output)
+
+    def learners(self, settings: Sequence[str], kills: int) -> Tally:
+        """Kills learners while the others go on, one or two in a run."""
+        tally = Tally()
+        while tally.faults < kills:
+            output = self._output()
+            process = _start(output, settings)
+            first = {role: rank for role, rank in _ranks(output, process).items() if role.startswith("learner")}
+            victims = self._chance.sample(sorted(first), min(2, kills - tally.faults))
+            for place, victim in enumerate(victims):
+                self._wait(output, process, 8 + 25 * place)
+                _kill(process, first[victim])
+                self._bar.update()
+            code, said = _finish(process)
+            tally.faults += len(victims)
+            with suppress(RudraError), open_results(output) as results:
+                lost = results.events[results.events["kind"] == b"lost"]
+                if code == 0 and len(lost) == len(victims) and _adds_up(results):
+                    tally.survived += len(victims)
+                    tally.errors.append(_final_error(output))
+                    continue
+                tally.texts.append(f"exit code {code}, {len(lost)} of {len(victims)} noticed: {said[-300:]}")
+                continue
+            tally.unreadable += 1
+        return tally
+
+    def servers(self, role: str, kills: int) -> Tally:
+        """Kills a role without which nothing goes on; the run is to begin again from its checkpoint."""
+        tally = Tally()
+        settings = (*SETTINGS["softsync, tree"], "faults.restarts=1", "results.checkpoint_every=3 updates")
+        for _ in range(kills):
+            output = self._output()
+            process = _start(output, settings)
+            rank = _ranks(output, process)[role]
+            self._wait(output, process, 8)
+            kept = _checkpoints(output)
+            _kill(process, rank)
+            killed = time.monotonic()
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if line.startswith("rudra: restart"):
+                    tally.seconds.append(time.monotonic() - killed)
+                    break
+            code, said = _finish(process)
+            self._bar.update()
+            tally.faults += 1
+            try:
+                with open_results(output) as results:
+                    back = results.events[results.events["kind"] == b"restart"]["timestamp"]
+                    if code == 0 and len(back) == 1 and back[0] >= kept and _adds_up(results):
+                        tally.survived += 1
+                    else:
+                        text = f"exit code {code}, back to {list(back)}, had checkpoint {kept}"
+                        tally.texts.append(f"{text}: {''.join(lines)[-300:]}{said[-300:]}")
+            except RudraError:
+                tally.unreadable += 1
+        return tally
+
+    def jobs(self, kills: int) -> Tally:
+        """Kills one job again and again, and resumes it, until it is done; then compares its weights."""
+        tally = Tally()
+        settings = (
+            "protocol.name=hardsync",
+            "optimizer.momentum=0.9",
+            "optimizer.milestones=[2, 4]",
+            "results.checkpoint_every=2 updates",
+        )
+        output, calm = self._output(), self._output()
+        update = 0
+        for _ in range(kills):
+            process = _start(output, settings, "--resume")
+            self._wait(output, process, update + 4)
+            number = self._chance.choice([signal.SIGKILL, signal.SIGTERM])
+            began = time.monotonic()
+            process.send_signal(number)
+            _finish(process)
+            tally.seconds.append(time.monotonic() - began)
+            tally.faults += 1
+            self._bar.update()
+            try:
+                with open_results(output) as results:
+                    update = max(update, len(results.updates))
+            except RudraError:
+                tally.unreadable += 1
+        codes = [_finish(_start(output, settings, "--resume"))[0], _finish(_start(calm, settings))[0]]
+        with open_results(output) as killed, open_results(calm) as whole:
+            same = killed.state["weights_sha256"] == whole.state["weights_sha256"] != ""
+            if codes == [0, 0] and same and _adds_up(killed):
+                tally.survived = kills
+            else:
+                tally.texts.append(f"exit codes {codes}, the same weights: {same}")
+        return tally
+
+    def _output(self) -> Path:
+        self._runs += 1
+        return self._directory / f"{self._runs}.h5"
+
+    def _wait(self, output: Path, process: "subprocess.Popen[str]", updates: int) -> None:
+        """Until the run has made so many updates, and a random moment longer."""
+        deadline = time.monotonic() + LIMIT_S
+        while process.poll() is None and time.monotonic() < deadline and _updates(output) < updates:
+            time.sleep(0.01)
+        time.sleep(self._chance.uniform(0.0, 0.3))
+
+
+def _start(output: Path, settings: Sequence[str], *more: str) -> "subprocess.Popen[str]":
+    sets = [argument for setting in (*COMMON, *settings) for argument in ("--set", setting)]
+    command = [sys.executable, "-m", "rudra", "run", "digits", "--output", str(output), "--quiet", *sets, *more]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    try:
+        _, said = process.communicate(timeout=LIMIT_S)
+        return process.returncode, said
+    except subprocess.TimeoutExpired:
+        return -1, "it hung"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ranks(output: Path, process: "subprocess.Popen[str]") -> dict[str, int]:
+    """World rank of each role, when the run has begun."""
+    deadline = time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(RudraError), open_results(output) as results:
+            return {role.name: role.world_rank for role in results.plan().roles}
+        time.sleep(0.02)
+    raise RunError(f"a run did not begin: {_finish(process)[1]}")
+
+
+def _kill(process: "subprocess.Popen[str]", rank: int) -> None:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"OMPI_COMM_WORLD_RANK={rank}".encode() in environment and _below(int(pid), process.pid):
+                os.kill(int(pid), signal.SIGKILL)
+                return
+
+
+def _below(pid: int, ancestor: int) -> bool:
+    """Whether a process was started by another one, or by one that that started."""
+    while pid > 1 and pid != ancestor:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid == ancestor
+
+
+def _updates(output: Path) -> int:
+    with suppress(RudraError), open_results(output) as results:
+        return len(results.updates)
+    return 0
+
+
+def _checkpoints(output: Path) -> int:
+    """Timestamp of the last checkpoint that the file speaks of, and that is there."""
+    with suppress(RudraError), open_results(output) as results:
+        made = results.events[results.events["kind"] == b"checkpoint"]
+        return int(made["timestamp"].max()) if len(made) and path_of(output).exists() else 0
+    return 0
+
+
+def _adds_up(results: Results) -> bool:
+    """Whether a run is complete: every gradient accounted for, none applied twice."""
+    if results.status != "finished":
+        return False
+    totals, gradients = results.totals[0], results.gradients
+    counted = totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
+    pairs = set(zip(gradients["learner"].tolist(), gradients["step"].tolist(), strict=True))
+    return bool(counted) and len(pairs) == len(gradients) == totals["applied"]
+
+
+def _final_error(output: Path) -> float:
+    with open_results(output) as results:
+        return float(results.summary()["final_test_error"])
