@@ -525,16 +525,6 @@ def fails(learner: int) -> Lost:
     return Lost(FIRST_LEARNER + learner)
 
 
-def test_of_two_losses_while_an_update_waits_the_second_may_wait_for_another() -> None:
-    """Learner 0's gradient is in the update that waits; that of learner 1 makes the next, which waits too."""
-    role = machine(SERVER, job("async", 3))
-    feed(role, Started(), HASHED, *returned(0, 1, 2), *map(ready, range(3)))
-    feed(role, gradient(0, 0, 0, G0))
-    assert feed(role, gradient(1, 0, 0, G1), gradient(2, 0, 0, G0)) == []
-    feed(role, fails(0), fails(2))
-    assert feed(role, *returned(0))[0] == "update by gradient 1 at 0.00333333"
-
-
 def test_a_run_that_is_stopped_while_an_update_waits_ends_without_it() -> None:
     role = training("async")
     feed(role, gradient(0, 0, 0, G0), updated(1))
