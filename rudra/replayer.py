@@ -174,7 +174,7 @@ class _Record:
     def __init__(self, results: Results) -> None:
         self.path, self.attributes, self.state = results.path, results.attributes, results.state
         self.gradients, self.updates, self.epochs = results.gradients, results.updates, results.epochs
-        self.roles, self.recorded = results.roles, len(results.updates)
+        self.roles = results.roles
         self.finished = self.state["status"] == "finished"
         self.updates_count = len(self.updates)
         if self.finished:
@@ -183,6 +183,7 @@ class _Record:
             needed = np.cumsum(self.updates["gradients"])
             self.updates_count = int(np.searchsorted(needed, len(self.gradients), "right"))
             self._cut(self.updates_count)
+        self.recorded = self.updates_count
         events = results.events
         self.losses = events[events["kind"] == b"lost"]
         self.note = ""

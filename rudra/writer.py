@@ -1,10 +1,11 @@
 """The one writer of a result file; `rudra.results` tells the layout."""
 
+import fcntl
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,9 @@ GROWING: dict[Kind, np.dtype[np.void]] = {
 }
 STATE = np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")])
 DATASETS = (*GROWING, "roles", "learners", "totals", "state", "weights/final", "weights/layout")
+_SILENT_S = 30.0
+"""A writer that has written nothing for so long is gone, though a file server may keep the locks of a lost node."""
+
 _CHUNK_ROWS = 1024
 _CHUNK_WEIGHTS = 1 << 20
 
@@ -100,6 +104,8 @@ class ResultsWriter:
         carried: Mapping[Kind, Iterable[Rows]] | None = None,
     ) -> None:
         check_output(path, overwrite or carried is not None)
+        with _alone(path):  # nobody else writes it
+            self._held = ExitStack()
         self.path = path
         made = path if carried is None else path.with_name(f".{path.stem}.resumed.h5")
         self._flush_s = flush_s
@@ -119,6 +125,7 @@ class ResultsWriter:
                 # All stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
                 self._datasets = _create(self._file, attributes, layout, size, learners, roles)
                 self._file.swmr_mode = True
+                self._held.enter_context(_alone(made))
                 for kind, pieces in (carried or {}).items():
                     for rows in pieces:
                         self._extend(kind, rows)
@@ -213,6 +220,7 @@ class ResultsWriter:
             self._flush(time.monotonic())
             if self._file:
                 self._file.close()
+            self._held.close()
 
     def _flush(self, now: float) -> None:
         for kind, pending in self._pending.items():
@@ -254,6 +262,24 @@ class ResultsWriter:
             failure = ResultsError(f"{self.path}: cannot write: {reason_of(error)}")
             failure.exit_code = 1  # the run's failure, not the user's mistake
             raise failure from None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Holds a file against other runs; not by `flock`, which readers have.
+
+    Raises:
+        ResultsError: another run is writing it.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):  # it may not be written, or the file system has no locks
+            file = stack.enter_context(path.open("r+b"))
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                if time.time() - path.stat().st_mtime < _SILENT_S:
+                    raise ResultsError(f"{path}: another run is writing it") from None
+        yield
 
 
 def _create(

@@ -323,6 +323,22 @@ def test_force_replaces_a_file_and_leaves_it_to_its_readers(tmp_path):
         assert len(new.updates) == 20
 
 
+def test_a_file_that_another_run_is_writing_is_not_replaced(tmp_path, child):
+    path = tmp_path / "run.h5"
+    process = child("""
+        with new_writer(path):
+            print("ready", flush=True)
+            sys.stdin.read()
+    """)
+    assert process.stdout.readline() == "ready\n"
+    with pytest.raises(ResultsError, match=r"run\.h5: another run is writing it"):
+        new_writer(path, overwrite=True)
+    assert process.poll() is None
+    process.communicate("", timeout=30)
+    with new_writer(path, overwrite=True):
+        pass
+
+
 def test_default_output_never_names_an_existing_file(tmp_path):
     now = datetime(2024, 5, 6, 7, 8, 9)
     names = []
