@@ -237,11 +237,12 @@ class Record(Struct, frozen=True, gc=False):
 
 
 class Finish(Struct, frozen=True, gc=False):
-    """Write what a run leaves: totals, one row per learner, and the final weights; None if it was stopped early."""
+    """Write what a run leaves: totals, one row per learner, and the final weights; or why it was stopped early."""
 
     totals: Rows
     learners: Rows
     weights: str | None
+    reason: str = ""
 
 
 class Warn(Struct, frozen=True, gc=False):

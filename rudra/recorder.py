@@ -78,7 +78,7 @@ class Recorder:
             for name in ACCOUNTED:
                 learners[name] += self._before[name]
         if action.weights is None:
-            self._writer.fail("interrupted", "somebody stopped it", action.totals, learners)
+            self._writer.fail("interrupted", action.reason, action.totals, learners)
         else:
             weights = self._weights(role, action.weights)
             self._writer.finish(action.totals, learners, weights, "" if weights is None else sha256(weights))

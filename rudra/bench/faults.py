@@ -36,7 +36,7 @@ SETTINGS: dict[str, Sequence[str]] = {
 }
 """Learners are killed under these."""
 
-COMMON = ("training.epochs=6", f"cluster.learners={LEARNERS}", "results.flush_s=0.1", "results.report_s=0.02")
+COMMON = (f"cluster.learners={LEARNERS}", "results.flush_s=0.1", "results.report_s=0.02")
 SERVERS = ("parameter server", "statistics server", "tree server 0")
 
 
@@ -63,7 +63,7 @@ def run(*, quick: bool) -> Report:
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
         tqdm(total=learners + servers + jobs, unit=" kills", leave=False, disable=None) as bar,
     ):
-        campaign = _Campaign(Path(name), chance, bar)
+        campaign = _Campaign(Path(name), chance, bar, epochs=3 if quick else 6)
         undisturbed = [campaign.undisturbed(settings["softsync"]) for _ in range(1 if quick else 5)]
         tallies = {f"learners, {name}": campaign.learners(s, learners // len(settings)) for name, s in settings.items()}
         for role in SERVERS[: 1 if quick else None]:
@@ -95,16 +95,17 @@ class _Campaign:
         directory: for results.
         chance: draws victims and moments.
         bar: counts the kills.
+        epochs: of each run.
     """
 
-    def __init__(self, directory: Path, chance: random.Random, bar: "tqdm[None]") -> None:
-        self._directory, self._chance, self._bar = directory, chance, bar
+    def __init__(self, directory: Path, chance: random.Random, bar: "tqdm[None]", *, epochs: int) -> None:
+        self._directory, self._chance, self._bar, self._epochs = directory, chance, bar, epochs
         self._runs = 0
 
     def undisturbed(self, settings: Sequence[str]) -> float:
         """Final test error of a run that nobody disturbs."""
         output = self._output()
-        code, said = _finish(_start(output, settings))
+        code, said = _finish(self._start(output, settings))
         if code:
             raise RunError(f"a run that nobody disturbed failed: {said}")
         return _final_error(output)
@@ -114,7 +115,7 @@ class _Campaign:
         tally = Tally()
         while tally.faults < kills:
             output = self._output()
-            process = _start(output, settings)
+            process = self._start(output, settings)
             first = {role: rank for role, rank in _ranks(output, process).items() if role.startswith("learner")}
             victims = self._chance.sample(sorted(first), min(2, kills - tally.faults))
             for place, victim in enumerate(victims):
@@ -140,7 +141,7 @@ class _Campaign:
         settings = (*SETTINGS["softsync, tree"], "faults.restarts=1", "results.checkpoint_every=3 updates")
         for _ in range(kills):
             output = self._output()
-            process = _start(output, settings)
+            process = self._start(output, settings)
             rank = _ranks(output, process)[role]
             self._wait(output, process, 8)
             kept = _checkpoints(output)
@@ -180,7 +181,7 @@ class _Campaign:
         output, calm = self._output(), self._output()
         update = 0
         for _ in range(kills):
-            process = _start(output, settings, "--resume")
+            process = self._start(output, settings, "--resume")
             self._wait(output, process, update + 4)
             number = self._chance.choice([signal.SIGKILL, signal.SIGTERM])
             began = time.monotonic()
@@ -194,7 +195,7 @@ class _Campaign:
                     update = max(update, len(results.updates))
             except RudraError:
                 tally.unreadable += 1
-        codes = [_finish(_start(output, settings, "--resume"))[0], _finish(_start(calm, settings))[0]]
+        codes = [_finish(self._start(output, settings, "--resume"))[0], _finish(self._start(calm, settings))[0]]
         with open_results(output) as killed, open_results(calm) as whole:
             same = killed.state["weights_sha256"] == whole.state["weights_sha256"] != ""
             if codes == [0, 0] and same and _adds_up(killed):
@@ -202,6 +203,12 @@ class _Campaign:
             else:
                 tally.texts.append(f"exit codes {codes}, the same weights: {same}")
         return tally
+
+    def _start(self, output: Path, settings: Sequence[str], *more: str) -> "subprocess.Popen[str]":
+        keys = (*COMMON, f"training.epochs={self._epochs}", *settings)
+        sets = [argument for key in keys for argument in ("--set", key)]
+        command = [sys.executable, "-m", "rudra", "run", "digits", "--output", str(output), "--quiet", *sets, *more]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def _output(self) -> Path:
         self._runs += 1
@@ -213,12 +220,6 @@ class _Campaign:
         while process.poll() is None and time.monotonic() < deadline and _updates(output) < updates:
             time.sleep(0.01)
         time.sleep(self._chance.uniform(0.0, 0.3))
-
-
-def _start(output: Path, settings: Sequence[str], *more: str) -> "subprocess.Popen[str]":
-    sets = [argument for setting in (*COMMON, *settings) for argument in ("--set", setting)]
-    command = [sys.executable, "-m", "rudra", "run", "digits", "--output", str(output), "--quiet", *sets, *more]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def _finish(process: "subprocess.Popen[str]") -> tuple[int, str]:

@@ -81,6 +81,7 @@ class StatisticsServer(Machine):
         self.state = State.GATHERING
         self.epochs = job.training.epochs
         self._evaluates = job.training.evaluate
+        self._stops_at_loss = job.faults.on_learner_loss == "stop"
         self._learners = np.zeros(len(plan.learners), records.LEARNER)
         self._accounts: set[int] = set()  # learners whose row is there, or who are no more
         self._totals: Rows | None = None
@@ -202,8 +203,9 @@ class StatisticsServer(Machine):
 
     def _learner(self, event: Received, now: float) -> list[Action]:
         for row in _rows(event):
-            self._learners[row["learner"]] = row
-            self._accounts.add(int(row["learner"]))
+            if int(row["learner"]) not in self._accounts:  # the server's of one that died may come second
+                self._learners[row["learner"]] = row
+                self._accounts.add(int(row["learner"]))
         return self._finish()
 
     def _account(self, event: Received, now: float) -> list[Action]:
@@ -218,8 +220,9 @@ class StatisticsServer(Machine):
         self.state = State.DONE
         done = Message(Kind.DONE, self.id, value=self._code)
         others = (i for i in range(len(self.plan.roles)) if i != self.id and i not in self._gone)
+        reason = "a learner died" if self._gone and self._stops_at_loss else "somebody stopped it"
         return [
-            Finish(self._totals, self._learners, self._final_weights),
+            Finish(self._totals, self._learners, self._final_weights, reason if self._code else ""),
             *(Send(i, done) for i in others),
             Halt(self._code),
         ]

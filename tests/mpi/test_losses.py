@@ -124,6 +124,8 @@ def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> No
     assert code == 3, err
     assert "learner 1 (rank 3) died" in err
     assert f"rudra: job: stopped; to go on from its last checkpoint: rudra resume {output}" in err
+    with rudra.open_results(output) as results:
+        assert (results.status, results.state["reason"]) == ("interrupted", "a learner died")
     code, err = finish(start("resume", output, before="import os; os.environ['ALIVE'] = '1'"))
     assert code == 0, err
     with rudra.open_results(output) as results:
