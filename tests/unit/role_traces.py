@@ -79,7 +79,7 @@ def brief(action: Action, names: Sequence[str] = NAMES) -> str:
         case _:
             shown = (getattr(action, name) for name in type(action).__match_args__)
             fields = [str(value) for value in shown if not isinstance(value, np.ndarray)]
-            return " ".join([type(action).__name__.lower(), *fields])
+            return " ".join(filter(None, [type(action).__name__.lower(), *fields]))
 
 
 def feed(role: Machine, *events: Event, now: float = 0.0) -> list[str]:
