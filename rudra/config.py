@@ -294,6 +294,9 @@ class FaultsTable(Table):
 class ResultsTable(Table):
     minibatches: bool = Field(True, description="record the training error of every mini-batch")
     flush_s: float = Field(1.0, gt=0, description="how often rows are flushed to the file while it is written")
+    swmr: Literal["auto", "on", "off"] = Field(
+        "auto", description="readers may follow while the file is written; auto: not on NFS and the like"
+    )
     report_s: float = Field(0.25, ge=0, description="how long learners and server gather rows before they send them")
     checkpoint_every: str = Field(
         "600 s",

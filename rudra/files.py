@@ -43,3 +43,29 @@ def written(path: Path) -> Iterator[IO[bytes]]:
         if not direct:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "fuse.sshfs"}
+"""File systems on which another node may see writes in another order than they were made."""
+
+
+def file_system(path: Path, mounts: str | None = None) -> str:
+    """Type of the file system that a path is on; empty where nobody can tell.
+
+    Args:
+        path: an existing one.
+        mounts: as in `/proc/self/mountinfo`, which is the default.
+    """
+    place, best, found = os.path.realpath(path), "", ""
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text()
+        except OSError:
+            return ""
+    for line in mounts.splitlines():
+        where, _, what = line.partition(" - ")
+        point = where.split()[4].encode().decode("unicode_escape")  # blanks stand as \\040
+        below = place == point or place.startswith(point.rstrip("/") + "/")
+        if below and len(point) >= len(best):
+            best, found = point, what.split()[0]
+    return found

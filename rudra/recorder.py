@@ -18,6 +18,7 @@ from rudra import plugins, roster
 from rudra.config import Job
 from rudra.errors import ConfigError
 from rudra.events import Finish, Record
+from rudra.files import NETWORK, file_system
 from rudra.flat import Entry, sha256
 from rudra.progress import Progress
 from rudra.writer import Kind, ResultsWriter, Rows
@@ -118,6 +119,11 @@ def make_writer(
     plan = job.plan() if plan is None else plan
     known = {**attributes(job, plan=plan, **about), "initial_weights_sha256": initial_sha256}
     known |= kept or {}
+    kind = file_system(path.absolute().parent)
+    swmr = job.results.swmr == "on" or (job.results.swmr == "auto" and kind not in NETWORK)
+    if not swmr and job.results.swmr == "auto":
+        text = f"{path}: lies on {kind}, where readers cannot follow a file that is being written"
+        print(f"rudra: {text}: rows reach it every few seconds, and a kill may damage it", file=sys.stderr, flush=True)
     return ResultsWriter(
         path,
         attributes=known,
@@ -127,6 +133,7 @@ def make_writer(
         learners=job.learners,
         flush_s=job.results.flush_s,
         overwrite=overwrite,
+        swmr=swmr,
         carried=carried,
     )
 

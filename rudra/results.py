@@ -127,6 +127,12 @@ class Results:
     def close(self) -> None:
         self._file.close()
 
+    def refresh(self) -> None:
+        """Lets what is new be seen where the writer cannot be followed, because it opens the file now and then."""
+        if not self.live:
+            self._file.close()
+            self._file, self.live = _open(self.path)
+
     def __enter__(self) -> Self:
         return self
 

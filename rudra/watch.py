@@ -162,6 +162,7 @@ def _follow(results: Results, out: TextIO) -> None:
         while True:
             began = time.monotonic()
             try:
+                results.refresh()
                 watched.read()
                 running = results.status == "running"
                 width, height = shutil.get_terminal_size()

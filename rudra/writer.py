@@ -38,6 +38,9 @@ DATASETS = (*GROWING, "roles", "learners", "totals", "state", "weights/final", "
 _SILENT_S = 30.0
 """A writer that has written nothing for so long is gone, though a file server may keep the locks of a lost node."""
 
+_STEP_S = 5.0
+"""Shortest time between two flushes of a file that must be opened for each."""
+
 _CHUNK_ROWS = 1024
 _CHUNK_WEIGHTS = 1 << 20
 
@@ -74,6 +77,9 @@ class ResultsWriter:
     Rows are gathered in memory and handed to the operating system every `flush_s`. After `finish`, `fail` or
     `close` the file is closed. All methods belong to one thread.
 
+    HDF5's single-writer, multiple-reader mode needs a file system on which a reader sees writes in the order in which
+    they were made. Without it the file is opened, extended and closed again, less often, and whole in between.
+
     Args:
         path: the file to make.
         attributes: what goes into the root attributes: texts, numbers, lists of either; None is left out.
@@ -83,6 +89,7 @@ class ResultsWriter:
         flush_s: rows stay in memory for this long, and then until the next `append` or `flush`.
         roles: who is who, `records.ROLE`.
         overwrite: replace an existing file. A reader that has the old one open keeps it.
+        swmr: whether the file system is good for that mode.
         carried: rows that the file begins with, from an earlier part of the same run. It then takes the place of that
             part's file, when they are on the disk.
 
@@ -101,6 +108,7 @@ class ResultsWriter:
         flush_s: float,
         roles: Rows | None = None,
         overwrite: bool = False,
+        swmr: bool = True,
         carried: Mapping[Kind, Iterable[Rows]] | None = None,
     ) -> None:
         check_output(path, overwrite or carried is not None)
@@ -108,7 +116,8 @@ class ResultsWriter:
             self._held = ExitStack()
         self.path = path
         made = path if carried is None else path.with_name(f".{path.stem}.resumed.h5")
-        self._flush_s = flush_s
+        self._swmr, self._ended = swmr, False
+        self._flush_s = flush_s if swmr else max(flush_s, _STEP_S)
         self._flushed_at = -np.inf
         self._pending = {kind: bytearray() for kind in GROWING}
         self._written = dict.fromkeys(DATASETS, 0)
@@ -121,11 +130,12 @@ class ResultsWriter:
         except OSError as error:
             raise ResultsError(f"{path}: cannot create: {reason_of(error)}") from None
         try:
-            with self._writing():
+            with self._guarded():
                 # All stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
                 self._datasets = _create(self._file, attributes, layout, size, learners, roles)
-                self._file.swmr_mode = True
-                self._held.enter_context(_alone(made))
+                if swmr:
+                    self._file.swmr_mode = True
+                    self._held.enter_context(_alone(made))
                 for kind, pieces in (carried or {}).items():
                     for rows in pieces:
                         self._extend(kind, rows)
@@ -134,6 +144,8 @@ class ResultsWriter:
                     self._to_disk()
                     os.replace(made, path)
                     sync_directory(path.absolute().parent)
+                if not swmr:
+                    self._file.close()
         except BaseException:
             made.unlink(missing_ok=True)
             raise
@@ -155,7 +167,8 @@ class ResultsWriter:
             force: do it at once.
         """
         now = time.monotonic() if now is None else now
-        if force or now - self._flushed_at >= self._flush_s:
+        due = now - self._flushed_at >= self._flush_s and (self._swmr or any(self._pending.values()))
+        if force or due:
             with self._writing():
                 self._flush(now)
 
@@ -190,7 +203,7 @@ class ResultsWriter:
 
         Does nothing if the file is closed already, be it because it could not be written.
         """
-        if self._file:
+        if not self._ended:
             self._end(status, reason, totals, learners)
 
     def close(self) -> None:
@@ -218,9 +231,9 @@ class ResultsWriter:
             if totals is not None:
                 self._extend("totals", np.atleast_1d(totals))
             self._flush(time.monotonic())
-            if self._file:
-                self._file.close()
-            self._held.close()
+            self._ended = True
+            self._file.close()
+        self._held.close()
 
     def _flush(self, now: float) -> None:
         for kind, pending in self._pending.items():
@@ -246,6 +259,7 @@ class ResultsWriter:
 
         HDF5 would try to write what it still holds whenever it is touched, and crash; so let it write into the void.
         """
+        self._ended = True
         if self._file:
             void = os.open(os.devnull, os.O_RDWR)
             os.dup2(void, self._file.id.get_vfd_handle())
@@ -255,6 +269,18 @@ class ResultsWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
+        """The file is open, and what goes wrong with it is told in one line."""
+        with self._guarded():
+            if self._swmr or self._ended:
+                yield
+                return
+            self._file = h5py.File(self.path, "r+", libver="latest", locking=False)  # readers must not keep it shut
+            self._datasets = {name: self._file[name] for name in DATASETS}
+            yield
+            self._file.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:

@@ -16,7 +16,7 @@ import pytest
 from rudra import roster
 from rudra.config import Job
 from rudra.errors import ResultsError
-from rudra.files import check_output
+from rudra.files import check_output, file_system
 from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.results import default_output, open_results
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
@@ -337,6 +337,79 @@ def test_a_file_that_another_run_is_writing_is_not_replaced(tmp_path, child):
     process.communicate("", timeout=30)
     with new_writer(path, overwrite=True):
         pass
+
+
+def test_without_swmr_the_file_is_whole_between_two_flushes(tmp_path, child):
+    path = tmp_path / "run.h5"
+    with new_writer(path, swmr=False) as writer:
+        for count in (1, 2):
+            writer.append("updates", rows(UPDATE, 3))
+            writer.flush(force=True)
+            with open_results(path) as results:
+                assert not results.live
+                assert results.status == "running"
+                assert len(results.updates) == 3 * count
+        reader = child("""
+            from rudra.results import open_results
+            results = open_results(path)
+            print("reading", flush=True)
+            sys.stdin.readline()
+            results.refresh()
+            print(len(results.updates), flush=True)
+        """)
+        assert reader.stdout.readline() == "reading\n"
+        writer.append("updates", rows(UPDATE, 3))
+        writer.flush(force=True)  # who reads holds up nobody
+        assert reader.communicate("go\n", timeout=30)[0] == "9\n"
+        writer.append("updates", rows(UPDATE, 1))
+        writer.finish(rows(TOTALS, pushed=5)[0], rows(LEARNER, 4, learner=range(4)), WEIGHTS, sha256(WEIGHTS))
+    with open_results(path) as results:
+        assert results.status == "finished"
+        assert len(results.updates) == 10
+        assert results.weights.tolist() == WEIGHTS.tolist()
+
+
+def test_without_swmr_rows_wait_and_a_killed_writer_leaves_what_was_flushed(tmp_path, child):
+    path = tmp_path / "run.h5"
+    process = child("""
+        writer = new_writer(path, swmr=False)
+        writer.append("updates", rows(UPDATE, 3))
+        writer.flush(force=True)
+        writer.append("updates", rows(UPDATE, 3))
+        print("ready", flush=True)
+        sys.stdin.read()
+    """)
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    process.wait()
+    with open_results(path) as results:
+        assert results.status == "running"
+        assert len(results.updates) == 3
+
+
+MOUNTS = """\
+22 1 0:21 / / rw,relatime - ext4 /dev/sda1 rw
+30 22 0:30 / /home rw,relatime shared:1 - nfs4 server:/home rw,vers=4.2
+31 22 0:31 / /home/scratch\\040disk rw - lustre mds:/scratch rw
+32 22 0:32 / /homes rw - cifs //server/homes rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/data/a.h5", "ext4"),
+        ("/home", "nfs4"),
+        ("/home/me/a.h5", "nfs4"),
+        ("/home/scratch disk/a.h5", "lustre"),
+        ("/homes/me", "cifs"),
+        ("/homestead", "ext4"),
+    ],
+)
+def test_file_systems_are_told_by_their_mount_points(path, kind):
+    assert file_system(Path(path), MOUNTS) == kind
+    assert file_system(Path(path), "") == ""
 
 
 def test_default_output_never_names_an_existing_file(tmp_path):
