@@ -141,6 +141,18 @@ class CheckpointWriter:
                 path.unlink(missing_ok=True)
 
 
+def _possible(position: Position, job: Mapping[str, Any]) -> bool:
+    """Whether a run of this job could stand there."""
+    counts = [position.timestamp, position.epoch, position.samples, position.applied, position.epoch_errors]
+    counts += [position.epoch_gradients, position.epoch_samples, *position.steps]
+    tables = all(isinstance(keys, dict) == (name != "name") for name, keys in job.items())
+    # Larger numbers could not be written to the result file.
+    fits = all(0 <= count < 2**53 for count in counts) and 0 <= position.time_s < 1e12
+    return (
+        tables and fits and len(position.steps) == job["cluster"]["learners"] and "threads_per_rank" in job["cluster"]
+    )
+
+
 def _entry(start: int, end: int) -> dict[str, Any]:
     """What the header says of a tensor."""
     return {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]}
@@ -223,13 +235,15 @@ def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[State, d
         position = msgspec.convert(state["position"], Position)
         places = {name: (*entries[name]["data_offsets"], crc) for name, crc in state["crc32"].items()}
         ends = [0, *(end for _, end, _ in places.values())]
-        in_line = entries == {name: _entry(start, end) for name, (start, end, _) in places.items()}
-        in_line = in_line and all(s == e for (s, _, _), e in zip(places.values(), ends, strict=False))
-        in_line = in_line and all((end - start) % 4 == 0 <= end - start for start, end, _ in places.values())
+        sound = all(type(number) is int for place in places.values() for number in place)
+        sound = sound and entries == {name: _entry(start, end) for name, (start, end, _) in places.items()}
+        sound = sound and all(s == e for (s, _, _), e in zip(places.values(), ends, strict=False))
+        sound = sound and all((end - start) % 4 == 0 <= end - start for start, end, _ in places.values())
+        sound = sound and _possible(position, state["job"])
         found = State(path, position, dict(state["job"]), dict(state["attributes"]))
-    except (KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError):
-        in_line = False
-    if not in_line:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgspec.ValidationError):
+        sound = False
+    if not sound:
         raise CheckpointError(f"{path}: damaged: its header contradicts itself")
     if ends[-1] != size:
         raise CheckpointError(f"{path}: truncated: {size} of {ends[-1]} bytes of tensors")

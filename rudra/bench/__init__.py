@@ -35,6 +35,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
     "memory": ("peak memory of learner and server, in model sizes", "learner <= 4; server <= 4, +1 with a snapshot"),
     "evaluation": ("samples/s with the tests of each epoch's weights on and off", "no goal"),
     "recording": ("what it costs to record a run so that it can be replayed", "<= 1 % of the run"),
+    "checkpoint": ("what a checkpoint costs the training beside it", "<= 2 % at one a minute"),
     "simulator": (
         "a simulation against its bare gradients; timing-only runs of up to 4,096 learners",
         "<= 10 % over; >= 200,000 messages/s; 4.1 M pushes in < 120 s",

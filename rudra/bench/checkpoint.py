@@ -1,0 +1,60 @@
+"""What a checkpoint costs the training beside which it is written: LeNet with momentum, and a model of 289 MB."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rudra.bench.ranks import SERVER, alexnet_job, lenet_job, on_ranks, rest, train, write_images
+from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.config import Job
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CASES = {"lenet, μ = 16": (400, 4), "289 MB, μ = 4": (24, 2)}
+"""Steps of a run, and checkpoints in it."""
+
+QUICK = {"lenet, μ = 16": (12, 2)}
+LEARNERS = 1
+MINUTE_S = 60.0
+
+
+def run(*, quick: bool) -> Report:
+    """Trains with checkpoints and without, in turns."""
+    cases = QUICK if quick else CASES
+    found = on_ranks(measure, LEARNERS, cases=cases, rounds=1 if quick else 5)[SERVER]
+    report = Report(["training", "run, s", "checkpoints", "with / without", "s until kept", "percent at one a minute"])
+    for case, (_, count) in cases.items():
+        on, off, kept = (found[case][name] for name in ("on", "off", "kept"))
+        # What all of them together cost, spread over as many minutes.
+        percent = spread(100 * (a - b) / count / MINUTE_S for a, b in zip(on, off, strict=True))
+        report.rows.append((case, spread(on), count, ratios(on, off), spread(kept), percent))
+        report.goals.append(Goal(f"{case}: <= 2 % at one checkpoint a minute", [percent.median], at_most=2.0))
+    report.notes.append("until kept: from the copy of weights and optimiser state to the new name on the disk")
+    return report
+
+
+def measure(comm: "MPI.Comm", directory: Path, cases: dict[str, tuple[int, int]], rounds: int) -> dict[str, Any]:
+    """Takes turns; case -> seconds of runs with and without, and from copy to disk of each checkpoint."""
+    if comm.rank == SERVER:
+        write_images(directory)
+    rest(comm)
+    figures: dict[str, Any] = {}
+    for case, (steps, count) in cases.items():
+        kept = figures.setdefault(case, {"on": [], "off": [], "kept": []})
+        job = lenet_job(directory, "async", LEARNERS, 16, steps) if case in QUICK else _large(steps)
+        every = {"on": f"{steps // (count + 1)} updates", "off": "never"}
+        for turn in range(rounds + (rounds > 1)):
+            for name in ("on", "off") if turn % 2 else ("off", "on"):
+                one = job.with_(results={"checkpoint_every": every[name]})
+                with train(one, directory / "run.h5") as results:
+                    events = results.events[results.events["kind"] == b"checkpoint"]
+                    time_s = float(results.totals["time_s"][0])
+                rest(comm)
+                if turn or rounds == 1:  # the first one warms up
+                    kept[name].append(time_s)
+                    kept["kept"] += [float(event["text"].split()[2]) for event in events]
+    return figures
+
+
+def _large(steps: int) -> Job:
+    return alexnet_job("async", LEARNERS, 4, steps)
