@@ -148,9 +148,8 @@ def _possible(position: Position, job: Mapping[str, Any]) -> bool:
     tables = all(isinstance(keys, dict) == (name != "name") for name, keys in job.items())
     # Larger numbers could not be written to the result file.
     fits = all(0 <= count < 2**53 for count in counts) and 0 <= position.time_s < 1e12
-    return (
-        tables and fits and len(position.steps) == job["cluster"]["learners"] and "threads_per_rank" in job["cluster"]
-    )
+    cluster = job["cluster"]
+    return tables and fits and len(position.steps) == cluster["learners"] and "threads_per_rank" in cluster
 
 
 def _entry(start: int, end: int) -> dict[str, Any]:

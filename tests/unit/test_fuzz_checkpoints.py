@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from rudra.checkpoint import CheckpointWriter, read
@@ -80,5 +80,9 @@ def test_contents_that_contradict_themselves(path: Path, data: st.DataObject) ->
             place[key] = data.draw(VALUES | TEXTS)
             break
     if isinstance(entries, dict):
-        path.write_bytes(forged(state, entries, WHOLE[8 + length :]))
+        try:
+            content = forged(state, entries, WHOLE[8 + length :])
+        except ValueError:  # a number with more digits than Python writes
+            reject()
+        path.write_bytes(content)
         refused(lambda: use(path), str(path), "run.h5")
