@@ -1,9 +1,12 @@
 """Running and simulating jobs from Python; the command line is a thin skin of this."""
 
+import signal
 import socket
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -136,10 +139,24 @@ def simulate(
                 gradient_share=job.cluster.gradient_share,
             )
             try:
-                simulation.run()
+                with _told_to_end():
+                    simulation.run()
             finally:
                 shown.close()
     return open_results(path)
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM is a Ctrl-C, so that the file says how the run ended; needs the main thread, does nothing elsewhere."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_for_results(path: Path, at_most_s: float = 2.0) -> None:

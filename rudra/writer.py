@@ -220,8 +220,10 @@ class ResultsWriter:
             self.close()
             return
         with suppress(ResultsError):  # the first error is the one to report
-            status: Status = "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
-            self.fail(status, str(error) or kind.__name__)
+            if issubclass(kind, KeyboardInterrupt):
+                self.fail("interrupted", "somebody stopped it")
+            else:
+                self.fail("failed", str(error) or kind.__name__)
 
     def _end(self, status: Status, reason: str, totals: Rows | None, learners: Rows | None) -> None:
         self._state["status"], self._state["reason"] = status.encode(), reason.encode()

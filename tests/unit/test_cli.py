@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import rudra
 from rudra.cli import EPILOG, _load, _parser, main
 from rudra.config import Job, Table
 from rudra.jobfiles import shipped_jobs
@@ -179,3 +180,30 @@ def test_readme_lists_every_key_of_a_job() -> None:
             for key, about in field.annotation.model_fields.items():
                 default = "" if about.default is None else f"`{json.dumps(about.default)}`"
                 assert f"\n| `{key}` | {default} | {about.description or ''} |\n" in section, f"[{table}]"
+
+
+def test_a_simulation_that_is_told_to_end_says_so_in_its_file(tmp_path: Path) -> None:
+    output = tmp_path / "out.h5"
+    line = [
+        sys.executable,
+        "-m",
+        "rudra",
+        "simulate",
+        "digits",
+        "--output",
+        str(output),
+        "--set",
+        "training.epochs=500",
+    ]
+    process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert "epoch 1/500" in process.stderr.readline()
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert said.endswith("rudra: interrupted\n")
+    with rudra.open_results(output) as results:
+        assert (results.status, results.state["reason"]) == ("interrupted", "somebody stopped it")
