@@ -335,8 +335,6 @@ class Replica(Minibatches, Owner):
         return [Reduce(GRADIENT, 0, event.step, gradient, to_all=True), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
-        if self._leads and self.state in {Replicas.HASHING, Replicas.READY}:
-            return [Fail("stopped before training began")]
         self._stopped = self._leads
         return []
 

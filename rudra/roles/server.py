@@ -187,7 +187,8 @@ class ParameterServer(Owner):
             return []
         self.state = State.TRAINING
         start = self._start_clock(now)
-        return [*(Send(to, start) for to in (self.plan.statistics, *self._children)), *self.intake.post(True)]
+        told = [Send(to, start) for to in (self.plan.statistics, *self._children)]
+        return [*told, *(self._drain() if self._stopped else self.intake.post(True))]
 
     # Gradients in.
 
@@ -408,7 +409,8 @@ class ParameterServer(Owner):
         return self.intake.post(self.state is TRAINING)
 
     def _stop_first(self, event: Stopped, now: float) -> list[Action]:
-        return [Fail("stopped before training began")]
+        self._stopped = True  # as soon as training begins
+        return []
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self._stopped = True

@@ -88,7 +88,7 @@ def check_rows(whole: Trained, saved: Saved, resumed: Trained) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("stop_at", [0.31, 1.07, 2.2, 3.93])
+@pytest.mark.parametrize("stop_at", [0.0, 0.31, 1.07, 2.2, 3.93])
 def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
     undisturbed: dict[str, Trained], name: str, stop_at: float
 ) -> None:
@@ -103,14 +103,16 @@ def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
 
 @pytest.mark.parametrize("topology", [{"name": "base"}, TREE, {"name": "adv*"}, GROUPS], ids=lambda t: str(t["name"]))
 @pytest.mark.parametrize("protocol", ["softsync", "async"])
-@pytest.mark.parametrize("stop_at", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("stop_at", [0.0, 0.3, 0.6, 0.9])
 def test_stopped_and_resumed_no_gradient_is_missing_or_applied_twice(
     protocol: str, topology: dict[str, Any], stop_at: float
 ) -> None:
     job = make_job(protocol, topology=topology)
-    parts, saved = [train(job, stop_at=stop_at)], None
+    parts = [train(job, stop_at=stop_at)]
+    saved: Saved | None = None
     for again in (stop_at, None):
-        saved = parts[-1].saved[-1]
+        saved = parts[-1].saved[-1] if parts[-1].saved else saved  # without an update the one before stays
+        assert saved is not None
         assert saved.position.timestamp == parts[-1].rows.totals["timestamp"]  # it was stopped before it was over
         parts.append(train(job, resumed=saved, stop_at=again if again is None else saved.position.time_s + again))
     gradients = np.concatenate([part.rows["gradients"] for part in parts if "gradients" in part.rows.tables])
