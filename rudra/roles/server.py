@@ -45,6 +45,7 @@ from rudra.records import Gradient
 from rudra.roles.intake import Intake
 from rudra.roles.machine import States, listed, short
 from rudra.roles.owner import WEIGHTS, Owner
+from rudra.roles.stragglers import Stragglers
 from topologies import Plan
 from topologies.plan import STATISTICS_SERVER
 
@@ -124,6 +125,7 @@ class ParameterServer(Owner):
         self._worker = {child: worker for worker, child in enumerate(self._children)}
         self._grouped = bool(plan.groups)
         self.intake = Intake(self._children, 2, self._ordered)
+        self._stragglers = Stragglers(self._children, job.faults.stall_warning)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
         self._digest: int | None = None
         self._ready: set[int] = set()
@@ -187,13 +189,14 @@ class ParameterServer(Owner):
             return []
         self.state = State.TRAINING
         start = self._start_clock(now)
+        self._stragglers.begin(now, self.received)
         told = [Send(to, start) for to in (self.plan.statistics, *self._children)]
         return [*told, *(self._drain() if self._stopped else self.intake.post(True))]
 
     # Gradients in.
 
     def _gradient(self, event: Received, now: float) -> list[Action]:
-        self._take(event)
+        self._take(event, now)
         actions = self._work(now)
         message = event.message
         if message.value >= 0 and self.state is TRAINING:
@@ -205,14 +208,17 @@ class ParameterServer(Owner):
                 actions += self._answer(child, asked, held)
         return actions
 
-    def _take(self, event: Received) -> None:
+    def _take(self, event: Received, now: float) -> None:
         """Counts the gradients that arrived."""
         self.lost += self.intake.take(event)
         gradients, pushed = event.message.gradients, self.pushed
         self.received += len(gradients)
-        self._received[event.message.sender] += len(gradients)
+        sender = event.message.sender
+        self._received[sender] += len(gradients)
+        if sender in self._stragglers.heard:
+            self._stragglers.heard[sender] = now
         if self._grouped:
-            pushed[self._worker[event.message.sender]] += 1
+            pushed[self._worker[sender]] += 1
         else:
             for gradient in gradients:
                 place = self._places[gradient.learner]
@@ -256,12 +262,21 @@ class ParameterServer(Owner):
     def _update(self, now: float) -> list[Action]:
         gradient = self.intake.give()
         actions, ended = self._update_by(gradient, now)
+        for child, silence_s in self._stragglers.found(now, self.received):
+            actions += self._report_straggler(child, silence_s, now)
         self._weights_changed()
         self.intake.free.append(gradient)
         self._units, self._update_due = 0, False
         if ended:
             return actions + self._drain()
         return actions + self._publish() if self._overlapped else actions
+
+    def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
+        role = self.plan.roles[child]
+        behind = max(self._received.values()) - self._received[child]
+        text = f"silent for {silence_s:.0f} s, {behind} gradients behind the fastest"
+        self._tell("straggler", self.timestamp, now - self._began, text, child)
+        return [Warn(f"{role.name} (rank {role.world_rank}) is a straggler: {text}")]
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
         due = self._note(event, now)
@@ -389,6 +404,7 @@ class ParameterServer(Owner):
             return actions
         self.lost += self.intake.lose(child)
         self._children.remove(child)
+        self._stragglers.forget(child)
         self._worker = {child: worker for worker, child in enumerate(self._children)}
         self._pulls.pop(child, None)
         self._left.pop(child, None)
@@ -423,7 +439,7 @@ class ParameterServer(Owner):
         return []  # it is ending
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
-        self._take(event)
+        self._take(event, now)
         self.discarded += self.intake.discard()
         return self.intake.post(False) + self._close(now)
 

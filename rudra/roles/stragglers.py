@@ -1,0 +1,52 @@
+"""Children of a server that are much slower than the others: slow is not dead, but worth a word."""
+
+from collections.abc import Iterable
+
+CHECK_S = 1.0
+"""How often a server looks; it does so when it updates."""
+
+TURNS = 10
+"""A child that is silent for so many times as long as a gradient of one takes on average is a straggler."""
+
+
+class Stragglers:
+    """When each child was heard of last.
+
+    Args:
+        children: ids of the roles.
+        patience_s: a silence that is shorter is no matter.
+    """
+
+    def __init__(self, children: Iterable[int], patience_s: float) -> None:
+        self.heard = dict.fromkeys(children, 0.0)
+        self._patience_s = patience_s
+        self._began = self._looked = 0.0
+        self._before = 0
+        self._known: set[int] = set()
+
+    def begin(self, now: float, gradients: int) -> None:
+        """Training begins, or goes on after so many gradients."""
+        self._began = self._looked = now
+        self._before = gradients
+        self.heard = dict.fromkeys(self.heard, now)
+
+    def forget(self, child: int) -> None:
+        """A child is no more."""
+        self.heard.pop(child, None)
+
+    def found(self, now: float, gradients: int) -> list[tuple[int, float]]:
+        """Those that have become stragglers since the last time, and for how long nothing came of them.
+
+        Args:
+            now: seconds.
+            gradients: received so far.
+        """
+        if now - self._looked < CHECK_S:
+            return []
+        self._looked = now
+        usual_s = (now - self._began) * len(self.heard) / max(1, gradients - self._before)
+        limit = max(self._patience_s, TURNS * usual_s)
+        silent = {child: now - then for child, then in self.heard.items() if now - then > limit}
+        new = [(child, silence) for child, silence in silent.items() if child not in self._known]
+        self._known = set(silent)
+        return new
