@@ -534,9 +534,9 @@ def _ask_time(comm: "MPI.Comm", root: int, clock: Callable[[], float]) -> tuple[
 
 
 class Reported(RunError):
-    """A failure on another rank: exit code and complete text, as that rank sent them."""
+    """A failure on another rank: exit code, whether a rank was lost, and complete text, as that rank sent them."""
 
     def __init__(self, report: str) -> None:
-        code, _, text = report.partition(" ")
-        super().__init__(text)
-        self.exit_code = int(code)
+        code, lost, self.text = report.split(" ", 2)
+        super().__init__(self.text)
+        self.exit_code, self.lost = int(code), lost == "1"

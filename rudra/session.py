@@ -349,7 +349,7 @@ class _Session:
                     print(text, file=sys.stderr, flush=True)
             os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
         except Reported as error:
-            self._give_up(error.exit_code, str(error))
+            self._give_up(error.exit_code, error.text, lost=error.lost)
         except RudraError as error:
             lost = isinstance(error, RunError) and error.lost
             self._give_up(error.exit_code, f"rudra: {self._name}: {error}", lost=lost)
@@ -395,7 +395,7 @@ class _Session:
             self._save("failed", text.partition("\n")[0].removeprefix("rudra: "))
         else:
             to = self._plan.roles[self._plan.statistics].world_rank
-            report = f"{code} {text}".encode()
+            report = f"{code} {int(lost)} {text}".encode()
             request = self._comm.Isend(report, to, FAILURE_TAG)
             heard = self._rank is None or to not in self._rank.lost
             deadline = time.monotonic() + (GRACE_S if heard else 0.0)

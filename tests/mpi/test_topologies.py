@@ -224,7 +224,8 @@ def test_a_rank_that_is_killed_ends_the_run_within_seconds(
     assert time.monotonic() - killed < 20
     assert returned == 1, err
     lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
-    assert lines == [f"rudra: rank {victim} ({name}) was killed by signal 9 (SIGKILL); is there enough memory?"], err
+    who = f"{name} (rank {victim}) died, and the run cannot go on without it"
+    assert lines == [f"rudra: statistics server (rank 1): {who}"], err
     assert gone(list(pids.values()))
 
 
