@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rudra import checkpoint, failures
 from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
-from rudra.errors import RudraError, RunError, TopologyError
+from rudra.errors import CheckpointError, RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import Losses, end_everybody, outlive
 from rudra.launch import exit_line
@@ -237,7 +237,10 @@ class _Session:
         for role, executor in self._executors.items():
             executor.prepare()
             if self._begin.checkpoint is not None and isinstance(executor, OwnerExecutor):
-                executor.restore(checkpoint.read(self._begin.checkpoint)[1])
+                state, tensors = checkpoint.read(self._begin.checkpoint)
+                if state.position != self._begin.position:
+                    raise CheckpointError(f"{state.path}: changed meanwhile: is another run still writing it?")
+                executor.restore(tensors)
             if role == self._plan.server:
                 about = {"python_objects": ", ".join(python_objects(self._job))}
                 job = json.loads(self._job.to_json())

@@ -40,7 +40,7 @@ def start_mpi() -> None:
             raise LaunchError(mismatch)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))  # multiple, unless the user says less
         signal.alarm(0)
     found = MPI.COMM_WORLD.size
     if expected is not None and expected != found:

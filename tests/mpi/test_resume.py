@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,27 @@ def run_until(job: Path, output: Path, update: int, number: int) -> tuple[int, s
     deadline = time.monotonic() + 60
     while updates(output) < update and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)  # another process's progress can only be polled
+    ranks = below(process.pid)
     process.send_signal(number)
-    return finish(process)
+    ended = finish(process)
+    while any(map(runs, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.02)  # the kernel ends those of a killed launcher one after the other
+    return ended
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def below(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have."""
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [found for child in map(int, children) for found in (child, *below(child))]
+    return []
 
 
 @pytest.mark.parametrize(("optimizer", "topology"), [(SGD, "base"), (ADAM, "adv"), (SGD, "groups")])
