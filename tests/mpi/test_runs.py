@@ -155,7 +155,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
     stopped = time.monotonic()
     returned, _, err = finish(process, 60)
     assert returned == 3, err
-    assert time.monotonic() - stopped < 15
+    assert time.monotonic() - stopped < 40
     assert [line for line in err.splitlines() if line.startswith("rudra:")] == [
         f"rudra: job: stopped; to go on from its last checkpoint: rudra resume {output}"
     ]
