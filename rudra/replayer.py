@@ -31,6 +31,7 @@ from rudra.messages import Kind, Message, Rows
 from rudra.recorder import arithmetic
 from rudra.records import Gradient
 from rudra.results import Results, open_results
+from rudra.resume import DECISIVE
 from rudra.roles import Machine
 from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short
@@ -42,10 +43,8 @@ from topologies.plan import LEARNER, TREE_SERVER
 CHANGEABLE = ("data.path", "training.warm_start")
 """Keys of the job that say where something is: all that a replay may change."""
 
-DECISIVE = ("model", "data", "training", "optimizer", "protocol", "topology", "cluster")
-"""Tables of the job that decide what the weights become; of them these keys do not:"""
-
 INDIFFERENT = ("training.evaluate", "training.evaluation_batch_size")
+"""Keys of the `DECISIVE` tables that do not decide what the weights become."""
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
 """Columns that no replay repeats."""

@@ -119,7 +119,7 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
     if given != path and not path.exists() and finished(given):
         raise ConfigError(f"{given}: is finished; there is nothing to resume")
     state, _ = checkpoint.read(path)
-    tables = {table: state.job[table] for table in state.job}
+    tables = dict(state.job)
     for override in overrides:
         apply(tables, *parsed(override), said=f"--set {override}")
     job = job_of(state._replace(job=tables))
@@ -195,10 +195,10 @@ def carried(results: Results, position: Position) -> Carried:
     """
     steps = np.array(position.steps)
     learners = np.zeros(len(steps), LEARNER)
-    dropped = 0
+    kept = dropped = 0
     for piece in results.pieces("updates"):
-        dropped += int((piece["timestamp"] > position.timestamp).sum())
-    kept = sum(len(p) for p in results.pieces("updates")) - dropped
+        later = int((piece["timestamp"] > position.timestamp).sum())
+        kept, dropped = kept + len(piece) - later, dropped + later
     if kept != position.timestamp:
         raise ResultsError(
             f"{results.path}: holds {kept} updates, and the checkpoint is of update {position.timestamp}"
