@@ -137,6 +137,7 @@ def simulate(
                 size_bytes=cluster.size * 4 + tail_bytes(1),
                 seed=job.training.seed,
                 gradient_share=job.cluster.gradient_share,
+                make=lambda role, plan, position: make(role, unsaved, plan, samples, position),
             )
             try:
                 with _told_to_end():

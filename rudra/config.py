@@ -165,10 +165,11 @@ class ClusterTable(Table):
 
 
 class Fault(Table):
-    """Something that happens to learners in virtual time: they die, or compute more slowly for a while.
+    """Something that happens in virtual time: learners die, or compute more slowly for a while; tree servers die.
 
     Attributes:
         learner: to whom; at random times None is every learner, each by itself.
+        tree_server: or to whom, if it dies at a given time.
         dies_at_s: virtual time.
         mean_time_to_failure_s: it dies at a random time, exponentially distributed.
         slows_at_s: virtual time.
@@ -178,6 +179,7 @@ class Fault(Table):
     """
 
     learner: int | None = None
+    tree_server: int | None = None
     dies_at_s: float | None = Field(None, ge=0)
     mean_time_to_failure_s: float | None = Field(None, gt=0)
     slows_at_s: float | None = Field(None, ge=0)
@@ -191,7 +193,10 @@ class Fault(Table):
         if len(given) != 1:
             raise ValueError(f"has {' and '.join(given) or 'no time'}; valid: one of {', '.join(_WHEN)}")
         (when,) = given
-        if when in {"dies_at_s", "slows_at_s"} and self.learner is None:
+        if self.tree_server is not None and (when != "dies_at_s" or self.learner is not None):
+            others = [when] if self.learner is None else [when, "learner"]
+            raise ValueError(f"has tree_server and {' and '.join(others)}; valid: tree_server and dies_at_s")
+        if when in {"dies_at_s", "slows_at_s"} and self.learner is None and self.tree_server is None:
             raise ValueError(f"has {when}, but no learner")
         for key in ("factor", "for_s"):
             if (getattr(self, key) is None) is not self.deadly:
@@ -471,13 +476,13 @@ class Job(Table):
             lost: workers that are no more; n is then at most what is left.
         """
         table = self.protocol
-        workers = (self.plan() if plan is None else plan).workers
-        left = workers - lost
+        plan = self.plan() if plan is None else plan
+        left = plan.workers - lost
         return protocols.make(
             _resolved("protocol", table.name),
             learners=left,
-            minibatch_size=self.training.minibatch_size * self.learners / workers,
-            n=min(table.n, left) if table.n and lost else table.n,
+            minibatch_size=self.training.minibatch_size * len(plan.learners) / plan.workers,
+            n=min(table.n, left) if table.n and (lost or plan.gone) else table.n,
             modulation=table.modulation,
             reference_batch_size=table.reference_batch_size,
             scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,

@@ -15,6 +15,7 @@ from msgspec import Struct
 from rudra.messages import Message, Rows
 from rudra.position import Position
 from rudra.records import Gradient
+from topologies import Plan
 
 Table = Literal["gradients", "updates", "minibatches", "epochs", "events"]
 
@@ -229,6 +230,16 @@ class Sync(Struct, frozen=True, gc=False):
     """Have everything recorded so far on the disk before the next action."""
 
 
+class Regroup(Struct, frozen=True, gc=False):
+    """Have all roles but the owner of the weights and the statistics server begin anew, by another plan.
+
+    What is under way between them is dropped. The owner is `Started` when nothing of its own is under way any more.
+    """
+
+    plan: Plan
+    position: Position
+
+
 class Record(Struct, frozen=True, gc=False):
     """Append rows to a table of the results."""
 
@@ -278,6 +289,7 @@ Action = (
     | Save
     | Commit
     | Sync
+    | Regroup
     | Record
     | Finish
     | Warn

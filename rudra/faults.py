@@ -1,23 +1,45 @@
-"""Learners that die or slow down in virtual time (`[simulation] faults`).
+"""Learners and tree servers that die, and learners that slow down, in virtual time (`[simulation] faults`).
 
-A learner that dies is told nothing and tells nothing: its computation ends, and with it all tensors under way to it and
+A role that dies is told nothing and tells nothing: its computation ends, and with it all tensors under way to it and
 from it, whose ports are free again. Control messages that it had sent still arrive. The others notice after a while,
 all at one moment: receives into which the dead had begun to send are posted anew, those that were for it alone are
-gone, everybody gets `Lost`, and who was sending it something gets `Sent`.
+gone, everybody gets `Lost`, and who was sending it something gets `Sent`. Where they then begin anew, all that is under
+way between them is gone a latency later; what the statistics server is part of stays.
 
 Everything is done to what is in the simulation's queue, so that a simulation without faults pays nothing for them.
 """
 
 import random
+from collections.abc import Callable
 from functools import partial
 from heapq import heapify
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from rudra.config import Fault
-from rudra.events import Action, Event, Halt, Lost, Receive, Send, Sent
+from rudra.events import (
+    Action,
+    Committed,
+    Event,
+    Halt,
+    Lost,
+    Receive,
+    Received,
+    Regroup,
+    Saved,
+    Send,
+    Sent,
+    Started,
+    Stopped,
+    Updated,
+)
 from rudra.messages import Kind
+from rudra.position import Position
+from rudra.roles import Machine
+from rudra.roles.minibatches import Minibatches
 from rudra.sampling import mix
+from topologies import Plan
+from topologies.plan import LEARNER, TREE_SERVER
 
 if TYPE_CHECKING:
     from rudra.sim import Simulation, _Actor, _Way
@@ -29,20 +51,25 @@ class Faults:
     Args:
         simulation: before it starts.
         seed: of random times.
+        make: a role's machine for a new plan.
     """
 
-    def __init__(self, simulation: "Simulation", seed: int) -> None:
+    def __init__(
+        self, simulation: "Simulation", seed: int, make: Callable[[int, Plan, Position], Machine] | None
+    ) -> None:
         self._sim, self._actors = simulation, simulation._actors
         self._detection_s = simulation.costs.table.detection_s
         self._running = len(self._actors)
         self._noticed: dict[int, float] = {}  # role -> when the others notice that it has died
         self._factors: dict[int, list[float]] = {}  # role -> of the slow-downs that it is in
         self._halt_as_ever, self._send_as_ever = simulation._do[Halt], simulation._do[Send]
-        simulation._do[Halt] = self._halt
+        simulation._do[Halt], simulation._do[Regroup] = self._halt, self._regroup
+        self._make = make
         plan = simulation.plan
         for place, fault in enumerate(simulation.costs.table.faults):
-            for role in plan.learners:
-                if fault.learner in {None, plan.roles[role].index}:
+            kind, index = (LEARNER, fault.learner) if fault.tree_server is None else (TREE_SERVER, fault.tree_server)
+            for role, about in enumerate(plan.roles):
+                if about.kind == kind and index in {None, about.index}:
                     self._begin(self._actors[role], fault, random.Random(mix(seed, place, role)))
 
     def _begin(self, actor: "_Actor", fault: Fault, source: random.Random) -> None:
@@ -108,7 +135,7 @@ class Faults:
                 heapify(sim._queue)
                 return
 
-    # Learners that die.
+    # Roles that die.
 
     def _die(self, actor: "_Actor", _: None) -> None:
         if actor.halted:
@@ -178,6 +205,69 @@ class Faults:
                 actor.posted = [receive for receive in actor.posted if receive.source != dead.role]
                 actor.take(actor, Lost(dead.role))
 
+    # A new plan.
+
+    def _regroup(self, owner: "_Actor", action: Regroup, time: float) -> None:
+        """Lets all who are left begin anew, but for the statistics server and, as it does so by itself, the owner."""
+        assert self._make is not None
+        sim, plan = self._sim, action.plan
+        sim.plan = plan
+        sim._queue[:] = [entry for entry in sorted(sim._queue) if self._still_counts(entry, owner)]
+        if owner.inbox:  # of which the first event is being handled
+            first, *rest = owner.inbox
+            owner.inbox.clear()
+            owner.inbox.extend([first, *(event for event in rest if _stays(event, plan.statistics))])
+        sim._reductions.clear()
+        for actor in self._actors.values():
+            if actor.halted or actor.role == plan.statistics:
+                continue
+            actor.posted.clear()
+            for offers in (offers for offered in actor.offered for offers in offered.values()):
+                for way, send, _ in offers:
+                    self._give_back(way.sender, send)
+            for offered in actor.offered:
+                offered.clear()
+            if actor is not owner:
+                before = actor.machine
+                actor.inbox.clear()
+                actor.computing, actor.delay_s = False, 0.0
+                actor.machine = machine = self._make(actor.role, plan, action.position)
+                if isinstance(machine, Minibatches) and isinstance(before, Minibatches):
+                    machine.inherit(before)
+                actor.handle = sim.handler(machine)
+                if sim.hands.begin_anew is not None:
+                    sim.hands.begin_anew(actor.role, owner.role)
+            sim._later(time + sim._table.latency_s, actor.take, actor, Started())
+
+    def _still_counts(self, entry: tuple[Any, ...], owner: "_Actor") -> bool:
+        """Whether something in the queue goes on when all begin anew; what does not is given back."""
+        sim, (time, _, what, whom, about) = self._sim, entry
+        statistics = self._actors[sim.plan.statistics]
+        if what == sim._deliver or what == sim._offer:
+            way, send = (whom, about[0]) if what == sim._deliver else about[:2]
+            if statistics in (way.sender, way.receiver):
+                return True
+            if what == sim._deliver:
+                self._free_ports(way, send, time)
+            self._give_back(way.sender, send)
+            return False
+        if what == self._return:
+            if about.to != statistics.role:
+                self._give_back(whom, about)
+                return False
+            return True
+        if getattr(what, "__self__", None) is self or whom is statistics:
+            return True
+        if whom is not owner:
+            return False
+        return _stays(about, statistics.role)
+
+    def _give_back(self, actor: "_Actor", send: Send) -> None:
+        """A tensor will not be sent; nobody is told."""
+        if self._sim._sent is not None:
+            assert send.buffer is not None
+            self._sim._sent(actor.role, send.buffer)
+
     def _send(self, actor: "_Actor", action: Send, time: float) -> None:
         noticed = self._noticed.get(action.to)
         if noticed is None or action.buffer is None:  # control messages are lost on the dead
@@ -195,6 +285,15 @@ class Faults:
         if self._sim._sent is not None:
             self._sim._sent(actor.role, send.buffer)
         actor.take(actor, Sent(send.buffer, send.to))
+
+
+def _stays(event: Any, statistics: int) -> bool:
+    """Whether an event is for the owner of the weights, whoever else begins anew."""
+    if isinstance(event, Received):
+        return event.message.sender == statistics
+    if isinstance(event, Sent):
+        return event.to == statistics
+    return isinstance(event, Updated | Saved | Committed | Stopped | Lost)
 
 
 def _times(compute_s: Any, factors: list[float]) -> float:

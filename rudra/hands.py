@@ -19,6 +19,7 @@ from rudra.errors import ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.executor import (
     CPU,
+    WEIGHTS,
     AveragingExecutor,
     Buffer,
     Executor,
@@ -128,6 +129,16 @@ class TensorHands:
             self._unsent = None
         for name in self._executors[role].names:
             self._let_go((role, name))
+
+    def begin_anew(self, role: int, owner: int) -> None:
+        """A role drops what it was about; one that updates weights itself takes over those of their owner."""
+        if self._unsent is not None and self._unsent[0] == role:
+            self._unsent = None
+        executor, owns = self._executors[role], self._executors[owner]
+        if isinstance(executor, OwnerExecutor):
+            assert isinstance(owns, OwnerExecutor)
+            self._make_own((role, WEIGHTS))
+            executor.restore(owns.state())
 
     def copy(self, role: int, action: Copy) -> None:
         self._share((role, action.source), (role, action.target))
@@ -256,6 +267,13 @@ class VmapHands(TensorHands):
 
     def lost(self, role: int) -> None:
         super().lost(role)
+        self._forget(role)
+
+    def begin_anew(self, role: int, owner: int) -> None:
+        super().begin_anew(role, owner)
+        self._forget(role)
+
+    def _forget(self, role: int) -> None:
         self._planned.pop(role, None)
         if role in self._ready:
             self._free.append(self._ready.pop(role)[0])

@@ -59,6 +59,8 @@ ROWS = {
 
 _KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
 _HEADER = struct.Struct("<iiqqq")
+_KIND_BITS = 8
+_KIND_MASK = (1 << _KIND_BITS) - 1
 _CODES = {
     "<i4": "i",
     "<i8": "q",
@@ -101,24 +103,32 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     rows: Rows | None = None
     gradients: tuple[Gradient, ...] = ()
 
-    def encode(self) -> bytes:
+    def encode(self, generation: int = 0) -> bytes:
+        """As it travels; how often ranks had regrouped by then goes with it."""
+        kind = self.kind | generation << _KIND_BITS
         if self.gradients:
-            header = _HEADER.pack(self.kind, self.sender, self.timestamp, self.value, len(self.gradients))
+            header = _HEADER.pack(kind, self.sender, self.timestamp, self.value, len(self.gradients))
             return header + b"".join(_GRADIENT.pack(*msgspec.structs.astuple(gradient)) for gradient in self.gradients)
         count = 0 if self.rows is None else len(self.rows)
-        header = _HEADER.pack(self.kind, self.sender, self.timestamp, self.value, count)
+        header = _HEADER.pack(kind, self.sender, self.timestamp, self.value, count)
         return header if self.rows is None else header + self.rows.tobytes()
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> "Message":
         code, sender, timestamp, value, count = _HEADER.unpack_from(data)
-        kind, dtype = _KINDS[code]
+        kind, dtype = _KINDS[code & _KIND_MASK]
         if kind is Kind.GRADIENT:
             body = memoryview(data)[_HEADER.size : _HEADER.size + count * _GRADIENT.size]
             gradients = tuple(Gradient(*fields) for fields in _GRADIENT.iter_unpack(body))
             return cls(kind, sender, timestamp, value, gradients=gradients)
         rows = np.frombuffer(data, dtype, count, _HEADER.size).copy() if count else None
         return cls(kind, sender, timestamp, value, rows)
+
+
+def generation_of(data: bytes | bytearray | memoryview) -> int:
+    """With which `Message.encode` was called."""
+    code: int = _HEADER.unpack_from(data)[0]
+    return code >> _KIND_BITS
 
 
 def tail_bytes(gradients: int) -> int:

@@ -55,6 +55,7 @@ from rudra.events import (
 )
 from rudra.faults import Faults
 from rudra.messages import Kind
+from rudra.position import Position
 from rudra.roles import Machine
 from rudra.sampling import mix
 from topologies import Plan
@@ -65,10 +66,11 @@ _LATER = 1 << 58  # where the sequence numbers begin of what comes last among th
 
 
 class Hands(Protocol):
-    """What the simulator needs done with tensors; the first eight may be None, where there is nothing to do.
+    """What the simulator needs done with tensors; the first nine may be None, where there is nothing to do.
 
     `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void;
-    `planned` that the weights of a computation are fixed from now on; `lost` that a role is no more. `hash` gives
+    `planned` that the weights of a computation are fixed from now on; `lost` that a role is no more, `begin_anew` that
+    it drops what it was about, and takes over the weights of their owner if it updates some itself. `hash` gives
     SHA-256, `update` a digest.
     """
 
@@ -88,6 +90,8 @@ class Hands(Protocol):
     def reduce(self) -> Callable[[Mapping[int, Reduce]], None] | None: ...
     @property
     def lost(self) -> Callable[[int], None] | None: ...
+    @property
+    def begin_anew(self) -> Callable[[int, int], None] | None: ...
 
     def hash(self, role: int, buffer: str) -> str: ...
     def compute(self, role: int, action: Compute) -> Computed: ...
@@ -193,6 +197,7 @@ class Simulation:
         size_bytes: of one tensor on the wire.
         seed: of everything random in the costs.
         gradient_share: size of a gradient on the wire, as a fraction of that.
+        make: a role's machine for a new plan, where roles may be lost.
         save: called with a role and its `Save`, to keep what a checkpoint holds; by default nothing is kept.
         check: called after every event with the machine that took it; tests use it.
 
@@ -211,10 +216,11 @@ class Simulation:
         size_bytes: int,
         seed: int,
         gradient_share: float = 1.0,
+        make: Callable[[int, Plan, Position], Machine] | None = None,
         save: Callable[[int, Save], None] | None = None,
         check: Callable[[Machine], None] | None = None,
     ) -> None:
-        self._gradient_share, self._saver = gradient_share, save
+        self._gradient_share, self._saver, self._check = gradient_share, save, check
         self.plan, self.hands, self.recorder, self.costs = plan, hands, recorder, costs
         self.now = 0.0
         self.messages = self.code = 0
@@ -263,8 +269,7 @@ class Simulation:
                 actor.offered = ({}, OrderedDict())  # of many: a dict would be slow to find its first key
             else:
                 actor.take = self._handle  # never busy
-            if check:
-                actor.handle = _checked(machine, check)
+            actor.handle = self.handler(machine)
             if role in costs.compute_s:
                 actor.compute_s = costs.computation(role, actor.random)
         if self._cores is not None:
@@ -272,7 +277,7 @@ class Simulation:
                 if role not in costs.compute_s:
                     actor.neighbours = [self._actors[i] for i in costs.compute_s if costs.node[i] == costs.node[role]]
         if self._table.faults:
-            Faults(self, seed)
+            Faults(self, seed, make)
 
     def run(self) -> float:
         """Runs until every role has halted.
@@ -295,6 +300,10 @@ class Simulation:
         if stuck:
             raise RunError("; ".join(f"{m.name} waits for {m.waiting_for or 'nothing'}" for m in stuck[:4]))
         return self.now
+
+    def handler(self, machine: Machine) -> Callable[[Event, float], list[Action]]:
+        """What gives events to a machine."""
+        return _checked(machine, self._check) if self._check else machine.handle
 
     def start(self) -> None:
         for actor in self._actors.values():
@@ -481,7 +490,7 @@ class Simulation:
         key = (action.group, action.sequence)
         here = self._reductions.setdefault(key, {})
         here[actor.role] = action
-        members = self.plan.groups[action.group]
+        members = self.plan.group_of(actor.role)
         if len(here) < len(members):
             return
         del self._reductions[key]
@@ -563,6 +572,7 @@ class TimingOnly:
     accumulate: Callable[[int, Accumulate], None] | None = None
     reduce: Callable[[Mapping[int, Reduce]], None] | None = None
     lost: Callable[[int], None] | None = None
+    begin_anew: Callable[[int, int], None] | None = None
 
     def __init__(self, samples: int) -> None:
         self._samples = samples

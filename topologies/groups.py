@@ -7,10 +7,8 @@ parameter server: every learner updates weights of its own by the same sum, whic
 
 from collections.abc import Sequence
 
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Plan, Reduction, Role
+from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Plan, Reduction, Role, group_tree
 from topologies.tree import whole
-
-BINARY = 2
 
 
 def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered") -> Plan:
@@ -33,9 +31,7 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
     first = len(roles)
     for group in range(groups):
         begin, end = group * learners // groups, (group + 1) * learners // groups
-        for i in range(begin, end):
-            head = first + begin
-            parent = head if i > begin else 0 if served else None
-            source = first + begin + (i - begin - 1) // BINARY if i > begin else None
+        tree = group_tree(range(first + begin, first + end), 0 if served else None)
+        for i, (parent, source) in zip(range(begin, end), tree, strict=True):
             roles.append(Role(LEARNER, i, first + i, parent, source, nodes[i], group))
     return Plan(tuple(roles), -(-learners // groups), replayable=reduction == "ordered", reduction=reduction)

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,6 +14,9 @@ PARAMETER_SERVER = "parameter server"
 TREE_SERVER = "tree server"
 STATISTICS_SERVER = "statistics server"
 LEARNER = "learner"
+
+BINARY = 2
+"""Fan-out of the tree in which weights go down a compute group."""
 
 ELSEWHERE = -1
 """The node of servers that need not be near a learner: of their own in a simulation, else the first with room."""
@@ -59,6 +62,7 @@ class Plan:
         overlapped: learners push and pull beside computing, and never wait for a server; weights come down a tree of
             their own (`Role.source`).
         reduction: how a compute group adds its gradients: in group_rank order, or as the MPI library likes.
+        gone: ids of roles that are no more; they are in `roles` alone.
     """
 
     roles: tuple[Role, ...]
@@ -66,6 +70,7 @@ class Plan:
     replayable: bool = True
     overlapped: bool = False
     reduction: Reduction = "ordered"
+    gone: frozenset[int] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -87,6 +92,11 @@ class Plan:
         return self._ids(LEARNER)
 
     @cached_property
+    def numbers(self) -> int:
+        """The numbers of learners are below this, those of learners that are gone included."""
+        return sum(role.kind == LEARNER for role in self.roles)
+
+    @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Role -> those whose gradients it takes."""
         return self._below(lambda role: role.parent)
@@ -105,6 +115,10 @@ class Plan:
             if group is not None:
                 members.setdefault(group, []).append(id_)
         return tuple(tuple(members[group]) for group in sorted(members))
+
+    def group_of(self, role: int) -> tuple[int, ...]:
+        """Ids of a learner's compute group, itself among them; of itself alone, where there are no groups."""
+        return next((members for members in self.groups if role in members), (role,))
 
     @cached_property
     def workers(self) -> int:
@@ -131,8 +145,47 @@ class Plan:
         return tuple(0 if near and role.node == ELSEWHERE else role.node for role in self.roles)
 
     def survives(self, role: int) -> bool:
-        """Whether a run can go on without a role: a learner that nobody else needs for an average or for weights."""
+        """Whether all others can go on as they are without a role: a learner that nobody needs for an average or for
+        weights. Without another the run can go on only by a new plan."""
         return self.roles[role].kind == LEARNER and not self.groups and not self.overlapped
+
+    def without(self, lost: Collection[int]) -> "Plan":
+        """The plan of those who are left when roles are lost: nearest ancestors take over whoever was below them.
+
+        A server of the tree with no learner left below it belongs to nobody any more.
+
+        Args:
+            lost: ids of the roles.
+
+        Raises:
+            ValueError: nothing goes on without them.
+        """
+        gone = self.gone | frozenset(lost)
+        for needed in (self.server, self.statistics):
+            if needed in gone:
+                raise ValueError(f"nothing goes on without the {self.roles[needed].name}")
+        if gone.issuperset(self.learners):
+            raise ValueError("no learner is left")
+
+        def living(id_: int | None, above: Callable[[Role], int | None]) -> int | None:
+            while id_ in gone:
+                id_ = above(self.roles[id_])
+            return id_
+
+        roles = list(self.roles)
+        for id_, role in enumerate(roles):
+            if id_ not in gone:
+                parent, source = living(role.parent, lambda r: r.parent), living(role.source, self.giver)
+                roles[id_] = replace(role, parent=parent, source=source)
+        for members in self.groups:
+            left = [id_ for id_ in members if id_ not in gone]
+            for id_, (parent, source) in zip(left, group_tree(left, self.roles[members[0]].parent), strict=True):
+                roles[id_] = replace(roles[id_], parent=parent, source=source)
+        plan = replace(self, roles=tuple(roles), gone=gone)
+        for id_, role in enumerate(roles):
+            if role.kind == TREE_SERVER and not plan.learners_below(id_):
+                roles[id_] = replace(role, parent=None)
+        return replace(plan, roles=tuple(roles))
 
     def way(self, role: int, server: int) -> int | None:
         """The child of a server that brings it a role's gradients; None: they do not come there."""
@@ -144,14 +197,26 @@ class Plan:
         return int(self.roles[role].kind == LEARNER) + sum(map(self.learners_below, self.children[role]))
 
     def _ids(self, kind: str) -> tuple[int, ...]:
-        return tuple(i for i, role in enumerate(self.roles) if role.kind == kind)
+        return tuple(i for i, role in enumerate(self.roles) if role.kind == kind and i not in self.gone)
 
     def _below(self, above: Callable[[Role], int | None]) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.roles]
         for id_, role in enumerate(self.roles):
-            if role.kind != STATISTICS_SERVER and (parent := above(role)) is not None:
+            if id_ in self.gone or role.kind == STATISTICS_SERVER:
+                continue
+            if (parent := above(role)) is not None:
                 found[parent].append(id_)
         return tuple(map(tuple, found))
+
+
+def group_tree(members: Sequence[int], server: int | None) -> list[tuple[int | None, int | None]]:
+    """Parent and source of each member of a compute group: the first speaks for all, and weights go down a tree.
+
+    Args:
+        members: their ids.
+        server: id of the parameter server, if there is one.
+    """
+    return [(members[0], members[(i - 1) // BINARY]) if i else (server, None) for i in range(len(members))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +287,12 @@ class Topology:
             # A quarter of what is too much, because each learner less may need fewer servers, too.
             on_node = [count - (3 - min(0, more)) // 4 for count, more in zip(on_node, spare, strict=True)]
             on_node = [max(0, count) for count in on_node]
+        if best is None:  # down everywhere at once may have missed the node that has room for one
+            for alone in (node for node, size in enumerate(sizes) if size):
+                plan, spare = self._drawn(one := [int(node == alone) for node in range(len(sizes))], sizes)
+                if min(spare) >= 0:
+                    on_node, best = one, plan
+                    break
         grows = best is not None
         while grows:  # and up again: fewer learners need fewer servers, which leaves room
             grows = False

@@ -18,6 +18,7 @@ from rudra.events import (
     Committed,
     Compute,
     Computed,
+    Event,
     Fail,
     Halt,
     Hash,
@@ -39,6 +40,7 @@ from rudra.roles.machine import States, listed, short
 from rudra.roles.minibatches import Minibatches
 from rudra.roles.owner import Owner
 from topologies import Plan
+from topologies.plan import STATISTICS_SERVER
 
 
 class GroupLearner(Learner):
@@ -53,7 +55,6 @@ class GroupLearner(Learner):
         "_early",
         "_group",
         "_handing_on",
-        "_last_samples",
         "_leads",
         "_members",
         "_receivers",
@@ -79,11 +80,10 @@ class GroupLearner(Learner):
         group = plan.roles[role].group
         assert group is not None
         self._group = group
-        self._leads = plan.groups[group][0] == role
+        self._leads = plan.group_of(role)[0] == role
         self._members = plan.children[role]
         self._receivers = plan.receivers[role]
         self._handing_on = 0
-        self._last_samples = 0
         self._reducing = False
         self._early: Received | None = None  # what the others are told, before the reduction has ended here
         self._digest: list[int] = []  # of the first weights, here and at the members
@@ -133,7 +133,6 @@ class GroupLearner(Learner):
         if ends:
             return actions
         self._stopping, self._reducing = stopping, True
-        self._last_samples = event.samples
         return [Reduce(GRADIENT, self._group, event.step, self._gradient(event, now), to_all=False), *actions]
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
@@ -220,6 +219,7 @@ class Replicas(States):
     COMPUTING = auto()
     REDUCING = auto()
     UPDATING = auto()
+    REGROUPING = auto()
     STOPPED = auto()
     DONE = auto()
 
@@ -233,6 +233,10 @@ class Replica(Minibatches, Owner):
         REDUCING   averaged                      -> UPDATING   every learner by the same sum
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
+        any        a learner died                -> REGROUPING until a checkpoint is made, from which all go on
+
+    Where a learner dies in the middle of a reduction, some replicas may have made the update and others not; so all
+    take over what the first learner holds, by way of a checkpoint.
 
     If somebody asks the run to stop, the first learner says so in the record of its next gradient, and all stop after
     the update by that.
@@ -248,7 +252,6 @@ class Replica(Minibatches, Owner):
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
-        (Replicas.HASHING, Started): "_start",
         (Replicas.HASHING, Hashed): "_report_digest",
         (Replicas.HASHING, Kind.READY): "_member_ready",
         (Replicas.READY, Kind.READY): "_member_ready",
@@ -262,6 +265,9 @@ class Replica(Minibatches, Owner):
         **{(state, Kind.SAFE): "_safe" for state in Replicas if state is not Replicas.DONE},
         **{(state, Committed): "_committed" for state in Replicas if state is not Replicas.DONE},
         **{(state, Stopped): "_stop" for state in Replicas if state is not Replicas.DONE},
+        (Replicas.HASHING, Started): "_start",
+        **{(Replicas.REGROUPING, event): "_in_vain" for event in (Started, Hashed, Kind.READY, Computed, Reduced)},
+        (Replicas.REGROUPING, Updated): "_updated_before",
         (Replicas.STOPPED, Kind.DONE): "_finish",
     }
 
@@ -269,18 +275,23 @@ class Replica(Minibatches, Owner):
         self._leads = plan.server == role
         Owner.__init__(self, role, plan, job, training_samples, position, reports=self._leads)
         self._open_books(job.faults, job.results, position)
-        self.state: States = Replicas.HASHING
         self._ended_training = False
-        self._members = plan.children[role]
-        self._to_members = plan.receivers[role]
-        self._digests: list[int] = []
         self._digest = 0  # of the weights, as much as goes into a gradient's record
         self._ready_at = self._reduced_at = 0.0
+
+    def _follow(self, plan: Plan, position: Position) -> None:
+        super()._follow(plan, position)
+        self.state: States = Replicas.HASHING
+        self._members = plan.children[self.id]
+        self._to_members = plan.receivers[self.id]
+        self._digests: list[int] = []
 
     @property
     def waiting_for(self) -> str:
         if self.state is Replicas.REDUCING:
             return "the gradients of all learners"
+        if self.state is Replicas.REGROUPING:
+            return "a checkpoint to go on from without those that died"
         if self.state is Replicas.READY:
             return "other learners to get ready"
         return "the statistics server to finish" if self.state is Replicas.STOPPED else ""
@@ -364,6 +375,45 @@ class Replica(Minibatches, Owner):
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self._snapshot_returned(event.buffer)
         return []
+
+    # Learners that die.
+
+    def lose(self, role: int, now: float) -> list[Action]:
+        lost = self.plan.roles[role]
+        if not self._leads or self.state is Replicas.DONE or role in self._buried:
+            return []
+        if lost.kind == STATISTICS_SERVER:
+            return [Fail(f"the {lost.name} (rank {lost.world_rank}) died", lost=True)]
+        if self._start_message is None:
+            return [Fail(f"{lost.name} (rank {lost.world_rank}) died before training began", lost=True)]
+        if self._ended_training:
+            return self._lose_late(role, now)
+        regrouping, self.state = self.state is Replicas.REGROUPING, Replicas.REGROUPING
+        return [] if regrouping or self._saving is not None else self._save(now)
+
+    def _committed(self, event: Committed, now: float) -> list[Action]:
+        position = self._saving
+        actions = super()._committed(event, now)
+        if event.error or self.state is not Replicas.REGROUPING:
+            return actions
+        assert position is not None
+        if position.timestamp < self.timestamp:  # an earlier one, which was under way
+            return actions + self._save(now)
+        self.step = position.step(self.learner)
+        return actions + self._regroup(position, now)
+
+    def _not_saved(self, why: str, now: float) -> list[Action]:
+        actions = super()._not_saved(why, now)
+        if self.state is Replicas.REGROUPING:
+            actions.append(Fail(f"learners died, and no checkpoint could be made to go on from: {why}", lost=True))
+        return actions
+
+    def _in_vain(self, event: Event, now: float) -> list[Action]:
+        return []
+
+    def _updated_before(self, event: Updated, now: float) -> list[Action]:
+        self._digest = event.digest & 0x7FFFFFFF
+        return self._note(event, now)
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = Replicas.DONE

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rudra.errors import ProtocolError
-from rudra.events import Action, Event, Lost, Received, Send
+from rudra.events import Action, Event, Halt, Lost, Received, Send
 from rudra.messages import PACK, ROWS, Kind, split
 from topologies import Plan
 
@@ -57,11 +57,15 @@ class Machine:
         """
         kind = type(event)
         if kind is Lost:
+            if event.role in self.plan.gone:  # type: ignore[union-attr]
+                return []
             self._dead.add(event.role)  # type: ignore[union-attr]
             return self.lose(event.role, now)  # type: ignore[union-attr]
         trigger: Any = event.message.kind if kind is Received else kind  # type: ignore[union-attr]
         method = self._methods.get((self.state, trigger))
         if method is None:
+            if trigger is Kind.DONE and self._dead:  # what this role still waits for was with the dead
+                return [Halt(event.message.value)]  # type: ignore[union-attr]
             if kind is Received and event.message.sender in self._dead:  # type: ignore[union-attr]
                 return []  # said before it died, and of no use now
             what = trigger.name if isinstance(trigger, Kind) else trigger.__name__

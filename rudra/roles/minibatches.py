@@ -24,6 +24,8 @@ class Minibatches(Machine):
         "_began",
         "_compute_s",
         "_diary",
+        "_first",
+        "_last_samples",
         "_minibatch",
         "_non_finite_stops",
         "_pull_s",
@@ -42,15 +44,26 @@ class Minibatches(Machine):
 
     def _open_books(self, faults: FaultsTable, results: ResultsTable, position: Position) -> None:
         self.learner = self.plan.roles[self.id].index
-        self.step = position.step(self.learner)
+        self.step = self._first = position.step(self.learner)
         self._non_finite_stops = faults.non_finite_loss == "stop"
         self._warned = False
         self._reports_minibatches = results.minibatches
         self._diary = Outbox(self.id, self.plan.statistics, results.report_s)
         self._minibatch: tuple[float, ...] = ()
         self._began = self._since = 0.0  # the training, and the mini-batch at hand
-        self._samples = 0
+        self._samples = self._last_samples = 0
         self._compute_s = self._push_s = self._wait_s = self._pull_s = 0.0
+
+    def inherit(self, before: "Minibatches") -> None:
+        """Takes over the books of who played this role before everybody began anew.
+
+        What was computed in vain since counts as time, not as samples.
+        """
+        self._diary, self._warned = before._diary, before._warned
+        self._first, self._last_samples = before._first, before._last_samples
+        self._samples = (self.step - self._first) * self._last_samples
+        self._compute_s, self._push_s = before._compute_s, before._push_s
+        self._wait_s, self._pull_s = before._wait_s, before._pull_s
 
     def _enter(self, event: Computed, now: float) -> tuple[list[Action], bool]:
         """Takes a mini-batch into the books; what to do about it, and whether that is all because the run fails."""
@@ -76,6 +89,7 @@ class Minibatches(Machine):
         """Counts the samples of a gradient that is on its way now, and describes it."""
         samples, loss, errors = event.samples, event.loss, event.errors
         self._samples += samples
+        self._last_samples = samples
         return Gradient(-1, self.learner, samples, event.step, self.timestamp, -1, 1.0, loss, errors, pad)
 
     def _spent(self, push_s: float, wait_s: float, pull_s: float) -> None:

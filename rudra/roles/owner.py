@@ -15,12 +15,27 @@ import numpy as np
 
 from rudra import records
 from rudra.config import Job
-from rudra.events import Action, Commit, Committed, Copy, Received, Save, Saved, Send, Update, Updated, Warn
+from rudra.events import (
+    Action,
+    Commit,
+    Committed,
+    Copy,
+    Fail,
+    Received,
+    Regroup,
+    Save,
+    Saved,
+    Send,
+    Update,
+    Updated,
+    Warn,
+)
 from rudra.messages import PACK, Kind, Message, Rows
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
-from rudra.roles.machine import Machine, Outbox, Silent
+from rudra.roles.machine import Machine, Outbox, Silent, listed
 from topologies import Plan
+from topologies.plan import LEARNER
 
 WEIGHTS = "weights"
 SNAPSHOT = "snapshot"
@@ -53,8 +68,8 @@ class Owner(Machine):
         reports: bool = True,
     ) -> None:
         super().__init__(role, plan)
-        self.protocol = job.make_protocol(plan)
-        self._gradient_weight = self.protocol.modulation.gradient_weight
+        self._job = job
+        self._follow(plan, position)
         self.optimizer = job.optimizer
         self.epochs = job.training.epochs
         self.training_samples = training_samples
@@ -62,16 +77,15 @@ class Owner(Machine):
         self.samples, self.applied = position.samples, position.applied
         self._reports = reports
         self._outbox = (Outbox if reports else Silent)(role, plan.statistics, job.results.report_s)
-        self._pending: list[bytes] = []  # rows of `records.GRADIENT`
-        self._pending_samples = self._pending_staleness = 0
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
         self._credits = CREDITS
         self._snapshot_lent = False
+        self._final_lent = False  # the weights of the last epoch, which are not all sent yet
+        self._buried: set[int] = set()  # roles whose end is told
+        self._start_message: Message | None = None
         self._final: Rows | None = None
         self._spent_s = position.time_s  # before this start
         self._began = self._ended = 0.0
-        self._steps = [position.step(i) for i in range(len(plan.learners))]
-        self._pending_loss, self._pending_errors = 0.0, 0
         self._epoch_loss, self._epoch_errors = position.epoch_loss, position.epoch_errors
         self._epoch_staleness, self._epoch_gradients = position.epoch_staleness, position.epoch_gradients
         self._epoch_samples = position.epoch_samples
@@ -82,16 +96,27 @@ class Owner(Machine):
         self._closing = False  # of a run that was stopped, all is counted
         self._kept = position.timestamp if position.steps else -1  # timestamp of the last checkpoint
 
+    def _follow(self, plan: Plan, position: Position) -> None:
+        """Everybody begins by this plan, from here; nothing is under way."""
+        self.plan = plan
+        self.protocol = self._job.make_protocol(plan)
+        self._gradient_weight = self.protocol.modulation.gradient_weight
+        self._steps = [position.step(i) for i in range(plan.numbers)]
+        self._pending: list[bytes] = []  # rows of `records.GRADIENT`
+        self._pending_samples = self._pending_staleness = 0
+        self._pending_loss, self._pending_errors = 0.0, 0
+
     def validate(self) -> None:
         assert 0 <= self._credits <= CREDITS
         assert self.epoch <= self.epochs
 
     def _start_clock(self, now: float) -> Message:
-        """Training begins; where it goes on, the time in between does not count."""
-        start = Message(Kind.START, self.id, value=round((now - self._spent_s) * 1e9))
-        self._began = start.value * 1e-9  # the same number everywhere
-        self._ended = self._began + self._spent_s
-        return start
+        """Training begins; where it goes on after a resume, the time in between does not count."""
+        if self._start_message is None:
+            start = self._start_message = Message(Kind.START, self.id, value=round((now - self._spent_s) * 1e9))
+            self._began = start.value * 1e-9  # the same number everywhere
+            self._ended = self._began + self._spent_s
+        return self._start_message
 
     def _count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Takes gradients into the books of the next update; returns their samples."""
@@ -154,7 +179,7 @@ class Owner(Machine):
         row = np.array([(self.epoch, 0, self.timestamp, self.samples, *measured, *untested)], records.EPOCH)
         actions = self._outbox.flush(now)
         if self.epoch == self.epochs:
-            self._final = row
+            self._final, self._final_lent = row, True
             return actions + self._send_final()
         if not self._credits or self._snapshot_lent:
             return [*actions, Send(self.plan.statistics, Message(Kind.EPOCHS, self.id, self.timestamp, rows=row))]
@@ -176,10 +201,57 @@ class Owner(Machine):
         """The statistics server has a snapshot."""
         if buffer == SNAPSHOT:
             self._snapshot_lent = False
+        else:
+            self._final_lent = False
 
     def _credit(self, event: Received, now: float) -> list[Action]:
         self._credits += 1
         return self._send_final()
+
+    # Roles that die.
+
+    def _regroup(self, position: Position, now: float) -> list[Action]:
+        """Has everybody who is left begin anew from the weights that are here, which are those of a position."""
+        lost = sorted(self._dead - self._buried)
+        names = listed([f"{role.name} (rank {role.world_rank})" for role in map(self.plan.roles.__getitem__, lost)])
+        try:
+            self._follow(self.plan.without(self._dead), position)
+        except ValueError as error:
+            return [Fail(f"{names} died, and the run cannot go on: {error}", lost=True)]
+        for role in lost:
+            learner = self.plan.roles[role].kind == LEARNER
+            pushed = position.step(self.plan.roles[role].index) if learner else 0
+            what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
+            self._bury(role, f"died {what}; what was under way is computed again", pushed, now)
+        if self._job.faults.on_learner_loss == "stop" and any(self.plan.roles[i].kind == LEARNER for i in lost):
+            self._stopped = True
+        text = f"{names} died; {self._left_over}, who go on from update {self.timestamp}"
+        return [*self._outbox.flush(now), Warn(text), Regroup(self.plan, position)]
+
+    @property
+    def _left_over(self) -> str:
+        """Who is left, for people."""
+        learners = self.protocol.learners
+        whom = f"compute group{'s' * (learners > 1)}" if self.plan.groups else f"learner{'s' * (learners > 1)}"
+        return f"{learners} {whom} {'are' if learners > 1 else 'is'} left"
+
+    def _bury(self, role: int, text: str, pushed: int, now: float) -> None:
+        """Reports a role that is no more, and closes a learner's books."""
+        self._buried.add(role)
+        self._tell("lost", self.timestamp, now - self._began, text, role)
+        if self.plan.roles[role].kind == LEARNER:
+            self._account_for(role, pushed)
+
+    def _lose_late(self, role: int, now: float) -> list[Action]:
+        """All is counted, and nobody is missed; but accounts of a learner and its group may never come."""
+        if self.plan.roles[role].kind == LEARNER:
+            for learner in self.plan.group_of(role):
+                self._account_for(learner, self._steps[self.plan.roles[learner].index])
+        return self._outbox.flush(now)
+
+    def _account_for(self, role: int, pushed: int) -> None:
+        learner, samples = self.plan.roles[role], pushed * self._job.training.minibatch_size
+        self._outbox.add(Kind.LEARNERS, learner.index, learner.world_rank, pushed, samples, 0, 0, 0.0, 0.0, 0.0, 0.0)
 
     def _totals(self, now: float, pushed: int, pending: int, discarded: int, lost: int) -> list[Action]:
         """The closing account."""

@@ -81,6 +81,8 @@ class ParameterServer(Owner):
         (State.INITIALISING, Hashed): "_send_first_weights",
         (State.INITIALISING, Sent): "_returned",
         (State.INITIALISING, Kind.READY): "_child_ready",
+        (State.INITIALISING, Kind.CREDIT): "_credit",
+        (State.INITIALISING, Updated): "_updated",
         (State.TRAINING, Kind.GRADIENT): "_gradient",
         (State.TRAINING, Kind.PULL): "_pull",
         (State.TRAINING, Kind.CREDIT): "_credit",
@@ -98,9 +100,9 @@ class ParameterServer(Owner):
         (State.CLOSING, Kind.CREDIT): "_credit",
         (State.CLOSING, Sent): "_returned",
         (State.CLOSING, Kind.DONE): "_finish",
-        **{(state, Saved): "_saved" for state in (State.TRAINING, State.DRAINING, State.CLOSING)},
-        **{(state, Kind.SAFE): "_safe" for state in (State.TRAINING, State.DRAINING, State.CLOSING)},
-        **{(state, Committed): "_committed" for state in (State.TRAINING, State.DRAINING, State.CLOSING)},
+        **{(state, Saved): "_saved" for state in State if state is not State.DONE},
+        **{(state, Kind.SAFE): "_safe" for state in State if state is not State.DONE},
+        **{(state, Committed): "_committed" for state in State if state is not State.DONE},
         (State.INITIALISING, Stopped): "_stop_first",
         (State.TRAINING, Stopped): "_stop",
         **{(state, Stopped): "_stop_again" for state in (State.DRAINING, State.CLOSING)},
@@ -109,6 +111,13 @@ class ParameterServer(Owner):
     def __init__(self, role: int, plan: Plan, job: Job, training_samples: int, position: Position = BEGINNING) -> None:
         super().__init__(role, plan, job, training_samples, position)
         self.state = State.INITIALISING
+        self._warnings = _warnings(job, plan)
+
+    def _follow(self, plan: Plan, position: Position) -> None:
+        super()._follow(plan, position)
+        role = self.id
+        self.state = State.INITIALISING
+        self.timestamp = position.timestamp
         self._ordered, self._grants_on_push = self.protocol.ordered, self.protocol.grants_on_push
         self.discarded = self.lost = 0
         self.received = position.applied
@@ -116,16 +125,17 @@ class ParameterServer(Owner):
         workers = [members[0] for members in plan.groups] or plan.learners
         self.pushed = [position.step(plan.roles[worker].index) for worker in workers]
         self._below = {child: plan.learners_below(child) for child in plan.children[role]}
-        self._places = list(range(len(plan.learners)))  # learner -> its place there; -1: it is no more
+        self._places = [-1] * plan.numbers  # learner -> its place there; -1: it is no more
+        for place, learner in enumerate(plan.learners):
+            self._places[plan.roles[learner].index] = place
         self._deferred: deque[int] = deque()  # roles that died while an update was due
-        self._from_lost = 0  # gradients of learners that are no more
-        self._job = job
+        self._from_lost = position.applied - sum(self.pushed)  # gradients of learners that are no more
         self._children = list(plan.children[role])
         self._receivers = plan.receivers[role]
         self._worker = {child: worker for worker, child in enumerate(self._children)}
         self._grouped = bool(plan.groups)
         self.intake = Intake(self._children, 2, self._ordered)
-        self._stragglers = Stragglers(self._children, job.faults.stall_warning)
+        self._stragglers = Stragglers(self._children, self._job.faults.stall_warning)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
         self._digest: int | None = None
         self._ready: set[int] = set()
@@ -139,7 +149,6 @@ class ParameterServer(Owner):
             self._receivers, position.timestamp
         )  # down the weights' tree: the newest timestamp sent
         self._edges_busy: set[int] = set()
-        self._warnings = _warnings(job, plan)
         self._weights_changed()
 
     @property
@@ -170,7 +179,8 @@ class ParameterServer(Owner):
     # Start: everybody holds the same weights.
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [*self._warnings, Hash(WEIGHTS)]
+        warnings, self._warnings = self._warnings, []
+        return [*warnings, Hash(WEIGHTS)]
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
         self._digest = short(event.digest)
@@ -191,7 +201,8 @@ class ParameterServer(Owner):
         start = self._start_clock(now)
         self._stragglers.begin(now, self.received)
         told = [Send(to, start) for to in (self.plan.statistics, *self._children)]
-        return [*told, *(self._drain() if self._stopped else self.intake.post(True))]
+        over = self._stopped or self.epoch == self.epochs
+        return [*told, *(self._drain() if over else self.intake.post(True))]
 
     # Gradients in.
 
@@ -236,8 +247,7 @@ class ParameterServer(Owner):
                 if self._lent:
                     return actions
                 actions += self._update(now)
-                while self._deferred and not self._update_due:
-                    actions += self.lose(self._deferred.popleft(), now)
+                actions += self._lose_deferred(now)
             elif intake.arrived and (not self._ordered or intake.bring()):
                 buffer, _, gradients = intake.arrived.popleft()
                 actions += self._add(buffer, gradients)
@@ -334,7 +344,7 @@ class ParameterServer(Owner):
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.plan.statistics:
             self._snapshot_returned(event.buffer)
-            return []
+            return self._lose_deferred(now)
         if event.buffer in self._downcast:
             timestamp, lent = self._downcast[event.buffer]
             self._downcast[event.buffer] = (timestamp, lent - 1)
@@ -352,11 +362,33 @@ class ParameterServer(Owner):
         name = f"{plan.roles[role].name} (rank {plan.roles[role].world_rank})"
         if plan.roles[role].kind == STATISTICS_SERVER:
             return [] if self.state is State.DONE else [Fail(f"the {name} died", lost=True)]
-        if self.state in {State.CLOSING, State.DONE} or not plan.survives(role):
-            return []  # nobody is missed any more, or the statistics server says so, and ends the run
-        if self.state is State.INITIALISING:
+        if self.state is State.DONE or role in self._buried:
+            return []
+        if self.state is State.CLOSING:
+            return self._lose_late(role, now)
+        if self._start_message is None:
             return [Fail(f"{name} died before training began", lost=True)]
-        training = self.state is TRAINING
+        if self.state is State.INITIALISING or not plan.survives(role):
+            return self._begin_anew(role, now)
+        return self._go_on_without(role, name, now)
+
+    def _lose_deferred(self, now: float) -> list[Action]:
+        """Who died while weights were under way, once they are not."""
+        actions: list[Action] = []
+        while self._deferred and not self._update_due and not self._final_lent:
+            actions += self.lose(self._deferred.popleft(), now)
+        return actions
+
+    def _begin_anew(self, role: int, now: float) -> list[Action]:
+        """Lets everybody begin by a plan without a role; what is pending is computed again."""
+        if self._final_lent:  # to the statistics server
+            self._deferred.append(role)
+            return []
+        return self._regroup(self._position(now), now)
+
+    def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
+        """Waits no more for a learner, while all others go on as they are."""
+        plan, training = self.plan, self.state is TRAINING
         if training and self._update_due:  # and waits for leases: it is still one of before
             self._deferred.append(role)
             return []
@@ -376,12 +408,10 @@ class ParameterServer(Owner):
             self._gradient_weight = self.protocol.modulation.gradient_weight
             self._weights_changed()
             c = self.protocol.gradients_per_update
-            left = f"{len(self.pushed)} learners are left, {c} gradients make an update"
+            left = f"{self._left_over}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
         actions.append(Warn(f"{name} died; {left}"))
         text = f"died when {self._steps[learner]} of its gradients had been applied, with the next under way"
-        self._tell("lost", self.timestamp, now - self._began, text, role)
-        account = (learner, plan.roles[role].world_rank, pushed, pushed * self._job.training.minibatch_size)
-        self._outbox.add(Kind.LEARNERS, *account, 0, 0, 0.0, 0.0, 0.0, 0.0)
+        self._bury(role, text, pushed, now)
         if not training:
             return actions + self.intake.post(False) + self._close(now)
         if self._job.faults.on_learner_loss == "stop":
@@ -430,10 +460,7 @@ class ParameterServer(Owner):
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self._stopped = True
-        actions = self._drain()
-        while self._deferred:  # the update will not come for which they waited
-            actions += self.lose(self._deferred.popleft(), now)
-        return actions
+        return self._drain() + self._lose_deferred(now)  # the update will not come for which they waited
 
     def _stop_again(self, event: Stopped, now: float) -> list[Action]:
         return []  # it is ending

@@ -82,7 +82,7 @@ class StatisticsServer(Machine):
         self.epochs = job.training.epochs
         self._evaluates = job.training.evaluate
         self._stops_at_loss = job.faults.on_learner_loss == "stop"
-        self._learners = np.zeros(len(plan.learners), records.LEARNER)
+        self._learners = np.zeros(plan.numbers, records.LEARNER)
         self._accounts: set[int] = set()  # learners whose row is there, or who are no more
         self._totals: Rows | None = None
         self._rows: dict[int, Rows] = {}  # epoch -> its row, until those before it are recorded
@@ -231,9 +231,9 @@ class StatisticsServer(Machine):
         lost = self.plan.roles[role]
         if self.state is State.DONE:
             return []
-        if not self.plan.survives(role):
+        if role == self.plan.server:
             return [Fail(f"{lost.name} (rank {lost.world_rank}) died, and the run cannot go on without it", lost=True)]
-        self._gone.add(role)  # the server gives the account of a learner that is no more
+        self._gone.add(role)  # the owner of the weights gives the account of a learner that is no more
         return []
 
     def _to_server(self, kind: Kind) -> Action:

@@ -70,21 +70,21 @@ class TreeServer(Machine):
         (State.STOPPING, Kind.WEIGHTS): "_late_weights",
         (State.STOPPING, Sent): "_returned",
         (State.STOPPING, Kind.BYE): "_bye",
+        (State.STOPPED, Started): "_stay",
         (State.STOPPED, Kind.DONE): "_finish",
     }
 
     def __init__(self, role: int, plan: Plan, job: Job, position: Position = BEGINNING) -> None:
         super().__init__(role, plan)
         parent = plan.roles[role].parent
-        assert parent is not None
-        self.parent = parent
-        self.state = State.WAITING
+        self.parent = role if parent is None else parent
+        self.state = State.WAITING if plan.children[role] else State.STOPPED  # nobody is left below
         self._job = job
         self._children = list(plan.children[role])
         self._receivers = plan.receivers[role]
         self._protocol = job.make_protocol(plan)
         self._ordered = self._protocol.ordered
-        self._together = min(plan.learners_below(role), self._protocol.gradients_per_update)
+        self._together = min(max(1, plan.learners_below(role)), self._protocol.gradients_per_update)
         self._below = {child: plan.learners_below(child) for child in plan.children[role]}
         self._lost = 0  # learners, of all
         self.intake = Intake(self._children, 3, self._ordered)
@@ -125,6 +125,9 @@ class TreeServer(Machine):
 
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Receive(self._current, self.parent)] if self._receivers else []
+
+    def _stay(self, event: Started, now: float) -> list[Action]:
+        return []
 
     def _first_weights(self, event: Received, now: float) -> list[Action]:
         self.timestamp = event.message.timestamp

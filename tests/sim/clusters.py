@@ -105,11 +105,17 @@ def timing(job_: Job, training_samples: int, after: Callable[[Machine], None] = 
     """
     plan = job_.plan(places(job_))
     machines = {i: roles.make(i, job_, plan, training_samples) for i in range(len(plan.roles))}
+
+    def make(role: int, plan: Plan, position: Position) -> Machine:
+        return roles.make(role, job_, plan, training_samples, position)
+
     rows = Rows()
     hands = sim.TimingOnly(job_.training.minibatch_size)
     seed = job_.training.seed
     costs = CostModel(job_.simulation, plan, job_.training.minibatch_size)
-    simulation = sim.Simulation(plan, machines, hands, rows, costs, size_bytes=350_000, seed=seed, check=after)
+    simulation = sim.Simulation(
+        plan, machines, hands, rows, costs, size_bytes=350_000, seed=seed, check=after, make=make
+    )
     rows.time_s = simulation.run()
     rows.code = simulation.code
     return rows
@@ -226,6 +232,7 @@ def train(
         size_bytes=1_000_000,
         seed=job_.training.seed + position.timestamp,
         save=save,
+        make=lambda role, plan, position: roles.make(role, job_, plan, info.training_samples, position),
         check=validate,
     )
     if stop_at is not None:

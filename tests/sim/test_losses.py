@@ -19,13 +19,21 @@ from rudra.config import Job
 from rudra.costs import places
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.hands import VmapHands
-from rudra.roles import Machine, ParameterServer
+from rudra.roles import Machine
+from rudra.roles.owner import Owner
+from topologies.plan import LEARNER, TREE_SERVER
 
 TOPOLOGIES: dict[str, list[dict[str, Any]]] = {
     "base": [{}],
     "adv": [{"fan_out": 2}, {"fan_out": 3}, {"fan_out": (2, 2)}, {"fan_out": (2, 2, 2)}],
+    "adv*": [{}, {"weight_fan_out": 1}, {"fan_out": 2}, {"fan_out": (2, 2), "weight_fan_out": 3}],
+    "groups": [{"groups": 1}, {"groups": 2}, {"groups": 3}],
 }
-EXPECTED = ("no learner is left", "died before training began")
+EXPECTED = (
+    "no learner is left",
+    "died before training began",
+    "statistics server: learner 0 (rank 1) died, and the run",
+)
 
 
 def duration(run_: Job, training_samples: int) -> tuple[float, float]:
@@ -34,7 +42,7 @@ def duration(run_: Job, training_samples: int) -> tuple[float, float]:
 
     def look(machine: Machine) -> None:
         nonlocal began_s
-        if isinstance(machine, ParameterServer):
+        if isinstance(machine, Owner) and machine.id == machine.plan.server:
             began_s = machine._began
 
     ended_s = timing(run_, training_samples, look).time_s
@@ -44,10 +52,13 @@ def duration(run_: Job, training_samples: int) -> tuple[float, float]:
 @st.composite
 def clusters(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
     """A job with learners that die at any time of its run, and the samples of an epoch."""
-    learners = draw(st.integers(1, 11))
+    learners = draw(st.integers(1 if topology != "groups" else 3, 11))
+    options = draw(st.sampled_from(TOPOLOGIES[topology]))
     rules = ["hardsync", "softsync", "softsync", "async", Eager, *([Bounded] if topology == "base" else [])]
-    protocol = draw(st.sampled_from(rules))
-    n = draw(st.integers(1, learners)) if protocol == "softsync" else None
+    if topology == "adv*":
+        rules.remove("hardsync")
+    protocol = "hardsync" if options.get("groups") == 1 else draw(st.sampled_from(rules))
+    n = draw(st.integers(1, options.get("groups", learners))) if protocol == "softsync" else None
     times = st.sampled_from([0.0, 1e-4, 1e-3, 0.05])
     simulation = {
         "compute_s": draw(st.sampled_from([1e-3, 0.05])),
@@ -72,7 +83,7 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
         n=n,
         epochs=draw(st.integers(1, 4)),
         seed=draw(st.integers(0, 2**20)),
-        topology={"name": topology, "options": draw(st.sampled_from(TOPOLOGIES[topology]))},
+        topology={"name": topology, "options": options},
         simulation=simulation,
         results={"report_s": draw(st.sampled_from([0.0, 0.25, 100.0]))},
         training={"evaluate": draw(st.booleans())},
@@ -86,6 +97,10 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
     most = draw(st.sampled_from([1, 2, learners]))
     dying = draw(st.lists(st.integers(0, learners - 1), min_size=1, max_size=most, unique=True))
     faults: list[dict[str, Any]] = [{"learner": i, "dies_at_s": draw(moments)} for i in dying]
+    servers = [role.index for role in undisturbed.plan(places(undisturbed)).roles if role.kind == TREE_SERVER]
+    if servers:
+        falling = draw(st.lists(st.sampled_from(servers), max_size=2, unique=True))
+        faults += [{"tree_server": i, "dies_at_s": draw(moments)} for i in falling]
     if draw(st.booleans()):
         faults.append({"learner": 0, "slows_at_s": draw(moments), "factor": 10.0, "for_s": ended_s / 4})
     return undisturbed.with_(simulation={"faults": faults}), training_samples
@@ -122,9 +137,10 @@ def check(run_: Job, rows: Rows) -> None:
     if run_.protocol.name == "hardsync":
         assert (gradients["staleness"] == 0).all()
     gone = lost(rows)
+    gone = gone[[plan.roles[role].kind == LEARNER for role in gone["role"]]]
     alive = set(range(run_.learners)) - {plan.roles[role].index for role in gone["role"]}
     since = gone["timestamp"].max(initial=0)
-    c = run_.make_protocol(plan, len(gone)).gradients_per_update if alive else 1
+    c = run_.make_protocol(plan.without(gone["role"])).gradients_per_update if alive else 1
     later = updates[updates["timestamp"] > since]
     if rule.ordered:
         for timestamp in later["timestamp"]:

@@ -266,7 +266,7 @@ PLAIN = job("async", training={"epochs": 1})
 TREE = job("async", 4, topology={"name": "adv", "options": {"fan_out": 2}})
 OVERLAPPED = job("async", topology={"name": "adv*"})
 GROUPS = job("async", 4, topology={"name": "groups", "options": {"groups": 2}})
-REPLICAS = job("async", topology={"name": "groups"}, training={"epochs": 1})
+REPLICAS = job("async", topology={"name": "groups"}, training={"epochs": 1}).with_(cluster={"learners": 3})
 NEVER_LEAVES = {learner_.State.LEAVING}
 """Of a learner that does not overlap."""
 
@@ -310,8 +310,9 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         1,
         {*group_.Replicas},
         [
-            *(Started(), HASHED, from_(2, Kind.READY, value=DIGEST), computed(0), reduced(0, 1), updated(1)),
-            *(Sent("weights", 0), DONE),
+            *(Started(), HASHED, *(from_(i, Kind.READY, value=DIGEST) for i in (2, 3))),
+            *(Lost(3), Saved(0), from_(0, Kind.SAFE), Committed(0), Started(), HASHED),
+            *(from_(2, Kind.READY, value=DIGEST), computed(0), reduced(0, 1), updated(1), Sent("weights", 0), DONE),
         ],
     ),
     "tree server": (

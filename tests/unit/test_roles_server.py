@@ -552,7 +552,7 @@ def test_who_stops_with_a_loss_lets_in_what_is_under_way() -> None:
     role = training("hardsync", faults={"on_learner_loss": "stop"})
     assert feed(role, gradient(1, 0, 0, G1)) == []
     assert feed(role, fails(0)) == [
-        "warn learner 0 (rank 2) died; 1 learners are left, 1 gradients make an update",
+        "warn learner 0 (rank 2) died; 1 learner is left, 1 gradient makes an update",
         "STOP@0 to L1",
         "receive gradient 0",
         "receive gradient 1",
