@@ -187,7 +187,7 @@ class _Record:
         self.losses = events[events["kind"] == b"lost"]
         self.note = ""
         if len(self.losses):
-            self._stop_where_the_dead_return(events)
+            self._stop_where_none_can_follow(events, results.plan())
 
     def _cut(self, updates: int) -> None:
         """Forgets what was recorded after an update."""
@@ -195,12 +195,17 @@ class _Record:
         self.updates = self.updates[:updates]
         self.gradients = self.gradients[: int(self.updates["gradients"].sum())]
 
-    def _stop_where_the_dead_return(self, events: Rows) -> None:
-        """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them."""
+    def _stop_where_none_can_follow(self, events: Rows, plan: Plan) -> None:
+        """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them, nor to
+        another plan."""
         first = self.losses[0]
         again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
-        if any(role["kind"] == TREE_SERVER.encode() for role in self.roles):
+        anew = [row for row in self.losses if not plan.survives(row["role"])]
+        if anew:
+            name = plan.roles[anew[0]["role"]].name
+            ends.append((int(anew[0]["timestamp"]), f"{name} died, and those who were left began anew"))
+        elif any(role.kind == TREE_SERVER for role in plan.roles):
             before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
             ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
         if ends:

@@ -276,7 +276,6 @@ class Replica(Minibatches, Owner):
         Owner.__init__(self, role, plan, job, training_samples, position, reports=self._leads)
         self._open_books(job.faults, job.results, position)
         self._ended_training = False
-        self._digest = 0  # of the weights, as much as goes into a gradient's record
         self._ready_at = self._reduced_at = 0.0
 
     def _follow(self, plan: Plan, position: Position) -> None:
@@ -285,6 +284,7 @@ class Replica(Minibatches, Owner):
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
         self._digests: list[int] = []
+        self._digest = 0  # of the weights, as much as goes into a gradient's record; since everybody began
 
     @property
     def waiting_for(self) -> str:
