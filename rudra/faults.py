@@ -19,24 +19,20 @@ from typing import TYPE_CHECKING, Any
 from rudra.config import Fault
 from rudra.events import (
     Action,
-    Committed,
     Event,
     Halt,
     Lost,
     Receive,
-    Received,
     Regroup,
-    Saved,
     Send,
     Sent,
     Started,
-    Stopped,
-    Updated,
 )
 from rudra.messages import Kind
 from rudra.position import Position
 from rudra.roles import Machine
 from rudra.roles.minibatches import Minibatches
+from rudra.roles.owner import outlasts
 from rudra.sampling import mix
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
@@ -216,7 +212,7 @@ class Faults:
         if owner.inbox:  # of which the first event is being handled
             first, *rest = owner.inbox
             owner.inbox.clear()
-            owner.inbox.extend([first, *(event for event in rest if _stays(event, plan.statistics))])
+            owner.inbox.extend([first, *(event for event in rest if outlasts(event, plan.statistics))])
         sim._reductions.clear()
         for actor in self._actors.values():
             if actor.halted or actor.role == plan.statistics:
@@ -260,7 +256,7 @@ class Faults:
             return True
         if whom is not owner:
             return False
-        return _stays(about, statistics.role)
+        return outlasts(about, statistics.role)
 
     def _give_back(self, actor: "_Actor", send: Send) -> None:
         """A tensor will not be sent; nobody is told."""
@@ -285,15 +281,6 @@ class Faults:
         if self._sim._sent is not None:
             self._sim._sent(actor.role, send.buffer)
         actor.take(actor, Sent(send.buffer, send.to))
-
-
-def _stays(event: Any, statistics: int) -> bool:
-    """Whether an event is for the owner of the weights, whoever else begins anew."""
-    if isinstance(event, Received):
-        return event.message.sender == statistics
-    if isinstance(event, Sent):
-        return event.to == statistics
-    return isinstance(event, Updated | Saved | Committed | Stopped | Lost)
 
 
 def _times(compute_s: Any, factors: list[float]) -> float:

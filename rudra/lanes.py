@@ -8,6 +8,7 @@ computation; so these start transfers, test them, and sleep in between.
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
@@ -63,42 +64,62 @@ class Worker(threading.Thread):
         self.join()
 
 
+@dataclass(slots=True)
+class _Carried:
+    """A transfer; `done` is None where nobody wants to know any more."""
+
+    request: "MPI.Request"
+    done: Callable[[], None] | None
+    receives: bool
+
+
 class Lane(Worker):
     """A thread that carries out transfers, any number at a time."""
 
     def __init__(self, name: str, post: Post) -> None:
-        self._requests: list[MPI.Request] = []
-        self._done: list[Callable[[], None]] = []
+        self._carried: list[_Carried] = []
+        self._quiet: Callable[[], None] | None = None  # to be told when nothing forgotten is received any more
+        self._lost = False
         super().__init__(name, post)
 
-    def carry(self, start: Callable[[], "MPI.Request"], done: Callable[[], None]) -> None:
+    def carry(self, start: Callable[[], "MPI.Request"], done: Callable[[], None], *, receives: bool = False) -> None:
         """Starts a transfer; `done` is called in the rank's own thread when it is over."""
+        self.submit(lambda: self._carried.append(_Carried(start(), done, receives)))
 
-        def begin() -> None:
-            self._requests.append(start())
-            self._done.append(done)
+    def abandon(self, quiet: Callable[[], None]) -> None:
+        """Forgets all transfers, because a rank has died; `quiet` is called when none writes here any more."""
 
-        self.submit(begin)
+        def forget() -> None:
+            self._quiet, self._lost = quiet, True
+            for carried in self._carried:
+                carried.done = None
+                if carried.receives:
+                    carried.request.Cancel()
+
+        self.submit(forget)
 
     def _serve(self) -> None:
         pause_s = SHORTEST_S
         while True:
             with suppress(Empty):
-                work = self._todo.get(timeout=pause_s if self._requests else None)
+                work = self._todo.get(timeout=pause_s if self._carried else None)
                 if work is None:
                     break
                 work()
                 pause_s = SHORTEST_S
-            over = {place: what for place, r in enumerate(self._requests) if (what := outcome(r)) != "no"}
-            if not over:
-                pause_s = min(LONGEST_S, 1.5 * pause_s)
-                continue
-            pause_s = SHORTEST_S
-            for place, what in over.items():
-                if what == "done":  # else a rank has died; the run ends, and says so
-                    self._post(self._done[place])
-            self._requests = [r for i, r in enumerate(self._requests) if i not in over]
-            self._done = [d for i, d in enumerate(self._done) if i not in over]
-        for request in self._requests:  # receives that nobody will send to any more
-            request.Cancel()
-            request.Wait()
+            before, self._carried = self._carried, [c for c in self._carried if not self._over(c)]
+            pause_s = min(LONGEST_S, 1.5 * pause_s) if len(self._carried) == len(before) else SHORTEST_S
+            if self._quiet is not None and not any(c.receives and c.done is None for c in self._carried):
+                self._post(self._quiet)
+                self._quiet = None
+        for carried in self._carried:  # receives that nobody will send to any more
+            carried.request.Cancel()
+            if not self._lost:  # else it may wait for ever
+                carried.request.Wait()
+
+    def _over(self, carried: _Carried) -> bool:
+        """Whether a transfer is over, which is told if it has not failed; then a rank has died, and all begin anew."""
+        what = outcome(carried.request)
+        if what == "done" and carried.done is not None:
+            self._post(carried.done)
+        return what != "no"

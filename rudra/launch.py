@@ -38,6 +38,9 @@ mpirun holds back what a rank writes until a newline comes, and a progress bar w
 GRACE_S = 30.0
 """How long the ranks may take to stop in order after Ctrl-C, and to write a checkpoint, before they are ended."""
 
+ENDS_S = 6.0
+"""How long mpirun may take to end after a rank has ended the run; it hangs now and then when ranks have died."""
+
 _EXIT = b"\x1eexit "
 """Begins a line in which a rank that ends the run gives the exit code; the relay takes it out."""
 
@@ -336,7 +339,9 @@ def _run(command: Sequence[str], relay: Relay) -> tuple[int, bool]:
     try:
         with stopper.on_signals():
             _pump(process, relay, stopper)
-            code = process.wait()
+            while (code := process.poll()) is None:
+                time.sleep(0.05)
+                stopper.escalate(told=relay.code is not None)
     finally:
         if process.poll() is None:  # an error of ours: leave nothing running
             process.kill()
@@ -359,7 +364,7 @@ def _pump(process: subprocess.Popen[bytes], relay: Relay, stopper: "_Stopper") -
                 relay.feed(data)
             elif process.poll() is not None:  # something that outlived mpirun holds the pipe
                 break
-            stopper.escalate()
+            stopper.escalate(told=relay.code is not None)
     relay.close()
 
 
@@ -368,6 +373,7 @@ class _Stopper:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.stopped_at: float | None = None
+        self._told_at: float | None = None
         self._process = process
         self._sent: list[int] = []
 
@@ -395,7 +401,12 @@ class _Stopper:
         else:  # a second Ctrl-C: now
             self._send(signal.SIGTERM)
 
-    def escalate(self) -> None:
+    def escalate(self, *, told: bool) -> None:
+        """Insists, if it is time; `told`: a rank has ended the run, after which mpirun ends, unless it hangs."""
+        if told:
+            self._told_at = self._told_at or time.monotonic()
+            if time.monotonic() - self._told_at > ENDS_S:
+                self._send(signal.SIGKILL)
         if self.stopped_at is None:
             return
         waited = time.monotonic() - self.stopped_at

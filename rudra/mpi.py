@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rudra.checkpoint import CheckpointWriter
 from rudra.doorbell import Doorbell
 from rudra.errors import RunError
@@ -39,6 +41,7 @@ from rudra.events import (
     Received,
     Record,
     Reduce,
+    Regroup,
     Save,
     Saved,
     Send,
@@ -63,20 +66,24 @@ from rudra.executor import (
 )
 from rudra.failures import Losses, outcome
 from rudra.lanes import Lane, Worker
-from rudra.messages import CONTROL_BYTES, Kind, Message
+from rudra.messages import CONTROL_BYTES, Kind, Message, generation_of
+from rudra.position import Position
 from rudra.recorder import Recorder
-from rudra.reduction import make_reductions
+from rudra.reduction import GroupReduction, library_comm, make_reduction
 from rudra.roles import Machine
-from rudra.transfers import Transfers, Wanted
+from rudra.roles.minibatches import Minibatches
+from rudra.roles.owner import outlasts
+from rudra.transfers import Going, Transfers, Wanted
 from topologies import Plan
 from topologies.plan import LEARNER
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CONTROL, GRADIENTS, WEIGHTS, CHANNELS = 0, 1, 2, 3
-FAILURE_TAG = 32767  # the largest tag that every MPI has
-CLOCK_TAG = FAILURE_TAG - 1
+FAILURE_TAG, CLOCK_TAG, REGROUP_TAG, FIRST_TAG = 0, 1, 2, 3
+CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, CHANNELS = 0, 1, 2, 3, 4
+"""Tags from the first on: of each role these channels, tensors' once more each time that roles begin anew."""
+
 RING = 16
 """Control messages of one role that may arrive before the role looks."""
 
@@ -97,21 +104,23 @@ class _Ring:
 
     def __init__(self, comm: "MPI.Comm", role: int) -> None:
         self._buffers = [bytearray(CONTROL_BYTES) for _ in range(RING)]
-        tag = role * CHANNELS + CONTROL
+        tag = FIRST_TAG + role * CHANNELS + CONTROL
         self._requests = [comm.Recv_init(b, tag=tag) for b in self._buffers]
         self._head = 0
         for request in self._requests:
             request.Start()
 
-    def take(self) -> Message | None:
+    def take(self) -> tuple[int, Message] | None:
+        """The next message, and how often its sender had begun anew."""
         # Receives match in the order in which they were posted, so only the oldest can be next.
         request = self._requests[self._head]
         if outcome(request) != "done":
             return None
-        message = Message.decode(self._buffers[self._head])
+        data = self._buffers[self._head]
+        found = generation_of(data), Message.decode(data)
         request.Start()
         self._head = (self._head + 1) % RING
-        return message
+        return found
 
     def close(self) -> None:
         for request in self._requests:
@@ -130,6 +139,7 @@ class Rank:
         executors: their hands.
         recorder: where the statistics server's rows go; None elsewhere.
         checkpoints: writes those of the weights' owner; None elsewhere.
+        remake: makes a role's machine for a new plan, and its executor ready, where others have died.
         stall_warning: a wait that is longer is reported.
         stall_limit: a wait that is longer ends the run; None: never.
         spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
@@ -144,6 +154,7 @@ class Rank:
         executors: dict[int, Executor],
         recorder: Recorder | None,
         checkpoints: CheckpointWriter | None = None,
+        remake: Callable[[int, Plan, Position], Machine] | None = None,
         *,
         stall_warning: float = 60.0,
         stall_limit: float | None = None,
@@ -153,7 +164,12 @@ class Rank:
         from mpi4py import MPI
 
         self._mpi, self._comm, self._plan = MPI, comm, plan
-        self._machines, self._executors, self._recorder = machines, executors, recorder
+        self._machines, self._remake = machines, remake
+        self._executors, self._recorder = executors, recorder
+        self._generation = 0  # how often roles have begun anew
+        self._new: tuple[Plan, Position] | None = None  # by which they will, when nothing comes any more of before
+        self._early: list[tuple[int, int, Message]] = []  # of those who have: generation, receiver, message
+        self._lanes_ending = 0
         self._checkpoints = checkpoints
         self._saver: Worker | None = None  # the thread that writes them
         self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
@@ -167,7 +183,7 @@ class Rank:
         self._lent: Counter[tuple[int, str]] = Counter()  # transfers under way, by role and buffer
         self._rings = {role: _Ring(comm, role) for role in machines}
         self._losses = losses = Losses(comm)
-        self._transfers = Transfers(comm, losses, executors, self._received)
+        self._transfers = Transfers(comm, losses, executors, self._received, self._sent)
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
         self._computations: deque[tuple[int, Compute]] = deque()
@@ -175,7 +191,8 @@ class Rank:
         self._results: deque[Callable[[], None]] = deque()  # of other threads
         self._lanes: dict[int, Lane] = {}
         self._computer: Worker | None = None
-        self._reductions = make_reductions(comm, plan, executors, doorbell)
+        library = library_comm(comm, plan, machines)
+        self._reductions = {role: self._reduction(role, library) for role in machines if self._in_group(role)}
         if plan.overlapped and any(plan.roles[role].kind == LEARNER for role in machines):
             self._start_threads()
         self._running = set(machines)
@@ -253,13 +270,17 @@ class Rank:
             if reduction.busy and (event := reduction.test()) is not None:
                 self._events.append((role, event))
         for role, ring in self._rings.items():
-            while (message := ring.take()) is not None:
-                self._events.append((role, Received(message)))
+            while (found := ring.take()) is not None:
+                self._hear(role, *found)
         self._transfers.poll()
         while self._sending and outcome(self._sending[0][0]) != "no":
             self._sending.popleft()
         if self._losses.active:
             self._look_for_losses()
+        if self._losses.dead:
+            self._look_for_new_plan()
+        if self._new is not None and self._quiet():
+            self._begin_anew()
         if self._recorder is not None:
             self._look_for_failures()
         return bool(self._events)
@@ -272,16 +293,114 @@ class Rank:
             lost = [i for i, role in enumerate(self._plan.roles) if role.world_rank in ranks]
             self._events.extend((role, Lost(other)) for other in lost for role in self._machines)
 
+    # Beginning anew, by a plan without those that died.
+
+    def _look_for_new_plan(self) -> None:
+        """The owner of the weights says by which."""
+        owner = self._plan.roles[self._plan.server].world_rank
+        status = self._mpi.Status()
+        try:
+            told = self._comm.Iprobe(owner, REGROUP_TAG, status)
+        except self._mpi.Exception:  # a loss that is not acknowledged yet, or the owner's own
+            return
+        if told:
+            data = bytearray(status.Get_count(self._mpi.BYTE))
+            self._comm.Recv(data, owner, REGROUP_TAG)
+            gone, position = msgspec.msgpack.decode(data, type=tuple[list[int], Position])
+            self._abandon(self._plan.without(gone), position)
+
+    def _regroup(self, action: Regroup) -> None:
+        """Tells all others, and begins anew here."""
+        data = msgspec.msgpack.encode((sorted(action.plan.gone), action.position))
+        others = (role.world_rank for i, role in enumerate(action.plan.roles) if i != action.plan.statistics)
+        for rank in sorted({*others} - self._losses.dead - {self._comm.rank}):
+            self._sending.append((self._comm.Isend(data, rank, REGROUP_TAG), data))
+            self._to_ring.add(rank)
+        self._abandon(action.plan, action.position)
+
+    def _anew(self, role: int) -> bool:
+        return role != self._plan.statistics and role in self._running
+
+    def _abandon(self, plan: Plan, position: Position) -> None:
+        """Forgets what is under way between those who begin anew."""
+        self._generation += 1
+        self._plan, self._new = plan, (plan, position)
+        roles = {role for role in self._machines if self._anew(role)}
+        self._lent = Counter((going.role, going.name) for going in self._transfers.abandon(roles, plan.statistics))
+        for lane in self._lanes.values():
+            self._lanes_ending += 1
+            lane.abandon(self._lane_ended)
+        for role in roles & self._reductions.keys():
+            self._reductions[role].abandon()
+        self._computations = deque(due for due in self._computations if due[0] not in roles)
+        self._events = deque(
+            (role, event) for role, event in self._events if role not in roles or self._counts(role, event)
+        )
+
+    def _counts(self, role: int, event: Event) -> bool:
+        return role == self._plan.server and outlasts(event, self._plan.statistics)
+
+    def _lane_ended(self) -> None:
+        self._lanes_ending -= 1
+
+    def _quiet(self) -> bool:
+        """Whether nothing of before can write into a buffer any more."""
+        return self._transfers.quiet and not self._lanes_ending and all(r.quiet for r in self._reductions.values())
+
+    def _begin_anew(self) -> None:
+        assert self._new is not None
+        (plan, position), self._new = self._new, None
+        for role in self._machines:
+            if not self._anew(role):
+                continue
+            if role != plan.server:
+                assert self._remake is not None
+                before = self._machines[role]
+                machine = self._machines[role] = self._remake(role, plan, position)
+                if isinstance(machine, Minibatches) and isinstance(before, Minibatches):
+                    machine.inherit(before)
+            if self._in_group(role):
+                self._reductions[role] = self._reduction(role)
+            self._events.append((role, Started()))
+            unknown = {i for i, other in enumerate(plan.roles) if other.world_rank in self._losses.dead} - plan.gone
+            if role != plan.server:  # which knows
+                self._events.extend((role, Lost(other)) for other in sorted(unknown))
+        early, self._early = self._early, []
+        for generation, role, message in early:
+            self._hear(role, generation, message)
+
+    def _hear(self, role: int, generation: int, message: Message) -> None:
+        """Lets a control message in, unless it was said before everybody began anew; if its sender did earlier than
+        this rank, it waits."""
+        if self._plan.statistics in (role, message.sender):
+            self._events.append((role, Received(message)))
+        elif generation > self._generation or (generation == self._generation and self._new is not None):
+            self._early.append((generation, role, message))
+        elif generation == self._generation:
+            self._events.append((role, Received(message)))
+
+    def _in_group(self, role: int) -> bool:
+        return bool(self._plan.groups) and self._plan.roles[role].group is not None
+
+    def _reduction(self, role: int, library: "MPI.Comm | None" = None) -> GroupReduction:
+        tag = self._tag(self._plan.group_of(role)[0], REDUCTIONS)
+        return make_reduction(self._comm, self._plan, role, tag, self._executors[role], self._doorbell, library)
+
+    def _tag(self, role: int, channel: int) -> int:
+        """Of tensors for a role, which are never taken for those of before."""
+        generation = 0 if role == self._plan.statistics else self._generation
+        return FIRST_TAG + (generation * len(self._plan.roles) + role) * CHANNELS + channel
+
     def _keep_lent(self, role: int) -> None:
         executor = self._executors[role]
         if isinstance(executor, ServerExecutor):
             executor.keep({buffer for (of, buffer), count in self._lent.items() if of == role and count})
 
-    def _sent(self, role: int, buffer: str, to: int) -> None:
-        self._lent[role, buffer] -= 1
-        if buffer == "snapshot":
-            self._executors[role].release(buffer)
-        self._events.append((role, Sent(buffer, to)))
+    def _sent(self, going: Going) -> None:
+        self._lent[going.role, going.name] -= 1
+        if going.name == "snapshot":
+            self._executors[going.role].release(going.name)
+        self._events.append((going.role, Sent(going.name, going.to)))
 
     def _received(self, role: int, name: str, halves: bool) -> None:
         buffer = self._executors[role].buffer(name)
@@ -294,12 +413,12 @@ class Rank:
         self._results.append(result)
         self._doorbell.ring(self._comm.rank)
 
-    def _compute_beside(self, role: int, action: Compute) -> None:
+    def _compute_beside(self, role: int, action: Compute, generation: int) -> None:
         """Computes in the computing thread."""
         executor = self._executors[role]
         assert isinstance(executor, LearnerExecutor)
         computed = executor.compute(action)
-        self._post(lambda: self._events.append((role, computed)))
+        self._post(lambda: self._events.append((role, computed)) if generation == self._generation else None)
 
     def _compute(self) -> bool:
         if not self._computations:
@@ -330,7 +449,7 @@ class Rank:
                 if self._computer is None:
                     self._computations.append((role, action))
                 else:
-                    self._computer.submit(partial(self._compute_beside, role, action))
+                    self._computer.submit(partial(self._compute_beside, role, action, self._generation))
             case Reduce():
                 self._reductions[role].begin(action, self._executors[role].buffer(action.buffer))
             case Accumulate():
@@ -360,6 +479,8 @@ class Rank:
                 self._checkpoint(role, Saved, action.position, executor.state())
             case Commit():
                 self._checkpoint(role, Committed, action.timestamp)
+            case Regroup():
+                self._regroup(action)
             case Sync():
                 assert self._recorder is not None
                 self._recorder.sync()
@@ -383,8 +504,9 @@ class Rank:
         to = self._plan.roles[action.to].world_rank
         self._to_ring.add(to)
         if action.buffer is None:
-            data = action.message.encode()
-            self._sending.append((self._comm.Isend(data, to, action.to * CHANNELS + CONTROL), data))
+            data = action.message.encode(self._generation)
+            tag = FIRST_TAG + action.to * CHANNELS + CONTROL
+            self._sending.append((self._comm.Isend(data, to, tag), data))
             return
         if action.message.kind is Kind.SNAPSHOT:
             self._keep_lent(role)
@@ -392,25 +514,31 @@ class Rank:
         channel = GRADIENTS if action.message.kind is Kind.GRADIENT else WEIGHTS
         halves = self._halves and channel == GRADIENTS
         wire = buffer.write_half(action.message) if halves else buffer.write(action.message)
-        start = partial(self._comm.Isend, wire, to, action.to * CHANNELS + channel)
+        start = partial(self._comm.Isend, wire, to, self._tag(action.to, channel))
         self._lent[role, action.buffer] += 1
-        sent = partial(self._sent, role, action.buffer, action.to)
+        going = Going(role, action.buffer, action.to)
         if channel in self._lanes:
-            self._lanes[channel].carry(start, sent)
+            self._lanes[channel].carry(start, self._in_time(partial(self._sent, going)))
         else:
-            self._transfers.send(start(), sent)
+            self._transfers.send(start(), going)
 
     def _receive(self, role: int, action: Receive) -> None:
         halves = self._halves and action.gradient
         source = None if action.source is None else self._plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
-        tag = role * CHANNELS + channel
+        tag = self._tag(role, channel)
         if channel in self._lanes:
             wire = self._executors[role].buffer(action.buffer).wire
             start = partial(self._comm.Irecv, wire, self._mpi.ANY_SOURCE if source is None else source, tag)
-            self._lanes[channel].carry(start, partial(self._received, role, action.buffer, halves))
+            received = self._in_time(partial(self._received, role, action.buffer, halves))
+            self._lanes[channel].carry(start, received, receives=True)
         else:
             self._transfers.receive(Wanted(role, action.buffer, source, tag, halves))
+
+    def _in_time(self, what: Callable[[], None]) -> Callable[[], None]:
+        """Of another thread: does nothing once all have begun anew."""
+        generation = self._generation
+        return lambda: what() if generation == self._generation else None
 
     def _withdraw(self, role: int, buffer: str) -> None:
         """Takes a receive back, unless something is coming already, which then arrives as ever."""

@@ -1,17 +1,20 @@
-"""Averaging gradients over a compute group, on a communicator of its own.
+"""Averaging gradients over a compute group.
 
 In group_rank order: each member gets its slice of all gradients, adds them up in that order, and hands the sum round
 (or to the first member alone). Every element is added by the same operations in the same order whatever the slices
 are, so a replay, which has no slices, reaches the same bits. Or by the MPI library's own allreduce, in whatever order
-it likes.
+it likes, on a communicator of the group's own.
 
-Nothing blocks: `test` drives what is under way, so a rank that waits for its group still notices everything else.
+What members tell each other goes from one to the other, which still works where a communicator has lost a rank and
+collectives fail. Nothing blocks: `test` drives what is under way, so a rank that waits for its group still notices
+everything else.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rudra.doorbell import Doorbell
@@ -21,7 +24,6 @@ from rudra.failures import outcome
 from rudra.messages import Kind, Message, tail_bytes
 from rudra.records import Gradient
 from topologies import Plan
-from topologies.plan import Reduction
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,26 +35,37 @@ class GroupReduction:
     """One rank's part in the reductions of its group.
 
     Args:
-        comm: of the group's members, in group_rank order.
+        comm: of all ranks of the job.
+        members: ranks of the group's members, in group_rank order.
+        tag: of all that they send each other.
         size: of the vector, in elements.
-        how: which of the two ways.
         ring: wakes the other members, where they wait.
+        library: communicator of the members in the same order, on which the MPI library adds; None: they add in
+            group_rank order.
     """
 
-    def __init__(self, comm: "MPI.Comm", size: int, how: Reduction, ring: Callable[[], None]) -> None:
-        self._ring = ring
-        self._comm, self._how, self._k, self._rank = comm, how, comm.size, comm.rank
-        step = -(-size // (comm.size * _ALIGNED)) * _ALIGNED
-        self._slices = [slice(min(i * step, size), min((i + 1) * step, size)) for i in range(comm.size)]
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        members: Sequence[int],
+        tag: int,
+        size: int,
+        ring: Callable[[], None],
+        library: "MPI.Comm | None" = None,
+    ) -> None:
+        self._comm, self._members, self._tag, self._ring, self._library = comm, members, tag, ring, library
+        self._k, self._rank = len(members), members.index(comm.rank)
+        step = -(-size // (self._k * _ALIGNED)) * _ALIGNED
+        self._slices = [slice(min(i * step, size), min((i + 1) * step, size)) for i in range(self._k)]
         mine = self._slices[self._rank]
         length = mine.stop - mine.start
         # Touched, not only promised: transfers into untouched memory are slow.
         self._incoming = [
-            np.full(length if how == "ordered" and i != self._rank else 0, 0.0, np.float32) for i in range(comm.size)
+            np.full(length if library is None and i != self._rank else 0, 0.0, np.float32) for i in range(self._k)
         ]
-        self._record = np.zeros(tail_bytes(1), np.uint8)
-        self._records = np.zeros((comm.size, tail_bytes(1)), np.uint8)
+        self._records = np.zeros((self._k, tail_bytes(1)), np.uint8)
         self._requests: list[MPI.Request] = []
+        self._receives: list[MPI.Request] = []  # those of them that write
         self._action: Reduce | None = None
         self._gradients: tuple[Gradient, ...] = ()
         self._gathering = False
@@ -64,22 +77,36 @@ class GroupReduction:
     def begin(self, action: Reduce, buffer: Buffer) -> None:
         """Starts a reduction; every member starts the same one, and none starts the next before it is over."""
         self._action, self._buffer, self._gathering = action, buffer, False
+        self._receives.clear()
         message = Message(Kind.GRADIENT, 0, gradients=(action.gradient,)).encode()
-        self._record[: len(message)] = np.frombuffer(message, np.uint8)
-        self._requests = [self._comm.Iallgather(self._record, self._records)]
-        if self._how == "ordered":
-            for i, (incoming, part) in enumerate(zip(self._incoming, self._slices, strict=True)):
-                if i != self._rank:
-                    self._requests.append(self._comm.Irecv(incoming, i))
-                    self._requests.append(self._comm.Isend(buffer.array[part], i))
+        self._records[self._rank, : len(message)] = np.frombuffer(message, np.uint8)
+        for i in self._others:
+            self._receive(self._records[i], i)
+            self._send(self._records[self._rank], i)
+        if self._library is None:
+            for i in self._others:
+                self._receive(self._incoming[i], i)
+                self._send(buffer.array[self._slices[i]], i)
         self._ring()
+
+    @property
+    def _others(self) -> list[int]:
+        return [i for i in range(self._k) if i != self._rank]
+
+    def _send(self, what: npt.NDArray[Any], to: int) -> None:
+        self._requests.append(self._comm.Isend(what, self._members[to], self._tag))
+
+    def _receive(self, into: npt.NDArray[Any], of: int) -> None:
+        request = self._comm.Irecv(into, self._members[of], self._tag)
+        self._requests.append(request)
+        self._receives.append(request)
 
     def test(self) -> Reduced | None:
         """Goes on as far as it can; the event, when it is over."""
         assert self._action is not None
         while self._requests:
             what = outcome(self._requests[-1])  # one after the other: none can be left out
-            if what == "failed":  # a member has died; the run ends, and says so
+            if what == "failed":  # a member has died; all will begin anew
                 self._action = None
             if what != "done":
                 return None
@@ -88,13 +115,13 @@ class GroupReduction:
             self._gathering = True
             rows = (Message.decode(row.data).gradients for row in self._records)
             self._gradients = tuple(gradient for gradients in rows for gradient in gradients)
-            if self._how == "ordered":
+            if self._library is None:
                 self._add()
             else:
-                self._allreduce()
+                self._allreduce(self._library)
             self._ring()
             return self.test()
-        if self._how == "mpi":
+        if self._library is not None:
             self._buffer.vector.mul_(1 / sum(g.samples for g in self._gradients))
         action, self._action = self._action, None
         assert action is not None
@@ -107,47 +134,75 @@ class GroupReduction:
         own = self._buffer.vector[mine]
         parts = [own if i == self._rank else torch.from_numpy(part) for i, part in enumerate(self._incoming)]
         average(own, parts, [gradient.samples for gradient in self._gradients])
-        members = range(self._k) if self._action.to_all else range(1)
-        self._requests += [self._comm.Isend(array[mine], i) for i in members if i != self._rank]
-        if self._rank in members:
-            self._requests += [self._comm.Irecv(array[s], i) for i, s in enumerate(self._slices) if i != self._rank]
+        for i in self._others:
+            if self._action.to_all or i == 0:
+                self._send(array[mine], i)
+            if self._action.to_all or self._rank == 0:
+                self._receive(array[self._slices[i]], i)
 
-    def _allreduce(self) -> None:
+    def _allreduce(self, library: "MPI.Comm") -> None:
         from mpi4py import MPI
 
         assert self._action is not None
         self._buffer.vector.mul_(self._action.gradient.samples)
-        self._requests = [self._comm.Iallreduce(MPI.IN_PLACE, self._buffer.array, MPI.SUM)]
+        self._requests = [library.Iallreduce(MPI.IN_PLACE, self._buffer.array, MPI.SUM)]
+
+    def abandon(self) -> None:
+        """Ends a reduction that a member has left for ever; `quiet` says when nothing of it writes here any more."""
+        self._action = None
+        if not self.quiet:
+            for request in self._receives:
+                request.Cancel()
+
+    @property
+    def quiet(self) -> bool:
+        self._receives = [r for r in self._receives if outcome(r) == "no"]
+        return not self._receives
 
     def close(self) -> None:
-        self._comm.Free()
+        if self._library is not None:
+            self._library.Free()
 
 
-def make_reductions(
-    comm: "MPI.Comm", plan: Plan, executors: dict[int, Executor], doorbell: Doorbell
-) -> dict[int, GroupReduction]:
-    """A communicator for every compute group, and this rank's part in its own, by role; all ranks call this together.
+def make_reduction(
+    comm: "MPI.Comm",
+    plan: Plan,
+    role: int,
+    tag: int,
+    executor: Executor,
+    doorbell: Doorbell,
+    library: "MPI.Comm | None" = None,
+) -> GroupReduction:
+    """A learner's part in the reductions of its compute group.
 
     Args:
         comm: of all ranks of the job.
         plan: who is who.
-        executors: of the roles that live here, by id.
+        role: id of the learner.
+        tag: of messages between members.
+        executor: holds the learner's gradient.
         doorbell: wakes those that wait.
+        library: as for `GroupReduction`.
     """
-    from mpi4py import MPI
-
-    if not plan.groups:
-        return {}
-    here = ((role, members) for members in plan.groups for role in members if role in executors)
-    role, members = next(here, (None, ()))
-    if role is None:
-        comm.Split(MPI.UNDEFINED)
-        return {}
-    group = comm.Split(plan.roles[role].group or 0, members.index(role))
-    others = [plan.roles[i].world_rank for i in members if i != role]
+    members = [plan.roles[i].world_rank for i in plan.group_of(role)]
 
     def ring() -> None:
-        for rank in others:
-            doorbell.ring(rank)
+        for rank in members:
+            if rank != comm.rank:
+                doorbell.ring(rank)
 
-    return {role: GroupReduction(group, executors[role].size, plan.reduction, ring)}
+    return GroupReduction(comm, members, tag, executor.size, ring, library)
+
+
+def library_comm(comm: "MPI.Comm", plan: Plan, roles: Collection[int]) -> "MPI.Comm | None":
+    """For groups whose gradients the MPI library adds, the communicator of that of these roles; all ranks together."""
+    from mpi4py import MPI
+
+    if not plan.groups or plan.reduction != "mpi":
+        return None
+    for group, members in enumerate(plan.groups):
+        for place, role in enumerate(members):
+            if role in roles:
+                return comm.Split(group, place)
+    comm.Split(MPI.UNDEFINED)
+    return None

@@ -25,10 +25,12 @@ from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import Losses, end_everybody, outlive
 from rudra.launch import exit_line
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
+from rudra.position import Position
 from rudra.progress import Progress
 from rudra.recorder import Recorder, arithmetic, make_writer, python_objects
 from rudra.results import default_output, open_results
 from rudra.resume import Carried, Decision, carried, decide
+from rudra.roles import Machine
 from rudra.roles import make as make_machine
 from topologies import Plan
 
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 5.0
 """How long a failing rank leaves the statistics server to save the results, an ending one all to stop in order."""
+
+SEEN_S = 60.0
+"""How long a file that one rank has replaced may look as before to another."""
 
 SAVE_S = 0.4
 """When the launcher is ending everybody, the statistics server saves the results after this time: mpirun kills ranks
@@ -319,6 +324,7 @@ class _Session:
             self._executors,
             recorder,
             self._checkpoints,
+            self._remake,
             stall_warning=faults.stall_warning,
             stall_limit=faults.stall_limit,
             spins=busy <= cores(),
@@ -360,6 +366,18 @@ class _Session:
             line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
             self._give_up(1, f"{line}\n{traceback.format_exc()}")
         return 1
+
+    def _remake(self, role: int, plan: Plan, position: Position) -> Machine:
+        """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""
+        executor, path = self._executors[role], checkpoint.path_of(self._begin.output)
+        if isinstance(executor, OwnerExecutor):
+            deadline = time.monotonic() + SEEN_S
+            while (found := checkpoint.read(path))[0].position != position:  # where file systems are slow to tell
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"{path}: is not what the first learner has written for all to go on from")
+                time.sleep(0.1)
+            executor.restore(found[1])
+        return make_machine(role, self._job, plan, self._info.training_samples, position)
 
     def _meet(self) -> None:
         """Waits for all ranks without burning a core, and not in silence."""

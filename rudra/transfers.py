@@ -34,6 +34,21 @@ class Wanted:
 
 
 @dataclass(slots=True)
+class Going:
+    """A send.
+
+    Attributes:
+        role: who sends.
+        name: of the buffer.
+        to: role that receives.
+    """
+
+    role: int
+    name: str
+    to: int
+
+
+@dataclass(slots=True)
 class _Coming:
     """A receive that MPI knows of."""
 
@@ -56,6 +71,7 @@ class Transfers:
         losses: which of them have died.
         executors: by role; hold the buffers.
         received: is told of role, buffer and float16 when a tensor has come.
+        sent: is told of a send when its buffer is free again, delivered or not.
     """
 
     def __init__(
@@ -64,16 +80,20 @@ class Transfers:
         losses: Losses,
         executors: Mapping[int, Executor],
         received: Callable[[int, str, bool], None],
+        sent: Callable[[Going], None],
     ) -> None:
-        self._comm, self._losses, self._executors, self._received = comm, losses, executors, received
-        self._sends: list[tuple[MPI.Request, Callable[[], None]]] = []
+        self._comm, self._losses, self._executors = comm, losses, executors
+        self._received, self._sent = received, sent
+        self._sends: list[tuple[MPI.Request, Going]] = []
+        self._forgotten: list[MPI.Request] = []  # sends of which nobody wants to know, but whose memory MPI may read
+        self._ending: list[_Coming] = []  # receives of which nobody wants to know, but which may still write
         self._coming: list[_Coming] = []
         self._aside: list[_Coming] = []
         self._wanted: list[Wanted] = []
 
-    def send(self, request: "MPI.Request", done: Callable[[], None]) -> None:
-        """Takes over a send; `done` is called when its buffer is free again, delivered or not."""
-        self._sends.append((request, done))
+    def send(self, request: "MPI.Request", going: Going) -> None:
+        """Takes over a send."""
+        self._sends.append((request, going))
 
     def receive(self, wanted: Wanted) -> None:
         """Lets a tensor in."""
@@ -98,6 +118,8 @@ class Transfers:
             self._poll_receives()
         if self._wanted:
             self._look_for_wanted()
+        if self._ending:
+            self._ending = [coming for coming in self._ending if outcome(coming.request) == "no"]
 
     def _poll_sends(self) -> None:
         from mpi4py import MPI
@@ -113,8 +135,8 @@ class Transfers:
             gone = set(finished)
             over = [self._sends[place][1] for place in finished]
             self._sends = [send for place, send in enumerate(self._sends) if place not in gone]
-            for done in over:
-                done()
+            for going in over:
+                self._sent(going)
 
     def _poll_receives(self) -> None:
         for coming, what in [(coming, outcome(coming.request)) for coming in self._coming]:
@@ -193,6 +215,32 @@ class Transfers:
             elif wanted.source in ranks:
                 self._coming.remove(coming)
                 coming.request.Cancel()
+        for coming in [coming for coming in self._ending if coming.wanted.source in {None, *ranks}]:
+            self._ending.remove(coming)
+            self._aside.append(coming)
+            self._executors[coming.wanted.role].put(
+                coming.wanted.name, self._executors[coming.wanted.role].new_buffer()
+            )
+
+    def abandon(self, roles: Collection[int], but_to: int) -> list[Going]:
+        """Forgets what is under way to and from roles, but for what they send to one other; `quiet` says when nothing
+        of it writes any more.
+
+        Returns:
+            The sends that go on.
+        """
+        self._wanted = [wanted for wanted in self._wanted if wanted.role not in roles]
+        self._ending += [coming for coming in self._coming if coming.wanted.role in roles]
+        self._coming = [coming for coming in self._coming if coming.wanted.role not in roles]
+        for coming in self._ending:
+            coming.request.Cancel()
+        self._forgotten += [request for request, going in self._sends if going.to != but_to]
+        self._sends = [(request, going) for request, going in self._sends if going.to == but_to]
+        return [going for _, going in self._sends]
+
+    @property
+    def quiet(self) -> bool:
+        return not self._ending
 
     def close(self) -> None:
         """Leaves nothing posted."""

@@ -20,12 +20,16 @@ from rudra.events import (
     Commit,
     Committed,
     Copy,
+    Event,
     Fail,
+    Lost,
     Received,
     Regroup,
     Save,
     Saved,
     Send,
+    Sent,
+    Stopped,
     Update,
     Updated,
     Warn,
@@ -43,6 +47,20 @@ CREDITS = 2
 """Snapshots that the statistics server can hold: one in work and one waiting."""
 
 ROW = PACK[Kind.GRADIENTS]
+
+
+def left_over(learners: int) -> str:
+    """Who is left, for people."""
+    return f"{learners} learner{'s are' if learners > 1 else ' is'} left"
+
+
+def outlasts(event: Event, statistics: int) -> bool:
+    """Whether an event is for the owner of the weights even if everybody else has begun anew."""
+    if isinstance(event, Received):
+        return event.message.sender == statistics
+    if isinstance(event, Sent):
+        return event.to == statistics
+    return isinstance(event, Updated | Saved | Committed | Stopped | Lost)
 
 
 class Owner(Machine):
@@ -225,15 +243,8 @@ class Owner(Machine):
             self._bury(role, f"died {what}; what was under way is computed again", pushed, now)
         if self._job.faults.on_learner_loss == "stop" and any(self.plan.roles[i].kind == LEARNER for i in lost):
             self._stopped = True
-        text = f"{names} died; {self._left_over}, who go on from update {self.timestamp}"
+        text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
         return [*self._outbox.flush(now), Warn(text), Regroup(self.plan, position)]
-
-    @property
-    def _left_over(self) -> str:
-        """Who is left, for people."""
-        learners = self.protocol.learners
-        whom = f"compute group{'s' * (learners > 1)}" if self.plan.groups else f"learner{'s' * (learners > 1)}"
-        return f"{learners} {whom} {'are' if learners > 1 else 'is'} left"
 
     def _bury(self, role: int, text: str, pushed: int, now: float) -> None:
         """Reports a role that is no more, and closes a learner's books."""

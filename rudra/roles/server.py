@@ -44,7 +44,7 @@ from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.intake import Intake
 from rudra.roles.machine import States, listed, short
-from rudra.roles.owner import WEIGHTS, Owner
+from rudra.roles.owner import WEIGHTS, Owner, left_over
 from rudra.roles.stragglers import Stragglers
 from topologies import Plan
 from topologies.plan import STATISTICS_SERVER
@@ -408,7 +408,7 @@ class ParameterServer(Owner):
             self._gradient_weight = self.protocol.modulation.gradient_weight
             self._weights_changed()
             c = self.protocol.gradients_per_update
-            left = f"{self._left_over}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
+            left = f"{left_over(len(self.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
         actions.append(Warn(f"{name} died; {left}"))
         text = f"died when {self._steps[learner]} of its gradients had been applied, with the next under way"
         self._bury(role, text, pushed, now)

@@ -117,6 +117,45 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
     assert code == 0, err
 
 
+ANEW = {
+    "a tree server": ("hardsync", 'name = "adv"\noptions.fan_out = 2', 3, "tree server 1"),
+    "a learner that others get weights from": ("async", 'name = "adv*"', 2, "learner 0"),
+    "the first of a group": ("async", 'name = "groups"\noptions.groups = 2', 4, "learner 2"),
+    "another of a group": ("softsync", 'name = "groups"\noptions = {groups = 2, reduction = "mpi"}', 3, "learner 1"),
+    "a replica": ("hardsync", 'name = "groups"', 4, "learner 3"),
+}
+
+
+@pytest.mark.parametrize(("protocol", "topology", "rank", "name"), ANEW.values(), ids=ANEW)
+def test_where_one_cannot_be_missed_the_others_begin_anew(
+    tmp_path: Path, protocol: str, topology: str, rank: int, name: str
+) -> None:
+    job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
+    process = start("run", job, "--output", output, "--set", "cluster.learners=4")
+    wait_for_updates(process, output, 10)
+    os.kill(process_of(rank, process.pid), signal.SIGKILL)
+    code, err = finish(process)
+    assert code == 0, err
+    (line,) = ours(err)
+    left = 4 if name.startswith("tree") else 3
+    assert f": {name} (rank {rank}) died; {left} learners are left, who go on from update " in line
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        (lost,) = results.events[results.events["kind"] == b"lost"]
+        assert results.roles[lost["role"]]["world_rank"] == rank
+        totals, gradients = results.totals[0], results.gradients
+        assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+        dead = results.roles[lost["role"]]["index"] if left == 3 else -1
+        for learner in range(4):
+            mine = gradients[gradients["learner"] == learner]
+            assert list(mine["step"]) == list(range(len(mine))), "none twice, and none left out"
+            assert (mine["update"].max() > lost["timestamp"]) == (learner != dead)
+        assert protocol != "hardsync" or not gradients["staleness"].any()
+        assert np.isfinite(results.summary()["final_test_error"])
+    code, err = finish(start("replay", output))
+    assert code == 0, err
+
+
 def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> None:
     job = job_file(tmp_path, "hardsync", "dying_3", faults='on_learner_loss = "stop"')
     output = tmp_path / "out.h5"

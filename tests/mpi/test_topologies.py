@@ -203,12 +203,9 @@ def pids_of_ranks(process: "subprocess.Popen[str]") -> dict[int, int]:
 
 @pytest.mark.parametrize(
     ("topology", "options", "victim", "name"),
-    [
-        ("adv", "fan_out = 2", 2, "tree server 0"),
-        ("adv*", "fan_out = 2", 5, "learner 1"),
-    ],
+    [("adv*", "fan_out = 2", 0, "parameter server"), ("groups", "groups = 1", 1, "learner 0")],
 )
-def test_a_rank_that_is_killed_ends_the_run_within_seconds(
+def test_whoever_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(
     tmp_path: Path, topology: str, options: str, victim: int, name: str
 ) -> None:
     output = tmp_path / "out.h5"
@@ -225,7 +222,7 @@ def test_a_rank_that_is_killed_ends_the_run_within_seconds(
     assert returned == 1, err
     lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
     who = f"{name} (rank {victim}) died, and the run cannot go on without it"
-    assert lines == [f"rudra: statistics server (rank 1): {who}"], err
+    assert lines == [f"rudra: statistics server (rank {1 - victim}): {who}"], err
     assert gone(list(pids.values()))
 
 

@@ -305,7 +305,7 @@ def test_a_group_goes_on_without_its_first_member() -> None:
     check(run_, rows)
     (gone,) = lost(rows)
     (warning,) = rows.warnings
-    assert warning.endswith(f"died; 2 compute groups are left, who go on from update {gone['timestamp']}")
+    assert warning.endswith(f"died; 5 learners are left, who go on from update {gone['timestamp']}")
     later = rows["gradients"][rows["gradients"]["update"] > gone["timestamp"]]
     assert set(later["learner"]) == {0, 1, 2, 4, 5}
 

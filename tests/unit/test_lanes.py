@@ -127,6 +127,21 @@ def test_a_transfer_is_started_while_others_are_under_way(rank: Rank) -> None:
 
 
 @pytest.mark.usefixtures("mpi")
+def test_what_is_abandoned_is_not_told_and_must_not_write_any_more(rank: Rank) -> None:
+    """A receive that has begun goes on until it is over; a send that nobody takes may stay for ever."""
+    told: list[str] = []
+    lane = Lane("pulls", rank.posted.put)
+    lane.carry(lambda: Request(10**9), lambda: told.append("sent"))
+    lane.carry(lambda: Request(50), lambda: told.append("received"), receives=True)
+    lane.abandon(lambda: told.append("quiet"))
+    lane.carry(lambda: Request(100), lambda: told.append("anew"))
+    rank.take()
+    rank.take()
+    lane.close()
+    assert told == ["quiet", "anew"]
+
+
+@pytest.mark.usefixtures("mpi")
 def test_a_transfer_that_cannot_start_fails_the_rank(rank: Rank) -> None:
     def start() -> Any:
         raise OSError("no memory")

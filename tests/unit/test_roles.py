@@ -405,7 +405,7 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
     assert set(seen) == all_states, "the life above leads through every state"
     for state, living in seen.items():
         for trigger in TRIGGERS:
-            if (state, trigger) in living.TRANSITIONS:
+            if (state, trigger) in living.TRANSITIONS or (trigger is Kind.DONE and living._dead):
                 continue
             before = pickle.dumps(living)
             with pytest.raises(ProtocolError) as error:

@@ -8,7 +8,7 @@ import pytest
 
 from rudra.executor import Executor
 from rudra.failures import Losses
-from rudra.transfers import Transfers, Wanted
+from rudra.transfers import Going, Transfers, Wanted
 
 FAILED, PENDING, IN_STATUS = 75, 76, 18
 ANYBODY = -1
@@ -121,6 +121,7 @@ class Server:
             self.losses,
             {0: self.executor},
             lambda role, name, halves: self.heard.append(name),
+            lambda going: self.heard.append(going.name),
         )
 
     def post(self, name: str, source: int | None = None) -> None:
@@ -227,16 +228,37 @@ def test_receives_from_the_dead_alone_are_gone(comm: Comm, fails_first: bool) ->
 
 def test_sends_end_whatever_became_of_their_receiver(comm: Comm) -> None:
     server = Server(comm)
-    told: list[int] = []
     requests = [Request() for _ in range(4)]
     for place, request in enumerate(requests):
-        server.transfers.send(request, lambda place=place: told.append(place))  # type: ignore[arg-type, misc]
+        server.transfers.send(request, Going(0, f"{place}", 1))  # type: ignore[arg-type]
     requests[1].state, requests[2].state = "done", "failed"
-    server.poll()
-    assert told == [1, 2]
+    assert server.poll() == ["1", "2"]
     requests[0].state = requests[3].state = "done"
+    assert server.poll() == ["0", "3"]
+
+
+def test_what_is_abandoned_is_not_heard_of_and_must_end_before_its_memory_serves_again(comm: Comm) -> None:
+    server = Server(comm)
+    for name, source in (("a", 1), ("b", 2), ("c", 3)):
+        server.post(name, source)
+    sends = [Request() for _ in range(2)]
+    for to, send in enumerate(sends):
+        server.transfers.send(send, Going(0, f"to {to}", to))  # type: ignore[arg-type]
+    coming, from_dead, open_ = comm.posted
+    coming.state = from_dead.state = "matched"
+    assert server.transfers.abandon({0}, but_to=1) == [Going(0, "to 1", 1)]
     server.poll()
-    assert told == [1, 2, 0, 3]
+    assert open_.cancelled
+    assert not server.transfers.quiet, "something may still be written"
+    before = server.executor.buffer("b")
+    server.lose(2)
+    assert server.executor.buffer("b") is not before, "what the dead had begun may hang, and has memory of its own"
+    assert not server.transfers.quiet
+    coming.state = "done"
+    for send in sends:
+        send.state = "done"
+    assert server.poll() == ["to 1"]
+    assert server.transfers.quiet
 
 
 @pytest.mark.parametrize(("state", "withdrawn"), [("open", True), ("matched", False), ("done", False)])
