@@ -292,6 +292,11 @@ class FaultsTable(Table):
     on_learner_loss: Literal["continue", "stop"] = Field(
         "continue", description="when a learner's rank dies: go on with the others, or stop with a checkpoint"
     )
+    straggler_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="seconds; hardsync on base drops a learner of which nothing came for so long while all wait for it",
+    )
     stall_warning: float = Field(60.0, gt=0, description="seconds; a rank that waits longer says for whom and for what")
     stall_limit: float | None = Field(None, gt=0, description="seconds; a rank that waits longer ends the run")
 
@@ -466,7 +471,14 @@ class Job(Table):
             raise ConfigError(str(error)) from None
 
     def _check_pair(self, plan: topologies.Plan) -> None:
-        _check_pair(self.make_protocol(plan), plan, self.topology.name)
+        protocol = self.make_protocol(plan)
+        _check_pair(protocol, plan, self.topology.name)
+        hears_all = protocol.ordered and set(plan.learners) == set(plan.children[plan.server])
+        if self.faults.straggler_timeout is not None and not hears_all:
+            raise ValueError(
+                "[faults] straggler_timeout: only a server that waits for each of its learners can drop one; valid "
+                "with protocol hardsync and topology base"
+            )
 
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
         """The job's protocol, for the workers that the resolved job has: learners or compute groups.

@@ -104,6 +104,10 @@ class Lost(Struct, frozen=True, gc=False):
     role: int
 
 
+class Tick(Struct, frozen=True, gc=False):
+    """Nothing has happened for a while; for roles that ask for it (`Machine.tick_s`)."""
+
+
 class Stopped(Struct, frozen=True, gc=False):
     """Somebody asked the run to stop in order."""
 
@@ -121,6 +125,7 @@ Event = (
     | Saved
     | Committed
     | Lost
+    | Tick
     | Stopped
 )
 
@@ -145,6 +150,12 @@ class Withdraw(Struct, frozen=True, gc=False):
     """Take back a `Receive`; its end is `Withdrawn`, or `Received` if something was coming already."""
 
     buffer: str
+
+
+class Drop(Struct, frozen=True, gc=False):
+    """Treat a role that lives, but keeps this one waiting, as one that has died; its end is `Lost`."""
+
+    role: int
 
 
 class Hash(Struct, frozen=True, gc=False):
@@ -270,15 +281,20 @@ class Fail(Struct, frozen=True, gc=False):
 
 
 class Halt(Struct, frozen=True, gc=False):
-    """This role is done; the rank ends with this exit code, or that of another role of its that is larger."""
+    """This role is done; the rank ends with this exit code, or that of another role of its that is larger.
+
+    `apart`: some rank may never end by itself, so that nobody is to wait for all.
+    """
 
     code: int = 0
+    apart: bool = False
 
 
 Action = (
     Send
     | Receive
     | Withdraw
+    | Drop
     | Hash
     | Compute
     | Reduce

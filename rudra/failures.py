@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 if TYPE_CHECKING:
@@ -75,6 +77,24 @@ def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> Outco
         if kind in {MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED}:
             return "failed"
         raise
+
+
+@contextmanager
+def end_with_the_dead() -> Iterator[None]:
+    """Ends all ranks, with one line, where one has died while they set up together, or part."""
+    from mpi4py import MPI
+
+    try:
+        yield
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+            raise
+        losses = Losses(MPI.COMM_WORLD)
+        losses.look()
+        if MPI.COMM_WORLD.rank == min(set(range(MPI.COMM_WORLD.size)) - losses.dead):
+            dead = ", ".join(f"rank {rank}" for rank in sorted(losses.dead))
+            print(f"rudra: {dead} died before training began", file=sys.stderr, flush=True)
+        end_everybody(MPI.COMM_WORLD, 1)
 
 
 def outlive() -> None:

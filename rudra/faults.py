@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rudra.config import Fault
 from rudra.events import (
     Action,
+    Drop,
     Event,
     Halt,
     Lost,
@@ -59,7 +60,7 @@ class Faults:
         self._noticed: dict[int, float] = {}  # role -> when the others notice that it has died
         self._factors: dict[int, list[float]] = {}  # role -> of the slow-downs that it is in
         self._halt_as_ever, self._send_as_ever = simulation._do[Halt], simulation._do[Send]
-        simulation._do[Halt], simulation._do[Regroup] = self._halt, self._regroup
+        simulation._do |= {Halt: self._halt, Regroup: self._regroup, Drop: self._drop}
         self._make = make
         plan = simulation.plan
         for place, fault in enumerate(simulation.costs.table.faults):
@@ -137,15 +138,32 @@ class Faults:
         if actor.halted:
             return
         sim, noticed = self._sim, self._sim.now + self._detection_s
-        self._noticed[actor.role] = noticed
-        sim._do[Send] = self._send
-        actor.halted, actor.handle, actor.computing = True, _nothing, False
+        self._end(actor, noticed)
         unsent, again = self._cut(actor)
         sim._later(noticed, self._notice, actor, again)
         for sender, send in unsent:
             sim._later(noticed, self._return, sender, send)
-        if sim._lost is not None:
-            sim._lost(actor.role)
+        self._forget(actor)
+
+    def _drop(self, by: "_Actor", action: Drop, time: float) -> None:
+        """Here who is dropped does nothing any more, which only the one that dropped it notices."""
+        sim, actor = self._sim, self._actors[action.role]
+        self._end(actor, time)
+        unsent, _ = self._cut(actor)
+        for sender, send in unsent:
+            sim._later(time, self._return, sender, send)
+        sim._later(time, by.take, by, Lost(action.role))
+        self._forget(actor)
+
+    def _end(self, actor: "_Actor", noticed: float) -> None:
+        """A role is no more; tensors for it are given back when that is noticed."""
+        self._noticed[actor.role] = noticed
+        self._sim._do[Send] = self._send
+        actor.halted, actor.handle, actor.computing = True, _nothing, False
+
+    def _forget(self, actor: "_Actor") -> None:
+        if self._sim._lost is not None:
+            self._sim._lost(actor.role)
         self._gone()
 
     def _cut(self, actor: "_Actor") -> tuple[list[tuple["_Actor", Send]], list[tuple["_Actor", Receive]]]:

@@ -191,7 +191,7 @@ def launch(
             code, interrupted = _run(command, relay)
             if not (code and _COLLISION in " ".join(relay.banners)):
                 break
-    code = relay.code or code
+    code = code if relay.code is None else relay.code
     if code in {0, EXIT_STOPPED}:
         return Outcome(code)
     if interrupted:

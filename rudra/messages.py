@@ -27,7 +27,7 @@ class Kind(IntEnum):
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
-    STOP = auto()  # server -> learner: no more gradients
+    STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
     CREDIT = auto()  # statistics -> server: room for one more snapshot
     CHECKPOINT = (
@@ -35,7 +35,7 @@ class Kind(IntEnum):
     )  # owner -> statistics: that of `timestamp`, after `value` epochs, is written; are its rows safe?
     SAFE = auto()  # statistics -> owner: the rows up to `timestamp` are on the disk
     END = auto()  # owner -> statistics: the run was stopped after `value` epochs; resume at `timestamp`, or -1
-    DONE = auto()  # statistics -> all: everything is recorded, end with exit code `value`
+    DONE = auto()  # statistics -> all: everything is recorded, end with exit code `value`; apart if `timestamp` is 1
     GRADIENTS = auto()  # rows for the statistics server, from here on
     UPDATES = auto()
     MINIBATCHES = auto()

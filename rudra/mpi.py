@@ -28,6 +28,7 @@ from rudra.events import (
     Committed,
     Compute,
     Copy,
+    Drop,
     Evaluate,
     Evaluated,
     Event,
@@ -49,6 +50,7 @@ from rudra.events import (
     Started,
     Stopped,
     Sync,
+    Tick,
     Update,
     Updated,
     Warn,
@@ -198,6 +200,8 @@ class Rank:
         self._running = set(machines)
         self._code = 0
         self._stop_asked = False
+        self._ticked = 0.0
+        self.apart = False  # some rank may never end by itself
         self.ended = False  # set when the launcher is ending this rank
 
     @property
@@ -233,6 +237,7 @@ class Rank:
             now = time.perf_counter()
             idle_since = now if idle_since is None else idle_since
             waited = now - idle_since
+            self._tick(now)
             if waited >= warned_s:
                 self._report_wait(waited)
                 warned_s *= 2
@@ -242,6 +247,13 @@ class Rank:
                 self._doorbell.wait(min(1e-3, max(self._shortest_s, waited / 8)))
         self._close()
         return self._code
+
+    def _tick(self, now: float) -> None:
+        for role in list(self._running):
+            tick_s = self._machines[role].tick_s
+            if tick_s is not None and now - self._ticked >= tick_s:
+                self._ticked = now
+                self._handle(role, Tick())
 
     def _step(self) -> bool:
         """Does one piece of work; False if there was none."""
@@ -467,6 +479,9 @@ class Rank:
                 self._executors[role].copy(action)
             case Withdraw():
                 self._withdraw(role, action.buffer)
+            case Drop():
+                self._transfers.drop(action.role, self._plan.roles[action.role].world_rank)
+                self._events.append((role, Lost(action.role)))
             case Hash():
                 self._events.append((role, Hashed(self._executors[role].hash(action.buffer))))
             case Evaluate():
@@ -499,6 +514,7 @@ class Rank:
             case Halt():
                 self._running.discard(role)
                 self._code = max(self._code, action.code)
+                self.apart |= action.apart
 
     def _send(self, role: int, action: Send) -> None:
         to = self._plan.roles[action.to].world_rank

@@ -22,7 +22,7 @@ from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
 from rudra.errors import CheckpointError, RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
-from rudra.failures import Losses, end_everybody, outlive
+from rudra.failures import end_everybody, end_with_the_dead, outlive
 from rudra.launch import exit_line
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
 from rudra.position import Position
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 5.0
 """How long a failing rank leaves the statistics server to save the results, an ending one all to stop in order."""
+
+PART_S = 1.0
+"""How long ranks have to end by themselves before those that may be stopped are ended."""
 
 SEEN_S = 60.0
 """How long a file that one rank has replaced may look as before to another."""
@@ -75,17 +78,8 @@ def run_ranks(
     """
     from mpi4py import MPI
 
-    try:
+    with end_with_the_dead():
         return _run_ranks(job, output, progress, overwrite, resume, launched, (comm or MPI.COMM_WORLD).Dup())
-    except MPI.Exception as error:
-        if error.Get_error_class() != MPI.ERR_PROC_FAILED:
-            raise
-        losses = Losses(MPI.COMM_WORLD)
-        losses.look()
-        if MPI.COMM_WORLD.rank == min(set(range(MPI.COMM_WORLD.size)) - losses.dead):
-            dead = ", ".join(f"rank {rank}" for rank in sorted(losses.dead))
-            print(f"rudra: {dead} died before training began", file=sys.stderr, flush=True)
-        end_everybody(MPI.COMM_WORLD, 1)
 
 
 def _run_ranks(
@@ -343,7 +337,9 @@ class _Session:
             if self._keeps_results and code:
                 text = f"rudra: {self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}"
                 print(text, file=sys.stderr, flush=True)
-            if rank.lost:
+            if rank.apart:
+                self._part(code)
+            elif rank.lost:
                 outlive()
             else:
                 self._meet()
@@ -366,6 +362,15 @@ class _Session:
             line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
             self._give_up(1, f"{line}\n{traceback.format_exc()}")
         return 1
+
+    def _part(self, code: int) -> None:
+        """Ends without those that were dropped, and who may be stopped: the statistics server ends them."""
+        outlive()
+        if self._keeps_results:
+            time.sleep(PART_S)
+            if self._launched:
+                os.write(2, exit_line(code))
+            end_everybody(self._comm, code)
 
     def _remake(self, role: int, plan: Plan, position: Position) -> Machine:
         """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""

@@ -10,7 +10,7 @@ import gc
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from typing import Any, Protocol
@@ -47,6 +47,7 @@ from rudra.events import (
     Started,
     Stopped,
     Sync,
+    Tick,
     Update,
     Updated,
     Warn,
@@ -276,7 +277,7 @@ class Simulation:
             for role, actor in self._actors.items():
                 if role not in costs.compute_s:
                     actor.neighbours = [self._actors[i] for i in costs.compute_s if costs.node[i] == costs.node[role]]
-        if self._table.faults:
+        if self._table.faults or any(machine.tick_s is not None for machine in machines.values()):
             Faults(self, seed, make)
 
     def run(self) -> float:
@@ -308,6 +309,19 @@ class Simulation:
     def start(self) -> None:
         for actor in self._actors.values():
             self._at(0.0, actor.take, actor, Started())
+            if actor.machine.tick_s is not None:
+                self._later(actor.machine.tick_s, self._tick, actor, None)
+
+    def _tick(self, actor: _Actor, _: None) -> None:
+        actor.take(actor, Tick())
+        tick_s = actor.machine.tick_s
+        # As long as something else happens: else all wait for each other, and it would never end.
+        if tick_s is not None and not actor.halted and any(type(of) is not Faults for of in self._whose()):
+            self._later(self.now + tick_s, self._tick, actor, None)
+
+    def _whose(self) -> Iterator[Any]:
+        """Whose methods are in the queue."""
+        return (getattr(entry[2], "__self__", None) for entry in self._queue)
 
     def stop_at(self, time: float) -> None:
         """Asks the run to stop in order at a moment."""

@@ -185,6 +185,24 @@ class Transfers:
                 return self._cancelled(coming)
         return False
 
+    def drop(self, to: int, rank: int) -> None:
+        """Forgets what is under way to a role and from its rank alone; what is half here has memory of its own."""
+        for coming in [coming for coming in self._coming if coming.wanted.source == rank]:
+            coming.request.Cancel()
+            self._coming.remove(coming)
+            self._forgotten.append(coming.request)
+            self._renew(coming.wanted)
+        sends, self._sends = self._sends, [send for send in self._sends if send[1].to != to]
+        for request, going in sends:
+            if going.to == to:
+                self._forgotten.append(request)
+                self._sent(going)
+
+    def _renew(self, wanted: Wanted) -> None:
+        """Gives a buffer other memory: MPI may still write to what it has."""
+        executor = self._executors[wanted.role]
+        executor.put(wanted.name, executor.new_buffer())
+
     def _cancelled(self, coming: _Coming) -> bool:
         """Cancels a receive; False: it has matched. One that is over then is reported."""
         from mpi4py import MPI
@@ -210,7 +228,7 @@ class Transfers:
                 elif coming in self._coming:
                     self._coming.remove(coming)
                     self._aside.append(coming)
-                    self._executors[wanted.role].put(wanted.name, self._executors[wanted.role].new_buffer())
+                    self._renew(wanted)
                     self._wanted.append(wanted)
             elif wanted.source in ranks:
                 self._coming.remove(coming)
@@ -218,9 +236,7 @@ class Transfers:
         for coming in [coming for coming in self._ending if coming.wanted.source in {None, *ranks}]:
             self._ending.remove(coming)
             self._aside.append(coming)
-            self._executors[coming.wanted.role].put(
-                coming.wanted.name, self._executors[coming.wanted.role].new_buffer()
-            )
+            self._renew(coming.wanted)
 
     def abandon(self, roles: Collection[int], but_to: int) -> list[Going]:
         """Forgets what is under way to and from roles, but for what they send to one other; `quiet` says when nothing

@@ -67,6 +67,8 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     """What this rank is to run; None if some rank could not load it, of which the first one says why."""
     from mpi4py import MPI
 
+    from rudra.failures import end_with_the_dead
+
     run: Callable[[], int] | None = None
     report = ""
     try:
@@ -81,7 +83,8 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     except Exception as error:  # a module of the user's that is not there, or does not work
         report = f"rudra: rank {MPI.COMM_WORLD.rank} cannot load the job: {type(error).__name__}: {error}\n"
         report += traceback.format_exc()
-    reports = MPI.COMM_WORLD.allgather(report)
+    with end_with_the_dead():
+        reports = MPI.COMM_WORLD.allgather(report)
     first = next((rank for rank, text in enumerate(reports) if text), None)
     if first == MPI.COMM_WORLD.rank:
         print(report, end="", file=sys.stderr)

@@ -20,7 +20,6 @@ from rudra.events import (
     Computed,
     Event,
     Fail,
-    Halt,
     Hash,
     Hashed,
     Received,
@@ -36,7 +35,7 @@ from rudra.events import (
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
-from rudra.roles.machine import States, listed, short
+from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.minibatches import Minibatches
 from rudra.roles.owner import Owner
 from topologies import Plan
@@ -417,4 +416,4 @@ class Replica(Minibatches, Owner):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = Replicas.DONE
-        return [Halt(event.message.value)]
+        return [halt(event)]

@@ -85,6 +85,11 @@ class Intake:
         return False
 
     @property
+    def turn(self) -> int | None:
+        """In order: the source whose gradient is waited for."""
+        return self._turns[0] if self._turns else None
+
+    @property
     def complete(self) -> bool:
         """In order: whether all sources are in this average."""
         return not self._turns

@@ -22,7 +22,7 @@ from rudra.events import (
     Action,
     Compute,
     Computed,
-    Halt,
+    Event,
     Hash,
     Hashed,
     Receive,
@@ -34,9 +34,12 @@ from rudra.events import (
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
-from rudra.roles.machine import States, short
+from rudra.roles.machine import States, halt, short
 from rudra.roles.minibatches import Minibatches
 from topologies import Plan
+
+DROPPED = -1
+"""In a message to stop: what this learner still sends is not taken."""
 
 WEIGHTS = "weights"
 GRADIENT = "gradient"
@@ -93,6 +96,8 @@ class Learner(Minibatches):
         (State.EXCHANGING, Kind.TIMESTAMP): "_answered",
         (State.EXCHANGING, Kind.WEIGHTS): "_pulled",
         (State.EXCHANGING, Kind.STOP): "_stop_soon",
+        **{(State.STOPPED, event): "_in_vain" for event in (Sent, Kind.TIMESTAMP, Kind.WEIGHTS)},  # it was dropped
+        **{(state, Kind.DONE): "_finish" for state in (State.COMPUTING, State.EXCHANGING)},
         (State.STOPPED, Kind.DONE): "_finish",
     }
 
@@ -195,7 +200,12 @@ class Learner(Minibatches):
 
     def _stop_soon(self, event: Received, now: float) -> list[Action]:
         self._stopping = True
-        return [] if self.state is State.COMPUTING else self._advance(now)
+        if self.state is State.COMPUTING:
+            return []
+        return self._leave(now) if event.message.value == DROPPED else self._advance(now)
+
+    def _in_vain(self, event: Event, now: float) -> list[Action]:
+        return []
 
     def _advance(self, now: float) -> list[Action]:
         """Goes on when no transfer is under way: to the next mini-batch, or away."""
@@ -217,4 +227,4 @@ class Learner(Minibatches):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
-        return [Halt(event.message.value)]
+        return [halt(event)]

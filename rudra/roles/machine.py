@@ -65,7 +65,7 @@ class Machine:
         method = self._methods.get((self.state, trigger))
         if method is None:
             if trigger is Kind.DONE and self._dead:  # what this role still waits for was with the dead
-                return [Halt(event.message.value)]  # type: ignore[union-attr]
+                return [halt(event)]  # type: ignore[arg-type]
             if kind is Received and event.message.sender in self._dead:  # type: ignore[union-attr]
                 return []  # said before it died, and of no use now
             what = trigger.name if isinstance(trigger, Kind) else trigger.__name__
@@ -78,6 +78,11 @@ class Machine:
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold; tests call it after every event."""
+
+    @property
+    def tick_s(self) -> float | None:
+        """How often this role wants a `Tick` now while nothing happens."""
+        return None
 
     @property
     def waiting_for(self) -> str:
@@ -131,6 +136,11 @@ class Silent(Outbox):
 
     def add(self, kind: Kind, *row: Any) -> None: ...
     def extend(self, kind: Kind, rows: Sequence[bytes]) -> None: ...
+
+
+def halt(event: Received) -> Halt:
+    """What to do when the statistics server says that all is done."""
+    return Halt(event.message.value, apart=bool(event.message.timestamp))
 
 
 def short(digest: str) -> int:

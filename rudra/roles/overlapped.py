@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rudra.config import FaultsTable, ResultsTable
-from rudra.events import Action, Compute, Computed, Halt, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.events import Action, Compute, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.learner import Learner, State
-from rudra.roles.machine import States, short
+from rudra.roles.machine import States, halt, short
 from topologies import Plan
 
 WEIGHTS = ("weights", "weights 1", "weights 2")
@@ -203,4 +203,4 @@ class OverlappedLearner(Learner):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
-        return [Halt(event.message.value)]
+        return [halt(event)]

@@ -246,10 +246,10 @@ class Owner(Machine):
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
         return [*self._outbox.flush(now), Warn(text), Regroup(self.plan, position)]
 
-    def _bury(self, role: int, text: str, pushed: int, now: float) -> None:
+    def _bury(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
         """Reports a role that is no more, and closes a learner's books."""
         self._buried.add(role)
-        self._tell("lost", self.timestamp, now - self._began, text, role)
+        self._tell(kind, self.timestamp, now - self._began, text, role)
         if self.plan.roles[role].kind == LEARNER:
             self._account_for(role, pushed)
 

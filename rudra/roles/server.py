@@ -17,7 +17,7 @@ not wait for that.
 from collections import deque
 from collections.abc import Mapping
 from enum import auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from protocols import Clock
 from rudra.config import Job
@@ -25,8 +25,8 @@ from rudra.events import (
     Action,
     Committed,
     Copy,
+    Drop,
     Fail,
-    Halt,
     Hash,
     Hashed,
     Received,
@@ -35,6 +35,7 @@ from rudra.events import (
     Sent,
     Started,
     Stopped,
+    Tick,
     Updated,
     Warn,
     Withdrawn,
@@ -43,11 +44,20 @@ from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.intake import Intake
-from rudra.roles.machine import States, listed, short
+from rudra.roles.learner import DROPPED
+from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.owner import WEIGHTS, Owner, left_over
 from rudra.roles.stragglers import Stragglers
 from topologies import Plan
 from topologies.plan import STATISTICS_SERVER
+
+
+class End(NamedTuple):
+    """How a learner is no more, for `/events` and for people."""
+
+    kind: str
+    text: str
+
 
 DOWNCAST = ("downcast 0", "downcast 1")
 """Copies of the weights on their way down the weights' tree; two, so that one slow edge holds up no other."""
@@ -88,6 +98,7 @@ class ParameterServer(Owner):
         (State.TRAINING, Kind.CREDIT): "_credit",
         (State.TRAINING, Sent): "_returned",
         (State.TRAINING, Updated): "_updated",
+        **{(state, Tick): "_look_for_late" for state in State if state is not State.DONE},
         (State.DRAINING, Kind.GRADIENT): "_late_gradient",
         (State.TRAINING, Withdrawn): "_withdrawn",
         (State.DRAINING, Withdrawn): "_withdrawn",
@@ -128,6 +139,7 @@ class ParameterServer(Owner):
         self._places = [-1] * plan.numbers  # learner -> its place there; -1: it is no more
         for place, learner in enumerate(plan.learners):
             self._places[plan.roles[learner].index] = place
+        self._late: int | None = None  # a child that is being dropped
         self._deferred: deque[int] = deque()  # roles that died while an update was due
         self._from_lost = position.applied - sum(self.pushed)  # gradients of learners that are no more
         self._children = list(plan.children[role])
@@ -392,6 +404,7 @@ class ParameterServer(Owner):
         if training and self._update_due:  # and waits for leases: it is still one of before
             self._deferred.append(role)
             return []
+        end = self._how(role, now)
         learner = plan.roles[role].index
         place = self._places[learner]
         pushed = self.pushed.pop(place)
@@ -400,18 +413,20 @@ class ParameterServer(Owner):
         actions, left = self._drop(role), "training had ended"
         if training:
             if not self.pushed:
-                return [Fail(f"{name} died, and no learner is left", lost=True)]
+                return [Fail(f"{name} {end.text}, and no learner is left", lost=True)]
             try:
                 self.protocol = self._job.make_protocol(plan, plan.workers - len(self.pushed))
             except ValueError as error:
-                return [Fail(f"{name} died, and with {len(self.pushed)} learners the protocol cannot go on: {error}")]
+                return [
+                    Fail(f"{name} {end.text}, and with {len(self.pushed)} learners the protocol cannot go on: {error}")
+                ]
             self._gradient_weight = self.protocol.modulation.gradient_weight
             self._weights_changed()
             c = self.protocol.gradients_per_update
             left = f"{left_over(len(self.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
-        actions.append(Warn(f"{name} died; {left}"))
-        text = f"died when {self._steps[learner]} of its gradients had been applied, with the next under way"
-        self._bury(role, text, pushed, now)
+        actions.append(Warn(f"{name} {end.text}; {left}"))
+        text = f"{end.text} when {self._steps[learner]} of its gradients had been applied, with the next under way"
+        self._bury(role, text, pushed, now, end.kind)
         if not training:
             return actions + self.intake.post(False) + self._close(now)
         if self._job.faults.on_learner_loss == "stop":
@@ -420,6 +435,32 @@ class ParameterServer(Owner):
         complete = self.intake.complete if self._ordered else self.protocol.update_due(self._units)
         self._update_due = bool(self._pending) and complete
         return actions + self._work(now) + self._answer_all()
+
+    # Learners that are too slow.
+
+    @property
+    def tick_s(self) -> float | None:
+        timeout = self._job.faults.straggler_timeout
+        return None if timeout is None else min(1.0, timeout / 4)
+
+    def _look_for_late(self, event: Tick, now: float) -> list[Action]:
+        """Drops the learner that all wait for, if that takes too long."""
+        child, timeout = self.intake.turn, self._job.faults.straggler_timeout
+        assert timeout is not None
+        if self.state is not TRAINING or child is None or self._late is not None or len(self.pushed) == 1:
+            return []
+        if now - self._stragglers.heard[child] <= timeout:
+            return []
+        self._late = child
+        return [Send(child, Message(Kind.STOP, self.id, value=DROPPED)), Drop(child)]
+
+    def _how(self, role: int, now: float) -> End:
+        """How a learner is no more."""
+        if role != self._late:
+            return End("lost", "died")
+        silence_s = now - self._stragglers.heard[role]
+        self._stragglers.begin(now, self.received)  # the others could not be heard meanwhile
+        return End("dropped", f"was dropped, because nothing came of it for {silence_s:.0f} s")
 
     def _drop(self, role: int) -> list[Action]:
         """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
@@ -487,7 +528,7 @@ class ParameterServer(Owner):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
-        return [Halt(event.message.value)]
+        return [halt(event)]
 
 
 def _warnings(job: Job, plan: Plan) -> list[Warn]:

@@ -92,6 +92,8 @@ class StatisticsServer(Machine):
         self._last_epoch = self.epochs  # unless the run is stopped
         self._code = 0
         self._gone: set[int] = set()  # roles whose rank has died
+        self._dropped: set[int] = set()  # roles that were too slow, and may never be heard of again
+        self._answered: set[int] = set()  # learners that have given their account themselves
         self._checkpointed: Message | None = None  # asked for, and not safe yet
         self._began = 0.0
         self._final_weights: str | None = None
@@ -182,7 +184,9 @@ class StatisticsServer(Machine):
         return actions + self._secure() + self._finish()
 
     def _events(self, event: Received, now: float) -> list[Action]:
-        return [Record("events", _rows(event))]
+        rows = _rows(event)
+        self._dropped |= set(rows["role"][rows["kind"] == b"dropped"].tolist())
+        return [Record("events", rows)]
 
     def _checkpoint(self, event: Received, now: float) -> list[Action]:
         self._checkpointed = event.message
@@ -202,6 +206,7 @@ class StatisticsServer(Machine):
         return self._finish()
 
     def _learner(self, event: Received, now: float) -> list[Action]:
+        self._answered.add(event.message.sender)
         for row in _rows(event):
             if int(row["learner"]) not in self._accounts:  # the server's of one that died may come second
                 self._learners[row["learner"]] = row
@@ -218,13 +223,14 @@ class StatisticsServer(Machine):
             return []
         assert (self._final_weights is None) == bool(self._code)
         self.state = State.DONE
-        done = Message(Kind.DONE, self.id, value=self._code)
+        apart = not self._dropped <= self._answered
+        done = Message(Kind.DONE, self.id, int(apart), self._code)
         others = (i for i in range(len(self.plan.roles)) if i != self.id and i not in self._gone)
         reason = "a learner died" if self._gone and self._stops_at_loss else "somebody stopped it"
         return [
             Finish(self._totals, self._learners, self._final_weights, reason if self._code else ""),
             *(Send(i, done) for i in others),
-            Halt(self._code),
+            Halt(self._code, apart),
         ]
 
     def lose(self, role: int, now: float) -> list[Action]:

@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.config import Job
-from rudra.events import Action, Fail, Halt, Hash, Hashed, Receive, Received, Send, Sent, Started, Withdrawn
+from rudra.events import Action, Fail, Hash, Hashed, Receive, Received, Send, Sent, Started, Withdrawn
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.intake import Intake
-from rudra.roles.machine import Machine, States, listed, short
+from rudra.roles.machine import Machine, States, halt, listed, short
 from topologies import Plan
 
 WEIGHTS = ("weights 0", "weights 1")
@@ -344,4 +344,4 @@ class TreeServer(Machine):
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE
-        return [Halt(event.message.value)]
+        return [halt(event)]

@@ -118,11 +118,15 @@ def run(run_: Job, training_samples: int, after: Callable[[Machine], None] = val
         return None
 
 
-def lost(rows: Rows) -> Any:
+def lost(rows: Rows, kind: bytes = b"lost") -> Any:
     """Of the table of events."""
     if "events" not in rows.tables:
         return np.empty(0, [("kind", "S16"), ("role", "<i2"), ("timestamp", "<i8")])
-    return rows["events"][rows["events"]["kind"] == b"lost"]
+    return rows["events"][rows["events"]["kind"] == kind]
+
+
+def dropped(rows: Rows) -> Any:
+    return lost(rows, b"dropped")
 
 
 def check(run_: Job, rows: Rows) -> None:
@@ -272,6 +276,60 @@ def test_when_the_last_learner_dies_the_run_fails(learners: int) -> None:
 def test_a_death_before_training_begins_fails_the_run() -> None:
     with pytest.raises(RunError, match=r"^parameter server: learner 0 \(rank 2\) died before training began$"):
         timing(small("async", 2, {"learner": 0, "dies_at_s": 0.0}), 100)
+
+
+def slow(**faults: Any) -> Job:
+    """Four learners of hardsync, of whom one takes 100 times as long from its second mini-batch on."""
+    fault = {"learner": 1, "slows_at_s": 3.0, "factor": 100.0, "for_s": 1000.0}
+    return small("hardsync", 4, fault).with_(faults=faults)
+
+
+def test_who_keeps_all_waiting_is_dropped_if_the_job_says_so() -> None:
+    rows = timing(slow(straggler_timeout=20.0), 400 * SAMPLES)
+    (row,) = dropped(rows)
+    assert row["time_s"] < 30.0
+    assert rows.code == 0
+    later = rows["gradients"][rows["gradients"]["update"] > row["timestamp"] + 1]
+    assert set(later["learner"]) == {0, 2, 3}
+    check_accounts(rows)
+    assert rows.warnings[0].startswith(
+        "parameter server: learner 1 (rank 3) was dropped, because nothing came of it for"
+    )
+    assert rows.warnings[0].endswith("3 learners are left, 3 gradients make an update")
+    assert timing(slow(), 400 * SAMPLES).time_s > 3 * rows.time_s
+
+
+@pytest.mark.parametrize("late_s", [19.0, 20.2, 21.3])
+def test_who_comes_in_time_is_not_dropped(late_s: float) -> None:
+    """About the moment at which a learner would be dropped: its gradient counts, or it is out, but nobody waits."""
+    fault = {"learner": 1, "slows_at_s": 3.0, "factor": late_s, "for_s": 1.05 * late_s}
+    run_ = small("hardsync", 4, fault).with_(faults={"straggler_timeout": 20.0})
+    rows = timing(run_, 80 * SAMPLES)
+    assert rows.code == 0
+    check_accounts(rows)
+    assert bool(len(dropped(rows))) == (set(rows["gradients"]["learner"][-3:]) == {0, 2, 3})
+
+
+def check_accounts(rows: Rows) -> None:
+    totals = rows.totals
+    assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+    assert rows.learners is not None
+    assert list(rows.learners["learner"]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "tables", [{"protocol": {"name": "async"}}, {"topology": {"name": "adv", "options": {"fan_out": 2}}}], ids=str
+)
+def test_only_who_waits_for_each_learner_can_drop_one(tables: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"straggler_timeout: only a server that waits for each of its learners can"):
+        Job(
+            **{
+                "protocol": {"name": "hardsync"},
+                "cluster": {"learners": 4},
+                "faults": {"straggler_timeout": 5},
+                **tables,
+            }
+        )
 
 
 def test_children_of_a_dead_tree_server_move_to_its_parent() -> None:

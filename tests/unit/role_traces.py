@@ -72,7 +72,7 @@ def brief(action: Action, names: Sequence[str] = NAMES) -> str:
             return f"{into} takes {fraction:g} of {scale:g} * {gradient}"
         case Update(gradient, _, rate):
             return f"update by {gradient} at {rate:g}"
-        case Halt(code=0):
+        case Halt(code=0, apart=False):
             return "halt"
         case Fail(text):
             return f"fail {text}"

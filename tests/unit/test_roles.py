@@ -43,6 +43,7 @@ from rudra.events import (
     Sent,
     Started,
     Stopped,
+    Tick,
     Updated,
     Withdrawn,
 )
@@ -390,6 +391,7 @@ def any_event(trigger: Any) -> Event:
         Saved: Saved(0),
         Committed: Committed(0),
         Stopped: Stopped(),
+        Tick: Tick(),
     }[trigger]
 
 
