@@ -349,7 +349,8 @@ class _Session:
                 self._save("interrupted", reason)
                 if not self._launched:
                     text = f"rudra: {self._job.name}: {reason}; {checkpoint.how_to_resume(self._begin.output)}"
-                    print(text, file=sys.stderr, flush=True)
+                    with suppress(BrokenPipeError):
+                        print(text, file=sys.stderr, flush=True)
             os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
         except Reported as error:
             self._give_up(error.exit_code, error.text, lost=error.lost)
