@@ -39,8 +39,8 @@ GRACE_S = 5.0
 """How long a failing rank leaves the statistics server to save the results, an ending one all to stop in order."""
 
 SAVE_S = 0.4
-"""When the launcher is ending everybody, the statistics server saves the results after this time: mpirun kills ranks
-a second after it told them."""
+"""When mpirun is ending everybody, the statistics server saves the results after this time: ranks are killed a second
+after they were told. SLURM leaves those of srun longer."""
 
 
 def run_ranks(
@@ -330,6 +330,7 @@ class _Session:
             _end_softly_with_launcher()
         try:
             code = rank.run()
+            signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
             for executor in self._executors.values():
                 executor.close()
             if self._checkpoints is not None and not code:
@@ -383,7 +384,8 @@ class _Session:
             return
         self._rank.stop()
         if number == signal.SIGTERM:
-            signal.setitimer(signal.ITIMER_REAL, SAVE_S if self._keeps_results else GRACE_S)
+            by_srun = os.environ.get("SLURM_MPI_TYPE", "none") != "none"
+            signal.setitimer(signal.ITIMER_REAL, SAVE_S if self._keeps_results and not by_srun else GRACE_S)
         else:
             self._asked = True
 
