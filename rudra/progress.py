@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import numpy as np
@@ -91,12 +92,13 @@ class Progress:
             self._error = f"{row['test_error']:.2%}" if row["evaluated"] else "not tested"
             if self._mode == "lines":
                 rate = row["samples"] / row["time_s"] if row["time_s"] > 0 else 0.0
-                print(
-                    f"{self._name}: epoch {row['epoch']}/{self._epochs}, test error {self._error}, "
-                    f"staleness {row['mean_staleness']:.2f}, {rate:,.0f} samples/s, {duration(row['time_s'])}",
-                    file=self._file,
-                    flush=True,
-                )
+                with suppress(BrokenPipeError):  # the launcher is gone, and will have this rank ended
+                    print(
+                        f"{self._name}: epoch {row['epoch']}/{self._epochs}, test error {self._error}, "
+                        f"staleness {row['mean_staleness']:.2f}, {rate:,.0f} samples/s, {duration(row['time_s'])}",
+                        file=self._file,
+                        flush=True,
+                    )
         if self._mode == "bar" and len(rows):
             self._draw()
 

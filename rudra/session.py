@@ -47,8 +47,8 @@ SEEN_S = 60.0
 """How long a file that one rank has replaced may look as before to another."""
 
 SAVE_S = 0.4
-"""When the launcher is ending everybody, the statistics server saves the results after this time: mpirun kills ranks
-a second after it told them."""
+"""When mpirun is ending everybody, the statistics server saves the results after this time: ranks are killed a second
+after they were told. SLURM leaves those of srun longer."""
 
 
 def run_ranks(
@@ -330,6 +330,7 @@ class _Session:
             _end_softly_with_launcher()
         try:
             code = rank.run()
+            signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
             for executor in self._executors.values():
                 executor.close()
             if self._checkpoints is not None and not code:
@@ -351,7 +352,8 @@ class _Session:
                 self._save("interrupted", reason)
                 if not self._launched:
                     text = f"rudra: {self._job.name}: {reason}; {checkpoint.how_to_resume(self._begin.output)}"
-                    print(text, file=sys.stderr, flush=True)
+                    with suppress(BrokenPipeError):
+                        print(text, file=sys.stderr, flush=True)
             os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
         except Reported as error:
             self._give_up(error.exit_code, error.text, lost=error.lost)
@@ -405,7 +407,8 @@ class _Session:
             return
         self._rank.stop()
         if number == signal.SIGTERM:
-            signal.setitimer(signal.ITIMER_REAL, SAVE_S if self._keeps_results else GRACE_S)
+            by_srun = os.environ.get("SLURM_MPI_TYPE", "none") != "none"
+            signal.setitimer(signal.ITIMER_REAL, SAVE_S if self._keeps_results and not by_srun else GRACE_S)
         else:
             self._asked = True
 

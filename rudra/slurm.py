@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rudra.errors import ConfigError
+from rudra.failures import TCP_FLAGS, ULFM
 from rudra.jobfiles import data_files
 
 Launcher = Literal["mpirun", "srun"]
@@ -72,10 +73,14 @@ def script(batch: Batch) -> str:
         "environment": environment if batch.environment.startswith("/") else f"$PWD/{environment}",
         "restarts": str(batch.restarts),
         "run": "\n".join(_run_lines(batch)),
-        "mpirun": 'mpirun -n "$SLURM_NTASKS"' + (" --bind-to none" if batch.mpi == "pmix" else ""),
+        "mpirun": 'mpirun -n "$SLURM_NTASKS"' + (' --bind-to none "${outlive[@]}"' if batch.mpi == "pmix" else ""),
+        "ulfm": shlex.join([*ULFM, *TCP_FLAGS]),
         "srun": _srun(batch),
     }
-    values["launch"] = _filled(texts[batch.launcher].rstrip("\n"), values)
+    launch = texts[batch.launcher].rstrip("\n")
+    if batch.launcher == "mpirun" and batch.mpi == "pmix":
+        launch = texts["ulfm"] + "\n" + launch
+    values["launch"] = _filled(launch, values)
     return _filled(texts["job"], values)
 
 

@@ -18,8 +18,12 @@ max_restarts=10
 results=digits.h5
 run=(rudra run digits --output "$results" --resume)
 
+# Where Open MPI can, a run goes on without learners that die; without these options any rank that dies ends the job.
+outlive=(--with-ft ulfm --mca btl_tcp_flags send,inplace,need-ack,need-csum,hetero-rdma)
+mpirun "${outlive[@]}" --version >/dev/null 2>&1 || outlive=()
+
 # SLURM tells this shell alone that the time ends; mpirun passes it on to the ranks, which then save a checkpoint.
-mpirun -n "$SLURM_NTASKS" --bind-to none "${run[@]}" &
+mpirun -n "$SLURM_NTASKS" --bind-to none "${outlive[@]}" "${run[@]}" &
 ranks=$! told=0 cancelled=0
 trap 'told=$((told + 1)); kill -USR1 "$ranks"' USR1
 trap 'told=$((told + 1)); cancelled=1; kill -TERM "$ranks"' TERM
@@ -28,7 +32,11 @@ while before=$told; wait "$ranks"; code=$?; [ "$told" != "$before" ]; do :; done
 again=0
 case $code in
   0) # Open MPI says so too where it has lost one of its daemons
-    rudra show "$results" --json | grep -q '"status": "finished"' || again=1 ;;
+    case $(rudra show "$results" --json) in
+      *'"status": "finished"'*) ;;
+      *'"status": "failed"'*) code=1 ;;
+      *) again=1 ;;
+    esac ;;
   1 | 2) ;;
   3) again=1 ;; # stopped as asked
   *) [ "$told" = 0 ] || again=1 ;; # cut short when asked: there may be an earlier checkpoint

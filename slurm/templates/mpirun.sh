@@ -8,7 +8,11 @@ while before=$told; wait "$ranks"; code=$?; [ "$told" != "$before" ]; do :; done
 again=0
 case $code in
   0) # Open MPI says so too where it has lost one of its daemons
-    rudra show "$results" --json | grep -q '"status": "finished"' || again=1 ;;
+    case $(rudra show "$results" --json) in
+      *'"status": "finished"'*) ;;
+      *'"status": "failed"'*) code=1 ;;
+      *) again=1 ;;
+    esac ;;
   1 | 2) ;;
   3) again=1 ;; # stopped as asked
   *) [ "$told" = 0 ] || again=1 ;; # cut short when asked: there may be an earlier checkpoint

@@ -14,6 +14,13 @@ from pathlib import Path
 import pytest
 from slurm_cluster import LOCAL, ROOT, Cluster, left_over
 
+# Jobs in partition low make way for those in the usual one.
+CONF = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=node[7-8] PriorityTier=0 GraceTime=3
+"""
+
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -31,9 +38,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             pytest.skip(f"--slurm=here, but no SLURM answers: {found.stderr.strip()}")
         yield Cluster(env, None)
         return
+    env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # it does not know that the nodes share this machine's cores
     directory = tmp_path_factory.mktemp("slurm") / "c"
+    conf = directory.with_name("more.conf")
+    conf.write_text(CONF)
     try:
-        up = _local("up", "--nodes", "8", "--cpus", "4", "--until", str(os.getpid()), directory)
+        up = _local("up", "--nodes", "8", "--cpus", "4", "--conf", conf, "--until", str(os.getpid()), directory)
         if up.returncode:
             pytest.skip(f"no local SLURM: {up.stderr.strip().splitlines()[-1]}")
         yield Cluster({**env, "SLURM_CONF": str(directory / "etc" / "slurm.conf")}, directory)

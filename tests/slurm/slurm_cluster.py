@@ -80,9 +80,13 @@ class Cluster:
         assert found, done.stdout
         return Batch(self, directory, found[1])
 
-    def local(self, command: str, node: str) -> None:
+    def needs_to_be_ours(self) -> None:
+        """Skips where it is not."""
         if self.directory is None:
-            pytest.skip("needs a node to kill, and this SLURM is not ours: leave out --slurm=here")
+            pytest.skip("needs a SLURM that it may do harm to: leave out --slurm=here")
+
+    def local(self, command: str, node: str) -> None:
+        assert self.directory
         subprocess.run([LOCAL, command, self.directory, node], check=True, timeout=60, stdin=subprocess.DEVNULL)
 
 
@@ -131,21 +135,19 @@ class Batch:
         return self.field("JobState")
 
     @property
-    def ranks(self) -> list[int]:
-        """Process ids of its ranks, on this machine."""
-        found = []
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id, on this machine; of Open MPI."""
+        found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 env, words = (process / "environ").read_bytes(), (process / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
+            rank = re.search(rb"(?:^|\0)PMIX_RANK=(\d+)", env)
             mine = f"SLURM_JOB_ID={self.number}".encode() in env.split(b"\0")
-            ours = words[1:4] == [b"-m", b"rudra", b"run"] or (
-                b"/rudra" in b"".join(words[1:2]) and words[2:3] == [b"run"]
-            )
-            if mine and ours and b"python" in words[0]:
-                found.append(int(process.name))
-        return sorted(found)
+            if rank and mine and b"python" in words[0]:
+                found[int(rank[1])] = int(process.name)
+        return found
 
 
 def left_over(directory: Path) -> list[int]:

@@ -19,6 +19,8 @@ ONE_LEARNER = ("--ntasks", "3")
 """The smallest job: a learner beside the two servers. An epoch takes it 0.4 s."""
 
 
+EVERY_EPOCH = ("--set", "results.checkpoint_every=1 epochs")
+
 LIMITED = 130
 """Epochs that take longer than the shortest time limit that SLURM knows."""
 
@@ -55,35 +57,55 @@ def limited(cluster: Cluster, openmpi: Path, tmp_path_factory: pytest.TempPathFa
 def test_mpich_stops_when_told_and_goes_on(
     limited: dict[str, Batch], cluster: Cluster, mpich: Path, tmp_path: Path, launcher: str
 ) -> None:
-    batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(20), environment=mpich)
+    batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(12), environment=mpich)
     batch.wait_for_epoch(2)
     told = ["--batch"] if launcher == "mpirun" else []
     assert cluster.run("scancel", "--signal=USR1", *told, batch.number).returncode == 0
     assert batch.wait_for_end() == "COMPLETED"
     assert batch.field("Restarts") == "1"
-    check_results(batch, 20)
+    check_results(batch, 12)
 
 
 def test_one_element_of_an_array_goes_on_by_itself(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
     grid = ["--grid", "optimizer.learning_rate=0.01,0.02", "--output", "sweep"]
-    batch = cluster.submit(tmp_path, *grid, *ONE_LEARNER, *lasts(20), environment=openmpi)
+    batch = cluster.submit(tmp_path, *grid, *ONE_LEARNER, *lasts(12), environment=openmpi)
     first, second = batch.element(0), batch.element(1)
     first.wait_for_epoch(2)
     assert cluster.run("scancel", "--signal=USR1", "--batch", first.number).returncode == 0
     assert {first.wait_for_end(), second.wait_for_end()} == {"COMPLETED"}
     assert (first.field("Restarts"), second.field("Restarts")) == ("1", "0")
     for rate in ("0.01", "0.02"):
-        check_results(batch, 20, f"sweep/learning_rate={rate}.h5")
+        check_results(batch, 12, f"sweep/learning_rate={rate}.h5")
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
-def test_a_killed_rank_fails_the_job(cluster: Cluster, openmpi: Path, tmp_path: Path, launcher: str) -> None:
-    batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(500), environment=openmpi)
+def test_a_run_goes_on_without_a_learner_that_was_killed(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
+    """On another node than mpirun, below a daemon of its own."""
+    batch = cluster.submit(tmp_path, "--nodes", "2", "--ntasks-per-node", "2", *lasts(15), environment=openmpi)
+    batch.wait_for_epoch(2)
+    os.kill(batch.ranks[3], signal.SIGKILL)
+    assert batch.wait_for_end() == "COMPLETED"
+    assert (batch.field("Restarts"), batch.field("ExitCode")) == ("0", "0:0")
+    check_results(batch, 15)
+    with rudra.open_results(batch.directory / "slow.h5") as results:
+        (lost,) = results.events[results.events["kind"] == b"lost"]
+        assert results.roles[lost["role"]]["world_rank"] == 3
+
+
+@pytest.mark.parametrize(
+    ("launcher", "tasks"),
+    # With mpirun, the rank that ends the run is one that its daemon must tell.
+    [("mpirun", ("--nodes", "3", "--ntasks-per-node", "1")), ("srun", ONE_LEARNER)],
+    ids=["mpirun", "srun"],
+)
+def test_a_killed_server_fails_the_job(
+    cluster: Cluster, openmpi: Path, tmp_path: Path, launcher: str, tasks: tuple[str, ...]
+) -> None:
+    batch = cluster.submit(tmp_path, "--launcher", launcher, *tasks, *lasts(500), environment=openmpi)
     batch.wait_for_epoch()
-    os.kill(batch.ranks[-1], signal.SIGKILL)
+    os.kill(batch.ranks[0], signal.SIGKILL)
     assert batch.wait_for_end(within_s=30) == "FAILED"
     assert batch.field("Restarts") == "0"
-    assert batch.ranks == []
+    assert batch.ranks == {}
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
@@ -92,13 +114,14 @@ def test_a_cancelled_job_stays_so(cluster: Cluster, openmpi: Path, tmp_path: Pat
     batch.wait_for_epoch()
     assert cluster.run("scancel", batch.number).returncode == 0
     assert batch.wait_for_end(within_s=30) == "CANCELLED"
-    batch.wait("its ranks gone", lambda: batch.ranks == [], within_s=20)
+    batch.wait("its ranks gone", lambda: batch.ranks == {}, within_s=20)
     assert batch.field("Restarts") == "0"
 
 
 def test_lost_nodes(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
     """Both at once, because SLURM takes its time to notice."""
-    options = ["--set", "results.checkpoint_every=1 epochs", *lasts(30)]
+    cluster.needs_to_be_ours()
+    options = [*EVERY_EPOCH, *lasts(30)]
     tasks = {"srun": ONE_LEARNER, "mpirun": ("--nodes", "2", "--ntasks-per-node", "2")}
     batches = {}
     for launcher, wanted in tasks.items():
@@ -115,6 +138,29 @@ def test_lost_nodes(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
         assert batch.wait_for_end() == "COMPLETED"
         check_results(batch, 30)
         assert batch.log.count("epoch 1/") == 1, "it went on from its checkpoint"
+
+
+def test_preemption(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
+    """Within the grace time srun's ranks are told, and save a checkpoint; mpirun's have the last one they wrote."""
+    cluster.needs_to_be_ours()
+    batches, options = {}, ["--partition", "low", *ONE_LEARNER, *EVERY_EPOCH, *lasts(20)]
+    for launcher in ("mpirun", "srun"):
+        (tmp_path / launcher).mkdir()
+        batches[launcher] = cluster.submit(tmp_path / launcher, *options, "--launcher", launcher, environment=openmpi)
+    for batch in batches.values():
+        batch.wait_for_epoch(3)
+    urgent = ["--nodelist", "node[7-8]", "--exclusive", "--output", "/dev/null", "--wrap", "true"]
+    assert cluster.run("sbatch", *urgent).returncode == 0
+    for batch in batches.values():
+        batch.wait_for_restart()
+    for batch in batches.values():
+        assert batch.wait_for_end() == "COMPLETED"
+        assert batch.field("Restarts") == "1"
+        check_results(batch, 20)
+        assert batch.log.count("epoch 1/") == 1, "it went on from its checkpoint"
+        with rudra.open_results(batch.directory / "slow.h5") as results:
+            assert list(results.events["kind"]).count(b"restart") == 1
+    assert "slow: stopped" in batches["srun"].log
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])

@@ -47,6 +47,7 @@ def test_it_runs_jobs_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> No
     ("arguments", "line"),
     [
         (["up", "--nodes", "many", "{}/c"], "--nodes many: must be a whole number from 1 to 99"),
+        (["up", "--conf", "{}/none", "{}/c"], "/none: cannot be read"),
         (["up", "{}/a b"], "may hold only letters, digits and _./+-"),
         (["up", "{}/" + "long" * 20], "too long a name for the unix sockets in it"),
         (["up", "{}"], "is there and not empty"),

@@ -80,6 +80,14 @@ def test_lines_for_a_batch_log():
     ]
 
 
+def test_lines_that_nobody_can_read_do_not_fail_the_run():
+    class Closed(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    half_way(Progress(JOB, 1000, mode="lines", file=Closed()))
+
+
 def test_quiet():
     shown, file = progress("quiet")
     half_way(shown)
