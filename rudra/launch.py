@@ -67,7 +67,7 @@ WORD_S = 2.0
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
 _NOISE = re.compile(  # now and then, while it ends or a rank has died
-    rb"NBC_Progress: an error |\[warn\] Epoll |\[[^]]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH "
+    rb"NBC_Progress: an error |\[warn\] Epoll |\[[^]]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH |pmix_ptl_base: send_msg: )"
 )
 _COLLISION = "listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
 STARTS = 3

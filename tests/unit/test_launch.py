@@ -83,6 +83,12 @@ def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: py
         (RULE + b"prterun broke off here\n", RULE + b"prterun broke off here\n", 0, False),
         (b"[warn] Epoll MOD(4) on fd 24 failed.\n", b"", 0, False),
         (b"[node7:04241] PMIX ERROR: PMIX_ERR_UNREACH in file pmix_server.c at line 3146\n", b"", 0, False),
+        (
+            b"[vm:21016] pmix_ptl_base: send_msg: write failed: Connection reset by peer (104) [sd = 34]\n",
+            b"",
+            0,
+            False,
+        ),
         (b"no newline", b"no newline", 0, False),
         (b"\xff\x00\xfe\n", b"\xff\x00\xfe\n", 0, False),
     ],

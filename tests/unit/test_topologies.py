@@ -282,6 +282,37 @@ TOPOLOGIES = st.one_of(
 )
 
 
+@given(TOPOLOGIES, NODES, st.data())
+def test_a_plan_without_some_is_one_of_all_others(
+    topology: tuple[str, dict[str, Any]], nodes: list[int], data: st.DataObject
+) -> None:
+    name, options = topology
+    if "groups" in options:
+        options = {"groups": min(options["groups"], len(nodes))}
+    plan = drawn(name, nodes, **options)
+    needed = {plan.server, plan.statistics}
+    lost = data.draw(st.sets(st.sampled_from(range(len(plan.roles)))))
+    if lost & needed or lost >= set(plan.learners):
+        with pytest.raises(ValueError, match=r"nothing goes on without the|no learner is left"):
+            plan.without(lost)
+        return
+    left = plan.without(lost)
+    assert set(left.learners) == set(plan.learners) - lost
+    again = plan.without(sorted(lost)[:1]).without(lost)
+    assert (again.children, again.receivers, again.groups) == (left.children, left.receivers, left.groups)
+    assert left.learners_below(left.server) == len(left.learners)
+    assert [role.world_rank for role in left.roles] == [role.world_rank for role in plan.roles]
+    for edges in (left.children, left.receivers):
+        reached = everybody_below(edges, left.server)
+        assert len(reached) == len(set(reached))
+        assert not lost & {left.server, *reached}
+        assert set(left.learners) <= {left.server, *reached}
+    for id_, role in enumerate(left.roles):
+        if role.kind == TREE_SERVER and id_ not in lost:
+            assert (role.parent is None) == (not left.children[id_]), "who serves nobody is nobody's child"
+    assert [set(members) for members in left.groups] == [s for m in plan.groups if (s := set(m) - lost)]
+
+
 @given(TOPOLOGIES, st.lists(st.integers(1, 9), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_a_plan_that_is_fitted_uses_the_ranks_as_well_as_they_can_be(
     topology: tuple[str, dict[str, Any]], sizes: list[int], random: Any
