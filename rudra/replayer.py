@@ -184,7 +184,7 @@ class _Record:
             self._cut(self.updates_count)
         self.recorded = self.updates_count
         events = results.events
-        self.losses = events[events["kind"] == b"lost"]
+        self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
         self.note = ""
         if len(self.losses):
             self._stop_where_none_can_follow(events, results.plan())

@@ -118,7 +118,11 @@ class Plan:
 
     def group_of(self, role: int) -> tuple[int, ...]:
         """Ids of a learner's compute group, itself among them; of itself alone, where there are no groups."""
-        return next((members for members in self.groups if role in members), (role,))
+        return self._groups_of.get(role, (role,))
+
+    @cached_property
+    def _groups_of(self) -> dict[int, tuple[int, ...]]:
+        return {role: members for members in self.groups for role in members}
 
     @cached_property
     def workers(self) -> int:

@@ -417,9 +417,8 @@ class ParameterServer(Owner):
             try:
                 self.protocol = self._job.make_protocol(plan, plan.workers - len(self.pushed))
             except ValueError as error:
-                return [
-                    Fail(f"{name} {end.text}, and with {len(self.pushed)} learners the protocol cannot go on: {error}")
-                ]
+                text = f"{name} {end.text}, and with {len(self.pushed)} learners the protocol cannot go on: {error}"
+                return [Fail(text)]
             self._gradient_weight = self.protocol.modulation.gradient_weight
             self._weights_changed()
             c = self.protocol.gradients_per_update
@@ -458,6 +457,7 @@ class ParameterServer(Owner):
         """How a learner is no more."""
         if role != self._late:
             return End("lost", "died")
+        self._late = None
         silence_s = now - self._stragglers.heard[role]
         self._stragglers.begin(now, self.received)  # the others could not be heard meanwhile
         return End("dropped", f"was dropped, because nothing came of it for {silence_s:.0f} s")

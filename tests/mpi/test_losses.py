@@ -230,6 +230,8 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(tmp_path: Path, *, comes_b
     while time.monotonic() < deadline and _environment(pid):
         time.sleep(0.05)  # the kernel's end of a process can only be polled
     assert not _environment(pid), "nothing is left over"
+    code, err = finish(start("replay", output))
+    assert code == 0, err
 
 
 def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:

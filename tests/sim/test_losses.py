@@ -278,14 +278,14 @@ def test_a_death_before_training_begins_fails_the_run() -> None:
         timing(small("async", 2, {"learner": 0, "dies_at_s": 0.0}), 100)
 
 
-def slow(**faults: Any) -> Job:
-    """Four learners of hardsync, of whom one takes 100 times as long from its second mini-batch on."""
-    fault = {"learner": 1, "slows_at_s": 3.0, "factor": 100.0, "for_s": 1000.0}
-    return small("hardsync", 4, fault).with_(faults=faults)
+def slow(*learners: int, **faults: Any) -> Job:
+    """Four learners of hardsync, of whom some take 100 times as long from their second mini-batch on."""
+    slows = {"slows_at_s": 3.0, "factor": 100.0, "for_s": 1000.0}
+    return small("hardsync", 4, *({"learner": i, **slows} for i in learners)).with_(faults=faults)
 
 
 def test_who_keeps_all_waiting_is_dropped_if_the_job_says_so() -> None:
-    rows = timing(slow(straggler_timeout=20.0), 400 * SAMPLES)
+    rows = timing(slow(1, straggler_timeout=20.0), 400 * SAMPLES)
     (row,) = dropped(rows)
     assert row["time_s"] < 30.0
     assert rows.code == 0
@@ -296,7 +296,14 @@ def test_who_keeps_all_waiting_is_dropped_if_the_job_says_so() -> None:
         "parameter server: learner 1 (rank 3) was dropped, because nothing came of it for"
     )
     assert rows.warnings[0].endswith("3 learners are left, 3 gradients make an update")
-    assert timing(slow(), 400 * SAMPLES).time_s > 3 * rows.time_s
+    assert timing(slow(1), 400 * SAMPLES).time_s > 3 * rows.time_s
+
+
+def test_of_all_who_are_too_slow_the_last_one_stays() -> None:
+    rows = timing(slow(0, 1, 2, 3, straggler_timeout=20.0), 40 * SAMPLES)
+    assert list(dropped(rows)["role"]) == [2, 3, 4]
+    assert set(rows["gradients"]["learner"][-5:]) == {3}
+    check_accounts(rows)
 
 
 @pytest.mark.parametrize("late_s", [19.0, 20.2, 21.3])
@@ -489,6 +496,20 @@ def test_a_simulated_run_replays_across_a_loss(tmp_path: Path) -> None:
     job_ = Job.load("digits").with_(training={"epochs": 1}, simulation={"faults": FAULTS[:1]}, model={"name": "mlp"})
     with simulate(job_, output=tmp_path / "a.h5", progress="quiet") as results:
         assert len(results.events) == 1
+    assert replay(tmp_path / "a.h5", quiet=True).identical
+
+
+def test_a_simulated_run_replays_across_a_learner_that_was_dropped(tmp_path: Path) -> None:
+    fault = {"learner": 1, "slows_at_s": 3.0, "factor": 1000.0, "for_s": 1000.0}
+    job_ = Job.load("digits").with_(
+        training={"epochs": 1},
+        model={"name": "mlp"},
+        protocol={"name": "hardsync", "n": None},
+        simulation={"faults": [fault]},
+        faults={"straggler_timeout": 5.0},
+    )
+    with simulate(job_, output=tmp_path / "a.h5", progress="quiet") as results:
+        assert list(results.events["kind"]) == [b"dropped"]
     assert replay(tmp_path / "a.h5", quiet=True).identical
 
 
