@@ -461,6 +461,11 @@ class Job(Table):
         plan = self.make_topology().plan(self.learners, nodes)
         if nodes is not None:
             self.check(plan)
+            servers = sum(role.kind == TREE_SERVER for role in plan.roles)
+            for fault in self.simulation.faults:
+                if fault.tree_server is not None and not 0 <= fault.tree_server < servers:
+                    valid = f"0 to {servers - 1}" if servers else "none, there is no tree of servers"
+                    raise ConfigError(f"[simulation] faults names tree server {fault.tree_server}; valid: {valid}")
         return plan
 
     def check(self, plan: topologies.Plan) -> None:

@@ -138,7 +138,7 @@ TOTALS = np.dtype(
 
 EVENT = np.dtype(
     [
-        ("kind", "S16"),  # checkpoint, restart, lost, straggler
+        ("kind", "S16"),  # checkpoint, restart, lost, dropped, straggler
         ("role", "<i4"),  # row of /roles; -1: none
         ("pad", "<i4"),
         ("timestamp", "<i8"),  # of the weights at that moment

@@ -363,6 +363,17 @@ def test_children_of_a_dead_tree_server_move_to_its_parent() -> None:
     assert list(rows.learners["pushed"]) == [5] * 4
 
 
+@pytest.mark.parametrize(
+    ("topology", "valid"),
+    [({"name": "base"}, "none, there is no tree"), ({"name": "adv", "options": {"fan_out": 2}}, r"0 to \d$")],
+    ids=lambda value: str(value),
+)
+def test_a_fault_names_a_tree_server_that_is_there(topology: dict[str, Any], valid: str) -> None:
+    run_ = small("async", 4, {"tree_server": 99, "dies_at_s": 6.0}).with_(topology=topology)
+    with pytest.raises(ConfigError, match=f"faults names tree server 99; valid: {valid}"):
+        timing(run_, 10)
+
+
 def test_a_group_goes_on_without_its_first_member() -> None:
     topology = {"name": "groups", "options": {"groups": 2}}
     run_ = small("async", 6, {"learner": 3, "dies_at_s": 6.0}).with_(topology=topology)

@@ -159,6 +159,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             ([{"learner": True, "dies_at_s": 1.0}], "] faults.0.learner must be a whole number, not True"),
             ([{"learner": 1, "dies_at_s": -1.0}], "] faults.0.dies_at_s must be >= 0, not -1.0"),
             ([{"dies_at_s": 1.0}], "] faults.0 has dies_at_s, but no learner"),
+            (
+                [{"tree_server": 1, "learner": 1, "dies_at_s": 1.0}],
+                "] faults.0 has tree_server and dies_at_s and learner; valid: tree_server and dies_at_s",
+            ),
             ([{"learner": 1}], f"] faults.0 has no time; valid: one of {WHEN}"),
             (
                 [{"learner": 1, "dies_at_s": 1.0, "slows_at_s": 2.0}],
@@ -168,8 +172,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             ([{"learner": 1, "dies_at_s": 1.0, "factor": 2.0}], "] faults.0 has dies_at_s, and factor"),
             (
                 [{"lerner": 1, "dies_at_s": 1.0}],
-                ".faults.0] unknown key 'lerner'; valid: learner, dies_at_s, mean_time_to_failure_s, slows_at_s, "
-                "mean_time_to_slowdown_s, factor, for_s",
+                ".faults.0] unknown key 'lerner'; valid: learner, tree_server, dies_at_s, mean_time_to_failure_s, "
+                "slows_at_s, mean_time_to_slowdown_s, factor, for_s",
             ),
         ]
     ),
