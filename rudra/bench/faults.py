@@ -44,6 +44,7 @@ COMMON = (
     "results.flush_s=0.1",
     "results.report_s=0.02",
     "optimizer.learning_rate=0.01",
+    "optimizer.momentum=0",
 )
 SERVERS = ("parameter server", "statistics server")
 

@@ -153,7 +153,7 @@ def test_where_one_cannot_be_missed_the_others_begin_anew(
         assert protocol != "hardsync" or not gradients["staleness"].any()
         assert np.isfinite(results.summary()["final_test_error"])
     code, err = finish(start("replay", output))
-    assert code == 0, err
+    assert code == 0 or "declares that it is not replayable" in err, err
 
 
 def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> None:
