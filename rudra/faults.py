@@ -17,22 +17,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from rudra.config import Fault
-from rudra.events import (
-    Action,
-    Drop,
-    Event,
-    Halt,
-    Lost,
-    Receive,
-    Regroup,
-    Send,
-    Sent,
-    Started,
-)
+from rudra.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
 from rudra.messages import Kind
 from rudra.position import Position
 from rudra.roles import Machine
-from rudra.roles.minibatches import Minibatches
 from rudra.roles.owner import outlasts
 from rudra.sampling import mix
 from topologies import Plan
@@ -242,13 +230,11 @@ class Faults:
             for offered in actor.offered:
                 offered.clear()
             if actor is not owner:
-                before = actor.machine
                 actor.inbox.clear()
                 actor.computing, actor.delay_s = False, 0.0
-                actor.machine = machine = self._make(actor.role, plan, action.position)
-                if isinstance(machine, Minibatches) and isinstance(before, Minibatches):
-                    machine.inherit(before)
-                actor.handle = sim.handler(machine)
+                before, actor.machine = actor.machine, self._make(actor.role, plan, action.position)
+                actor.machine.inherit(before)
+                actor.handle = sim.handler(actor.machine)
                 if sim.hands.begin_anew is not None:
                     sim.hands.begin_anew(actor.role, owner.role)
             sim._later(time + sim._table.latency_s, actor.take, actor, Started())
@@ -257,24 +243,21 @@ class Faults:
         """Whether something in the queue goes on when all begin anew; what does not is given back."""
         sim, (time, _, what, whom, about) = self._sim, entry
         statistics = self._actors[sim.plan.statistics]
-        if what == sim._deliver or what == sim._offer:
-            way, send = (whom, about[0]) if what == sim._deliver else about[:2]
-            if statistics in (way.sender, way.receiver):
+        if what in (sim._deliver, sim._offer, self._return):  # tensors under way
+            if what == self._return:
+                sender, send = whom, about
+            else:
+                way, send = (whom, about[0]) if what == sim._deliver else about[:2]
+                sender = way.sender
+            if statistics.role in (sender.role, send.to):
                 return True
             if what == sim._deliver:
                 self._free_ports(way, send, time)
-            self._give_back(way.sender, send)
+            self._give_back(sender, send)
             return False
-        if what == self._return:
-            if about.to != statistics.role:
-                self._give_back(whom, about)
-                return False
-            return True
         if getattr(what, "__self__", None) is self or whom is statistics:
             return True
-        if whom is not owner:
-            return False
-        return outlasts(about, statistics.role)
+        return whom is owner and outlasts(about, statistics.role)
 
     def _give_back(self, actor: "_Actor", send: Send) -> None:
         """A tensor will not be sent; nobody is told."""

@@ -66,10 +66,10 @@ class Worker(threading.Thread):
 
 @dataclass(slots=True)
 class _Carried:
-    """A transfer; `done` is None where nobody wants to know any more."""
+    """A transfer."""
 
     request: "MPI.Request"
-    done: Callable[[], None] | None
+    done: Callable[[], None]
     receives: bool
 
 
@@ -78,7 +78,8 @@ class Lane(Worker):
 
     def __init__(self, name: str, post: Post) -> None:
         self._carried: list[_Carried] = []
-        self._quiet: Callable[[], None] | None = None  # to be told when nothing forgotten is received any more
+        self._forgotten: list[_Carried] = []  # receives that may still write
+        self._quiet: Callable[[], None] | None = None  # to be told when none does
         self._lost = False
         super().__init__(name, post)
 
@@ -87,14 +88,18 @@ class Lane(Worker):
         self.submit(lambda: self._carried.append(_Carried(start(), done, receives)))
 
     def abandon(self, quiet: Callable[[], None]) -> None:
-        """Forgets all transfers, because a rank has died; `quiet` is called when none writes here any more."""
+        """Takes all receives back, because a rank has died; `quiet` is called when none writes here any more.
+
+        What was over before may still be told.
+        """
 
         def forget() -> None:
+            receives = [carried for carried in self._carried if carried.receives]
+            for carried in receives:
+                carried.request.Cancel()
+            self._forgotten += receives
+            self._carried = [carried for carried in self._carried if not carried.receives]
             self._quiet, self._lost = quiet, True
-            for carried in self._carried:
-                carried.done = None
-                if carried.receives:
-                    carried.request.Cancel()
 
         self.submit(forget)
 
@@ -102,14 +107,15 @@ class Lane(Worker):
         pause_s = SHORTEST_S
         while True:
             with suppress(Empty):
-                work = self._todo.get(timeout=pause_s if self._carried else None)
+                work = self._todo.get(timeout=pause_s if self._carried or self._forgotten else None)
                 if work is None:
                     break
                 work()
                 pause_s = SHORTEST_S
             before, self._carried = self._carried, [c for c in self._carried if not self._over(c)]
             pause_s = min(LONGEST_S, 1.5 * pause_s) if len(self._carried) == len(before) else SHORTEST_S
-            if self._quiet is not None and not any(c.receives and c.done is None for c in self._carried):
+            self._forgotten = [c for c in self._forgotten if outcome(c.request) == "no"]
+            if self._quiet is not None and not self._forgotten:
                 self._post(self._quiet)
                 self._quiet = None
         for carried in self._carried:  # receives that nobody will send to any more
@@ -120,6 +126,6 @@ class Lane(Worker):
     def _over(self, carried: _Carried) -> bool:
         """Whether a transfer is over, which is told if it has not failed; then a rank has died, and all begin anew."""
         what = outcome(carried.request)
-        if what == "done" and carried.done is not None:
+        if what == "done":
             self._post(carried.done)
         return what != "no"

@@ -30,9 +30,7 @@ class Kind(IntEnum):
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
     CREDIT = auto()  # statistics -> server: room for one more snapshot
-    CHECKPOINT = (
-        auto()
-    )  # owner -> statistics: that of `timestamp`, after `value` epochs, is written; are its rows safe?
+    CHECKPOINT = auto()  # owner -> statistics: one of `timestamp` is written, after `value` epochs; are its rows safe?
     SAFE = auto()  # statistics -> owner: the rows up to `timestamp` are on the disk
     END = auto()  # owner -> statistics: the run was stopped after `value` epochs; resume at `timestamp`, or -1
     DONE = auto()  # statistics -> all: everything is recorded, end with exit code `value`; apart if `timestamp` is 1

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from rudra.anew import REGROUP_TAG, Anew
 from rudra.checkpoint import CheckpointWriter
 from rudra.doorbell import Doorbell
 from rudra.errors import RunError
@@ -73,8 +72,6 @@ from rudra.position import Position
 from rudra.recorder import Recorder
 from rudra.reduction import GroupReduction, library_comm, make_reduction
 from rudra.roles import Machine
-from rudra.roles.minibatches import Minibatches
-from rudra.roles.owner import outlasts
 from rudra.transfers import Going, Transfers, Wanted
 from topologies import Plan
 from topologies.plan import LEARNER
@@ -82,7 +79,7 @@ from topologies.plan import LEARNER
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FAILURE_TAG, CLOCK_TAG, REGROUP_TAG, FIRST_TAG = 0, 1, 2, 3
+FAILURE_TAG, CLOCK_TAG, FIRST_TAG = 0, 1, REGROUP_TAG + 1
 CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, CHANNELS = 0, 1, 2, 3, 4
 """Tags from the first on: of each role these channels, tensors' once more each time that roles begin anew."""
 
@@ -166,12 +163,8 @@ class Rank:
         from mpi4py import MPI
 
         self._mpi, self._comm, self._plan = MPI, comm, plan
-        self._machines, self._remake = machines, remake
-        self._executors, self._recorder = executors, recorder
-        self._generation = 0  # how often roles have begun anew
-        self._new: tuple[Plan, Position] | None = None  # by which they will, when nothing comes any more of before
-        self._early: list[tuple[int, int, Message]] = []  # of those who have: generation, receiver, message
-        self._lanes_ending = 0
+        self._machines, self._executors, self._recorder = machines, executors, recorder
+        self._anew = Anew(self, remake)
         self._checkpoints = checkpoints
         self._saver: Worker | None = None  # the thread that writes them
         self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
@@ -194,7 +187,9 @@ class Rank:
         self._lanes: dict[int, Lane] = {}
         self._computer: Worker | None = None
         library = library_comm(comm, plan, machines)
-        self._reductions = {role: self._reduction(role, library) for role in machines if self._in_group(role)}
+        self._reductions = {
+            role: self._reduction(role, library) for role in machines if plan.roles[role].group is not None
+        }
         if plan.overlapped and any(plan.roles[role].kind == LEARNER for role in machines):
             self._start_threads()
         self._running = set(machines)
@@ -283,16 +278,14 @@ class Rank:
                 self._events.append((role, event))
         for role, ring in self._rings.items():
             while (found := ring.take()) is not None:
-                self._hear(role, *found)
+                self._anew.hear(role, *found)
         self._transfers.poll()
         while self._sending and outcome(self._sending[0][0]) != "no":
             self._sending.popleft()
         if self._losses.active:
             self._look_for_losses()
         if self._losses.dead:
-            self._look_for_new_plan()
-        if self._new is not None and self._quiet():
-            self._begin_anew()
+            self._anew.poll()
         if self._recorder is not None:
             self._look_for_failures()
         return bool(self._events)
@@ -305,102 +298,13 @@ class Rank:
             lost = [i for i, role in enumerate(self._plan.roles) if role.world_rank in ranks]
             self._events.extend((role, Lost(other)) for other in lost for role in self._machines)
 
-    # Beginning anew, by a plan without those that died.
-
-    def _look_for_new_plan(self) -> None:
-        """The owner of the weights says by which."""
-        owner = self._plan.roles[self._plan.server].world_rank
-        status = self._mpi.Status()
-        try:
-            told = self._comm.Iprobe(owner, REGROUP_TAG, status)
-        except self._mpi.Exception:  # a loss that is not acknowledged yet, or the owner's own
-            return
-        if told:
-            data = bytearray(status.Get_count(self._mpi.BYTE))
-            self._comm.Recv(data, owner, REGROUP_TAG)
-            gone, position = msgspec.msgpack.decode(data, type=tuple[list[int], Position])
-            self._abandon(self._plan.without(gone), position)
-
-    def _regroup(self, action: Regroup) -> None:
-        """Tells all others, and begins anew here."""
-        data = msgspec.msgpack.encode((sorted(action.plan.gone), action.position))
-        others = (role.world_rank for i, role in enumerate(action.plan.roles) if i != action.plan.statistics)
-        for rank in sorted({*others} - self._losses.dead - {self._comm.rank}):
-            self._sending.append((self._comm.Isend(data, rank, REGROUP_TAG), data))
-            self._to_ring.add(rank)
-        self._abandon(action.plan, action.position)
-
-    def _anew(self, role: int) -> bool:
-        return role != self._plan.statistics and role in self._running
-
-    def _abandon(self, plan: Plan, position: Position) -> None:
-        """Forgets what is under way between those who begin anew."""
-        self._generation += 1
-        self._plan, self._new = plan, (plan, position)
-        roles = {role for role in self._machines if self._anew(role)}
-        self._lent = Counter((going.role, going.name) for going in self._transfers.abandon(roles, plan.statistics))
-        for lane in self._lanes.values():
-            self._lanes_ending += 1
-            lane.abandon(self._lane_ended)
-        for role in roles & self._reductions.keys():
-            self._reductions[role].abandon()
-        self._computations = deque(due for due in self._computations if due[0] not in roles)
-        self._events = deque(
-            (role, event) for role, event in self._events if role not in roles or self._counts(role, event)
-        )
-
-    def _counts(self, role: int, event: Event) -> bool:
-        return role == self._plan.server and outlasts(event, self._plan.statistics)
-
-    def _lane_ended(self) -> None:
-        self._lanes_ending -= 1
-
-    def _quiet(self) -> bool:
-        """Whether nothing of before can write into a buffer any more."""
-        return self._transfers.quiet and not self._lanes_ending and all(r.quiet for r in self._reductions.values())
-
-    def _begin_anew(self) -> None:
-        assert self._new is not None
-        (plan, position), self._new = self._new, None
-        for role in self._machines:
-            if not self._anew(role):
-                continue
-            if role != plan.server:
-                assert self._remake is not None
-                before = self._machines[role]
-                machine = self._machines[role] = self._remake(role, plan, position)
-                if isinstance(machine, Minibatches) and isinstance(before, Minibatches):
-                    machine.inherit(before)
-            if self._in_group(role):
-                self._reductions[role] = self._reduction(role)
-            self._events.append((role, Started()))
-            unknown = {i for i, other in enumerate(plan.roles) if other.world_rank in self._losses.dead} - plan.gone
-            if role != plan.server:  # which knows
-                self._events.extend((role, Lost(other)) for other in sorted(unknown))
-        early, self._early = self._early, []
-        for generation, role, message in early:
-            self._hear(role, generation, message)
-
-    def _hear(self, role: int, generation: int, message: Message) -> None:
-        """Lets a control message in, unless it was said before everybody began anew; if its sender did earlier than
-        this rank, it waits."""
-        if self._plan.statistics in (role, message.sender):
-            self._events.append((role, Received(message)))
-        elif generation > self._generation or (generation == self._generation and self._new is not None):
-            self._early.append((generation, role, message))
-        elif generation == self._generation:
-            self._events.append((role, Received(message)))
-
-    def _in_group(self, role: int) -> bool:
-        return bool(self._plan.groups) and self._plan.roles[role].group is not None
-
     def _reduction(self, role: int, library: "MPI.Comm | None" = None) -> GroupReduction:
         tag = self._tag(self._plan.group_of(role)[0], REDUCTIONS)
         return make_reduction(self._comm, self._plan, role, tag, self._executors[role], self._doorbell, library)
 
     def _tag(self, role: int, channel: int) -> int:
         """Of tensors for a role, which are never taken for those of before."""
-        generation = 0 if role == self._plan.statistics else self._generation
+        generation = 0 if role == self._plan.statistics else self._anew.generation
         return FIRST_TAG + (generation * len(self._plan.roles) + role) * CHANNELS + channel
 
     def _keep_lent(self, role: int) -> None:
@@ -425,12 +329,11 @@ class Rank:
         self._results.append(result)
         self._doorbell.ring(self._comm.rank)
 
-    def _compute_beside(self, role: int, action: Compute, generation: int) -> None:
+    def _compute_beside(self, role: int, action: Compute, computed: Callable[[tuple[int, Event]], None]) -> None:
         """Computes in the computing thread."""
         executor = self._executors[role]
         assert isinstance(executor, LearnerExecutor)
-        computed = executor.compute(action)
-        self._post(lambda: self._events.append((role, computed)) if generation == self._generation else None)
+        self._post(partial(computed, (role, executor.compute(action))))
 
     def _compute(self) -> bool:
         if not self._computations:
@@ -461,7 +364,8 @@ class Rank:
                 if self._computer is None:
                     self._computations.append((role, action))
                 else:
-                    self._computer.submit(partial(self._compute_beside, role, action, self._generation))
+                    computed = self._anew.in_time(self._events.append)
+                    self._computer.submit(partial(self._compute_beside, role, action, computed))
             case Reduce():
                 self._reductions[role].begin(action, self._executors[role].buffer(action.buffer))
             case Accumulate():
@@ -495,7 +399,7 @@ class Rank:
             case Commit():
                 self._checkpoint(role, Committed, action.timestamp)
             case Regroup():
-                self._regroup(action)
+                self._anew.regroup(action)
             case Sync():
                 assert self._recorder is not None
                 self._recorder.sync()
@@ -516,16 +420,20 @@ class Rank:
                 self._code = max(self._code, action.code)
                 self.apart |= action.apart
 
+    def _tell(self, data: bytes, to: int, tag: int) -> None:
+        """Sends a rank something small."""
+        self._sending.append((self._comm.Isend(data, to, tag), data))
+        self._to_ring.add(to)
+
     def _send(self, role: int, action: Send) -> None:
         to = self._plan.roles[action.to].world_rank
-        self._to_ring.add(to)
         if action.buffer is None:
-            data = action.message.encode(self._generation)
-            tag = FIRST_TAG + action.to * CHANNELS + CONTROL
-            self._sending.append((self._comm.Isend(data, to, tag), data))
+            data = action.message.encode(self._anew.generation)
+            self._tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
             return
         if action.message.kind is Kind.SNAPSHOT:
             self._keep_lent(role)
+        self._to_ring.add(to)
         buffer = self._executors[role].buffer(action.buffer)
         channel = GRADIENTS if action.message.kind is Kind.GRADIENT else WEIGHTS
         halves = self._halves and channel == GRADIENTS
@@ -534,7 +442,7 @@ class Rank:
         self._lent[role, action.buffer] += 1
         going = Going(role, action.buffer, action.to)
         if channel in self._lanes:
-            self._lanes[channel].carry(start, self._in_time(partial(self._sent, going)))
+            self._lanes[channel].carry(start, self._anew.in_time(partial(self._sent, going)))
         else:
             self._transfers.send(start(), going)
 
@@ -546,15 +454,10 @@ class Rank:
         if channel in self._lanes:
             wire = self._executors[role].buffer(action.buffer).wire
             start = partial(self._comm.Irecv, wire, self._mpi.ANY_SOURCE if source is None else source, tag)
-            received = self._in_time(partial(self._received, role, action.buffer, halves))
+            received = self._anew.in_time(partial(self._received, role, action.buffer, halves))
             self._lanes[channel].carry(start, received, receives=True)
         else:
             self._transfers.receive(Wanted(role, action.buffer, source, tag, halves))
-
-    def _in_time(self, what: Callable[[], None]) -> Callable[[], None]:
-        """Of another thread: does nothing once all have begun anew."""
-        generation = self._generation
-        return lambda: what() if generation == self._generation else None
 
     def _withdraw(self, role: int, buffer: str) -> None:
         """Takes a receive back, unless something is coming already, which then arrives as ever."""

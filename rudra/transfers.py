@@ -85,8 +85,8 @@ class Transfers:
         self._comm, self._losses, self._executors = comm, losses, executors
         self._received, self._sent = received, sent
         self._sends: list[tuple[MPI.Request, Going]] = []
-        self._forgotten: list[MPI.Request] = []  # sends of which nobody wants to know, but whose memory MPI may read
-        self._ending: list[_Coming] = []  # receives of which nobody wants to know, but which may still write
+        self._forgotten: list[MPI.Request] = []  # of which nobody wants to know; their memory stays
+        self._ending: list[_Coming] = []  # as well, but into memory that is to be used again when they are over
         self._coming: list[_Coming] = []
         self._aside: list[_Coming] = []
         self._wanted: list[Wanted] = []
@@ -190,13 +190,16 @@ class Transfers:
         for coming in [coming for coming in self._coming if coming.wanted.source == rank]:
             coming.request.Cancel()
             self._coming.remove(coming)
-            self._forgotten.append(coming.request)
-            self._renew(coming.wanted)
+            self._forget(coming)
         sends, self._sends = self._sends, [send for send in self._sends if send[1].to != to]
         for request, going in sends:
             if going.to == to:
                 self._forgotten.append(request)
                 self._sent(going)
+
+    def _forget(self, coming: _Coming) -> None:
+        self._forgotten.append(coming.request)
+        self._renew(coming.wanted)
 
     def _renew(self, wanted: Wanted) -> None:
         """Gives a buffer other memory: MPI may still write to what it has."""
@@ -235,8 +238,7 @@ class Transfers:
                 coming.request.Cancel()
         for coming in [coming for coming in self._ending if coming.wanted.source in {None, *ranks}]:
             self._ending.remove(coming)
-            self._aside.append(coming)
-            self._renew(coming.wanted)
+            self._forget(coming)
 
     def abandon(self, roles: Collection[int], but_to: int) -> list[Going]:
         """Forgets what is under way to and from roles, but for what they send to one other; `quiet` says when nothing

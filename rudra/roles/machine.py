@@ -76,6 +76,9 @@ class Machine:
         """The rank of another role has died; whoever cannot do without it says so."""
         return []
 
+    def inherit(self, before: "Machine") -> None:
+        """Takes over what outlasts it from who played this role until everybody began anew."""
+
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold; tests call it after every event."""
 

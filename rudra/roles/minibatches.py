@@ -54,11 +54,9 @@ class Minibatches(Machine):
         self._samples = self._last_samples = 0
         self._compute_s = self._push_s = self._wait_s = self._pull_s = 0.0
 
-    def inherit(self, before: "Minibatches") -> None:
-        """Takes over the books of who played this role before everybody began anew.
-
-        What was computed in vain since counts as time, not as samples.
-        """
+    def inherit(self, before: Machine) -> None:
+        """Takes over the books; what was computed in vain since counts as time, not as samples."""
+        assert isinstance(before, Minibatches)
         self._diary, self._warned = before._diary, before._warned
         self._first, self._last_samples = before._first, before._last_samples
         self._samples = (self.step - self._first) * self._last_samples

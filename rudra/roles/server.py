@@ -157,9 +157,7 @@ class ParameterServer(Owner):
         self._left: dict[int, int] = {}
         self._overlapped = plan.overlapped
         self._downcast = dict.fromkeys(DOWNCAST, (-1, 0))  # timestamp, transfers under way
-        self._given = dict.fromkeys(
-            self._receivers, position.timestamp
-        )  # down the weights' tree: the newest timestamp sent
+        self._given = dict.fromkeys(self._receivers, position.timestamp)  # down the weights' tree
         self._edges_busy: set[int] = set()
         self._weights_changed()
 
