@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import gone
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(90)]
 
@@ -77,23 +78,6 @@ def read_until(process: subprocess.Popen[bytes], text: bytes) -> bytes:
         assert piece, f"ended without saying {text!r}: {said!r}"
         said += piece
     return said
-
-
-def gone(pids: list[int], within_s: float = 8.0) -> bool:
-    """Whether all processes end within that time."""
-    end = time.monotonic() + within_s
-    while any(map(alive, pids)):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)  # another process's end cannot be waited for
-    return True
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,16 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import finish, gone, ranks_of, start, wait_for_updates
 
 import rudra
-from rudra.errors import RudraError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
-
-HERE = Path(__file__).parent
-SCRIPT = "import sys; from rudra import cli, failures, launch; {}; sys.exit(cli.main(sys.argv[1:]))"
 
 
 def job_file(directory: Path, protocol: str, model: str = "network", **tables: str) -> Path:
@@ -31,59 +26,8 @@ def job_file(directory: Path, protocol: str, model: str = "network", **tables: s
     return path
 
 
-def start(*arguments: str | Path, before: str = "pass") -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
-    line = [sys.executable, "-c", SCRIPT.format(before), *map(str, arguments)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
-    try:
-        _, err = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    return process.returncode, err
-
-
 def ours(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("rudra: ")]
-
-
-def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with rudra.open_results(output) as results:
-                if len(results.updates) >= count:
-                    return
-        except RudraError:
-            pass
-        time.sleep(0.02)  # another process's progress can only be polled
-
-
-def process_of(rank: int, parent: int) -> int:
-    """The process of a rank that was started below `parent`."""
-    children = {int(p): Path(f"/proc/{p}/stat") for p in os.listdir("/proc") if p.isdigit()}
-    above = {}
-    for pid, stat in children.items():
-        try:
-            above[pid] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended
-            continue
-    for pid in above:
-        line, ancestor = [pid], pid
-        while (ancestor := above.get(ancestor, 0)) > 1:
-            line.append(ancestor)
-        if parent in line[1:] and f"OMPI_COMM_WORLD_RANK={rank}".encode() in _environment(pid):
-            return pid
-    raise AssertionError(f"rank {rank} does not run")
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 @pytest.mark.parametrize(
@@ -94,7 +38,7 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
     options = "" if topology == "base" else "\noptions.fan_out = 2"
     job = job_file(tmp_path, protocol, f"dying_{rank}", topology=f'name = "{topology}"{options}')
     output = tmp_path / "out.h5"
-    code, err = finish(start("run", job, "--output", output))
+    code, _, err = finish(start("run", job, "--output", output))
     assert code == 0, err
     (line,) = ours(err)
     assert line.startswith(f"rudra: parameter server (rank 0): learner 1 (rank {rank}) died; 2 learners are left")
@@ -113,7 +57,7 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
         assert protocol != "hardsync" or not gradients["staleness"].any()
         assert results.learners["pushed"][1] >= 10
         assert np.isfinite(results.summary()["final_test_error"])
-    code, err = finish(start("replay", output))
+    code, _, err = finish(start("replay", output))
     assert code == 0, err
 
 
@@ -133,8 +77,8 @@ def test_where_one_cannot_be_missed_the_others_begin_anew(
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
     process = start("run", job, "--output", output, "--set", "cluster.learners=4")
     wait_for_updates(process, output, 10)
-    os.kill(process_of(rank, process.pid), signal.SIGKILL)
-    code, err = finish(process)
+    os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    code, _, err = finish(process)
     assert code == 0, err
     (line,) = ours(err)
     left = 4 if name.startswith("tree") else 3
@@ -152,20 +96,20 @@ def test_where_one_cannot_be_missed_the_others_begin_anew(
             assert (mine["update"].max() > lost["timestamp"]) == (learner != dead)
         assert protocol != "hardsync" or not gradients["staleness"].any()
         assert np.isfinite(results.summary()["final_test_error"])
-    code, err = finish(start("replay", output))
+    code, _, err = finish(start("replay", output))
     assert code == 0 or "declares that it is not replayable" in err, err
 
 
 def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> None:
     job = job_file(tmp_path, "hardsync", "dying_3", faults='on_learner_loss = "stop"')
     output = tmp_path / "out.h5"
-    code, err = finish(start("run", job, "--output", output))
+    code, _, err = finish(start("run", job, "--output", output))
     assert code == 3, err
     assert "learner 1 (rank 3) died" in err
     assert f"rudra: job: stopped; to go on from its last checkpoint: rudra resume {output}" in err
     with rudra.open_results(output) as results:
         assert (results.status, results.state["reason"]) == ("interrupted", "a learner died")
-    code, err = finish(start("resume", output, before="import os; os.environ['ALIVE'] = '1'"))
+    code, _, err = finish(start("resume", output, before="import os; os.environ['ALIVE'] = '1'"))
     assert code == 0, err
     with rudra.open_results(output) as results:
         assert results.status == "finished"
@@ -180,8 +124,8 @@ def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Pa
     output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 20)
-    os.kill(process_of(rank, process.pid), signal.SIGKILL)
-    code, err = finish(process)
+    os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    code, _, err = finish(process)
     assert code == 0, err
     assert f"(rank {rank}) died" in ours(err)[0]
     assert "rudra: restart 1 of 1: job: goes on from" in err
@@ -195,7 +139,7 @@ def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(
     every = 'checkpoint_every = "2 updates"'
     job, output = job_file(tmp_path, "softsync", "dying_3", results=every), tmp_path / "out.h5"
     process = start("run", job, "--output", output, before="launch.has_ulfm = lambda _: False")
-    code, err = finish(process)
+    code, _, err = finish(process)
     assert code == 1, err
     assert ours(err) == [
         "rudra: rank 3 (learner 1) was killed by signal 9 (SIGKILL); is there enough memory?",
@@ -208,14 +152,14 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(tmp_path: Path, *, comes_b
     job, output = job_file(tmp_path, "hardsync", faults="straggler_timeout = 2.0"), tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 10)
-    pid = process_of(3, process.pid)
+    pid = ranks_of(process)[3]
     os.kill(pid, signal.SIGSTOP)
     with rudra.open_results(output) as results:
         count = len(results.updates)
     wait_for_updates(process, output, count + 5)
     if comes_back:
         os.kill(pid, signal.SIGCONT)
-    code, err = finish(process, 60)
+    code, _, err = finish(process, 60)
     assert code == 0, err
     (line,) = ours(err)
     assert line.startswith(
@@ -226,11 +170,8 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(tmp_path: Path, *, comes_b
         (event,) = results.events
         assert event["kind"] == b"dropped"
         assert set(results.updates["gradients"][results.updates["timestamp"] > event["timestamp"] + 1]) == {2}
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and _environment(pid):
-        time.sleep(0.05)  # the kernel's end of a process can only be polled
-    assert not _environment(pid), "nothing is left over"
-    code, err = finish(start("replay", output))
+    assert gone([pid]), "nothing is left over"
+    code, _, err = finish(start("replay", output))
     assert code == 0, err
 
 
@@ -239,11 +180,11 @@ def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "hardsync", faults="stall_warning = 1.0"), tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 10)
-    pid = process_of(3, process.pid)
+    pid = ranks_of(process)[3]
     os.kill(pid, signal.SIGSTOP)
     time.sleep(4)
     os.kill(pid, signal.SIGCONT)
-    code, err = finish(process)
+    code, _, err = finish(process)
     assert code == 0, err
     assert "parameter server (rank 0) has waited 1 s for a gradient from learner 1" in err
     with rudra.open_results(output) as results:

@@ -1,22 +1,16 @@
 """Runs that are killed or stopped, and go on: on real ranks, from the command line."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from processes import below, finish, gone, start, updates, wait_for_updates
 
 import rudra
-from rudra.errors import RudraError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
-HERE = Path(__file__).parent
 ADAM = 'name = "adam"\nlearning_rate = 0.002\n'
 SGD = "learning_rate = 0.05\nmomentum = 0.9\n"
 
@@ -34,55 +28,15 @@ def job_file(directory: Path, protocol: str, optimizer: str = SGD, more: str = "
     return path
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
-    line = [sys.executable, "-m", "rudra", *map(str, arguments)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
-    try:
-        _, err = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    return process.returncode, err
-
-
-def updates(path: Path) -> int:
-    try:
-        with rudra.open_results(path) as results:
-            return len(results.updates)
-    except RudraError:
-        return 0
-
-
 def run_until(job: Path, output: Path, update: int, number: int) -> tuple[int, str]:
     """Starts or resumes a run, and sends it a signal when it has come so far."""
     process = start("run", job, "--output", output, "--resume")
-    deadline = time.monotonic() + 60
-    while updates(output) < update and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)  # another process's progress can only be polled
+    wait_for_updates(process, output, update)
     ranks = below(process.pid)
     process.send_signal(number)
-    ended = finish(process)
-    while any(map(runs, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.02)  # the kernel ends those of a killed launcher one after the other
-    return ended
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def below(pid: int) -> list[int]:
-    """The processes that a process has started, and those that these have."""
-    with suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [found for child in map(int, children) for found in (child, *below(child))]
-    return []
+    code, _, err = finish(process)
+    assert gone(ranks)
+    return code, err
 
 
 @pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "base"), (SGD, "groups")])
@@ -99,7 +53,7 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         code, err = run_until(job, output, last + chance.randrange(8, 30), number)
         assert code == (-9 if number == signal.SIGKILL else 3), err
         last = updates(output)
-    code, err = finish(start("run", job, "--output", output, "--resume"))
+    code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
     assert "goes on from" in err
     assert not list(tmp_path.glob("*.ckpt"))
@@ -123,7 +77,7 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
     code, err = run_until(job, output, 20, signal.SIGINT)
     assert code == 3, err
     assert "rudra: job: stopped; to go on from its last checkpoint: rudra resume" in err
-    code, err = finish(start("resume", tmp_path / "out.ckpt"))
+    code, _, err = finish(start("resume", tmp_path / "out.ckpt"))
     assert code == 0, err
     with rudra.open_results(output) as results:
         for learner in range(3):
@@ -131,7 +85,7 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
             assert list(steps) == list(range(len(steps)))
         assert list(results.epochs["epoch"]) == [1, 2, 3, 4, 5]
         assert (results.events["wall_s"] > 0).all()
-    code, err = finish(start("replay", output))
+    code, _, err = finish(start("replay", output))
     assert code == 0, err
 
 
@@ -144,12 +98,12 @@ def test_what_cannot_be_resumed_is_said_in_one_line(tmp_path: Path) -> None:
         ("--set", "training.minibatch_size=4"): "is of another job: training.minibatch_size was 2, and is 4 now",
         ("--learners", "2"): "is of another job: cluster.learners was 3, and is 2 now",
     }.items():
-        code, err = finish(start(*arguments, *more))
+        code, _, err = finish(start(*arguments, *more))
         assert (code, err.count("\n")) == (2, 1), err
         assert f"rudra: {tmp_path / 'out.ckpt'}: {said}" in err
     assert output.read_bytes() == before
-    code, err = finish(start("run", job, "--output", output))
+    code, _, err = finish(start("run", job, "--output", output))
     assert (code, err) == (2, f"rudra: {output}: exists; give another name or --force\n")
-    code, err = finish(start("run", job, "--resume"))
+    code, _, err = finish(start("run", job, "--resume"))
     assert code == 2
     assert "say which, by --output FILE.h5 or --resume FILE.h5" in err

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
+from processes import HERE, ROOT, finish, start
 
 import rudra
 from rudra.errors import RudraError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 
 def make_job(
@@ -76,26 +74,6 @@ def test_a_run_accounts_for_every_gradient_and_leaves_no_process(tmp_path: Path,
     assert (shares["pulls"] + shares["skipped_pulls"] <= shares["pushed"]).all()
 
 
-def command(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
-    path = os.pathsep.join([str(ROOT), str(HERE)])
-    return subprocess.Popen(
-        [sys.executable, "-m", "rudra", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-    )
-
-
-def finish(process: "subprocess.Popen[str]", timeout_s: float = 120) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, out, err
-
-
 def job_file(directory: Path, model: str, data: str, learners: int = 3, more: str = "") -> str:
     path = directory / "job.toml"
     path.write_text(
@@ -109,7 +87,7 @@ def job_file(directory: Path, model: str, data: str, learners: int = 3, more: st
 def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
     started = time.monotonic()
-    process = command("run", job_file(tmp_path, "raising", "endless"), "--output", str(output))
+    process = start("run", job_file(tmp_path, "raising", "endless"), "--output", str(output))
     returned, _, err = finish(process)
     assert returned == 1, err
     lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
@@ -130,7 +108,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run_when_the_job_says_so(tmp_pa
     job = job_file(tmp_path, "hanging", "endless", more=more).replace("async", "async")
     path = Path(job)
     path.write_text(path.read_text().replace('"async"', '"hardsync"'))
-    returned, _, err = finish(command("run", job, "--output", str(tmp_path / "out.h5")))
+    returned, _, err = finish(start("run", job, "--output", str(tmp_path / "out.h5")))
     assert returned == 1, err
     assert "has waited 1 s for a gradient from learner 1" in err
     assert "for the parameter server to answer its pull" in err
@@ -141,7 +119,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
     job = job_file(tmp_path, "network", "endless", more="")
     path = Path(job)
     path.write_text(path.read_text().replace("epochs = 3", "epochs = 100000"))
-    process = command("run", job, "--output", str(output))
+    process = start("run", job, "--output", str(output))
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -173,7 +151,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, model: str, data: str, said: str) -> None:
-    process = command("run", job_file(tmp_path, model, data), "--output", str(tmp_path / "out.h5"))
+    process = start("run", job_file(tmp_path, model, data), "--output", str(tmp_path / "out.h5"))
     returned, _, err = finish(process)
     assert returned == 2, err
     assert len(err.splitlines()) == 1, err
@@ -241,7 +219,7 @@ def test_warm_start_takes_the_final_weights_of_another_run(tmp_path: Path) -> No
 def test_show_json_has_what_scripts_rely_on(tmp_path: Path) -> None:
     with rudra.simulate(make_job("softsync", 3), output=tmp_path / "out.h5", progress="quiet"):
         pass
-    code, out, _ = finish(command("show", str(tmp_path / "out.h5"), "--json"))
+    code, out, _ = finish(start("show", str(tmp_path / "out.h5"), "--json"))
     summary = json.loads(out)
     promised = (
         "protocol learners minibatch_size epochs updates gradients samples wall_time_s samples_per_s test_error "

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from test_launch import gone
-from test_runs import HERE, ROOT, command, finish, mpirun
+from processes import HERE, ROOT, finish, gone, ranks_of, start, wait_for_updates
+from test_runs import mpirun
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -175,7 +175,7 @@ def job_file(directory: Path, topology: str, options: str, *, model: str = "netw
 def test_a_thread_that_fails_ends_the_run_with_one_line(tmp_path: Path, topology: str, options: str) -> None:
     """The user's model raises where a rank computes: in a thread of its own on adv*."""
     output = tmp_path / "out.h5"
-    process = command("run", job_file(tmp_path, topology, options, model="raising"), "--output", str(output))
+    process = start("run", job_file(tmp_path, topology, options, model="raising"), "--output", str(output))
     returned, _, err = finish(process)
     assert returned == 1, err
     lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
@@ -187,20 +187,6 @@ def test_a_thread_that_fails_ends_the_run_with_one_line(tmp_path: Path, topology
         assert len(results.updates) > 10
 
 
-def pids_of_ranks(process: "subprocess.Popen[str]") -> dict[int, int]:
-    """World rank -> process, of all that a launch started."""
-    found, look = {}, [process.pid]
-    while look:
-        pid = look.pop()
-        try:
-            look += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            about = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found |= {int(line.partition(b"=")[2]): pid for line in about if line.startswith(b"OMPI_COMM_WORLD_RANK=")}
-    return found
-
-
 @pytest.mark.parametrize(
     ("topology", "options", "victim", "name"),
     [("adv*", "fan_out = 2", 0, "parameter server"), ("groups", "groups = 1", 1, "learner 0")],
@@ -209,11 +195,11 @@ def test_whoever_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(
     tmp_path: Path, topology: str, options: str, victim: int, name: str
 ) -> None:
     output = tmp_path / "out.h5"
-    process = command("run", job_file(tmp_path, topology, options), "--output", str(output))
+    process = start("run", job_file(tmp_path, topology, options), "--output", str(output))
     pids: dict[int, int] = {}
     try:
-        wait_for_updates(output, process)
-        pids = pids_of_ranks(process)
+        wait_for_updates(process, output, 20)
+        pids = ranks_of(process)
         os.kill(pids[victim], signal.SIGKILL)
         killed = time.monotonic()
     finally:
@@ -224,20 +210,6 @@ def test_whoever_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(
     who = f"{name} (rank {victim}) died, and the run cannot go on without it"
     assert lines == [f"rudra: statistics server (rank {1 - victim}): {who}"], err
     assert gone(list(pids.values()))
-
-
-def wait_for_updates(output: Path, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and process.poll() is None:
-        if output.is_file():
-            try:
-                with rudra.open_results(output) as results:
-                    if len(results.updates) > 20:
-                        return
-            except rudra.RudraError:
-                pass
-        time.sleep(0.2)  # another process's progress can only be polled
-    raise AssertionError("no updates came")
 
 
 def test_threads_and_files_are_given_back(tmp_path: Path) -> None:

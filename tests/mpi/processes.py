@@ -1,0 +1,87 @@
+"""Runs in processes of their own: starting them, watching how far they are, and finding their ranks."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import rudra
+from rudra.errors import RudraError
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SCRIPT = "import sys; from rudra import cli, failures, launch; {}; sys.exit(cli.main(sys.argv[1:]))"
+
+
+def start(*arguments: str | Path, before: str = "pass", **environment: str) -> subprocess.Popen[str]:
+    """Starts the command, which executes a line of Python `before`."""
+    path = os.pathsep.join([str(ROOT), str(HERE)])
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(before), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, err
+
+
+def updates(path: Path) -> int:
+    """How many a file that may be written to holds."""
+    with suppress(RudraError), rudra.open_results(path) as results:
+        return len(results.updates)
+    return 0
+
+
+def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int) -> None:
+    """Until a run has made so many updates, or has ended."""
+    deadline = time.monotonic() + 100
+    while process.poll() is None and updates(output) < count:
+        assert time.monotonic() < deadline, f"fewer than {count} updates came"
+        time.sleep(0.02)  # another process's progress can only be polled
+
+
+def below(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have."""
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [found for child in map(int, children) for found in (child, *below(child))]
+    return []
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """World rank -> process, of all that a launch started."""
+    found = {}
+    for pid in below(process.pid):
+        with suppress(OSError):
+            about = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(line.partition(b"=")[2]): pid for line in about if line.startswith(b"OMPI_COMM_WORLD_RANK=")}
+    return found
+
+
+def gone(pids: list[int], within_s: float = 8.0) -> bool:
+    """Whether all processes end within that time."""
+    end = time.monotonic() + within_s
+    while any(map(alive, pids)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)  # another process's end cannot be waited for
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, and is not only waited for."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
