@@ -295,7 +295,7 @@ class FaultsTable(Table):
     straggler_timeout: float | None = Field(
         None,
         gt=0,
-        description="seconds; hardsync on base drops a learner of which nothing came for so long while all wait for it",
+        description="seconds; hardsync without groups drops a learner of which nothing came for so long while all wait",
     )
     stall_warning: float = Field(60.0, gt=0, description="seconds; a rank that waits longer says for whom and for what")
     stall_limit: float | None = Field(None, gt=0, description="seconds; a rank that waits longer ends the run")
@@ -478,11 +478,10 @@ class Job(Table):
     def _check_pair(self, plan: topologies.Plan) -> None:
         protocol = self.make_protocol(plan)
         _check_pair(protocol, plan, self.topology.name)
-        hears_all = protocol.ordered and set(plan.learners) == set(plan.children[plan.server])
-        if self.faults.straggler_timeout is not None and not hears_all:
+        if self.faults.straggler_timeout is not None and (plan.groups or not protocol.ordered):
             raise ValueError(
                 "[faults] straggler_timeout: only a server that waits for each of its learners can drop one; valid "
-                "with protocol hardsync and topology base"
+                "with protocol hardsync and topology base or adv"
             )
 
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:

@@ -134,14 +134,16 @@ class Faults:
         self._forget(actor)
 
     def _drop(self, by: "_Actor", action: Drop, time: float) -> None:
-        """Here who is dropped does nothing any more, which only the one that dropped it notices."""
+        """Here who is dropped does nothing any more, which only those that dropped it notice."""
         sim, actor = self._sim, self._actors[action.role]
-        self._end(actor, time)
-        unsent, _ = self._cut(actor)
-        for sender, send in unsent:
-            sim._later(time, self._return, sender, send)
+        if not actor.halted:
+            self._end(actor, time)
+            unsent, _ = self._cut(actor)
+            for sender, send in unsent:
+                sim._later(time, self._return, sender, send)
+            self._forget(actor)
+        by.posted = [receive for receive in by.posted if receive.source != action.role]
         sim._later(time, by.take, by, Lost(action.role))
-        self._forget(actor)
 
     def _end(self, actor: "_Actor", noticed: float) -> None:
         """A role is no more; tensors for it are given back when that is noticed."""

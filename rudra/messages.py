@@ -28,6 +28,8 @@ class Kind(IntEnum):
     START = auto()  # server -> all: training begins, at `value` nanoseconds
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
+    LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `timestamp` seconds
+    DROP = auto()  # server -> tree servers above it: learner `value` is no more
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
     CREDIT = auto()  # statistics -> server: room for one more snapshot
     CHECKPOINT = auto()  # owner -> statistics: one of `timestamp` is written, after `value` epochs; are its rows safe?

@@ -57,7 +57,7 @@ class Machine:
         """
         kind = type(event)
         if kind is Lost:
-            if event.role in self.plan.gone:  # type: ignore[union-attr]
+            if event.role in self.plan.gone or event.role in self._dead:  # type: ignore[union-attr]
                 return []
             self._dead.add(event.role)  # type: ignore[union-attr]
             return self.lose(event.role, now)  # type: ignore[union-attr]

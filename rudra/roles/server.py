@@ -47,9 +47,9 @@ from rudra.roles.intake import Intake
 from rudra.roles.learner import DROPPED
 from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.owner import WEIGHTS, Owner, left_over
-from rudra.roles.stragglers import Stragglers
+from rudra.roles.stragglers import Stragglers, tick_s
 from topologies import Plan
-from topologies.plan import STATISTICS_SERVER
+from topologies.plan import LEARNER, STATISTICS_SERVER
 
 
 class End(NamedTuple):
@@ -99,6 +99,7 @@ class ParameterServer(Owner):
         (State.TRAINING, Sent): "_returned",
         (State.TRAINING, Updated): "_updated",
         **{(state, Tick): "_look_for_late" for state in State if state is not State.DONE},
+        **{(state, Kind.LATE): "_hear_of_late" for state in State if state is not State.DONE},
         (State.DRAINING, Kind.GRADIENT): "_late_gradient",
         (State.TRAINING, Withdrawn): "_withdrawn",
         (State.DRAINING, Withdrawn): "_withdrawn",
@@ -139,7 +140,7 @@ class ParameterServer(Owner):
         self._places = [-1] * plan.numbers  # learner -> its place there; -1: it is no more
         for place, learner in enumerate(plan.learners):
             self._places[plan.roles[learner].index] = place
-        self._late: int | None = None  # a child that is being dropped
+        self._late: tuple[int, str] | None = None  # a learner that is being dropped, and why
         self._deferred: deque[int] = deque()  # roles that died while an update was due
         self._from_lost = position.applied - sum(self.pushed)  # gradients of learners that are no more
         self._children = list(plan.children[role])
@@ -437,28 +438,40 @@ class ParameterServer(Owner):
 
     @property
     def tick_s(self) -> float | None:
-        timeout = self._job.faults.straggler_timeout
-        return None if timeout is None else min(1.0, timeout / 4)
+        return tick_s(self._job)
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Drops the learner that all wait for, if that takes too long."""
         child, timeout = self.intake.turn, self._job.faults.straggler_timeout
-        assert timeout is not None
-        if self.state is not TRAINING or child is None or self._late is not None or len(self.pushed) == 1:
+        if self.state is not TRAINING or child is None or self.plan.roles[child].kind != LEARNER:
             return []
-        if now - self._stragglers.heard[child] <= timeout:
+        silence_s = now - self._stragglers.heard[child]
+        return [] if timeout is None or silence_s <= timeout else self._cast_out(child, silence_s)
+
+    def _hear_of_late(self, event: Received, now: float) -> list[Action]:
+        """The same, of a learner that a server of the tree waits for."""
+        return self._cast_out(event.message.value, event.message.timestamp)
+
+    def _cast_out(self, learner: int, silence_s: float) -> list[Action]:
+        """Drops a learner, one at a time, and never the last one."""
+        roles = self.plan.roles
+        if self.state is not TRAINING or self._late is not None or learner in self._dead or len(self.pushed) == 1:
             return []
-        self._late = child
-        return [Send(child, Message(Kind.STOP, self.id, value=DROPPED)), Drop(child)]
+        self._late = learner, f"was dropped, because nothing came of it for {silence_s:.0f} s"
+        told, above = [Send(learner, Message(Kind.STOP, self.id, value=DROPPED))], roles[learner].parent
+        while above != self.id:
+            assert above is not None
+            told.append(Send(above, Message(Kind.DROP, self.id, value=learner)))
+            above = roles[above].parent
+        return [*told, Drop(learner)]
 
     def _how(self, role: int, now: float) -> End:
         """How a learner is no more."""
-        if role != self._late:
+        if self._late is None or role != self._late[0]:
             return End("lost", "died")
-        self._late = None
-        silence_s = now - self._stragglers.heard[role]
+        (_, why), self._late = self._late, None
         self._stragglers.begin(now, self.received)  # the others could not be heard meanwhile
-        return End("dropped", f"was dropped, because nothing came of it for {silence_s:.0f} s")
+        return End("dropped", why)
 
     def _drop(self, role: int) -> list[Action]:
         """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""

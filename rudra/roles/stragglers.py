@@ -2,11 +2,19 @@
 
 from collections.abc import Iterable
 
+from rudra.config import Job
+
 CHECK_S = 1.0
 """How often a server looks; it does so when it updates."""
 
 TURNS = 10
 """A child that is silent for so many times as long as a gradient of one takes on average is a straggler."""
+
+
+def tick_s(job: Job) -> float | None:
+    """How often a server looks whether to drop a learner; None: it never does."""
+    timeout = job.faults.straggler_timeout
+    return None if timeout is None else min(1.0, timeout / 4)
 
 
 class Stragglers:

@@ -19,13 +19,15 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.config import Job
-from rudra.events import Action, Fail, Hash, Hashed, Receive, Received, Send, Sent, Started, Withdrawn
+from rudra.events import Action, Drop, Fail, Hash, Hashed, Lost, Receive, Received, Send, Sent, Started, Tick, Withdrawn
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.intake import Intake
 from rudra.roles.machine import Machine, States, halt, listed, short
+from rudra.roles.stragglers import tick_s
 from topologies import Plan
+from topologies.plan import LEARNER
 
 WEIGHTS = ("weights 0", "weights 1")
 
@@ -71,6 +73,8 @@ class TreeServer(Machine):
         (State.STOPPING, Sent): "_returned",
         (State.STOPPING, Kind.BYE): "_bye",
         (State.STOPPED, Started): "_stay",
+        **{(state, Tick): "_look_for_late" for state in State if state is not State.DONE},
+        **{(state, Kind.DROP): "_drop" for state in State if state is not State.DONE},
         (State.STOPPED, Kind.DONE): "_finish",
     }
 
@@ -92,6 +96,7 @@ class TreeServer(Machine):
         self.timestamp = 0
         self.received = self.relayed = position.below(plan, role)
         self._received = {child: position.below(plan, child) for child in plan.children[role]}
+        self._heard = dict.fromkeys(self._children, 0.0)  # when each child last pushed, or was last given weights
         self._digest: int | None = None
         self._ready: set[int] = set()
         self._current, self._spare = WEIGHTS
@@ -161,6 +166,7 @@ class TreeServer(Machine):
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self.state = State.TRAINING
+        self._heard = dict.fromkeys(self._heard, now)
         return [*(Send(to, event.message) for to in self._children), *self.intake.post(True)]
 
     # Gradients up.
@@ -168,6 +174,7 @@ class TreeServer(Machine):
     def _gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event)
         message = event.message
+        self._heard[message.sender] = now
         if message.value >= 0:
             self._pulls[message.sender] = (message.timestamp, message.value)
         return self._work() + self._ask()
@@ -239,7 +246,7 @@ class TreeServer(Machine):
 
     def _answered(self, event: Received, now: float) -> list[Action]:
         if event.message.timestamp == self.timestamp:
-            return self._answer_all()
+            return self._answer_all(now)
         self._fetching = True
         return self._fetch()
 
@@ -251,9 +258,9 @@ class TreeServer(Machine):
         self._fetching = False
         self.timestamp = event.message.timestamp
         self._current, self._spare = self._spare, self._current
-        return self._answer_all()
+        return self._answer_all(now)
 
-    def _answer_all(self) -> list[Action]:
+    def _answer_all(self, now: float) -> list[Action]:
         """Answers the children to whom the protocol grants these weights, and asks again for the others."""
         self._asking = False
         clock = Clock(self.timestamp, ())
@@ -262,6 +269,7 @@ class TreeServer(Machine):
         for child, (asked, held) in list(self._pulls.items()):
             if self._protocol.pull_granted(-1, asked, clock):
                 del self._pulls[child]
+                self._heard[child] = now
                 actions.append(Send(child, stamp))
                 if held < self.timestamp:
                     self._lent[self._current] += 1
@@ -304,6 +312,29 @@ class TreeServer(Machine):
         if self.state is State.TRAINING:
             return actions + self._work() + self._ask()
         return actions + self.intake.post(False) + self._leave() if self.state is State.STOPPING else []
+
+    # Learners that are too slow.
+
+    @property
+    def tick_s(self) -> float | None:
+        return tick_s(self._job)
+
+    def _look_for_late(self, event: Tick, now: float) -> list[Action]:
+        """Tells the root which learner all wait for, if that takes too long, again and again; the root decides."""
+        child, timeout = self.intake.turn, self._job.faults.straggler_timeout
+        if self.state is not State.TRAINING or child is None or child in self._pulls:  # and waits for weights itself
+            return []
+        silence_s = now - self._heard[child]
+        if self.plan.roles[child].kind != LEARNER or timeout is None or silence_s <= timeout:
+            return []
+        return [Send(self.plan.server, Message(Kind.LATE, self.id, round(silence_s), child))]
+
+    def _drop(self, event: Received, now: float) -> list[Action]:
+        """The root drops a learner."""
+        role = event.message.value
+        if role in self._children:
+            return [Drop(role)]
+        return self.handle(Lost(role), now)
 
     # The end: what the children have pushed is passed on, and counted by the root.
 

@@ -147,12 +147,16 @@ def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(
     ]
 
 
+@pytest.mark.parametrize(("rank", "topology"), [(3, 'name = "base"'), (5, 'name = "adv"\noptions.fan_out = 2')])
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_stopped_rank_is_dropped_if_the_job_says_so(tmp_path: Path, *, comes_back: bool) -> None:
-    job, output = job_file(tmp_path, "hardsync", faults="straggler_timeout = 2.0"), tmp_path / "out.h5"
+def test_a_stopped_rank_is_dropped_if_the_job_says_so(
+    tmp_path: Path, rank: int, topology: str, *, comes_back: bool
+) -> None:
+    job = job_file(tmp_path, "hardsync", faults="straggler_timeout = 2.0", topology=topology)
+    output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 10)
-    pid = ranks_of(process)[3]
+    pid = ranks_of(process)[rank]
     os.kill(pid, signal.SIGSTOP)
     with rudra.open_results(output) as results:
         count = len(results.updates)
@@ -163,7 +167,7 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(tmp_path: Path, *, comes_b
     assert code == 0, err
     (line,) = ours(err)
     assert line.startswith(
-        "rudra: parameter server (rank 0): learner 1 (rank 3) was dropped, because nothing came of it"
+        f"rudra: parameter server (rank 0): learner 1 (rank {rank}) was dropped, because nothing came of it"
     )
     with rudra.open_results(output) as results:
         assert results.status == "finished"
