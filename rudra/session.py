@@ -4,6 +4,7 @@ Set-up is agreed on: if one rank cannot load its data or build its model, all of
 """
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -107,6 +108,9 @@ def _run_ranks(
     session = _Session(comm, job, plan, begin, launched=launched)
     code = session.prepare(progress)
     code = session.run() if code is None else code
+    if not launched:
+        del session
+        gc.collect()  # the next run may need the memory before Python finds the cycles that hold it
     if not failures.outlived:
         comm.Free()
     return code, begin.output
@@ -324,8 +328,8 @@ class _Session:
             spins=busy <= cores(),
             halves=self._job.cluster.wire == "float16",
         )
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
-            signal.signal(number, self._interrupt)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)
+        handlers = {number: signal.signal(number, self._interrupt) for number in numbers}
         if self._keeps_results:
             _end_softly_with_launcher()
         try:
@@ -344,6 +348,9 @@ class _Session:
                 outlive()
             else:
                 self._meet()
+                if not self._launched:  # the user's program goes on
+                    for number, handler in handlers.items():
+                        signal.signal(number, handler)
             return code
         except Ended:
             if self._keeps_results:

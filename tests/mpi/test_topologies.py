@@ -212,7 +212,7 @@ def test_whoever_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(
     assert gone(list(pids.values()))
 
 
-def test_threads_and_files_are_given_back(tmp_path: Path) -> None:
+def test_threads_files_and_memory_are_given_back(tmp_path: Path) -> None:
     """Six rounds of starting and ending every kind of threads and communicators in the same processes."""
     rule = PROTOCOLS["async"]
     topologies = [HIDDEN, {"name": "adv*"}, TREE, {"name": "groups"}, {"name": "groups", "options": {"groups": 2}}]
@@ -223,6 +223,7 @@ def test_threads_and_files_are_given_back(tmp_path: Path) -> None:
         assert [named for named, _ in threads] == [1] * 6
         assert threads[1] == threads[-1], threads
         assert files[1] == files[-1], files
+        assert figures["vectors"] == [0] * 6
 
 
 def test_a_rank_too_many_is_said_and_does_no_harm(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a user brings: models and data of their own, good and bad."""
 
+import gc
 import os
 import random
 import signal
@@ -141,17 +142,19 @@ def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> d
 
 
 def left_behind(comm: Any, directory: Path, jobs: list[Any], rounds: int) -> dict[str, Any]:
-    """Runs the same jobs again and again: threads and open files of this rank after each round."""
+    """Runs the same jobs again and again: threads, open files and vectors of this rank after each round."""
     from rudra.bench.ranks import rest, train
+    from rudra.executor import Buffer
 
-    threads, files = [], []
+    threads, files, vectors = [], [], []
     for _ in range(rounds):
         for job in jobs:
             train(job, directory / "run.h5").close()
             rest(comm)
         threads.append([len(threading.enumerate()), len(os.listdir("/proc/self/task"))])
         files.append(len(os.listdir("/proc/self/fd")))
-    return {"threads": threads, "files": files}
+        vectors.append(sum(type(thing) is Buffer for thing in gc.get_objects()))
+    return {"threads": threads, "files": files, "vectors": vectors}
 
 
 def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
