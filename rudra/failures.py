@@ -9,12 +9,15 @@ failed. Collectives fail on a communicator with a dead rank, whether the loss is
 
 import atexit
 import os
+import select
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NoReturn
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,6 +27,9 @@ ULFM = ("--with-ft", "ulfm")
 
 TCP_FLAGS = ("--mca", "btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
 """Open MPI's defaults without `put`, in which it deadlocks when a connection breaks."""
+
+WATCH_S, APPEAR_S = 0.5, 5.0
+"""How often the ranks of a node are looked after while MPI starts, and how long all of them may take to appear."""
 
 Outcome = Literal["done", "no", "failed"]
 
@@ -80,6 +86,76 @@ def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> Outco
 
 
 @contextmanager
+def watched_start() -> Iterator[None]:
+    """For MPI's start, in which ranks would wait for ever, in C, for one that dies meanwhile.
+
+    So the first two ranks of each node have a process beside them that looks after those there, and ends the job.
+    """
+    place = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+    if not survivable() or place > 1:
+        yield
+        return
+    launcher = os.getppid()
+    started, end = os.pipe()
+    watcher = os.fork()
+    if not watcher:
+        os.close(end)
+        with suppress(BaseException):
+            _watch(launcher, started, patience_s=WATCH_S + place * APPEAR_S)
+        os._exit(0)
+    os.close(started)
+    try:
+        yield
+    finally:
+        os.write(end, b"!")
+        os.close(end)
+        os.waitpid(watcher, 0)
+
+
+def _watch(launcher: int, started: int, patience_s: float) -> None:
+    """Ends the job, with one line, if a rank that a launcher has started here ends before MPI has started.
+
+    Others may do so before; they have this much time.
+    """
+    known: dict[int, str] = {}  # process -> its rank
+    count = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    began = time.monotonic()
+    while True:
+        if select.select([started], [], [], WATCH_S)[0] and os.read(started, 1):
+            return
+        alive = _ranks_below(launcher)
+        known |= alive
+        gone = {known[pid] for pid in known.keys() - alive.keys()}
+        # A rank in a wrapper has that for a launcher, as it seems here, and no neighbours.
+        missing = 1 < len(known) < count and time.monotonic() - began > APPEAR_S
+        if gone or missing:
+            time.sleep(patience_s)
+            os.kill(launcher, 0)  # has the job ended already?
+            if not gone and os.environ["OMPI_COMM_WORLD_SIZE"] == str(count):
+                gone = set(map(str, range(count))) - set(known.values())
+            who = _listed(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
+            print(f"rudra: {who} died before training began", file=sys.stderr, flush=True)
+            os.kill(launcher, signal.SIGTERM)
+            return
+
+
+def _ranks_below(launcher: int) -> dict[int, str]:
+    """Processes that are ranks, by their id."""
+    found: dict[int, str] = {}
+    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for pid in children.read_text().split():
+            with suppress(OSError):
+                about = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [line.partition(b"=")[2] for line in about if line.startswith(b"OMPI_COMM_WORLD_RANK=")]
+                found |= {int(pid): rank.decode() for rank in ranks}
+    return found
+
+
+def _listed(ranks: Iterable[Any]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks, key=int))
+
+
+@contextmanager
 def end_with_the_dead() -> Iterator[None]:
     """Ends all ranks, with one line, where one has died while they set up together, or part."""
     from mpi4py import MPI
@@ -92,8 +168,7 @@ def end_with_the_dead() -> Iterator[None]:
         losses = Losses(MPI.COMM_WORLD)
         losses.look()
         if MPI.COMM_WORLD.rank == min(set(range(MPI.COMM_WORLD.size)) - losses.dead):
-            dead = ", ".join(f"rank {rank}" for rank in sorted(losses.dead))
-            print(f"rudra: {dead} died before training began", file=sys.stderr, flush=True)
+            print(f"rudra: {_listed(losses.dead)} died before training began", file=sys.stderr, flush=True)
         end_everybody(MPI.COMM_WORLD, 1)
 
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rudra.errors import LaunchError
+from rudra.failures import watched_start
 from rudra.launch import world_size
 
 START_S = 300
-"""A rank that needs longer for MPI's start is ended: if another died meanwhile, it would wait for ever."""
+"""A rank that needs longer for MPI's start is ended: it may wait for one that has died, for ever."""
 
 
 def start_mpi() -> None:
@@ -40,7 +41,8 @@ def start_mpi() -> None:
             raise LaunchError(mismatch)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)
-        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))  # multiple, unless the user says less
+        with watched_start():
+            MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))  # multiple, unless users say less
         signal.alarm(0)
     found = MPI.COMM_WORLD.size
     if expected is not None and expected != found:

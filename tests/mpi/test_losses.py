@@ -147,6 +147,17 @@ def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(
     ]
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_dies_while_mpi_starts_ends_the_job_soon(tmp_path: Path, rank: int) -> None:
+    process = start("run", job_file(tmp_path, "softsync"), "--output", tmp_path / "out.h5")
+    while rank not in ranks_of(process):
+        time.sleep(0.01)  # another process's progress can only be polled
+    os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    code, _, err = finish(process, 60)
+    assert code == 1
+    assert ours(err) == [f"rudra: rank {rank} died before training began"], err
+
+
 @pytest.mark.parametrize(("rank", "topology"), [(3, 'name = "base"'), (5, 'name = "adv"\noptions.fan_out = 2')])
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_stopped_rank_is_dropped_if_the_job_says_so(
