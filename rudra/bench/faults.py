@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,8 +75,8 @@ def run(*, quick: bool) -> Report:
     with (
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
         tqdm(total=learners + servers + jobs, unit=" kills", leave=False, disable=None) as bar,
+        closing(_Campaign(Path(name), chance, bar, epochs=3 if quick else 6)) as campaign,
     ):
-        campaign = _Campaign(Path(name), chance, bar, epochs=3 if quick else 6)
         calm = {name: [campaign.undisturbed(s) for _ in range(1 if quick else CALM)] for name, s in settings.items()}
         each = -(-learners // len(settings))
         outlived = {f"learners, {name}": campaign.outlived("learner", s, each) for name, s in settings.items()}
@@ -122,6 +122,12 @@ class _Campaign:
     def __init__(self, directory: Path, chance: random.Random, bar: "tqdm[None]", *, epochs: int) -> None:
         self._directory, self._chance, self._bar, self._epochs = directory, chance, bar, epochs
         self._runs = 0
+        self._last: subprocess.Popen[str] | None = None
+
+    def close(self) -> None:
+        """Ends what still runs, because the campaign was broken off."""
+        if self._last is not None and self._last.poll() is None:
+            _finish(self._last, within_s=0.0)
 
     def undisturbed(self, settings: Sequence[str]) -> float:
         """Final test error of a run that nobody disturbs."""
@@ -232,7 +238,8 @@ class _Campaign:
         keys = (*COMMON, f"training.epochs={self._epochs}", *settings)
         sets = [argument for key in keys for argument in ("--set", key)]
         command = [sys.executable, "-m", "rudra", "run", "digits", "--output", str(output), "--quiet", *sets, *more]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._last = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return self._last
 
     def _output(self) -> Path:
         self._runs += 1
@@ -246,9 +253,9 @@ class _Campaign:
         time.sleep(self._chance.uniform(0.0, 0.3))
 
 
-def _finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
+def _finish(process: "subprocess.Popen[str]", within_s: float = LIMIT_S) -> tuple[int, str]:
     try:
-        _, said = process.communicate(timeout=LIMIT_S)
+        _, said = process.communicate(timeout=within_s)
         return process.returncode, said
     except subprocess.TimeoutExpired:
         return -1, "it hung"
@@ -292,8 +299,9 @@ def _updates(output: Path) -> int:
 def _checkpoints(output: Path) -> int:
     """Timestamp of the last checkpoint that the file speaks of, and that is there."""
     with suppress(RudraError), open_results(output) as results:
-        made = results.events[results.events["kind"] == b"checkpoint"]
-        return int(made["timestamp"].max()) if len(made) and path_of(output).exists() else 0
+        events = results.events  # once: the file grows
+        made = events["timestamp"][events["kind"] == b"checkpoint"]
+        return int(made.max()) if len(made) and path_of(output).exists() else 0
     return 0
 
 
