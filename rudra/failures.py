@@ -107,9 +107,10 @@ def watched_start() -> Iterator[None]:
     try:
         yield
     finally:
-        os.write(end, b"!")
+        with suppress(OSError):  # it has ended already
+            os.write(end, b"!")
+            os.waitpid(watcher, 0)
         os.close(end)
-        os.waitpid(watcher, 0)
 
 
 def _watch(launcher: int, started: int, patience_s: float) -> None:
@@ -120,16 +121,15 @@ def _watch(launcher: int, started: int, patience_s: float) -> None:
     known: dict[int, str] = {}  # process -> its rank
     count = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
     began = time.monotonic()
-    while True:
-        if select.select([started], [], [], WATCH_S)[0] and os.read(started, 1):
-            return
+    while not _begins(started, WATCH_S):
         alive = _ranks_below(launcher)
         known |= alive
         gone = {known[pid] for pid in known.keys() - alive.keys()}
         # A rank in a wrapper has that for a launcher, as it seems here, and no neighbours.
         missing = 1 < len(known) < count and time.monotonic() - began > APPEAR_S
         if gone or missing:
-            time.sleep(patience_s)
+            if _begins(started, patience_s):  # it died afterwards
+                return
             os.kill(launcher, 0)  # has the job ended already?
             if not gone and os.environ["OMPI_COMM_WORLD_SIZE"] == str(count):
                 gone = set(map(str, range(count))) - set(known.values())
@@ -137,6 +137,16 @@ def _watch(launcher: int, started: int, patience_s: float) -> None:
             print(f"rudra: {who} died before training began", file=sys.stderr, flush=True)
             os.kill(launcher, signal.SIGTERM)
             return
+
+
+def _begins(started: int, within_s: float) -> bool:
+    """Whether MPI starts in time, as the rank beside says; it says nothing if it dies."""
+    if not select.select([started], [], [], within_s)[0]:
+        return False
+    if os.read(started, 1):
+        return True
+    time.sleep(within_s)
+    return False
 
 
 def _ranks_below(launcher: int) -> dict[int, str]:
