@@ -47,9 +47,9 @@ from rudra.roles.intake import Intake
 from rudra.roles.learner import DROPPED
 from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.owner import WEIGHTS, Owner, left_over
-from rudra.roles.stragglers import Stragglers, tick_s
+from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from topologies import Plan
-from topologies.plan import LEARNER, STATISTICS_SERVER
+from topologies.plan import STATISTICS_SERVER
 
 
 class End(NamedTuple):
@@ -442,11 +442,9 @@ class ParameterServer(Owner):
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Drops the learner that all wait for, if that takes too long."""
-        child, timeout = self.intake.turn, self._job.faults.straggler_timeout
-        if self.state is not TRAINING or child is None or self.plan.roles[child].kind != LEARNER:
-            return []
-        silence_s = now - self._stragglers.heard[child]
-        return [] if timeout is None or silence_s <= timeout else self._cast_out(child, silence_s)
+        child = self.intake.turn
+        silence_s = overdue_s(self._job, self.plan, child, self._stragglers.heard, now)
+        return [] if child is None or silence_s is None else self._cast_out(child, silence_s)
 
     def _hear_of_late(self, event: Received, now: float) -> list[Action]:
         """The same, of a learner that a server of the tree waits for."""

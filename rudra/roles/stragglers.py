@@ -1,8 +1,10 @@
 """Children of a server that are much slower than the others: slow is not dead, but worth a word."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rudra.config import Job
+from topologies import Plan
+from topologies.plan import LEARNER
 
 CHECK_S = 1.0
 """How often a server looks; it does so when it updates."""
@@ -15,6 +17,23 @@ def tick_s(job: Job) -> float | None:
     """How often a server looks whether to drop a learner; None: it never does."""
     timeout = job.faults.straggler_timeout
     return None if timeout is None else min(1.0, timeout / 4)
+
+
+def overdue_s(job: Job, plan: Plan, child: int | None, heard: Mapping[int, float], now: float) -> float | None:
+    """For how long nothing has come of the child that all wait for, if that is a learner and too long.
+
+    Args:
+        job: says how long is too long.
+        plan: who is who.
+        child: for whom all wait; None: for nobody.
+        heard: when something last came, by role.
+        now: seconds.
+    """
+    timeout = job.faults.straggler_timeout
+    if timeout is None or child is None or plan.roles[child].kind != LEARNER:
+        return None
+    silence_s = now - heard[child]
+    return silence_s if silence_s > timeout else None
 
 
 class Stragglers:

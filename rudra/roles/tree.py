@@ -25,9 +25,8 @@ from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.intake import Intake
 from rudra.roles.machine import Machine, States, halt, listed, short
-from rudra.roles.stragglers import tick_s
+from rudra.roles.stragglers import overdue_s, tick_s
 from topologies import Plan
-from topologies.plan import LEARNER
 
 WEIGHTS = ("weights 0", "weights 1")
 
@@ -321,11 +320,11 @@ class TreeServer(Machine):
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Tells the root which learner all wait for, if that takes too long, again and again; the root decides."""
-        child, timeout = self.intake.turn, self._job.faults.straggler_timeout
-        if self.state is not State.TRAINING or child is None or child in self._pulls:  # and waits for weights itself
+        child = self.intake.turn
+        silence_s = overdue_s(self._job, self.plan, child, self._heard, now)
+        if self.state is not State.TRAINING or child is None or silence_s is None:
             return []
-        silence_s = now - self._heard[child]
-        if self.plan.roles[child].kind != LEARNER or timeout is None or silence_s <= timeout:
+        if child in self._pulls:  # it waits for weights itself
             return []
         return [Send(self.plan.server, Message(Kind.LATE, self.id, round(silence_s), child))]
 
