@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -118,13 +118,13 @@ def _watch(launcher: int, started: int, patience_s: float) -> None:
 
     Others may do so before; they have this much time.
     """
-    known: dict[int, str] = {}  # process -> its rank
+    known: dict[int, int] = {}
     count = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
     began = time.monotonic()
     while not _begins(started, WATCH_S):
-        alive = _ranks_below(launcher)
+        alive = ranks_below(launcher)
         known |= alive
-        gone = {known[pid] for pid in known.keys() - alive.keys()}
+        gone = known.keys() - alive.keys()
         # A rank in a wrapper has that for a launcher, as it seems here, and no neighbours.
         missing = 1 < len(known) < count and time.monotonic() - began > APPEAR_S
         if gone or missing:
@@ -132,7 +132,7 @@ def _watch(launcher: int, started: int, patience_s: float) -> None:
                 return
             os.kill(launcher, 0)  # has the job ended already?
             if not gone and os.environ["OMPI_COMM_WORLD_SIZE"] == str(count):
-                gone = set(map(str, range(count))) - set(known.values())
+                gone = set(range(count)) - known.keys()
             who = _listed(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
             print(f"rudra: {who} died before training began", file=sys.stderr, flush=True)
             os.kill(launcher, signal.SIGTERM)
@@ -149,20 +149,31 @@ def _begins(started: int, within_s: float) -> bool:
     return False
 
 
-def _ranks_below(launcher: int) -> dict[int, str]:
-    """Processes that are ranks, by their id."""
-    found: dict[int, str] = {}
-    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
-        for pid in children.read_text().split():
-            with suppress(OSError):
-                about = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                ranks = [line.partition(b"=")[2] for line in about if line.startswith(b"OMPI_COMM_WORLD_RANK=")]
-                found |= {int(pid): rank.decode() for rank in ranks}
+def ranks_below(pid: int) -> dict[int, int]:
+    """World rank -> process, of the ranks on this node that a process, or one that it started, has started.
+
+    What a rank itself has started is not looked at, because it seems to be that rank.
+    """
+    found: dict[int, int] = {}
+    with suppress(OSError):  # it has ended
+        texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        for child in map(int, " ".join(texts).split()):
+            rank = _rank_of(child)
+            found |= ranks_below(child) if rank is None else {rank: child}
     return found
 
 
-def _listed(ranks: Iterable[Any]) -> str:
-    return ", ".join(f"rank {rank}" for rank in sorted(ranks, key=int))
+def _rank_of(pid: int) -> int | None:
+    """Which rank a process is; None: none, or it has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if line.startswith(b"OMPI_COMM_WORLD_RANK="):
+                return int(line.partition(b"=")[2])
+    return None
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
 
 
 @contextmanager

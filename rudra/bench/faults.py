@@ -23,6 +23,7 @@ from tqdm import tqdm
 from rudra.bench.report import Goal, Report
 from rudra.checkpoint import path_of
 from rudra.errors import RudraError, RunError
+from rudra.failures import ranks_below
 from rudra.results import Results, open_results
 
 LEARNERS = 4
@@ -275,19 +276,8 @@ def _ranks(output: Path, process: "subprocess.Popen[str]") -> dict[str, int]:
 
 
 def _kill(process: "subprocess.Popen[str]", rank: int) -> None:
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if f"OMPI_COMM_WORLD_RANK={rank}".encode() in environment and _below(int(pid), process.pid):
-                os.kill(int(pid), signal.SIGKILL)
-                return
-
-
-def _below(pid: int, ancestor: int) -> bool:
-    """Whether a process was started by another one, or by one that that started."""
-    while pid > 1 and pid != ancestor:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid == ancestor
+    with suppress(KeyError, ProcessLookupError):
+        os.kill(ranks_below(process.pid)[rank], signal.SIGKILL)
 
 
 def _updates(output: Path) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import rudra
 from rudra.errors import RudraError
+from rudra.failures import ranks_below
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -62,12 +63,7 @@ def below(pid: int) -> list[int]:
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """World rank -> process, of all that a launch started."""
-    found = {}
-    for pid in below(process.pid):
-        with suppress(OSError):
-            about = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found |= {int(line.partition(b"=")[2]): pid for line in about if line.startswith(b"OMPI_COMM_WORLD_RANK=")}
-    return found
+    return ranks_below(process.pid)
 
 
 def gone(pids: list[int], within_s: float = 8.0) -> bool:

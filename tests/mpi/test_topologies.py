@@ -198,7 +198,7 @@ def test_whoever_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(
     process = start("run", job_file(tmp_path, topology, options), "--output", str(output))
     pids: dict[int, int] = {}
     try:
-        wait_for_updates(process, output, 20)
+        wait_for_updates(process, output, 21)
         pids = ranks_of(process)
         os.kill(pids[victim], signal.SIGKILL)
         killed = time.monotonic()
