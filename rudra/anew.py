@@ -101,19 +101,18 @@ class Anew:
         return rank._transfers.quiet and not self._writing and all(r.quiet for r in rank._reductions.values())
 
     def _begin(self, position: Position) -> None:
-        """Makes the roles again; the owner of the weights has done so by itself."""
+        """Makes the roles again."""
         rank = self._rank
         plan, dead = rank._plan, rank.lost
         unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in dead and i not in plan.gone]
         for role in sorted(rank._running - {plan.statistics}):
-            if role != plan.server:
-                assert self._remake is not None
-                before, rank._machines[role] = rank._machines[role], self._remake(role, plan, position)
-                rank._machines[role].inherit(before)
             if role in rank._reductions:
                 rank._reductions[role] = rank._reduction(role)
             rank._events.append((role, Started()))
-            if role != plan.server:  # which knows
+            if role != plan.server:  # which has a new plan already, and knows who is dead
+                assert self._remake is not None
+                before, rank._machines[role] = rank._machines[role], self._remake(role, plan, position)
+                rank._machines[role].inherit(before)
                 rank._events.extend((role, Lost(other)) for other in unknown)
         early, self._early = self._early, []
         for generation, role, message in early:
