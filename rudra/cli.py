@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     show = add("show", _show, "print the figures of a run")
     show.add_argument("file", type=Path, metavar="FILE.h5")
     show.add_argument("--json", action="store_true", help="as one JSON object, for scripts")
+    show.add_argument("--target", metavar="TEXT", help="when was it reached? such as 'accuracy >= 0.98'")
     plot = add("plot", _plot, "draw test error and staleness of one or more runs")
     plot.add_argument("files", type=Path, nargs="+", metavar="FILE.h5")
     plot.add_argument("--output", type=Path, help=".png, .svg or .pdf; default: the first file's name with .png")
@@ -456,7 +457,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from rudra.progress import summary_table
 
     with rudra.open_results(arguments.file) as results:
-        summary = results.summary()
+        summary = results.summary(arguments.target)
     print(json.dumps(summary, indent=2) if arguments.json else summary_table(summary))
     return 0
 

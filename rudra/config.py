@@ -30,6 +30,7 @@ import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
 from rudra.jobfiles import apply, flattened, parsed, read_job
+from rudra.target import Target
 from topologies.plan import TREE_SERVER
 
 Named = str | Callable[..., Any]
@@ -76,7 +77,21 @@ class DataTable(Table):
     classes: int | None = Field(None, ge=2, description="number of classes, for data that does not tell it")
     scale: float | None = Field(None, gt=0, description="factor on the inputs after the mean was subtracted")
     subtract_mean: bool = Field(True, description="subtract the per-pixel mean of the training set")
+    target: str | None = Field(
+        None, description="which entry is the target, where your dataset's items are dictionaries"
+    )
     options: dict[str, Any] = Field({}, description="keyword arguments for the user's own callable")
+
+
+class TaskTable(Table):
+    name: Named = Field(
+        "classification",
+        description="classification, multi-label, language, regression, or a loss of your own, package.module:callable",
+    )
+    metrics: tuple[Named, ...] = Field(
+        (), description="package.module:callable of (output, target), each a mean over the samples: for every test"
+    )
+    options: dict[str, Any] = Field({}, description="keyword arguments for the loss, such as label_smoothing")
 
 
 class TrainingTable(Table):
@@ -86,6 +101,20 @@ class TrainingTable(Table):
     warm_start: Path | None = Field(None, description="result file whose final weights to start from")
     evaluate: bool = Field(True, description="test the weights at each epoch's end")
     evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
+    target: str | None = Field(
+        None, description="such as `accuracy >= 0.98`: what the median of the last 5 epochs' tests is to reach"
+    )
+    stop_at_target: bool = Field(False, description="end the training with the epoch after which it is reached")
+
+    @field_validator("target")
+    @classmethod
+    def _target(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                Target.parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
 
 
 class OptimizerTable(Table):
@@ -362,6 +391,7 @@ class Job(Table):
     name: str = "job"
     model: ModelTable = ModelTable()
     data: DataTable = DataTable()
+    task: TaskTable = TaskTable()
     training: TrainingTable = TrainingTable()
     optimizer: OptimizerTable = OptimizerTable()
     protocol: ProtocolTable = ProtocolTable()
@@ -382,6 +412,8 @@ class Job(Table):
     @model_validator(mode="after")
     def _check_across_tables(self) -> Self:
         self.make_topology()
+        if self.training.stop_at_target and self.training.target is None:
+            raise ValueError("[training] stop_at_target = true, but there is no target")
         if self.optimizer.momentum_correction != "none" and not (
             self.optimizer.name == "sgd" and self.optimizer.momentum
         ):

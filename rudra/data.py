@@ -4,7 +4,8 @@
 Every split answers `batch(indices)` in the same way, and two calls with the same indices give the same bits.
 """
 
-from collections.abc import Callable, Sequence, Sized
+import random
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,32 +14,61 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from rudra import trees
 from rudra.config import DataTable
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
+from rudra.trees import mapped
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[Any, Any]
+"""Inputs and targets: tensors whose first dimension is the sample's, or tuples and dictionaries of such."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataInfo:
-    """What a job's data looks like, known to ranks that read none of it."""
+    """What a job's data looks like, known to ranks that read none of it.
+
+    Attributes:
+        name: of the data.
+        training_samples: with the job's limit applied, as is the next.
+        test_samples: likewise.
+        input_shape: of one sample; of several inputs a tuple or dictionary of shapes.
+        classes: that there are; labels of a multi-label set, numbers of a regression's target.
+        example: a batch of one sample, of zeros, where it is not float32 inputs with an int64 label.
+    """
 
     name: str
-    training_samples: int  # with the job's limit applied, as is the next
+    training_samples: int
     test_samples: int
-    input_shape: tuple[int, ...]  # of one sample
+    input_shape: Any
     classes: int
+    example: Batch | None = None
+
+    @property
+    def sample(self) -> Batch:
+        """A batch of one sample, of zeros."""
+        return self.example or (torch.zeros(1, *self.input_shape), torch.zeros(1, dtype=torch.int64))
+
+
+TARGETS = ("label", "labels", "target", "targets")
+"""What the target is called in items that are dictionaries, unless the job says."""
 
 
 class Samples(Protocol):
-    """A split, as learners and the statistics server use it."""
+    """A split, as learners and the statistics server use it.
+
+    Attributes:
+        random: whether drawing a sample draws random numbers, too, from the generators that everybody uses.
+    """
+
+    @property
+    def random(self) -> bool: ...
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """Inputs (count, *input_shape) float32 and labels (count,) int64 of the given samples, fresh and contiguous."""
+        """Inputs and targets of the given samples, fresh and contiguous: float32, or int64 for whole numbers."""
 
 
 class Split(Dataset[Batch]):
@@ -50,6 +80,8 @@ class Split(Dataset[Batch]):
         mean: (C, H, W) float32, subtracted from each input; or None.
         scale: factor on the inputs after that.
     """
+
+    random = False
 
     def __init__(
         self,
@@ -82,25 +114,44 @@ class Split(Dataset[Batch]):
 
 
 class UserSplit:
-    """The user's own map-style dataset of (input, label) pairs.
+    """The user's own map-style dataset: items are pairs (input, target), or dictionaries with the target among them.
+
+    An input or target may be a tensor, an array, a number, or a tuple or dictionary of such.
 
     Args:
         dataset: has a length, and gives items by number; `__getitems__` is used where it is offered.
-        classes: labels must be 0 … classes - 1.
+        classes: labels must be 0 … classes - 1; None: they are no labels.
         limit: use only the first samples.
+        target: which entry of a dictionary is the target.
         name: "training" or "test", for error texts.
+
+    Attributes:
+        random: whether drawing a sample draws random numbers, too, as random cropping does.
 
     Raises:
         ConfigError: it is no such dataset.
     """
 
-    def __init__(self, dataset: Any, classes: int, *, limit: int | None = None, name: str = "training") -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        classes: int | None,
+        *,
+        limit: int | None = None,
+        target: str | None = None,
+        name: str = "training",
+    ) -> None:
         if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
             raise ConfigError(f"[data] the {name} set, a {type(dataset).__name__}, has no length or no items by number")
         self.dataset: Any = dataset
         self.classes = classes
         self.name = name
+        self._target = target
         self.length = min(len(dataset), len(dataset) if limit is None else limit)
+        before = _random_states()
+        if self.length:
+            self._items([0])
+        self.random = _random_states() != before
 
     def __len__(self) -> int:
         return self.length
@@ -109,26 +160,58 @@ class UserSplit:
         """As `Samples.batch`.
 
         Raises:
-            DataError: an item is no pair of an input and a label, or a label is out of range.
+            DataError: an item is no pair of an input and a target, or a label is out of range.
         """
         wanted = indices.tolist()
-        many = getattr(self.dataset, "__getitems__", None)
-        items = many(wanted) if many is not None else [self.dataset[index] for index in wanted]
-        if not all(isinstance(item, Sequence) and len(item) == 2 for item in items):
-            raise DataError(f"{self.name} sample {wanted[0]} is not a pair (input, label)")
+        items = self._items(wanted)
         try:
-            inputs, labels = default_collate(items)
-            inputs = inputs.to(torch.float32).contiguous()
-            labels = labels.to(torch.int64).reshape(len(items))
+            inputs, target = default_collate([self._pair(item, wanted) for item in items])
+            inputs, target = mapped(_plain, inputs), mapped(_plain, target)
         except (TypeError, AttributeError, RuntimeError) as error:
             what = " ".join(str(error).split())
             raise DataError(f"{self.name} samples {wanted[:4]}… do not make a batch of tensors: {what}") from None
-        outside = ((labels < 0) | (labels >= self.classes)).nonzero()
+        if isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.shape[1:] == (1,):
+            target = target[:, 0]
+        if self.classes is not None and isinstance(target, torch.Tensor) and target.dtype == torch.int64:
+            self._check_labels(target, wanted)
+        return inputs, target
+
+    def _items(self, wanted: list[int]) -> Sequence[Any]:
+        many = getattr(self.dataset, "__getitems__", None)
+        items: Sequence[Any] = many(wanted) if many is not None else [self.dataset[index] for index in wanted]
+        return items
+
+    def _pair(self, item: Any, wanted: list[int]) -> tuple[Any, Any]:
+        if isinstance(item, Mapping):
+            key = self._target or next((name for name in TARGETS if name in item), "")
+            if key not in item or len(item) < 2:
+                known = f"its entries: {', '.join(map(str, item))}; [data] target says which is the target"
+                raise DataError(f"{self.name} sample {wanted[0]} has no target {self._target or 'label'}: {known}")
+            inputs = {name: value for name, value in item.items() if name != key}
+            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), item[key]
+        if isinstance(item, Sequence) and len(item) == 2:
+            return item[0], item[1]
+        raise DataError(f"{self.name} sample {wanted[0]} is not a pair (input, target)")
+
+    def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:
+        assert self.classes is not None
+        outside = ((labels < 0) | (labels >= self.classes)).reshape(len(labels), -1).any(1).nonzero()
         if len(outside):
             first = int(outside[0])
-            label, valid = int(labels[first]), f"valid: 0 to {self.classes - 1}"
-            raise DataError(f"{self.name} sample {wanted[first]} has label {label}; {valid} ([data] classes)")
-        return inputs, labels
+            label, valid = labels[first].reshape(-1).tolist(), f"valid: 0 to {self.classes - 1}"
+            raise DataError(f"{self.name} sample {wanted[first]} has label {label[0]}; {valid} ([data] classes)")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Pictures in bytes and all floating-point numbers as float32, other whole numbers, such as tokens, as int64."""
+    whole = not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool)
+    return tensor.to(torch.int64 if whole else torch.float32).contiguous()
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Of the generators that datasets commonly draw from."""
+    numpy: Any = np.random.get_state(legacy=True)
+    return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
 
 
 def load(table: DataTable, *, train: bool = True, test: bool = True) -> tuple[Samples | None, Samples | None, DataInfo]:
@@ -189,13 +272,17 @@ def _load_users(table: DataTable, train: bool, test: bool) -> tuple[UserSplit | 
     name, pair = _users_pair(table)
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ConfigError(f"[data] {name}: must give two datasets, (training, test)")
-    classes = table.classes or _classes(name, pair[0])
-    training = UserSplit(pair[0], classes, limit=table.train_limit)
-    testing = UserSplit(pair[1], classes, limit=table.test_limit, name="test")
+    training = UserSplit(pair[0], table.classes, limit=table.train_limit, target=table.target)
+    testing = UserSplit(pair[1], table.classes, limit=table.test_limit, target=table.target, name="test")
     if not len(training) or not len(testing):
         raise DataError(f"[data] {name}: the training or the test set has no sample")
-    inputs, _ = training.batch(np.zeros(1, np.int64))
-    info = DataInfo(name, len(training), len(testing), tuple(inputs.shape[1:]), classes)
+    inputs, target = training.batch(np.zeros(1, np.int64))
+    classes = table.classes or _classes(name, pair[0], target)
+    if trees.first(target).dtype == torch.int64:
+        training.classes = testing.classes = classes
+    shape = mapped(lambda tensor: tuple(tensor.shape[1:]), inputs)
+    example = mapped(torch.zeros_like, inputs), mapped(torch.zeros_like, target)
+    info = DataInfo(name, len(training), len(testing), shape, classes, example)
     return training if train else None, testing if test else None, info
 
 
@@ -210,8 +297,10 @@ def _users_pair(table: DataTable) -> tuple[str, Any]:
     return name, call(made, f"[data] {name}", table.options, {} if table.path is None else {"path": table.path})
 
 
-def _classes(name: str, dataset: Any) -> int:
-    """Number of classes, from what datasets commonly tell about themselves."""
+def _classes(name: str, dataset: Any, target: Any) -> int:
+    """Number of classes, from what datasets commonly tell about themselves; of numbers in a target that is no label."""
+    if trees.first(target).dtype != torch.int64:
+        return int(trees.first(target)[0].numel())
     told = getattr(dataset, "classes", None)
     if isinstance(told, int):
         return told

@@ -17,7 +17,7 @@ from rudra.position import Position
 from rudra.records import Gradient
 from topologies import Plan
 
-Table = Literal["gradients", "updates", "minibatches", "epochs", "events"]
+Table = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
 
 
 class Started(Struct, frozen=True, gc=False):
@@ -63,7 +63,7 @@ class Computed(Struct, frozen=True, gc=False):
 
     step: int
     loss: float
-    errors: int
+    errors: float
     samples: int
 
 
@@ -74,13 +74,20 @@ class Reduced(Struct, frozen=True, gc=False):
     gradients: tuple[Gradient, ...]
 
 
-class Evaluated(Struct, frozen=True, gc=False):
-    """A test of the weights in `buffer` is over; errors are fractions."""
+class Score(Struct, frozen=True, gc=False):
+    """What one split came to; the error is a fraction, NaN where the task knows none."""
 
-    buffer: str
+    split: str
     loss: float
     error: float
-    error_top5: float
+    metrics: tuple[tuple[str, float], ...] = ()
+
+
+class Evaluated(Struct, frozen=True, gc=False):
+    """A test of the weights in `buffer` is over, on each split that there is."""
+
+    buffer: str
+    scores: tuple[Score, ...]
     seconds: float
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import data, models
+from rudra import data, models, tasks
 from rudra.config import Job
 from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
@@ -316,19 +316,21 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
 class StatisticsExecutor(Executor):
     """Tests weights, one batch at a time."""
 
-    def test(self, job: Job, flat: FlatModel, split: data.Samples) -> None:
+    def test(self, job: Job, flat: FlatModel, splits: Mapping[str, data.Samples]) -> None:
         """What to test, on which samples."""
-        self._flat, self._split, self._batch_size = flat, split, job.training.evaluation_batch_size
+        self._flat, self._splits, self._batch_size = flat, splits, job.training.evaluation_batch_size
 
     def evaluate(self, buffer: str) -> Iterator[Evaluated | None]:
         """Yields None after each batch but the last, then the result."""
         began = time.perf_counter()
-        for result in evaluate(self._flat, self.buffer(buffer).vector, self._split, self._batch_size):
-            if result is None:
-                yield None
-            else:
-                seconds = time.perf_counter() - began
-                yield Evaluated(buffer, result.loss, result.error, result.error_top5, seconds)
+        scores = []
+        for name, split in self._splits.items():
+            for score in evaluate(self._flat, self.buffer(buffer).vector, split, self._batch_size, name):
+                if score is None:
+                    yield None
+                else:
+                    scores.append(score)
+        yield Evaluated(buffer, tuple(scores), time.perf_counter() - began)
 
 
 def average(into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int]) -> None:
@@ -377,9 +379,10 @@ def make_executors(
     Raises:
         ConfigError: the model does not fit the data, or the optimiser's options are wrong.
     """
-    flat = FlatModel(models.build(job.model, info, job.training.seed).to(device), roles=len(roles))
+    task = tasks.make(job.task, info.classes)
+    flat = FlatModel(models.build(job.model, info, job.training.seed).to(device), task, roles=len(roles))
     if any(plan.roles[role].kind not in {PARAMETER_SERVER, TREE_SERVER} for role in roles):
-        models.check_output(flat.module, info)
+        models.check_output(flat.module, task, info)
     made: dict[int, Executor] = {}
     for role in roles:
         kind = plan.roles[role].kind
@@ -401,7 +404,7 @@ def make_executors(
             executor.learn(source, plain=not (plan.overlapped or plan.groups))
         if isinstance(executor, StatisticsExecutor):
             assert splits[1] is not None
-            executor.test(job, flat, splits[1])
+            executor.test(job, flat, {"test": splits[1]})
         made[role] = executor
     return made
 

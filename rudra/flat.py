@@ -17,7 +17,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rudra.errors import ConfigError, DataError
+from rudra.errors import ConfigError
+from rudra.tasks import Classification, Reduction, Task
+from rudra.trees import moved
 
 _KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
@@ -82,14 +84,16 @@ class FlatModel:
 
     Args:
         module: float32, on one device. Parameters used at several places are counted once.
+        task: what it is trained for.
         roles: that share this model, each with vectors of its own.
 
     Raises:
         ConfigError: nothing to train, or a tensor that is not float32.
     """
 
-    def __init__(self, module: nn.Module, roles: int = 1) -> None:
+    def __init__(self, module: nn.Module, task: Task | None = None, roles: int = 1) -> None:
         self.module = module
+        self.task = task or Classification(0)
         parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
         if not parameters:
@@ -139,45 +143,45 @@ class FlatModel:
             for view, tensor in zip(self._split(out), [*self._parameters, *self._buffers], strict=True):
                 view.copy_(tensor)
 
-    def gradient(self, inputs: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, seed: int) -> tuple[float, int]:
-        """Computes the gradient of the mean cross-entropy at the bound weights.
+    def gradient(self, inputs: Any, target: Any, out: torch.Tensor, seed: int) -> tuple[float, float]:
+        """Computes the gradient of the mean loss at the bound weights.
 
         Args:
-            inputs: (μ, …) float32.
-            labels: (μ,) int64.
+            inputs: (μ, …), a tensor or several.
+            target: (μ, …), what the task compares the output with.
             out: (size,) float32, contiguous: takes the gradient of every parameter, zero for one that had no part in
                 the output, and behind them the buffers after this mini-batch.
             seed: of the device's default generator, for dropout and the like.
 
         Returns:
-            Mean loss, and the number of samples whose most probable class is wrong.
+            Mean loss, and how many samples are wrong; NaN where the task knows no error.
 
         Raises:
             DataError: a label is outside the model's classes.
         """
-        loss, wrong = self._backward(inputs, labels, out, seed, "mean")
-        return loss.item(), int(np.count_nonzero(wrong))
+        loss, wrong = self._backward(inputs, target, out, seed, "mean")
+        return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
 
     def joint_gradient(
-        self, inputs: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, seed: int
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """As `gradient`, for a batch of several mini-batches: gives the loss of each sample and whether it is wrong."""
-        losses, wrong = self._backward(inputs, labels, out, seed, "none")
-        return losses.numpy(force=True), wrong
+        self, inputs: Any, target: Any, out: torch.Tensor, seed: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
+        """As `gradient`, for a batch of several mini-batches: gives the loss of each sample and how much is wrong."""
+        losses, wrong = self._backward(inputs, target, out, seed, "none")
+        return losses.numpy(force=True), np.full(len(losses), np.nan) if wrong is None else wrong
 
     def mapped_gradients(
-        self, weights: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor, outs: Sequence[torch.Tensor]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        self, weights: Sequence[torch.Tensor], inputs: Any, target: Any, outs: Sequence[torch.Tensor]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Computes several gradients at once by `torch.func.vmap`; the bits are not those of `gradient`.
 
         Args:
             weights: of each gradient, (size,) float32; a single one is used for all.
-            inputs: (gradients, μ, …) float32.
-            labels: (gradients, μ) int64.
+            inputs: (gradients, μ, …), a tensor or several.
+            target: (gradients, μ, …).
             outs: (size,) float32 each, filled as by `gradient`. The buffers in them are those of the weights.
 
         Returns:
-            Mean loss and number of wrong samples of each gradient.
+            Mean loss, and how many samples are wrong, of each gradient.
 
         Raises:
             RuntimeError, ValueError: vmap cannot do this model.
@@ -193,29 +197,31 @@ class FlatModel:
         def loss(
             trained: dict[str, torch.Tensor],
             values: dict[str, torch.Tensor],
-            inputs: torch.Tensor,
-            labels: torch.Tensor,
+            inputs: Any,
+            target: Any,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            output = torch.func.functional_call(self.module, {**trained, **values}, (inputs,))
-            return functional.cross_entropy(output, labels), output
+            args, keywords = _arguments(inputs)
+            output = torch.func.functional_call(self.module, {**trained, **values}, args, keywords)
+            return self.task.loss(output, target), output
 
         place = None if shared else 0
         one = torch.func.grad_and_value(loss, has_aux=True)
         all_ = torch.func.vmap(one, in_dims=(place, place, 0, 0), randomness="different")
-        found, (losses, output) = all_(trained, values, inputs.to(self.device), labels.to(self.device))
+        found, (losses, output) = all_(trained, values, moved(inputs, self.device), moved(target, self.device))
         for index, out in enumerate(outs):
             torch._foreach_copy_(self._split(out)[:count], [gradient[index] for gradient in found.values()])
             out[self.parameter_count :] = vectors[0 if shared else index, self.parameter_count :]
-        wrong = output.argmax(-1).cpu() != labels
-        return losses.numpy(force=True), wrong.sum(1).numpy()
+        wrong = [self.task.wrong(*pair) for pair in zip(output, target, strict=True)]
+        sums = [np.nan if each is None else each.sum() for each in wrong]
+        return losses.numpy(force=True), np.array(sums, np.float32)
 
     def seed(self, seed: int) -> None:
         """Seeds what dropout and the like draw from."""
         self._generator.manual_seed(seed)
 
     def _backward(
-        self, inputs: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, seed: int, reduction: str
-    ) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+        self, inputs: Any, target: Any, out: torch.Tensor, seed: int, reduction: Reduction
+    ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
         self._mode(training=True)
         views = self._split(out)
         if self._buffers:
@@ -224,37 +230,28 @@ class FlatModel:
         self.seed(seed)
         for index, layer in self._direct.items():
             layer.target = views[index]
-        output = self.module(inputs.to(self.device))
-        loss = self._loss(output, labels.to(self.device), reduction)
+        output = called(self.module, inputs, self.device)
+        loss = self.task.loss(output, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
         self._copy(torch.autograd.grad(mean, self._parameters, allow_unused=True), views)
-        wrong: npt.NDArray[np.bool_] = output.numpy(force=True).argmax(1) != labels.numpy()
-        return loss, wrong
+        return loss, self.task.wrong(output, target)
 
-    def evaluate_batch(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, int, float]:
+    def evaluate_batch(self, inputs: Any, target: Any) -> tuple[float, float, dict[str, float]]:
         """Tests the bound weights on one batch.
 
         Returns:
-            Sum of the losses, samples whose most probable class is wrong, samples whose class is not among the five
-            most probable (NaN where there are five classes or fewer).
+            Mean loss, the share of the samples that is wrong (NaN where the task knows no error), other metrics.
         """
         self._mode(training=False)
         if self._buffers:
             self._place_buffers(self._weights, self._split(self._weights))
         with torch.no_grad():
-            labels = labels.to(self.device)
-            output = self.module(inputs.to(self.device))
-            loss = self._loss(output, labels, "sum")
-            hits = output.topk(min(5, output.shape[1]), dim=1).indices == labels[:, None]
-        top5 = len(labels) - int(hits.sum()) if output.shape[1] > 5 else math.nan
-        return loss.item(), len(labels) - int(hits[:, 0].sum()), top5
-
-    def _loss(self, output: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
-        try:
-            return functional.cross_entropy(output, labels, reduction=reduction)
-        except IndexError:
-            wrong = labels[(labels < 0) | (labels >= output.shape[1])]
-            raise DataError(f"a sample has label {int(wrong[0])}; the model's are 0 to {output.shape[1] - 1}") from None
+            there = moved(target, self.device)
+            output = called(self.module, inputs, self.device)
+            loss = self.task.loss(output, there).item()
+            metrics = self.task.measure(output, there)
+        wrong = self.task.wrong(output, target)
+        return loss, math.nan if wrong is None else float(wrong.mean()), metrics
 
     def _direct_layers(self) -> dict[int, "_DirectLinear"]:
         """Replaces the forward of large linear layers; by the index of their weight."""
@@ -302,6 +299,21 @@ class FlatModel:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
+
+
+def called(module: nn.Module, inputs: Any, device: torch.device) -> Any:
+    """The output of a model for a batch of inputs, wherever these are."""
+    if isinstance(inputs, torch.Tensor):
+        return module(inputs.to(device))
+    args, keywords = _arguments(moved(inputs, device))
+    return module(*args, **keywords)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with: one tensor, several in order, or several by name."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}
 
 
 def sha256(vector: npt.NDArray[np.float32]) -> str:

@@ -380,7 +380,7 @@ def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Ten
             "none, vmap"
         )
     source = next(e.source for e in executors.values() if isinstance(e, LearnerExecutor))
-    check_batching(batching, source.model, weights, info.input_shape)
+    check_batching(batching, source.model, weights, info.sample)
 
 
 _KINDS = {"none": TensorHands, "big-batch": BigBatchHands, "vmap": VmapHands}

@@ -1,20 +1,24 @@
 """What a learner and the statistics server compute: gradients of drawn mini-batches, and tests of weights."""
 
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from rudra.config import Job
 from rudra.data import Batch, Samples
 from rudra.errors import ConfigError
+from rudra.events import Score
 from rudra.flat import FlatModel
-from rudra.sampling import Sampler, mix
+from rudra.sampling import Sampler, mix, seed_all
+from rudra.trees import mapped
 
 _DEPTH = 2  # mini-batches that the input thread prepares ahead
 
@@ -24,17 +28,7 @@ class Outcome:
     """Training error of one mini-batch."""
 
     loss: float  # mean over the samples
-    errors: int  # samples whose most probable class is wrong
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """Outcome of one test; errors are fractions in 0…1."""
-
-    loss: float  # mean over the samples
-    error: float
-    error_top5: float  # NaN where there are five classes or fewer
+    errors: float  # samples that are wrong, each by its share; NaN where the task knows no error
     samples: int
 
 
@@ -55,8 +49,9 @@ class GradientSource:
         self._seed = job.training.seed
         self._learner = learner
         self.model = model
-        self._inputs = _Inputs(Sampler(self._seed, learner, len(split)), split, job.training.minibatch_size)
-        self._prefetched = _Prefetched(self._inputs) if prefetch else None
+        self._inputs = _Inputs(Sampler(self._seed, learner, len(split)), split, job.training.minibatch_size, self.seed)
+        # A set that draws random numbers is asked in this thread, where nobody else draws any meanwhile.
+        self._prefetched = _Prefetched(self._inputs) if prefetch and not split.random else None
 
     def compute(self, step: int, weights: torch.Tensor, out: torch.Tensor) -> Outcome:
         """Computes the gradient of one step.
@@ -69,10 +64,10 @@ class GradientSource:
         Raises:
             DataError: a label is out of range. Whatever else the user's dataset raises comes through.
         """
-        inputs, labels = self.minibatch(step)
+        inputs, target = self.minibatch(step)
         self.model.bind(weights)
-        loss, errors = self.model.gradient(inputs, labels, out, self.seed(step))
-        return Outcome(loss, errors, len(labels))
+        loss, errors = self.model.gradient(inputs, target, out, self.seed(step))
+        return Outcome(loss, errors, self.minibatch_size)
 
     def minibatch(self, step: int) -> Batch:
         """The samples of one step."""
@@ -109,13 +104,12 @@ def joint_gradient(
     Returns:
         What each learner's own mini-batch came to.
     """
-    inputs, labels = zip(*(source.minibatch(step) for source in sources), strict=True)
-    model = sources[0].model
+    inputs, target = _together(torch.cat, [source.minibatch(step) for source in sources])
+    model, each = sources[0].model, len(sources)
     model.bind(weights)
-    losses, wrong = model.joint_gradient(torch.cat(inputs), torch.cat(labels), out, sources[0].seed(step))
-    each = len(sources)
-    means, errors = losses.reshape(each, -1).mean(1).tolist(), wrong.reshape(each, -1).sum(1).tolist()
-    return [Outcome(loss, wrong, len(labels[0])) for loss, wrong in zip(means, errors, strict=True)]
+    losses, wrong = model.joint_gradient(inputs, target, out, sources[0].seed(step))
+    means, errors = losses.reshape(each, -1).mean(1), wrong.reshape(each, -1).sum(1, dtype=np.float32)
+    return _outcomes(means, errors, sources[0].minibatch_size)
 
 
 def mapped_gradients(
@@ -132,21 +126,31 @@ def mapped_gradients(
         outs: (size,) float32 for each learner, as `FlatModel.gradient` fills it.
     """
     batches = [source.minibatch(step) for source, step in zip(sources, steps, strict=True)]
-    inputs, labels = (torch.stack(parts) for parts in zip(*batches, strict=True))
+    inputs, target = _together(torch.stack, batches)
     model = sources[0].model
     model.seed(sources[0].seed(steps[0]))
-    losses, wrong = model.mapped_gradients(weights, inputs, labels, outs)
-    return [Outcome(loss, wrong, labels.shape[1]) for loss, wrong in zip(losses.tolist(), wrong.tolist(), strict=True)]
+    losses, errors = model.mapped_gradients(weights, inputs, target, outs)
+    return _outcomes(losses, errors, sources[0].minibatch_size)
 
 
-def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, input_shape: Sequence[int]) -> None:
+def _together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
+    """One batch of several."""
+    inputs, target = mapped(lambda *tensors: how(list(tensors)), *batches)
+    return inputs, target
+
+
+def _outcomes(losses: npt.NDArray[Any], errors: npt.NDArray[Any], samples: int) -> list[Outcome]:
+    return [Outcome(loss, wrong, samples) for loss, wrong in zip(losses.tolist(), errors.tolist(), strict=True)]
+
+
+def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sample: Batch) -> None:
     """Makes sure that a model's gradients can be computed together, by trying.
 
     Args:
         batching: "big-batch" or "vmap".
         model: in question.
         weights: (size,) float32, that it can compute with.
-        input_shape: of one sample.
+        sample: a batch of one.
 
     Raises:
         ConfigError: they cannot; the text says why.
@@ -155,16 +159,16 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, input
     norms = [name for name, m in model.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms:
         raise ConfigError(f"{where}: BatchNorm ({norms[0]}) depends on which samples share a batch; {instead}")
-    inputs, labels = torch.zeros(2, 2, *input_shape), torch.zeros(2, 2, dtype=torch.int64)
+    pair = _together(torch.cat, [sample, sample])
     out = torch.empty_like(weights)
     if len(weights) > model.parameter_count:
         model.bind(weights)
-        model.gradient(inputs[0], labels[0], out, 0)
+        model.gradient(*pair, out, 0)
         if not torch.equal(out[model.parameter_count :], weights[model.parameter_count :]):
             raise ConfigError(f"{where}: the model changes its buffers while it learns; {instead}")
     if batching == "vmap":
         try:
-            model.mapped_gradients([weights, weights], inputs, labels, [out, out])
+            model.mapped_gradients([weights, weights], *_together(torch.stack, [pair, pair]), [out, out])
         except Exception as error:  # torch and the user's own layers raise what they like here
             what = " ".join(str(error).split())
             raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
@@ -175,8 +179,11 @@ class _Inputs:
     sampler: Sampler
     split: Samples
     minibatch_size: int
+    seed: Callable[[int], int]  # of a step
 
     def minibatch(self, step: int) -> Batch:
+        if self.split.random:
+            seed_all(mix(self.seed(step), 1))
         return self.split.batch(self.sampler.indices(step * self.minibatch_size, self.minibatch_size))
 
 
@@ -225,26 +232,35 @@ def _prepare(inputs: _Inputs, steps: SimpleQueue[int | None], ready: SimpleQueue
 
 
 def evaluate(
-    model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int
-) -> Iterator[EvaluationResult | None]:
+    model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, name: str = "test"
+) -> Iterator[Score | None]:
     """Tests weights, one batch at a time, so that the caller can do other work in between.
 
     Args:
         model: computes; may do other work between two batches.
         weights: (size,) float32, only read, and unchanged until the end.
-        split: the test samples.
+        split: the samples.
         batch_size: samples in a batch.
+        name: of the split.
 
     Yields:
         None after each batch but the last, and the result after that.
     """
     samples = len(split)
-    totals = np.zeros(3)
+    loss = error = 0.0
+    sums: defaultdict[str, float] = defaultdict(float)
     for first in range(0, samples, batch_size):
-        inputs, labels = split.batch(np.arange(first, min(first + batch_size, samples)))
+        indices = np.arange(first, min(first + batch_size, samples))
+        if split.random:
+            seed_all(first)
+        batch = split.batch(indices)
         model.bind(weights)
-        totals += model.evaluate_batch(inputs, labels)
+        mean, wrong, metrics = model.evaluate_batch(*batch)
+        loss, error = loss + mean * len(indices), error + wrong * len(indices)
+        for metric, value in metrics.items():
+            sums[metric] += value * len(indices)
         if first + batch_size < samples:
             yield None
-    loss, error, error_top5 = (totals / samples).tolist()
-    yield EvaluationResult(loss, error, error_top5, samples)
+    loss, error = loss / samples, error / samples
+    means = {**model.task.derived(loss), **{metric: total / samples for metric, total in sums.items()}}
+    yield Score(name, loss, error, tuple(means.items()))

@@ -13,10 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rudra import trees
 from rudra.config import ModelTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
+from rudra.flat import called
 from rudra.plugins import call, resolve
+from rudra.tasks import Task
 
 
 def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
@@ -57,30 +60,38 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
     return module
 
 
-def check_output(module: nn.Module, info: DataInfo) -> None:
-    """Makes sure that the model takes the data's inputs and gives one number per class.
+def check_output(module: nn.Module, task: Task, info: DataInfo) -> None:
+    """Makes sure that model, task and data fit: the model takes the inputs and gives what the task compares.
 
     Raises:
-        ConfigError: it does not; the text has both shapes.
+        ConfigError: they do not; the text has both shapes.
     """
     training = module.training
+    parameter = next(module.parameters(), None)
+    inputs, target = info.sample
+    if not task.fits(target):
+        shape = tuple(trees.first(target).shape[1:])
+        kind = str(trees.first(target).dtype).removeprefix("torch.")
+        raise ConfigError(f"[task] {task.name} wants {task.wants}; {info.name} has targets {kind} of shape {shape}")
     module.eval()
     try:
         with torch.no_grad():
-            parameter = next(module.parameters(), None)
-            output = module(torch.zeros(1, *info.input_shape, device=None if parameter is None else parameter.device))
-    except (RuntimeError, ValueError, IndexError) as error:
+            output = called(module, inputs, torch.device("cpu") if parameter is None else parameter.device)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
         what = " ".join(str(error).split())
-        shape = tuple(info.input_shape)
-        raise ConfigError(f"[model] does not take inputs of shape {shape} as {info.name} has: {what}") from error
+        raise ConfigError(
+            f"[model] does not take inputs of shape {info.input_shape} as {info.name} has: {what}"
+        ) from error
     finally:
         module.train(training)
+    wanted = task.output_shape(target)
+    if wanted is None:
+        return
     if not isinstance(output, torch.Tensor):
-        raise ConfigError(f"[model] gives a {type(output).__name__}, not a tensor of shape (samples, {info.classes})")
-    if output.dim() == 2 and len(output) == 1 and output.shape[1] != info.classes:
-        raise ConfigError(f"[model] has {output.shape[1]} outputs, and {info.name} has {info.classes} classes")
-    if tuple(output.shape) != (1, info.classes):
-        wanted = f"(1, {info.classes})"
+        raise ConfigError(f"[model] gives a {type(output).__name__}, not a tensor of shape {wanted}")
+    if output.dim() == len(wanted) and output.shape[:-1] == wanted[:-1] and output.shape[-1] != wanted[-1]:
+        raise ConfigError(f"[model] has {output.shape[-1]} outputs, and {info.name} has {wanted[-1]} classes")
+    if tuple(output.shape) != wanted:
         raise ConfigError(f"[model] gives shape {tuple(output.shape)} for one sample; {info.name} needs {wanted}")
 
 

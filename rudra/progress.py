@@ -57,7 +57,7 @@ class Progress:
         self._epoch = 0
         self._staleness = 0.0  # summed over the gradients of this epoch
         self._gradients = 0
-        self._error = ""
+        self._tested = ""
         self._drawn = -np.inf
         self._columns = columns or _terminal_columns(self._file)
         self._bar: Any = None
@@ -89,12 +89,12 @@ class Progress:
     def epochs(self, rows: NDArray[np.void]) -> None:
         """Takes note of finished epochs, `records.EPOCH`."""
         for row in rows:
-            self._error = f"{row['test_error']:.2%}" if row["evaluated"] else "not tested"
+            self._tested = _tested(row)
             if self._mode == "lines":
                 rate = row["samples"] / row["time_s"] if row["time_s"] > 0 else 0.0
                 with suppress(BrokenPipeError):  # the launcher is gone, and will have this rank ended
                     print(
-                        f"{self._name}: epoch {row['epoch']}/{self._epochs}, test error {self._error}, "
+                        f"{self._name}: epoch {row['epoch']}/{self._epochs}, {self._tested}, "
                         f"staleness {row['mean_staleness']:.2f}, {rate:,.0f} samples/s, {duration(row['time_s'])}",
                         file=self._file,
                         flush=True,
@@ -121,7 +121,7 @@ class Progress:
 
     def _facts(self) -> str:
         """As many facts as fit beside a short bar, the most important first."""
-        facts = [f"test error {self._error}"] if self._error else []
+        facts = [self._tested] if self._tested else []
         if self._gradients:
             facts.append(f"staleness {self._staleness / self._gradients:.2f}")
         if self._rate:
@@ -154,6 +154,14 @@ def summary_table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _tested(row: np.void) -> str:
+    """What the test of an epoch came to, in short."""
+    if not row["evaluated"]:
+        return "test error not tested"
+    error = row["test_error"]
+    return f"test loss {row['test_loss']:.4f}" if np.isnan(error) else f"test error {error:.2%}"
+
+
 def _title(summary: dict[str, Any]) -> str:
     learners, size = summary["learners"], summary["minibatch_size"]
     where = {"mpi": "MPI", "simulation": "virtual time"}.get(summary["driver"], summary["driver"])
@@ -165,10 +173,6 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    tested = [(error, epoch) for epoch, error in enumerate(summary["test_error"], 1) if error is not None]
-    error = f"{_percent(tested[-1][0])} after epoch {tested[-1][1]}" if tested else "not tested"
-    if tested and min(tested)[0] < tested[-1][0]:
-        error += f" (best {_percent(min(tested)[0])} after epoch {min(tested)[1]})"
     planned = summary["planned_epochs"]
     staleness = "unknown"
     if summary["mean_staleness"] is not None:
@@ -176,7 +180,8 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rate = f", {summary['samples_per_s']:,.0f} samples/s" if summary["samples_per_s"] else ""
     unused = [f"{summary[name]:,} {name}" for name in ("pending", "discarded", "lost") if summary[name]]
     return [
-        ("test error", error),
+        *_tests(summary),
+        ("target", _target(summary)),
         ("epochs", f"{summary['epochs']}" + (f" of {planned}" if planned not in (None, summary["epochs"]) else "")),
         ("training time", duration(summary["wall_time_s"]) + rate),
         ("updates", f"{summary['updates']:,}"),
@@ -186,23 +191,59 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the tests came to."""
+    found = []
+    for split in ("test", "validation"):
+        for name, form in (("error", ".2%"), ("loss", ".4f")):
+            values = summary[f"{split}_{name}"]
+            tested = [(value, epoch) for epoch, value in enumerate(values, 1) if value is not None]
+            if tested:
+                text = f"{tested[-1][0]:{form}} after epoch {tested[-1][1]}"
+                if min(tested)[0] < tested[-1][0]:
+                    text += f" (best {min(tested)[0]:{form}} after epoch {min(tested)[1]})"
+                found.append((f"{split} {name}", text))
+                break
+        metrics = summary["metrics"].get(split, {}).items()
+        last = {name: [value for value in values if value is not None][-1:] for name, values in metrics}
+        text = ", ".join(f"{name} {value:.4g}" for name, values in last.items() for value in values)
+        found.append((f"{split} metrics", text))
+    return found if any(summary[f"test_{name}"] for name in ("error", "loss")) else [("test error", "not tested")]
+
+
+def _target(summary: dict[str, Any]) -> str:
+    if summary["target"] is None:
+        return ""
+    if summary["target_epoch"] is None:
+        return f"{summary['target']}: not reached"
+    return f"{summary['target']}: after {duration(summary['time_to_target_s'])}, epoch {summary['target_epoch']}"
+
+
+_TESTED = {"test_error": ".2%", "test_loss": ".4f", "validation_error": ".2%"}
+_TRAINED = {"train_error": ".2%", "train_loss": ".4f"}
+_METRICS = 3
+"""Of a test's metrics, as many have a column of their own."""
+
+
 def _epochs_table(summary: dict[str, Any], most: int = 12) -> list[list[str]]:
-    count = summary["epochs"]
+    count, times = summary["epochs"], summary["epoch_end_s"]
     if not count:
         return []
     chosen = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+    metrics = list(summary["metrics"].get("test", {}).items())[:_METRICS]
+    columns = {name.replace("_", " "): (summary[name], form) for name, form in _TESTED.items()}
+    columns |= {name: (values, ".4g") for name, values in metrics}
+    columns |= {name.replace("_", " "): (summary[name], form) for name, form in _TRAINED.items()}
+    columns["staleness"] = summary["epoch_mean_staleness"], ".2f"
+    told = {name for name, (values, _) in columns.items() if any(value is not None for value in values)}
+    hidden = {"test loss"} if "test error" in told or "test loss" not in told else {"test error"}
+    hidden |= {"validation error", "train error"} - told
+    shown = {name: column for name, column in columns.items() if name not in hidden}
     rows = [
-        [
-            str(i + 1),
-            _percent(summary["test_error"][i]),
-            _percent(summary["train_error"][i]),
-            _number(summary["train_loss"][i], ".4f"),
-            _number(summary["epoch_mean_staleness"][i], ".2f"),
-            duration(summary["epoch_end_s"][i] or 0.0),
-        ]
+        [str(i + 1), *(_number(values[i], form) for values, form in shown.values()), duration(times[i] or 0.0)]
         for i in map(int, chosen)
     ]
-    return [["epoch", "test error", "train error", "train loss", "staleness", "time"], *rows]
+    return [["epoch", *shown, "time"], *rows]
 
 
 def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
@@ -226,10 +267,6 @@ def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
 def _share(row: dict[str, Any], share: str) -> str:
     value = row[f"{share}_share"]
     return "-" if value is None else f"{value:.1%}"
-
-
-def _percent(value: float | None) -> str:
-    return _number(value, ".2%")
 
 
 def _number(value: float | None, form: str) -> str:

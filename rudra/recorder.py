@@ -213,10 +213,12 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
 def python_objects(job: Job) -> list[str]:
     """Keys of the job whose values cannot be found again by the names that its JSON gives them."""
     found = []
-    for table in ("model", "data", "optimizer", "protocol", "topology"):
+    for table in ("model", "data", "task", "optimizer", "protocol", "topology"):
         keys = getattr(job, table)
         if not _is_found_by_name(keys.name):
             found.append(f"{table}.name")
+        if not all(map(_is_found_by_name, getattr(keys, "metrics", ()))):
+            found.append(f"{table}.metrics")
         try:
             json.dumps(keys.options)
         except TypeError:

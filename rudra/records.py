@@ -17,7 +17,7 @@ GRADIENT = np.dtype(
         ("staleness", "<i8"),  # server's timestamp on arrival - timestamp
         ("scale", "<f8"),  # weight inside the average, before division by the number of gradients
         ("loss", "<f8"),  # mean over the samples
-        ("errors", "<i4"),  # samples whose most probable class is wrong
+        ("errors", "<f4"),  # samples, each by the share of it that is wrong; NaN where the task knows no error
         ("pad", "<i4"),
     ]
 )
@@ -35,7 +35,7 @@ class Gradient(Struct, frozen=True, gc=False):
     staleness: int
     scale: float
     loss: float
-    errors: int
+    errors: float
     pad: int = 0
 
 
@@ -61,7 +61,7 @@ MINIBATCH = np.dtype(
         ("step", "<i8"),
         ("timestamp", "<i8"),
         ("loss", "<f8"),  # mean over the samples
-        ("errors", "<i4"),  # samples whose most probable class is wrong
+        ("errors", "<f4"),  # samples, each by the share of it that is wrong; NaN where the task knows no error
         ("pad", "<i4"),
         ("time_s", "<f8"),  # when the gradient was ready
         ("compute_s", "<f8"),  # until then
@@ -83,15 +83,27 @@ EPOCH = np.dtype(
         ("learning_rate", "<f8"),  # of the epoch's last update
         ("train_loss", "<f8"),  # mean over the samples of the gradients applied in this epoch
         ("train_error", "<f8"),
-        ("test_loss", "<f8"),  # NaN where not evaluated, as the two below
+        ("test_loss", "<f8"),  # NaN where not evaluated, as the three below
         ("test_error", "<f8"),
-        ("test_error_top5", "<f8"),  # NaN where there are five classes or fewer
+        ("validation_loss", "<f8"),  # NaN without a validation split, too
+        ("validation_error", "<f8"),
         ("evaluation_began_s", "<f8"),
         ("evaluation_s", "<f8"),  # how long the test took, off the training path
         ("weights_sha256", "S64"),  # of the weights at the epoch's end; empty where the statistics server was behind
     ]
 )
-"""One epoch; errors are fractions in 0…1."""
+"""One epoch; errors are fractions in 0…1, and NaN where the task knows none."""
+
+METRIC = np.dtype(
+    [
+        ("epoch", "<i4"),
+        ("pad", "<i4"),
+        ("split", "S16"),  # test, validation
+        ("name", "S64"),
+        ("value", "<f8"),  # mean over the samples
+    ]
+)
+"""What a test of the weights measured beside loss and error."""
 
 ROLE = np.dtype(
     [
@@ -138,7 +150,7 @@ TOTALS = np.dtype(
 
 EVENT = np.dtype(
     [
-        ("kind", "S16"),  # checkpoint, restart, lost, dropped, straggler
+        ("kind", "S16"),  # checkpoint, restart, lost, dropped, straggler, target
         ("role", "<i4"),  # row of /roles; -1: none
         ("pad", "<i4"),
         ("timestamp", "<i8"),  # of the weights at that moment

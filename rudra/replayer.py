@@ -43,7 +43,13 @@ from topologies.plan import LEARNER, TREE_SERVER
 CHANGEABLE = ("data.path", "training.warm_start")
 """Keys of the job that say where something is: all that a replay may change."""
 
-INDIFFERENT = ("training.evaluate", "training.evaluation_batch_size")
+INDIFFERENT = (
+    "training.evaluate",
+    "training.evaluation_batch_size",
+    "task.metrics",
+    "training.target",
+    "training.stop_at_target",
+)
 """Keys of the `DECISIVE` tables that do not decide what the weights become."""
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")

@@ -1,6 +1,6 @@
 """Result files: one HDF5 file for each run, readable while it is written.
 
-Layout, format version 4 (all numbers little-endian, all strings of fixed length, UTF-8):
+Layout, format version 5 (all numbers little-endian, all strings of fixed length, UTF-8):
 
 ==================  ===================  ===================================================================
 object              rows                 content
@@ -13,6 +13,7 @@ root attributes     -                    `format_version` and what is fixed when
 /updates            updates              `rudra.records.UPDATE`
 /minibatches        mini-batches         `rudra.records.MINIBATCH`; none if the job says so
 /epochs             finished epochs      `rudra.records.EPOCH`
+/metrics            measured in tests    `rudra.records.METRIC`: what a task knows beside loss and error
 /events             events               `rudra.records.EVENT`: checkpoints, restarts, lost ranks, …
 /roles              roles                `rudra.records.ROLE`: kind, rank, parent, node and group of each, by id
 /learners           λ, none until the    `rudra.records.LEARNER`
@@ -49,7 +50,7 @@ from numpy.typing import NDArray
 from rudra import roster, sound
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
-from rudra.records import EVENT
+from rudra.records import EVENT, METRIC
 from rudra.summary import summarise
 from rudra.writer import (
     DATASETS,
@@ -165,6 +166,11 @@ class Results:
         return self._rows("epochs")
 
     @property
+    def metrics(self) -> Rows:
+        """`records.METRIC`, by epoch."""
+        return self._rows("metrics")
+
+    @property
     def events(self) -> Rows:
         """`records.EVENT`, as they were reported."""
         return self._rows("events")
@@ -240,13 +246,15 @@ class Results:
         with self._reading():
             return {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout}
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, target: str | None = None) -> dict[str, Any]:
         """The run in numbers that fit into JSON; None stands for what is not known (yet).
+
+        `time_to_target_s` and `target_epoch` say when `target`, by default the job's, was reached (see `rudra.target`).
 
         `mean_staleness`, `max_staleness` and `staleness_histogram` (counts for σ = 0, 1, …) are over the gradients
         applied; `test_error` has one entry for each epoch, `final_test_error` is the last one that was tested.
         """
-        return summarise(self)
+        return summarise(self, target)
 
     def applied_samples(self) -> int:
         """Samples trained on so far, as if all updates had as many as the last: cheap enough to be asked often."""
@@ -300,7 +308,8 @@ class Results:
 
 def _filled(rows: Rows) -> NDArray[np.bool_]:
     """Which rows have a content."""
-    filled: NDArray[np.bool_] = rows["kind"] != b"" if rows.dtype == EVENT else rows["samples"] > 0
+    told = {EVENT: "kind", METRIC: "name"}.get(rows.dtype)
+    filled: NDArray[np.bool_] = rows["samples"] > 0 if told is None else rows[told] != b""
     return filled
 
 

@@ -19,7 +19,7 @@ from rudra.records import EVENT, LEARNER
 from rudra.results import Results, open_results
 from rudra.writer import Kind, Rows
 
-DECISIVE = ("model", "data", "training", "optimizer", "protocol", "topology", "cluster")
+DECISIVE = ("model", "data", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 
 CHANGEABLE = ("data.path", "training.warm_start", "training.evaluate", "training.evaluation_batch_size")
@@ -221,6 +221,10 @@ def carried(results: Results, position: Position) -> Carried:
         for piece in results.pieces(table):
             yield piece[piece["timestamp"] <= position.timestamp]
 
+    def metrics() -> Iterator[Rows]:
+        for piece in results.pieces("metrics"):
+            yield piece[piece["epoch"] <= position.epoch]
+
     def events() -> Iterator[Rows]:
         yield from upto("events")
         state = results.state
@@ -235,6 +239,7 @@ def carried(results: Results, position: Position) -> Carried:
         "updates": upto("updates"),
         "minibatches": minibatches(),
         "epochs": upto("epochs"),
+        "metrics": metrics(),
         "events": events(),
     }
     return Carried(rows, {name: results.attributes[name] for name in KEPT}, learners)

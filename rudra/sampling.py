@@ -3,6 +3,8 @@
 Only raw generator output is used: NumPy guarantees those streams across its versions, and nothing above them.
 """
 
+import random
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +29,15 @@ def mix(*values: int) -> int:
         key = (key ^ key >> 27) * 0x94D049BB133111EB & _MASK
         key ^= key >> 31
     return key >> 1
+
+
+def seed_all(key: int) -> None:
+    """Seeds the generators from which the user's own code commonly draws: Python's, NumPy's and torch's."""
+    import torch
+
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)
 
 
 class Sampler:

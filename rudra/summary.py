@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.target import Target, Watch
+
 if TYPE_CHECKING:
     from rudra.results import Results
 
 _TIMES = ("compute_s", "push_s", "wait_s", "pull_s")
 
 
-def summarise(results: "Results") -> dict[str, Any]:
+def summarise(results: "Results", target: str | None = None) -> dict[str, Any]:
     """See `Results.summary`."""
     attributes, job, state = results.attributes, results.job, results.state
     updates, gradients, epochs, totals = results.updates, results.gradients, results.epochs, results.totals
@@ -23,6 +25,8 @@ def summarise(results: "Results") -> dict[str, Any]:
     staleness = gradients["staleness"]
     test_error = _numbers(epochs, "test_error")
     tested = [error for error in test_error if error is not None]
+    metrics = _metrics(results.metrics, epochs["epoch"])
+    target = target or job.get("training", {}).get("target")
     return {
         "name": attributes.get("name"),
         "driver": attributes.get("driver"),
@@ -44,8 +48,12 @@ def summarise(results: "Results") -> dict[str, Any]:
         "samples_per_s": samples / time_s if time_s > 0 else None,
         "test_error": test_error,
         "final_test_error": tested[-1] if tested else None,
-        "test_error_top5": _numbers(epochs, "test_error_top5"),
         "test_loss": _numbers(epochs, "test_loss"),
+        "validation_error": _numbers(epochs, "validation_error"),
+        "validation_loss": _numbers(epochs, "validation_loss"),
+        "metrics": metrics,
+        "target": target,
+        **_time_to_target(target, epochs, metrics),
         "train_error": _numbers(epochs, "train_error"),
         "train_loss": _numbers(epochs, "train_loss"),
         "epoch_end_s": _numbers(epochs, "time_s"),
@@ -73,8 +81,34 @@ def protocol_label(summary: dict[str, Any]) -> str:
 
 def _numbers(rows: NDArray[np.void], name: str) -> list[float | None]:
     """A column for JSON, which knows no NaN; errors and losses of the test count only where it was made."""
-    valid = rows["evaluated"] != 0 if name.startswith("test_") else np.ones(len(rows), bool)
+    valid = rows["evaluated"] != 0 if name.startswith(("test_", "validation_")) else np.ones(len(rows), bool)
     return [float(x) if ok and math.isfinite(x) else None for x, ok in zip(rows[name], valid, strict=True)]
+
+
+def _metrics(rows: NDArray[np.void], epochs: NDArray[np.int32]) -> dict[str, dict[str, list[float | None]]]:
+    """Split -> metric -> its value in each epoch."""
+    found: dict[str, dict[str, list[float | None]]] = {}
+    places = {int(epoch): place for place, epoch in enumerate(epochs)}
+    for epoch, _, split, name, value in rows.tolist():
+        series = found.setdefault(split.decode(), {}).setdefault(name.decode(), [None] * len(epochs))
+        if epoch in places and math.isfinite(value):
+            series[places[epoch]] = value
+    return found
+
+
+def _time_to_target(
+    target: str | None, epochs: NDArray[np.void], metrics: dict[str, dict[str, list[float | None]]]
+) -> dict[str, Any]:
+    """When the target was reached, if it was: seconds of training, and the epoch."""
+    if target is not None:
+        watch = Watch(Target.parse(target))
+        split = watch.target.split
+        columns = {name: _numbers(epochs, f"{split}_{name}") for name in ("loss", "error")}
+        columns |= metrics.get(split, {})
+        for place, epoch in enumerate(epochs):
+            if watch.reached(watch.target.of({name: column[place] for name, column in columns.items()})):
+                return {"time_to_target_s": float(epoch["time_s"]), "target_epoch": int(epoch["epoch"])}
+    return {"time_to_target_s": None, "target_epoch": None}
 
 
 def _overlap(learners: NDArray[np.void]) -> float | None:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from rudra.checkpoint import sync_directory
 from rudra.errors import ResultsError
 from rudra.files import check_output
-from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
+from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 Rows = NDArray[np.void]
-Kind = Literal["gradients", "updates", "minibatches", "epochs", "events"]
+Kind = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
 Status = Literal["finished", "failed", "interrupted"]
 
 GROWING: dict[Kind, np.dtype[np.void]] = {
@@ -31,6 +31,7 @@ GROWING: dict[Kind, np.dtype[np.void]] = {
     "updates": UPDATE,
     "minibatches": MINIBATCH,
     "epochs": EPOCH,
+    "metrics": METRIC,
     "events": EVENT,
 }
 STATE = np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")])

@@ -208,8 +208,8 @@ class GroupLearner(Learner):
         return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
 
 
-_LAST = -2
-"""In place of a gradient's update, which is not known yet: training stops after it."""
+_LAST, _ENOUGH = -2, -3
+"""In place of a gradient's update, which is not known yet: training stops after it, or with its epoch."""
 
 
 class Replicas(States):
@@ -238,7 +238,7 @@ class Replica(Minibatches, Owner):
     take over what the first learner holds, by way of a checkpoint.
 
     If somebody asks the run to stop, the first learner says so in the record of its next gradient, and all stop after
-    the update by that.
+    the update by that; or with the epoch, if its target is reached.
 
     A gradient carries a digest of the weights that it was computed from: should replicas differ, the run ends.
 
@@ -258,6 +258,7 @@ class Replica(Minibatches, Owner):
         (Replicas.COMPUTING, Computed): "_reduce",
         (Replicas.REDUCING, Reduced): "_reduced",
         (Replicas.UPDATING, Updated): "_updated",
+        **{(state, Kind.ENOUGH): "_enough" for state in Replicas if state is not Replicas.DONE},
         **{(state, Kind.CREDIT): "_credit" for state in Replicas if state is not Replicas.DONE},
         **{(state, Sent): "_returned" for state in Replicas if state is not Replicas.DONE},
         **{(state, Saved): "_saved" for state in Replicas if state is not Replicas.DONE},
@@ -274,7 +275,7 @@ class Replica(Minibatches, Owner):
         self._leads = plan.server == role
         Owner.__init__(self, role, plan, job, training_samples, position, reports=self._leads)
         self._open_books(job.faults, job.results, position)
-        self._ended_training = False
+        self._ended_training = self._told_enough = False
         self._ready_at = self._reduced_at = 0.0
 
     def _follow(self, plan: Plan, position: Position) -> None:
@@ -340,17 +341,23 @@ class Replica(Minibatches, Owner):
         if fails:
             return actions
         gradient = self._describe(event, self._digest)
-        if self._stopped:
-            gradient = replace(gradient, update=_LAST)
+        if self._stopped or self._told_enough:
+            gradient = replace(gradient, update=_LAST if self._stopped else _ENOUGH)
         return [Reduce(GRADIENT, 0, event.step, gradient, to_all=True), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self._stopped = self._leads
         return []
 
+    def _enough(self, event: Received, now: float) -> list[Action]:
+        self._told_enough = True
+        return []
+
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self.state = Replicas.UPDATING
         self._reduced_at = now
+        if any(gradient.update == _ENOUGH for gradient in event.gradients):
+            self.epochs = min(self.epochs, self.epoch + 1)
         for gradient in event.gradients:
             if gradient.pad != self._digest:
                 other = f"those of learner {gradient.learner}"

@@ -122,7 +122,7 @@ class Owner(Machine):
         self._steps = [position.step(i) for i in range(plan.numbers)]
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
         self._pending_samples = self._pending_staleness = 0
-        self._pending_loss, self._pending_errors = 0.0, 0
+        self._pending_loss = self._pending_errors = 0.0
 
     def validate(self) -> None:
         assert 0 <= self._credits <= CREDITS
@@ -172,7 +172,7 @@ class Owner(Machine):
         self._ended = now
         self._update_rows.append((self.timestamp, self.epoch, count, samples, rate, mean_staleness, now - self._began))
         self._pending, self._pending_samples, self._pending_staleness = [], 0, 0
-        self._pending_loss, self._pending_errors = 0.0, 0
+        self._pending_loss = self._pending_errors = 0.0
         while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self.training_samples:
             actions += self._end_epoch(now, rate)
         if self._every is not None and self._saving is None and self._checkpoint_due(now):
@@ -188,12 +188,12 @@ class Owner(Machine):
         self.epoch += 1
         gradients, samples = max(1, self._epoch_gradients), max(1, self._epoch_samples)
         means = (self._epoch_staleness / gradients, rate, self._epoch_loss / samples, self._epoch_errors / samples)
-        self._epoch_loss = 0.0
-        self._epoch_staleness = self._epoch_errors = self._epoch_gradients = self._epoch_samples = 0
+        self._epoch_loss = self._epoch_errors = 0.0
+        self._epoch_staleness = self._epoch_gradients = self._epoch_samples = 0
         if not self._reports:
             return []
         measured = (now - self._began, *means)
-        untested = (*(math.nan,) * 5, b"")
+        untested = (*(math.nan,) * 6, b"")
         row = np.array([(self.epoch, 0, self.timestamp, self.samples, *measured, *untested)], records.EPOCH)
         actions = self._outbox.flush(now)
         if self.epoch == self.epochs:
@@ -203,7 +203,7 @@ class Owner(Machine):
             return [*actions, Send(self.plan.statistics, Message(Kind.EPOCHS, self.id, self.timestamp, rows=row))]
         self._credits -= 1
         self._snapshot_lent = True
-        message = Message(Kind.SNAPSHOT, self.id, self.timestamp, rows=row)
+        message = Message(Kind.SNAPSHOT, self.id, self.timestamp, self.epochs, row)
         return [*actions, Copy(WEIGHTS, SNAPSHOT), Send(self.plan.statistics, message, SNAPSHOT)]
 
     def _send_final(self) -> list[Action]:
@@ -211,7 +211,7 @@ class Owner(Machine):
         if self._final is None or not self._credits:
             return []
         self._credits -= 1
-        message = Message(Kind.SNAPSHOT, self.id, self.timestamp, rows=self._final)
+        message = Message(Kind.SNAPSHOT, self.id, self.timestamp, self.epochs, self._final)
         self._final = None
         return [Send(self.plan.statistics, message, WEIGHTS)]
 
@@ -225,6 +225,11 @@ class Owner(Machine):
     def _credit(self, event: Received, now: float) -> list[Action]:
         self._credits += 1
         return self._send_final()
+
+    def _enough(self, event: Received, now: float) -> list[Action]:
+        """The target is reached: the epoch under way is the last one."""
+        self.epochs = min(self.epochs, self.epoch + 1)
+        return []
 
     # Roles that die.
 

@@ -39,6 +39,7 @@ from rudra.messages import Kind, Message, Rows
 from rudra.position import BEGINNING, Position
 from rudra.roles.machine import Machine, States
 from rudra.roles.owner import CREDITS
+from rudra.target import Target, Watch
 from topologies import Plan
 
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))
@@ -86,6 +87,10 @@ class StatisticsServer(Machine):
         self._accounts: set[int] = set()  # learners whose row is there, or who are no more
         self._totals: Rows | None = None
         self._rows: dict[int, Rows] = {}  # epoch -> its row, until those before it are recorded
+        target = job.training.target
+        self._watch = None if target is None else Watch(Target.parse(target))
+        self._target, self._stops_at_target = target, job.training.stop_at_target
+        self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
         self._working: tuple[str, int] | None = None
         self._recorded = position.epoch
@@ -136,6 +141,7 @@ class StatisticsServer(Machine):
         epoch = int(rows[0]["epoch"])
         self._rows[epoch] = rows
         assert event.buffer is not None
+        self.epochs = self._last_epoch = event.message.value
         if epoch == self.epochs:
             self._final_weights = event.buffer
         self._waiting.append((event.buffer, epoch))
@@ -159,10 +165,14 @@ class StatisticsServer(Machine):
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
         assert self._working is not None
-        rows = self._rows[self._working[1]]
-        rows["evaluated"] = 1
-        rows["test_loss"], rows["test_error"], rows["test_error_top5"] = event.loss, event.error, event.error_top5
-        rows["evaluation_s"] = event.seconds
+        epoch = self._working[1]
+        rows = self._rows[epoch]
+        rows["evaluated"], rows["evaluation_s"] = 1, event.seconds
+        for score in event.scores:
+            rows[f"{score.split}_loss"], rows[f"{score.split}_error"] = score.loss, score.error
+        self._metrics[epoch] = [
+            (epoch, 0, score.split, name, value) for score in event.scores for name, value in score.metrics
+        ]
         return self._done(now)
 
     def _done(self, now: float) -> list[Action]:
@@ -179,9 +189,27 @@ class StatisticsServer(Machine):
         actions: list[Action] = []
         later = {epoch for _, epoch in (*self._waiting, self._working or ("", 0))}
         while (following := self._recorded + 1) in self._rows and following not in later:
-            actions.append(Record("epochs", self._rows.pop(following)))
+            rows, metrics = self._rows.pop(following), self._metrics.pop(following, [])
+            if metrics:
+                actions.append(Record("metrics", np.array(metrics, records.METRIC)))
+            actions += [Record("epochs", rows), *self._look_at(rows[0], metrics)]
             self._recorded = following
         return actions + self._secure() + self._finish()
+
+    def _look_at(self, row: np.void, metrics: list[tuple[Any, ...]]) -> list[Action]:
+        """Whether an epoch reaches the target."""
+        if self._watch is None or not row["evaluated"]:
+            return []
+        target = self._watch.target
+        scores = {name: float(row[f"{target.split}_{name}"]) for name in ("loss", "error")}
+        scores |= {name: value for _, _, split, name, value in metrics if split == target.split}
+        if not self._watch.reached(target.of(scores)):
+            return []
+        self._watch = None
+        text = f"{self._target}: reached with epoch {row['epoch']}"
+        about = (b"target", -1, 0, row["timestamp"], 0, row["time_s"], 0.0, text.encode()[:512])
+        event = Record("events", np.array([about], records.EVENT))
+        return [event, self._to_server(Kind.ENOUGH)] if self._stops_at_target else [event]
 
     def _events(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)

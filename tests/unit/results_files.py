@@ -36,9 +36,10 @@ def new_writer(path: Path, *, flush_s: float = 0.0, **extra: Any) -> ResultsWrit
 
 
 def rows(dtype: np.dtype[np.void], count: int = 1, **columns: Any) -> NDArray[np.void]:
-    """Rows of a record type: the given columns, 16 samples, and zeros."""
+    """Rows of a record type: the given columns, 16 samples, no validation split, and zeros."""
     made = np.zeros(count, dtype)
-    values: Mapping[str, Any] = {"samples": 16, **columns}
+    usual = {"samples": 16, "validation_loss": np.nan, "validation_error": np.nan}
+    values: Mapping[str, Any] = {name: usual[name] for name in usual if name in (dtype.names or ())} | columns
     for name, value in values.items():
         made[name] = value
     return made

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rudra import costs, models, sweep
+from rudra import costs, models, sweep, tasks
 from rudra.config import Job
 from rudra.data import DataInfo
 from rudra.jobfiles import shipped_jobs
@@ -37,7 +37,8 @@ def test_a_shipped_job_can_be_run(file: Path) -> None:
     job = costs.load(job.resolved())
     check(job)
     module = models.build(job.model, DATA[job.data.name], job.training.seed)
-    models.check_output(module, DATA[job.data.name])
+    task = tasks.make(job.task, DATA[job.data.name].classes)
+    models.check_output(module, task, DATA[job.data.name])
     UpdateRule(job.optimizer, torch.zeros(100))
 
 

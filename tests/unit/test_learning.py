@@ -11,6 +11,7 @@ from rudra.data import Split, load
 from rudra.flat import FlatModel
 from rudra.learning import GradientSource, Outcome, evaluate
 from rudra.models import build, check_output
+from rudra.tasks import Classification
 
 JOB = Job(training={"minibatch_size": 4, "seed": 5})
 
@@ -92,7 +93,7 @@ def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> N
     _, test, info = load(DataTable(name="digits"), train=False)
     assert test is not None
     module = build(ModelTable(name="mlp"), info, 3)
-    check_output(module, info)
+    check_output(module, Classification(info.classes), info)
     model = FlatModel(module)
     weights = torch.empty(model.size)
     model.read_into(weights)
@@ -102,11 +103,10 @@ def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> N
     x, y = test.batch(np.arange(355))
     with torch.no_grad():
         output = module(x)
-    assert result.samples == 355
     assert result.loss == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
     assert result.error == pytest.approx(float((output.argmax(1) != y).float().mean()), abs=1e-6)
     hits = (output.topk(5).indices == y[:, None]).any(1)
-    assert result.error_top5 == pytest.approx(1 - float(hits.float().mean()), abs=1e-6)
+    assert dict(result.metrics)["top5_error"] == pytest.approx(1 - float(hits.float().mean()), abs=1e-6)
 
 
 def test_training_between_two_batches_of_a_test_does_not_disturb_it() -> None:
@@ -118,5 +118,5 @@ def test_training_between_two_batches_of_a_test_does_not_disturb_it() -> None:
         turns.append(turn)
         model.bind(other)
         model.gradient(*split.batch(np.arange(4)), torch.empty(model.size), 0)
-    assert np.isnan(alone.error_top5)  # three classes
+    assert not alone.metrics, "three classes have no five most probable"
     assert [turn and (turn.loss, turn.error) for turn in turns] == [None] * 3 + [(alone.loss, alone.error)]

@@ -13,7 +13,8 @@ from rudra.records import Gradient
 INT32 = st.integers(0, 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT = st.floats(allow_nan=False)
-GRADIENTS = st.builds(Gradient, INT64, INT32, INT32, INT64, INT64, INT64, FLOAT, FLOAT, INT32, st.just(0))
+COUNT = st.floats(0, 2**20, width=32)
+GRADIENTS = st.builds(Gradient, INT64, INT32, INT32, INT64, INT64, INT64, FLOAT, FLOAT, COUNT, st.just(0))
 
 
 def rows(kind: Kind, count: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from rudra.config import ModelTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
 from rudra.models import _LocalNorm, build, check_output
+from rudra.tasks import Classification
 
 
 def info(*input_shape: int, classes: int = 10) -> DataInfo:
@@ -39,7 +40,7 @@ def parameters(model: nn.Module) -> int:
 )
 def test_sizes_and_fit(table: dict[str, Any], data: DataInfo, count: int) -> None:
     model = build(ModelTable(**table), data, 0)
-    check_output(model, data)
+    check_output(model, Classification(data.classes), data)
     assert parameters(model) == count
     assert model.training
 
@@ -145,12 +146,12 @@ def test_mistakes_in_the_model_table(table: dict[str, Any], message: str) -> Non
 )
 def test_outputs_that_do_not_fit(model: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        check_output(model(), info(4))
+        check_output(model(), Classification(10), info(4))
     assert "\n" not in str(raised.value)
 
 
 def test_check_output_leaves_the_mode_and_the_statistics_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 10), nn.BatchNorm1d(10))
-    check_output(model, info(4))
+    check_output(model, Classification(10), info(4))
     assert model.training
     assert int(model[1].num_batches_tracked) == 0  # type: ignore[arg-type]

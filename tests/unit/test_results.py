@@ -17,8 +17,8 @@ from rudra import roster
 from rudra.config import Job
 from rudra.errors import ResultsError
 from rudra.files import check_output, file_system
-from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, MINIBATCH, ROLE, TOTALS, UPDATE
-from rudra.results import default_output, open_results
+from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
+from rudra.results import FORMAT_VERSION, default_output, open_results
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 
 CHILD = """
@@ -76,7 +76,7 @@ def test_what_is_written_is_read(tmp_path):
     with open_results(path) as results:
         assert not results.live
         assert results.status == "finished"
-        assert (results.attributes["format_version"], results.attributes["seed"]) == (4, 7)
+        assert (results.attributes["format_version"], results.attributes["seed"]) == (FORMAT_VERSION, 7)
         assert results.attributes["hosts"] == ["köln", "b"]
         assert "missing" not in results.attributes
         assert results.job["protocol"]["n"] == 2
@@ -107,6 +107,7 @@ def test_layout_of_the_file_is_the_documented_one(tmp_path):
         "updates": UPDATE,
         "minibatches": MINIBATCH,
         "epochs": EPOCH,
+        "metrics": METRIC,
         "events": EVENT,
         "roles": ROLE,
         "learners": LEARNER,
@@ -433,7 +434,7 @@ def _newer(path):
 
 def _incomplete(path):
     with h5py.File(path, "w") as file:
-        file.attrs["format_version"] = 4
+        file.attrs["format_version"] = FORMAT_VERSION
 
 
 def _cut(path, keep=2):
@@ -456,7 +457,7 @@ def _altered(path):
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
-        (_newer, "has format version 99; this Rudra reads 4"),
+        (_newer, "has format version 99; this Rudra reads 5"),
         (_incomplete, "damaged: gradients, .* missing"),
         (_cut, "truncated"),
         (lambda path: _cut(path, keep=10_000), "truncated|not a result file"),
@@ -495,7 +496,9 @@ def test_summary_of_a_run(tmp_path):
         writer.append("updates", rows(UPDATE, 3, timestamp=stamps, samples=32, time_s=[0.5, 1, 1.5]))
         writer.append("gradients", rows(GRADIENT, 6, staleness=[0, 0, 1, 3, 1, 1]))
         described = {"epoch": [1, 2, 3], "evaluated": [1, 0, 1], "test_error": [0.5, np.nan, 0.25]}
-        writer.append("epochs", rows(EPOCH, 3, test_error_top5=np.nan, **described))
+        writer.append("epochs", rows(EPOCH, 3, **described))
+        told = {"epoch": [1, 3, 3], "split": [b"test", b"test", b"validation"], "name": b"top5_error"}
+        writer.append("metrics", rows(METRIC, 3, value=[0.2, np.nan, 0.1], **told))
         totals = rows(TOTALS, timestamp=3, samples=96, pushed=10, applied=6, pending=2, discarded=1, lost=1, time_s=2.0)
         learners = rows(LEARNER, 4, learner=range(4), compute_s=1.0, wait_s=0.5)
         writer.finish(totals, learners, WEIGHTS, sha256(WEIGHTS))
@@ -516,7 +519,7 @@ def test_summary_of_a_run(tmp_path):
         "wall_time_s": 2.0,
         "samples_per_s": 48.0,
         "test_error": [0.5, None, 0.25],
-        "test_error_top5": [None, None, None],
+        "metrics": {"test": {"top5_error": [0.2, None, None]}, "validation": {"top5_error": [None, None, 0.1]}},
         "final_test_error": 0.25,
         "mean_staleness": 1.0,
         "max_staleness": 3,

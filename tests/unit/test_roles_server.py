@@ -276,7 +276,7 @@ def test_rows_say_what_went_into_the_updates() -> None:
     ]
     (epoch,) = (a.message.rows[0] for a in actions if getattr(a, "buffer", None) == "snapshot")  # type: ignore[union-attr]
     assert epoch.item()[:9] == (1, 0, 2, 16, 4.0, 0.25, 1.0, 0.5, 0.25)
-    unknown = ("test_loss", "test_error", "test_error_top5", "evaluation_began_s", "evaluation_s")
+    unknown = ("test_loss", "test_error", "validation_loss", "validation_error", "evaluation_began_s", "evaluation_s")
     assert all(math.isnan(epoch[name]) for name in unknown)
     assert epoch["weights_sha256"] == b""
 

@@ -5,7 +5,7 @@ import pytest
 from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, machine
 
 from rudra import records
-from rudra.events import Evaluated, Event, Hashed, Received, Record, Started
+from rudra.events import Evaluated, Event, Hashed, Received, Record, Score, Started
 from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
 
@@ -19,16 +19,16 @@ def started(epochs: int = 3, evaluate: bool = True) -> Machine:
     return role
 
 
-def epoch(number: int, buffer: str | None = None) -> Received:
-    """An epoch's row, with the weights if a buffer holds them."""
+def epoch(number: int, buffer: str | None = None, of: int = 3) -> Received:
+    """An epoch's row, one of so many, with the weights if a buffer holds them."""
     rows = np.zeros(1, records.EPOCH)
     rows["epoch"] = number
     kind = Kind.EPOCHS if buffer is None else Kind.SNAPSHOT
-    return Received(Message(kind, SERVER, rows=rows), buffer)
+    return Received(Message(kind, SERVER, 0, of, rows), buffer)
 
 
 def evaluated(buffer: str, error: float = 0.5) -> Evaluated:
-    return Evaluated(buffer, 1.5, error, 0.1, 2.0)
+    return Evaluated(buffer, (Score("test", 1.5, error, (("top5_error", 0.1),)),), 2.0)
 
 
 def accounts() -> list[Received]:
@@ -54,7 +54,7 @@ def test_one_snapshot_is_worked_on_while_another_waits() -> None:
     assert feed(role, epoch(1, "snapshot 0")) == ["hash snapshot 0"]
     assert feed(role, epoch(2, "snapshot 1")) == []
     assert feed(role, HASHED) == ["evaluate snapshot 0"]
-    again = ["receive snapshot 0 from S", CREDIT, "hash snapshot 1", RECORD]
+    again = ["receive snapshot 0 from S", CREDIT, "hash snapshot 1", "record metrics", RECORD]
     assert feed(role, evaluated("snapshot 0")) == again
 
 
@@ -67,12 +67,12 @@ def test_without_tests_snapshots_are_hashed_all_the_same() -> None:
 
 def test_epochs_are_recorded_in_order_though_the_skipped_are_known_first() -> None:
     role = started(4)
-    assert feed(role, epoch(1, "snapshot 0"), epoch(2)) == ["hash snapshot 0"]
+    assert feed(role, epoch(1, "snapshot 0", 4), epoch(2)) == ["hash snapshot 0"]
     feed(role, HASHED)
     rows = recorded(role, evaluated("snapshot 0", 0.25))
     assert [int(r["epoch"]) for r in rows] == [1, 2]
     assert [int(r["evaluated"]) for r in rows] == [1, 0]
-    assert rows[0][["test_loss", "test_error", "test_error_top5", "evaluation_s"]].item() == (1.5, 0.25, 0.1, 2.0)
+    assert rows[0][["test_loss", "test_error", "evaluation_s"]].item() == (1.5, 0.25, 2.0)
     assert [r["weights_sha256"].decode() for r in rows] == [HASHED.digest, ""], "none where none was looked at"
 
 
@@ -100,10 +100,10 @@ def test_the_end_waits_for_the_last_test_and_for_every_account() -> None:
     for late in range(4):
         role = started(1)
         events = [*accounts(), evaluated("snapshot 1")]
-        assert feed(role, epoch(1, "snapshot 1"), HASHED) == ["hash snapshot 1", "evaluate snapshot 1"]
+        assert feed(role, epoch(1, "snapshot 1", 1), HASHED) == ["hash snapshot 1", "evaluate snapshot 1"]
         last = events.pop(late)
         assert not set(feed(role, *events)) & set(END)
-        recorded = [RECORD] if isinstance(last, Evaluated) else []
+        recorded = ["record metrics", RECORD] if isinstance(last, Evaluated) else []
         assert feed(role, last) == [*recorded, "finish snapshot 1", *END], (
             "the last snapshot is kept: it holds the final weights"
         )
@@ -113,7 +113,7 @@ def test_without_tests_the_final_weights_still_come() -> None:
     role = started(2, evaluate=False)
     assert feed(role, epoch(1), *accounts()) == [RECORD]
     assert role.waiting_for == "the weights of epoch 2"
-    assert feed(role, epoch(2, "snapshot 0")) == ["hash snapshot 0"]
+    assert feed(role, epoch(2, "snapshot 0", 2)) == ["hash snapshot 0"]
     assert feed(role, HASHED) == [RECORD, "finish snapshot 0", *END]
 
 

@@ -1,0 +1,273 @@
+"""What a model is trained for: its loss, what counts as an error, and what else a test measures.
+
+Samples and outputs may be tensors, or tuples, lists and dictionaries of them; their first dimension is the sample's.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from rudra.config import TaskTable
+from rudra.errors import ConfigError, DataError
+from rudra.plugins import call, resolve
+
+Reduction = Literal["mean", "none"]
+
+
+class Task:
+    """A loss, and what else is measured; a class of your own overrides what differs.
+
+    Args:
+        classes: of the data; what the number means is the task's.
+
+    Attributes:
+        name: for people.
+        wants: what targets must be, for people.
+        own: the user's metrics, by name: (output, target) -> a mean over the samples.
+    """
+
+    name = "task"
+    wants = "tensors"
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.own: dict[str, Callable[[Any, Any], Any]] = {}
+
+    def measure(self, output: Any, target: Any) -> dict[str, float]:
+        """All metrics of one batch."""
+        own = {name: metric(output, target) for name, metric in self.own.items()}
+        return {name: float(value) for name, value in {**self.metrics(output, target), **own}.items()}
+
+    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+        """Mean over the samples, a scalar; with "none" the loss of each sample, (samples,)."""
+        raise NotImplementedError
+
+    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | None:
+        """The share of each sample that is wrong, (samples,); None where the task knows no error."""
+        return None
+
+    def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
+        """What else a test measures on a batch: means over its samples."""
+        return {}
+
+    def derived(self, loss: float) -> Mapping[str, float]:
+        """Metrics that follow from the mean loss of a whole test."""
+        return {}
+
+    def fits(self, target: Any) -> bool:
+        """Whether targets are of the kind that the task works with."""
+        return True
+
+    def output_shape(self, target: torch.Tensor) -> tuple[int, ...] | None:
+        """What the output for these targets must look like; None where anything may do."""
+        return None
+
+
+class Classification(Task):
+    """Cross-entropy; the most probable class is right or wrong."""
+
+    name = "classification"
+    wants = "one whole number for each sample"
+
+    def __init__(self, classes: int, label_smoothing: float = 0.0) -> None:
+        super().__init__(classes)
+        self._smoothing = label_smoothing
+
+    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+        try:
+            return functional.cross_entropy(output, target, reduction=reduction, label_smoothing=self._smoothing)
+        except IndexError:
+            wrong = target[(target < 0) | (target >= output.shape[1])]
+            raise DataError(f"a sample has label {int(wrong[0])}; the model's are 0 to {output.shape[1] - 1}") from None
+
+    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any]:
+        differs: npt.NDArray[Any] = output.numpy(force=True).argmax(1) != target.numpy(force=True)
+        return differs
+
+    def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
+        if output.shape[1] <= 5:
+            return {}
+        return {"top5_error": 1 - (output.topk(5, dim=1).indices == target[:, None]).any(1).float().mean()}
+
+    def fits(self, target: Any) -> bool:
+        return isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.dim() == 1
+
+    def output_shape(self, target: torch.Tensor) -> tuple[int, ...]:
+        return (len(target), self.classes)
+
+
+class MultiLabel(Task):
+    """Binary cross-entropy, averaged over the labels; the most probable label is among those of the sample or not.
+
+    Args:
+        classes: labels.
+        k: of precision@k, the share of the k most probable labels that are right.
+    """
+
+    name = "multi-label"
+    wants = "0 or 1 for each label, as float32"
+
+    def __init__(self, classes: int, k: Sequence[int] = (1, 3, 5)) -> None:
+        super().__init__(classes)
+        if not k or min(k) < 1:
+            raise ConfigError(f"[task] options.k: {list(k)}; valid: one or more numbers, each 1 or more")
+        self._k = tuple(min(each, classes) for each in k)
+
+    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+        loss = functional.binary_cross_entropy_with_logits(output, target, reduction=reduction)
+        return loss if reduction == "mean" else loss.mean(1)
+
+    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any]:
+        best = output.detach().argmax(1, keepdim=True)
+        missed: npt.NDArray[Any] = (target.gather(1, best.to(target.device))[:, 0] == 0).numpy(force=True)
+        return missed
+
+    def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
+        hits = target.gather(1, output.topk(max(self._k), dim=1).indices)
+        return {f"precision@{k}": hits[:, :k].mean() for k in self._k}
+
+    def fits(self, target: Any) -> bool:
+        return isinstance(target, torch.Tensor) and target.dtype == torch.float32 and target.dim() == 2
+
+    def output_shape(self, target: torch.Tensor) -> tuple[int, ...]:
+        return tuple(target.shape)
+
+
+class Language(Task):
+    """Cross-entropy over the tokens of sequences: outputs (samples, T, classes), targets (samples, T).
+
+    Targets below 0 are not learned. Perplexity is e to the mean loss.
+    """
+
+    name = "language"
+    wants = "a sequence of whole numbers for each sample"
+
+    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+        tokens = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none", ignore_index=-100)
+        learned = target >= 0
+        each: torch.Tensor = (tokens.view(target.shape) * learned).sum(1) / learned.sum(1).clamp(min=1)
+        return each.mean() if reduction == "mean" else each
+
+    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any]:
+        learned = target >= 0
+        differs = (output.detach().argmax(2).to(target.device) != target) & learned
+        share: npt.NDArray[Any] = (differs.sum(1) / learned.sum(1).clamp(min=1)).numpy(force=True)
+        return share
+
+    def derived(self, loss: float) -> Mapping[str, float]:
+        return {"perplexity": math.exp(min(loss, 700.0))}
+
+    def fits(self, target: Any) -> bool:
+        return isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.dim() == 2
+
+    def output_shape(self, target: torch.Tensor) -> tuple[int, ...]:
+        return (*target.shape, self.classes)
+
+
+class Regression(Task):
+    """Squared error, or another one, over all numbers of a sample.
+
+    Args:
+        classes: numbers of one target.
+        loss: "mse", "l1" or "huber".
+    """
+
+    name = "regression"
+    wants = "numbers, as float32"
+    _LOSSES: ClassVar[dict[str, Callable[..., torch.Tensor]]] = {
+        "mse": functional.mse_loss,
+        "l1": functional.l1_loss,
+        "huber": functional.huber_loss,
+    }
+
+    def __init__(self, classes: int, loss: str = "mse") -> None:
+        super().__init__(classes)
+        if loss not in self._LOSSES:
+            raise ConfigError(f"[task] options.loss: unknown '{loss}'; valid: {', '.join(self._LOSSES)}")
+        self._loss = self._LOSSES[loss]
+
+    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+        loss = self._loss(output, target, reduction=reduction)
+        return loss if reduction == "mean" else loss.flatten(1).mean(1) if loss.dim() > 1 else loss
+
+    def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
+        return {"mean_absolute_error": (output - target).abs().mean()}
+
+    def fits(self, target: Any) -> bool:
+        return isinstance(target, torch.Tensor) and target.dtype == torch.float32
+
+    def output_shape(self, target: torch.Tensor) -> tuple[int, ...]:
+        return tuple(target.shape)
+
+
+class OwnLoss(Task):
+    """The user's own loss.
+
+    Args:
+        classes: of the data.
+        loss: (output, target) -> a scalar tensor, the mean over the samples.
+        name: of it, for people.
+    """
+
+    def __init__(self, classes: int, loss: Callable[[Any, Any], torch.Tensor], name: str) -> None:
+        super().__init__(classes)
+        self._loss, self.name = loss, name
+
+    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+        if reduction != "mean":
+            raise ConfigError(
+                f"[simulation] batching: the loss {self.name} says nothing of single samples; valid: none"
+            )
+        loss = self._loss(output, target)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise ConfigError(f"[task] {self.name} gave {what}; a loss is one number, a scalar tensor")
+        return loss
+
+
+TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (Classification, MultiLabel, Language, Regression)}
+
+
+def make(table: TaskTable, classes: int) -> Task:
+    """The job's task.
+
+    Args:
+        table: which one, or whose loss and metrics.
+        classes: of the data.
+
+    Raises:
+        ConfigError: no such task, or options that it does not take.
+    """
+    name, found = _found("name", table.name, TASKS)
+    if isinstance(found, type) and issubclass(found, Task):
+        task: Task = call(found, f"[task] {name}", table.options, {"classes": classes})
+    else:
+        try:
+            inspect.signature(found).bind(None, None, **table.options)
+        except TypeError as error:
+            raise ConfigError(f"[task] {name} is called as loss(output, target, **options): {error}") from None
+        task = OwnLoss(classes, functools.partial(found, **table.options), name)
+    for metric in table.metrics:
+        name, function = _found("metrics", metric, {})
+        task.own[name.rpartition(":")[2]] = function
+    return task
+
+
+def _found(key: str, named: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+    """What a job names, and what it is called."""
+    if not isinstance(named, str):
+        return getattr(named, "__name__", type(named).__name__), named
+    if named in known:
+        return named, known[named]
+    if ":" not in named:
+        raise ConfigError(f"[task] {key}: unknown '{named}'; valid: {', '.join([*known, 'package.module:callable'])}")
+    found = resolve(named)
+    if not callable(found):
+        raise ConfigError(f"[task] {key}: {named} is a {type(found).__name__}, and cannot be called")
+    return named, found

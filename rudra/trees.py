@@ -1,0 +1,27 @@
+"""Several tensors as one: tuples, lists and dictionaries of them, however deep."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """The same structure, with what the function makes of each tensor, and of those in its place in other trees."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(function, value, *(other[key] for other in others)) for key, value in tree.items()}
+    if isinstance(tree, Sequence) and not isinstance(tree, str):
+        return tuple(mapped(function, *values) for values in zip(tree, *others, strict=True))
+    return function(tree, *others)
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """The tensors on a device."""
+    return tree.to(device) if isinstance(tree, torch.Tensor) else mapped(lambda tensor: tensor.to(device), tree)
+
+
+def first(tree: Any) -> Any:
+    """The first tensor."""
+    while not isinstance(tree, torch.Tensor):
+        tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))
+    return tree

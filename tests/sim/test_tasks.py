@@ -1,0 +1,223 @@
+"""Whole runs with what users bring: other tasks, several inputs, a target that ends the run."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+import rudra
+from rudra.errors import RudraError
+
+ANY = torch.Generator().manual_seed(1)
+POINTS = torch.rand(240, 3, generator=ANY)
+SLOPES = torch.tensor([[2.0, -1.0], [0.5, 1.0], [-1.0, 3.0]])
+NUMBERS = POINTS @ SLOPES
+FLAGS = (NUMBERS.median(0).values < NUMBERS).float()
+LETTERS = torch.arange(241) % 5
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+class Letters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 5)
+
+    def forward(self, letters: torch.Tensor) -> torch.Tensor:
+        table: torch.Tensor = self.table(letters)
+        return table
+
+
+class Pairs(Dataset[dict[str, torch.Tensor]]):
+    """Items with two inputs, as Hugging Face's datasets give them."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"left": POINTS[index, :1], "right": POINTS[index, 1:], "labels": FLAGS[index, 0].long()}
+
+
+class Two(nn.Module):
+    """Two inputs and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(1, 2), nn.Linear(2, 2)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(left) + self.right(right), left.mean()
+
+
+def first_output(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output[0], target)
+
+
+def hits(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return (output[0].argmax(1) == target).float().mean()
+
+
+def pair(*tensors: torch.Tensor) -> tuple[Any, Any]:
+    return TensorDataset(*(t[:200] for t in tensors)), TensorDataset(*(t[200:240] for t in tensors))
+
+
+WINDOWS = torch.stack([LETTERS[i : i + 8] for i in range(0, 200, 4)])
+SEQUENCES = TensorDataset(WINDOWS, torch.stack([LETTERS[i + 1 : i + 9] for i in range(0, 200, 4)]))
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, float]] = {
+    "regression": ({"name": "regression"}, {"name": pair(POINTS, NUMBERS)}, linear, 0.5),
+    "multi-label": ({"name": "multi-label", "options": {"k": [1]}}, {"name": pair(POINTS, FLAGS)}, linear, 20.0),
+    "language": ({"name": "language"}, {"name": (SEQUENCES, SEQUENCES), "classes": 5}, Letters, 20.0),
+    "own": ({"name": first_output, "metrics": [hits]}, {"name": (Pairs(), Pairs()), "classes": 2}, Two, 5.0),
+}
+
+
+def job(case: str, **tables: Any) -> rudra.Job:
+    task, data, model, rate = CASES[case]
+    about: dict[str, dict[str, Any]] = {
+        "model": {"name": model},
+        "data": data,
+        "task": task,
+        "training": {"epochs": 12, "minibatch_size": 10},
+        "optimizer": {"learning_rate": rate},
+        "protocol": {"name": "async", "modulation": "none"},
+        "cluster": {"learners": 2, "threads_per_rank": 1},
+    }
+    return rudra.Job(name=case, **{name: {**about.get(name, {}), **tables.get(name, {})} for name in about | tables})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_learns_records_and_replays(case: str, tmp_path: Path) -> None:
+    made = job(case)
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        losses, metrics = results.epochs["test_loss"], results.summary()["metrics"].get("test", {})
+        errors = results.gradients["errors"]
+    assert losses[-1] < 0.5 * losses[0] or losses[-1] < 0.2
+    expected = {
+        "regression": {"mean_absolute_error"},
+        "multi-label": {"precision@1"},
+        "language": {"perplexity"},
+        "own": {"hits"},
+    }
+    assert set(metrics) == expected[case]
+    assert np.isnan(errors).all() == (case in {"regression", "own"}), "a task that knows no error records none"
+    if case == "language":
+        assert metrics["perplexity"] == pytest.approx(np.exp(losses).tolist())
+        assert 0 < errors[0] < 10
+        assert errors[0] != round(float(errors[0])), "a part of a sequence is wrong"
+    if case == "own":
+        assert metrics["hits"][-1] > 0.75
+    assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
+
+
+def test_language_of_the_simulator_is_plain_torch(tmp_path: Path) -> None:
+    """One learner under hardsync, against a loop by hand."""
+    made = job("language", protocol={"name": "hardsync"}, cluster={"learners": 1})
+    made = made.with_(training={"epochs": 2}, optimizer={"learning_rate": 1.0})
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        ours, order = results.state_dict(), results.gradients["step"]
+    from rudra.sampling import Sampler
+
+    torch.manual_seed(0)
+    model = Letters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sampler = Sampler(0, 0, len(SEQUENCES))
+    for step in order.tolist():
+        inputs, target = SEQUENCES[sampler.indices(step * 10, 10)]
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs).transpose(1, 2), target).backward()
+        optimizer.step()
+    np.testing.assert_allclose(ours["table.weight"], model.table.weight.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("batching", ["big-batch", "vmap"])
+@pytest.mark.parametrize("case", ["regression", "multi-label", "language"])
+def test_gradients_computed_together_learn_as_well(case: str, batching: str, tmp_path: Path) -> None:
+    made = job(case, protocol={"name": "hardsync"}, simulation={"batching": batching})
+    with rudra.simulate(made, output=tmp_path / "together.h5", progress="quiet") as results:
+        together, errors = results.epochs["test_loss"], results.epochs["train_error"]
+    alone = made.with_(simulation={"batching": "none"})
+    with rudra.simulate(alone, output=tmp_path / "alone.h5", progress="quiet") as results:
+        np.testing.assert_allclose(together, results.epochs["test_loss"], rtol=1e-3)
+        np.testing.assert_allclose(errors, results.epochs["train_error"], atol=1e-3)
+
+
+class Cropped(Dataset[tuple[torch.Tensor, int]]):
+    """A set that draws random numbers, as torchvision's transforms do."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return POINTS[index] + torch.rand(3) + float(np.random.rand()), int(FLAGS[index, 0])
+
+
+def test_sets_that_draw_random_numbers_draw_the_same_again(tmp_path: Path) -> None:
+    made = job("regression", task={"name": "classification"}, data={"name": (Cropped(), Cropped()), "classes": 2})
+    digests = []
+    for name in ("a.h5", "b.h5"):
+        with rudra.simulate(made, output=tmp_path / name, progress="quiet") as results:
+            digests.append((results.summary()["weights_sha256"], results.epochs["test_loss"].tolist()))
+    assert digests[0] == digests[1]
+    assert rudra.replay(tmp_path / "a.h5", job=made).difference is None
+
+
+TOPOLOGIES: list[dict[str, Any]] = [
+    {"name": "base"},
+    {"name": "adv", "options": {"fan_out": 2}},
+    {"name": "adv*"},
+    {"name": "groups", "options": {"groups": 1}},
+    {"name": "groups", "options": {"groups": 2}},
+]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_a_run_ends_with_the_epoch_after_which_its_target_is_reached(topology: dict[str, Any], tmp_path: Path) -> None:
+    target = {"target": "loss <= 0.15", "stop_at_target": True, "epochs": 40}
+    more = {"optimizer": {"learning_rate": 0.1}, "cluster": {"learners": 4, "threads_per_rank": 1}}
+    made = job("regression", topology=topology, training=target, **more)
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        summary, epochs = results.summary(), results.epochs
+        (event,) = results.events[results.events["kind"] == b"target"]
+    assert summary["status"] == "finished"
+    reached = summary["target_epoch"]
+    assert float(np.median(epochs["test_loss"][reached - 5 : reached])) <= 0.15
+    assert reached == 5 or float(np.median(epochs["test_loss"][reached - 6 : reached - 1])) > 0.15
+    assert reached <= len(epochs) <= reached + 2 < 40, "the epoch under way is the last"
+    assert summary["time_to_target_s"] == epochs["time_s"][reached - 1] == event["time_s"]
+    assert epochs["evaluated"][-1] == 1
+    assert summary["pushed"] == summary["applied"] + summary["pending"] + summary["discarded"] + summary["lost"]
+    assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
+
+
+def test_a_target_alone_ends_nothing(tmp_path: Path) -> None:
+    made = job("regression", training={"target": "loss <= 0.05"})
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.summary()["epochs"] == 12
+        assert results.summary()["target_epoch"] is not None
+        assert results.summary("loss <= 0")["target_epoch"] is None
+        assert results.summary("nothing >= 1")["time_to_target_s"] is None
+
+
+def unlucky(output: Any, target: torch.Tensor) -> torch.Tensor:
+    raise KeyError("my own mistake")
+
+
+@pytest.mark.parametrize("where", ["name", "metrics"])
+def test_what_the_users_own_code_raises_comes_through(where: str, tmp_path: Path) -> None:
+    task = {"name": unlucky} if where == "name" else {"name": "regression", "metrics": [unlucky]}
+    with pytest.raises(KeyError, match="my own mistake"):
+        rudra.simulate(job("regression", task=task), output=tmp_path / "run.h5", progress="quiet")
+
+
+def test_a_task_that_does_not_fit_the_data_is_refused_before_training(tmp_path: Path) -> None:
+    made = functools.partial(rudra.simulate, output=tmp_path / "run.h5", progress="quiet")
+    with pytest.raises(RudraError, match=r"classification wants one whole number .*float32 of shape \(2,\)"):
+        made(job("regression", task={"name": "classification"}))

@@ -1,0 +1,62 @@
+"""When a target counts as reached."""
+
+import math
+from typing import Any
+
+import pytest
+
+from rudra.config import Job
+from rudra.errors import ConfigError
+from rudra.target import Target, Watch
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("accuracy >= 0.98", Target("test", "accuracy", True, 0.98)),
+        ("test error<=2e-2", Target("test", "error", False, 0.02)),
+        ("validation  perplexity <= 6", Target("validation", "perplexity", False, 6.0)),
+        ("precision@3 >= .5", Target("test", "precision@3", True, 0.5)),
+    ],
+)
+def test_targets_are_read(text: str, expected: Target) -> None:
+    assert Target.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0.98", "accuracy", "accuracy > 0.98", "accuracy >= much", "a b c >= 1", "a >= nan"]
+)
+def test_what_is_no_target_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not of the form 'accuracy >= 0"):
+        Target.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("errors", "epoch"),
+    [
+        ([0.1, 0.1, 0.1, 0.1, 0.1], 5),
+        ([0.9, 0.9, 0.1, 0.1, 0.1], 5),  # the median of the last five
+        ([0.9, 0.9, 0.9, 0.1, 0.1, 0.9, 0.1], 7),
+        ([0.1, 0.1, 0.1, 0.1], None),  # five there must be
+        ([0.1, None, 0.1, math.nan, 0.1, 0.1, 0.1], 7),  # what was not tested does not count
+        ([0.3] * 9, None),
+    ],
+)
+def test_the_median_of_five_tests_decides(errors: list[float | None], epoch: int | None) -> None:
+    for text in ("accuracy >= 0.8", "error <= 0.2"):
+        watch = Watch(Target.parse(text))
+        scores: list[dict[str, Any]] = [{"error": error} for error in errors]
+        reached = [place for place, score in enumerate(scores, 1) if watch.reached(watch.target.of(score))]
+        assert (reached[0] if reached else None) == epoch
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"target": "good"}, r"\[training\] target 'good' is not of the form"),
+        ({"stop_at_target": True}, r"\[training\] stop_at_target = true, but there is no target"),
+    ],
+)
+def test_a_stop_needs_a_target(training: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Job(training=training)
