@@ -20,6 +20,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/data.py": LEARNING,
     "rudra/readers.py": LEARNING,
     "rudra/models.py": LEARNING,
+    "rudra/networks.py": LEARNING,
     "rudra/flat.py": LEARNING,
     "rudra/optim.py": LEARNING,
     "rudra/learning.py": LEARNING,
