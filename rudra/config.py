@@ -63,7 +63,10 @@ class Table(BaseModel):
 
 
 class ModelTable(Table):
-    name: Named = Field("lenet", description="mlp, lenet, cifar10_full, alexnet, or package.module:callable")
+    name: Named = Field(
+        "lenet",
+        description="mlp, lenet, cifar10_full, alexnet, vgg16, resnet32, resnet50, lstm, or package.module:callable",
+    )
     options: dict[str, Any] = Field({}, description="keyword arguments for the model's factory")
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from rudra import data, models, roles
+from rudra import data, models, networks, roles
 from rudra.bench.report import Goal, Report
 from rudra.config import Job
 from rudra.costs import CostModel
@@ -72,7 +72,7 @@ def points(samples: int = 256) -> tuple[TensorDataset, TensorDataset]:
 
 def softmax(input_shape: Sequence[int], classes: int) -> nn.Module:
     """Softmax regression; starts from zero with every seed."""
-    model = models.mlp(input_shape, classes, hidden=())
+    model = networks.mlp(input_shape, classes, hidden=())
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     return model

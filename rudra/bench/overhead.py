@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra import models
+from rudra import networks
 from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, lenet_job, on_ranks, rest, step_s, train, write_images
 from rudra.bench.report import Goal, Report, spread
 from rudra.config import Job
@@ -104,7 +104,7 @@ class _Step:
 
     def __init__(self, comm: "MPI.Comm", job: Job) -> None:
         self._comm = comm
-        self._flat = FlatModel(models.lenet((1, 28, 28), 10))
+        self._flat = FlatModel(networks.lenet((1, 28, 28), 10))
         self._weights, self._gradient = (torch.full((self._flat.size,), 0.0) for _ in range(2))
         self._flat.read_into(self._weights)
         self._rule = UpdateRule(job.optimizer, self._weights)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from rudra import models
+from rudra import networks
 from rudra.config import Job
 from rudra.errors import RunError
 from rudra.launch import launch
@@ -161,7 +161,7 @@ class PlainLoop:
         exchange: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         small = model == "lenet"
-        network = models.lenet((1, 28, 28), 10) if small else models.alexnet(PICTURE, CLASSES)
+        network = networks.lenet((1, 28, 28), 10) if small else networks.alexnet(PICTURE, CLASSES)
         self._model = network if wrap is None else wrap(network)
         rate, momentum = (RATE, MOMENTUM) if small else (1e-4, 0.0)
         self._optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=momentum, fused=True)

@@ -15,7 +15,8 @@ from rudra.config import ModelTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError, DataError
 from rudra.flat import Entry, FlatModel, sha256
-from rudra.models import build, cifar10_full
+from rudra.models import build
+from rudra.networks import cifar10_full
 
 
 class Tied(nn.Module):

@@ -23,6 +23,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/tasks.py": LEARNING,
     "rudra/trees.py": LEARNING,
     "rudra/sampling.py": LEARNING,
+    "rudra/networks.py": LEARNING,
     "rudra/flat.py": LEARNING,
     "rudra/optim.py": LEARNING,
     "rudra/learning.py": LEARNING,

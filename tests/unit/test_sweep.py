@@ -60,7 +60,7 @@ rows = [
 """
 USER = """
 import os, signal, time
-from rudra.models import mlp
+from rudra.networks import mlp
 
 def fragile(input_shape, classes, fault):
     if fault == "dies":
