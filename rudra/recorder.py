@@ -215,12 +215,13 @@ def python_objects(job: Job) -> list[str]:
     found = []
     for table in ("model", "data", "optimizer", "protocol", "topology"):
         keys = getattr(job, table)
-        if not _is_found_by_name(keys.name):
-            found.append(f"{table}.name")
-        try:
-            json.dumps(keys.options)
-        except TypeError:
-            found.append(f"{table}.options")
+        names = ("name", "schedule")
+        found += [f"{table}.{key}" for key in names if not _is_found_by_name(getattr(keys, key, ""))]
+        for key in ("options", "schedule_options"):
+            try:
+                json.dumps(getattr(keys, key, {}))
+            except TypeError:
+                found.append(f"{table}.{key}")
     return found
 
 
