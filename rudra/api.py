@@ -113,6 +113,7 @@ def simulate(
         cluster = hands.make(job, plan)
         samples = cluster.info.training_samples
         unsaved = job.with_(results={"checkpoint_every": "never"})
+        machines = {i: make(i, unsaved, plan, samples) for i in range(len(plan.roles))}
         writer = make_writer(
             path,
             job,
@@ -130,7 +131,7 @@ def simulate(
             shown = Progress(job, samples, **_progress(progress))
             simulation = Simulation(
                 plan,
-                {i: make(i, unsaved, plan, samples) for i in range(len(plan.roles))},
+                machines,
                 cluster.hands,
                 Recorder(writer, shown, cluster.weights),
                 costs.CostModel(job.simulation, plan, job.training.minibatch_size),

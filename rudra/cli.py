@@ -560,13 +560,15 @@ def _topology(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
+    from rudra.schedule import Schedule
     from rudra.topology import message, roles
 
     job = _load(arguments).resolved(cores=cores())
     plan, topology = job.plan(), job.make_topology()
     protocol = job.make_protocol(plan)
-    rates = [job.optimizer.scheduled(epoch) for epoch in (0, *job.optimizer.milestones)]
     factor = protocol.modulation.rate_factor(0.0)
+    rates = [f"{rate * factor:.4g}" for rate in Schedule(job.optimizer, job.training.epochs).rates]
+    rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
     momentum = job.explicit_momentum(plan)
     lines = {
@@ -575,11 +577,14 @@ def _validate(arguments: argparse.Namespace) -> int:
         "messages": message(plan, protocol.gradients_per_update),
         "protocol": f"{_protocol_text(job)}, {_count(protocol.gradients_per_update, 'gradient')} per update (c)",
         "minibatch": f"{_count(job.training.minibatch_size, 'sample')} per gradient (μ)",
-        "learning rate": f"{' then '.join(f'{rate * factor:.4g}' for rate in rates)}"
-        + f" = α0 x {factor:.4g} (modulation {modulation})",
+        "learning rate": f"{' then '.join(rates)} = α0 x {factor:.4g} (modulation {modulation})",
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
     }
+    if job.optimizer.schedule != "step":
+        lines["schedule"] = f"{job.optimizer.schedule}, a rate for each epoch"
+    if job.optimizer.warm_up:
+        lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
     if job.optimizer.momentum_correction != "none":
         lines["momentum"] = f"{momentum:.4g} explicit, of {job.optimizer.momentum:g}: asynchrony acts like the rest"
         if not momentum:

@@ -120,16 +120,49 @@ class TrainingTable(Table):
         return value
 
 
+class ParameterGroup(Table):
+    """Parameters that are updated otherwise than the rest.
+
+    Attributes:
+        parameters: their names, as patterns of the shell: `"*.bias"`, or a list of such.
+        rate_factor: on the learning rate.
+        weight_decay: in place of that of all; None: the same.
+    """
+
+    parameters: tuple[str, ...] = Field((), validate_default=True)
+    rate_factor: float = Field(1.0, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        value = (value,) if isinstance(value, str) else value
+        if not value:
+            raise ValueError("must be names of parameters or patterns such as '*.bias'")
+        return value
+
+
 class OptimizerTable(Table):
     name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
     learning_rate: float = Field(0.01, gt=0, description="α0")
+    schedule: Named = Field(
+        "step", description="how the rate falls: step, cosine, or package.module:callable giving a torch scheduler"
+    )
+    milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
+    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
+    schedule_options: dict[str, Any] = Field({}, description="keyword arguments for the torch scheduler")
+    warm_up: float = Field(
+        0.0, ge=0, description="epochs in which the rate grows to the scheduled one, linearly with the applied samples"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
     momentum_correction: Literal["none", "implicit"] = Field(
         "none", description="implicit: asynchrony g acts like momentum 1 - 1/g, so that much less is used; a heuristic"
     )
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty, as the torch.optim class applies it")
-    milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
-    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
+    groups: tuple[ParameterGroup, ...] = Field(
+        (), description="tables of parameters, rate_factor, weight_decay: what some parameters have of their own"
+    )
+    clip_norm: float | None = Field(None, gt=0, description="an update's gradient with a larger norm is scaled to this")
     options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
 
     @field_validator("name")
@@ -139,21 +172,33 @@ class OptimizerTable(Table):
             raise ValueError(f"'{value}' is unknown; valid: {', '.join(OPTIMIZERS)}")
         return value
 
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, value: Named) -> Named:
+        if isinstance(value, str) and value not in {"step", "cosine"} and ":" not in value:
+            raise ValueError(f"'{value}' is unknown; valid: step, cosine or package.module:callable")
+        return value
+
     @field_validator("milestones")
     @classmethod
-    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _ascending(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
         if any(m < 1 for m in value) or list(value) != sorted(set(value)):
             raise ValueError(f"must be ascending epochs, each >= 1, not {list(value)}")
+        if value and (schedule := info.data.get("schedule", "step")) != "step":
+            raise ValueError(f"are those of schedule 'step', not of {_short(schedule)}")
+        return value
+
+    @field_validator("schedule_options")
+    @classmethod
+    def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if value and info.data.get("schedule") == "step":
+            raise ValueError("are for other schedules than 'step', which has milestones and factor")
         return value
 
     @property
     def scale_invariant(self) -> bool:
         """Whether the optimiser's step ignores the scale of its gradients."""
         return self.name in {"adagrad", "adam", "adamw", "rmsprop"}
-
-    def scheduled(self, epoch: int) -> float:
-        """Learning rate before modulation, after `epoch` completed epochs."""
-        return self.learning_rate * self.factor ** sum(m <= epoch for m in self.milestones)
 
 
 class ProtocolTable(Table):
@@ -530,7 +575,7 @@ class Job(Table):
         plan = self.plan() if plan is None else plan
         left = plan.workers - lost
         return protocols.make(
-            _resolved("protocol", table.name),
+            find("[protocol] name", table.name),
             learners=left,
             minibatch_size=self.training.minibatch_size * len(plan.learners) / plan.workers,
             n=min(table.n, left) if table.n and (lost or plan.gone) else table.n,
@@ -555,7 +600,7 @@ class Job(Table):
 
     def make_topology(self) -> topologies.Topology:
         """The job's topology."""
-        return topologies.load(_resolved("topology", self.topology.name), self.topology.options)
+        return topologies.load(find("[topology] name", self.topology.name), self.topology.options)
 
     def to_json(self) -> str:
         """The job as one line of JSON; callables appear as `module:name`. A study is no part of a run."""
@@ -588,13 +633,14 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
             )
 
 
-def _resolved(table: str, name: Named) -> Any:
+def find(key: str, name: Named) -> Any:
+    """What a key names, if it is `package.module:object`; else the name itself."""
     if not isinstance(name, str) or ":" not in name:
         return name
     try:
         return plugins.resolve(name)
     except ConfigError as error:
-        raise ConfigError(f"[{table}] name: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _as_dict(table: Table) -> dict[str, Any]:

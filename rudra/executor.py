@@ -205,7 +205,7 @@ class OwnerExecutor(Executor):
         if job.training.warm_start is not None:
             _warm_start(job, flat.layout, weights)
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
-        self._rule = UpdateRule(table, weights[: self.parameters])
+        self._rule = UpdateRule(table, weights[: self.parameters], self.layout)
 
     def prepare(self) -> None:
         self._rule.prepare()

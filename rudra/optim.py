@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rudra.config import OPTIMIZERS, OptimizerTable
+from rudra.config import OPTIMIZERS, OptimizerTable, ParameterGroup
 from rudra.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from rudra.flat import Entry
 
 _WITH_MOMENTUM = {"sgd", "rmsprop"}
 _NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}
@@ -24,29 +28,39 @@ class UpdateRule:
     rounds differently only in the elements behind the last full cache line, so these go through the plain one.
     Adam, AdamW and Adagrad are fused as well, and may differ from their plain forms in the last bit.
 
+    Neighbours in the vector that belong to the same group of `[optimizer] groups` are stepped as one.
+
     Args:
         table: which optimiser, with its options; learning rates are given with each step.
         weights: (P,) float32, contiguous, lent for the lifetime of the rule.
+        layout: of the weights, and perhaps of what lies behind them; without it they are one tensor without a name.
 
     Raises:
-        ConfigError: no such optimiser, or options that it does not take.
+        ConfigError: no such optimiser, options that it does not take, or a group of parameters that are not there.
     """
 
-    def __init__(self, table: OptimizerTable, weights: torch.Tensor) -> None:
+    def __init__(self, table: OptimizerTable, weights: torch.Tensor, layout: Sequence[Entry] = ()) -> None:
         import torch
 
         self.scale_invariant = table.scale_invariant
         cls: Any = getattr(torch.optim, OPTIMIZERS[table.name])
         options = _options(table, cls)
-        aligned = len(weights) - (len(weights) % _TAIL if table.name == "sgd" else 0)
         fusible = "fused" in inspect.signature(cls).parameters
-        self._slices: list[slice] = []
+        parameters = [entry for entry in layout if entry.kind == "parameter"]
+        self._sizes = [entry.size for entry in parameters] or [len(weights)]
+        self._clip_norm = table.clip_norm
+        self._clipped = None if table.clip_norm is None else torch.zeros_like(weights)
+        self._places: list[tuple[torch.nn.Parameter, slice]] = []
+        self._factors: list[float] = []  # of each of the optimiser's groups
         groups: list[dict[str, Any]] = []
-        for part, fused in ((slice(0, aligned), True), (slice(aligned, len(weights)), False)):
-            if part.start < part.stop:
-                self._slices.append(part)
-                flags = {"fused": fused} if fusible else {}
-                groups.append({"params": [torch.nn.Parameter(weights[part])], **flags})
+        tail = _TAIL if table.name == "sgd" else 1
+        for (group, fused), parts in _parts(_runs(table.groups, parameters, len(weights)), tail).items():
+            made = [torch.nn.Parameter(weights[part]) for part in parts]
+            flags = {"fused": fused} if fusible else {}
+            own = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+            groups.append({"params": made, **flags, **own})
+            self._factors.append(group.rate_factor)
+            self._places += zip(made, parts, strict=True)
         try:
             for fused in {fusible, False}:  # an option may be taken, and fail in the first step
                 trial = torch.nn.Parameter(torch.zeros(_TAIL))
@@ -64,17 +78,31 @@ class UpdateRule:
             gradient: (P,) float32; read only, and free again when this returns.
             learning_rate: of this step, with every modulation in it.
         """
-        for group, part in zip(self.optimizer.param_groups, self._slices, strict=True):
-            group["params"][0].grad = gradient[part]
-            group["lr"] = learning_rate
+        if self._clip_norm is not None:
+            gradient = self._clip(gradient, self._clip_norm)
+        for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
+            group["lr"] = learning_rate * factor
+        for parameter, part in self._places:
+            parameter.grad = gradient[part]
         self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            group["params"][0].grad = None
+        for parameter, _ in self._places:
+            parameter.grad = None
+
+    def _clip(self, gradient: torch.Tensor, most: float) -> torch.Tensor:
+        """The gradient, or a copy that is scaled to the norm `most`; equal to `clip_grad_norm_` over the parameters.
+
+        Where the norm is not finite the gradient stays what it is, and the next loss tells: scaled, it might be zero.
+        """
+        import torch
+
+        norm = torch.nn.utils.get_total_norm(torch.split(gradient, self._sizes))
+        scale = most / (norm + 1e-6)
+        return torch.mul(gradient, scale, out=self._clipped) if norm.isfinite() and scale < 1 else gradient
 
     def move(self, weights: torch.Tensor) -> None:
         """Goes on with weights in another place, which hold the same."""
-        for group, part in zip(self.optimizer.param_groups, self._slices, strict=True):
-            group["params"][0].data = weights[part]
+        for parameter, part in self._places:
+            parameter.data = weights[part]
 
     def prepare(self) -> None:
         """Allocates and touches SGD's momentum, so that the first update takes no longer than the others.
@@ -85,17 +113,17 @@ class UpdateRule:
         import torch
 
         for group in self.optimizer.param_groups:
-            parameter = group["params"][0]
             if group.get("dampening") == 0 and group["momentum"] > 0:
-                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def state(self) -> dict[str, torch.Tensor]:
         """What the optimiser remembers: its own tensors, by a name that says which part of the weights they are for."""
         import torch
 
         found = {}
-        for place, group in enumerate(self.optimizer.param_groups):
-            for key, value in self.optimizer.state[group["params"][0]].items():
+        for place, (parameter, _) in enumerate(self._places):
+            for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, torch.Tensor):
                     found[f"{key}.{place}"] = value
         return found
@@ -106,13 +134,14 @@ class UpdateRule:
         Raises:
             ValueError: it is not that of this optimiser and these weights.
         """
-        sizes = [part.stop - part.start for part in self._slices]
         for name, value in state.items():
             key, _, place = name.rpartition(".")
-            if not (place.isdigit() and int(place) < len(sizes) and value.numel() in {1, sizes[int(place)]}):
+            if not (place.isdigit() and int(place) < len(self._places)):
                 raise ValueError(f"optimiser state {name} does not fit")
-            parameter = self.optimizer.param_groups[int(place)]["params"][0]
-            single = value.numel() == 1 and (key == "step" or sizes[int(place)] > 1)
+            parameter, _ = self._places[int(place)]
+            if value.numel() not in {1, parameter.numel()}:
+                raise ValueError(f"optimiser state {name} does not fit")
+            single = value.numel() == 1 and (key == "step" or parameter.numel() > 1)
             self.optimizer.state[parameter][key] = value.reshape(() if single else (-1,)).clone()
 
     def state_bytes(self) -> int:
@@ -121,6 +150,43 @@ class UpdateRule:
 
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+_REST = ParameterGroup(parameters=("*",))
+
+
+def _runs(
+    groups: Sequence[ParameterGroup], parameters: Sequence[Entry], size: int
+) -> Iterator[tuple[ParameterGroup, slice]]:
+    """Slices of the flat vector, as long as can be, each of one group."""
+    names = [entry.name for entry in parameters]
+    for group in groups:
+        for pattern in group.parameters:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+                raise ConfigError(f"[optimizer] groups: '{pattern}' matches no parameter; there are {some}")
+    if not groups:
+        yield _REST, slice(0, size)
+        return
+
+    def group_of(entry: Entry) -> ParameterGroup:
+        fitting = (g for g in groups if any(fnmatchcase(entry.name, pattern) for pattern in g.parameters))
+        return next(fitting, _REST)
+
+    for group, run in groupby(parameters, group_of):
+        entries = list(run)
+        yield group, slice(entries[0].offset, entries[-1].offset + entries[-1].size)
+
+
+def _parts(runs: Iterable[tuple[ParameterGroup, slice]], tail: int) -> dict[tuple[ParameterGroup, bool], list[slice]]:
+    """The runs of each group, for the fused kernel as far as they are a multiple of `tail`, and for the plain one."""
+    parts: dict[tuple[ParameterGroup, bool], list[slice]] = {}
+    for group, run in runs:
+        middle = run.stop - (run.stop - run.start) % tail
+        for part, fused in ((slice(run.start, middle), True), (slice(middle, run.stop), False)):
+            if part.start < part.stop:
+                parts.setdefault((group, fused), []).append(part)
+    return parts
 
 
 def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:

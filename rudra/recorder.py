@@ -215,14 +215,15 @@ def python_objects(job: Job) -> list[str]:
     found = []
     for table in ("model", "data", "task", "optimizer", "protocol", "topology"):
         keys = getattr(job, table)
-        if not _is_found_by_name(keys.name):
-            found.append(f"{table}.name")
+        names = ("name", "schedule")
+        found += [f"{table}.{key}" for key in names if not _is_found_by_name(getattr(keys, key, ""))]
         if not all(map(_is_found_by_name, getattr(keys, "metrics", ()))):
             found.append(f"{table}.metrics")
-        try:
-            json.dumps(keys.options)
-        except TypeError:
-            found.append(f"{table}.options")
+        for key in ("options", "schedule_options"):
+            try:
+                json.dumps(getattr(keys, key, {}))
+            except TypeError:
+                found.append(f"{table}.{key}")
     return found
 
 

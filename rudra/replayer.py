@@ -31,7 +31,7 @@ from rudra.messages import Kind, Message, Rows
 from rudra.recorder import arithmetic
 from rudra.records import Gradient
 from rudra.results import Results, open_results
-from rudra.resume import DECISIVE
+from rudra.resume import DECISIVE, decisive
 from rudra.roles import Machine
 from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short
@@ -507,7 +507,7 @@ def _restored(results: Results, overrides: Sequence[str]) -> Job:
 
 def _checked(results: Results, job: Job) -> Job:
     """The job that the caller gives, if it is the one of the record."""
-    then = results.job
+    then = decisive(results.job)
     job = job.with_(cluster={key: then["cluster"][key] for key in ("learners", "threads_per_rank", "device")})
     unknown = results.attributes["python_objects"].split(", ")
     now = json.loads(job.to_json())

@@ -156,13 +156,19 @@ def fitted(state: State, job: Job) -> dict[str, Any]:
     return {key: state.job["cluster"][key] for key in ("learners", "threads_per_rank")}
 
 
+def decisive(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The `DECISIVE` tables of a job that a file holds; a key that is younger than the file has its default."""
+    default = json.loads(Job().to_json())
+    return {table: {**default[table], **job.get(table, {})} for table in DECISIVE}
+
+
 def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]]:
     """Decisive keys that a job has otherwise than a run: key, value then, value now."""
-    now = json.loads(job.to_json())
+    now, ran = json.loads(job.to_json()), decisive(then)
     found = []
     for table in DECISIVE:
         for key, value in now[table].items():
-            name, before = f"{table}.{key}", then.get(table, {}).get(key)
+            name, before = f"{table}.{key}", ran[table][key]
             open_ = table == "cluster" and (value is None or key in {"threads_per_rank", "device"})
             if value != before and name not in CHANGEABLE and not open_:
                 found.append((name, before, value))

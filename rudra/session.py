@@ -224,6 +224,8 @@ class _Session:
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(getattr(self, "_info", None), source)
+        samples, position = self._info.training_samples, self._begin.position
+        self._machines = {i: make_machine(i, self._job, self._plan, samples, position) for i in self._roles}
         if self._roles:
             from rudra.data import Split
 
@@ -305,8 +307,6 @@ class _Session:
 
     def run(self) -> int:
         """Drives the roles; returns the exit code, or ends the whole job."""
-        samples, position = self._info.training_samples, self._begin.position
-        machines = {i: make_machine(i, self._job, self._plan, samples, position) for i in self._roles}
         recorder = None
         if self._keeps_results:
             weights = _floats_of(self._executors)
@@ -318,7 +318,7 @@ class _Session:
         self._rank = rank = Rank(
             self._comm,
             self._plan,
-            machines,
+            self._machines,
             self._executors,
             recorder,
             self._checkpoints,

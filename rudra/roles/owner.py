@@ -38,6 +38,7 @@ from rudra.messages import PACK, Kind, Message, Rows
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox, Silent, listed
+from rudra.schedule import Schedule
 from topologies import Plan
 from topologies.plan import LEARNER
 
@@ -88,7 +89,7 @@ class Owner(Machine):
         super().__init__(role, plan)
         self._job = job
         self._follow(plan, position)
-        self.optimizer = job.optimizer
+        self.schedule = Schedule(job.optimizer, job.training.epochs)
         self.epochs = job.training.epochs
         self.training_samples = training_samples
         self.timestamp, self.epoch = position.timestamp, position.epoch
@@ -158,7 +159,8 @@ class Owner(Machine):
         gradients, samples, staleness = self._pending, self._pending_samples, self._pending_staleness
         count = len(gradients)
         mean_staleness = staleness / count
-        rate = self.optimizer.scheduled(self.epoch) * self.protocol.modulation.rate_factor(mean_staleness)
+        progress = (self.samples + samples) / self.training_samples
+        rate = self.schedule.rate(self.epoch, progress) * self.protocol.modulation.rate_factor(mean_staleness)
         self.timestamp += 1
         actions: list[Action] = [Update(gradient, WEIGHTS, rate, self.timestamp)]
         self.samples += samples

@@ -21,6 +21,13 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 SGD = {"name": "sgd", "learning_rate": 0.02, "momentum": 0.9}
 ADAGRAD = {"name": "adagrad", "learning_rate": 0.02}
+OWN = {
+    "milestones": [],
+    "schedule": "cosine",
+    "warm_up": 0.7,
+    "clip_norm": 0.5,
+    "groups": [{"parameters": "*.bias", "rate_factor": 2.0}],
+}
 LEARNERS = (1, 2, 3, 4)
 CASES: dict[str, dict[str, Any]] = {
     "async-momentum": {"protocol": {"name": "async"}, "optimizer": SGD},
@@ -29,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "2-softsync-adagrad": {"protocol": {"name": "softsync", "n": 2}, "optimizer": ADAGRAD},
     "async-staleness": {"protocol": {"name": "async", "modulation": "gradient_staleness"}, "optimizer": SGD},
     "hardsync-momentum": {"protocol": {"name": "hardsync"}, "optimizer": SGD},
+    "async-schedule": {"protocol": {"name": "async"}, "optimizer": {**SGD, **OWN}},
 }
 
 

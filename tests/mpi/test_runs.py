@@ -136,14 +136,19 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "said"),
+    ("model", "data", "optimizer", "said"),
     [
-        ("network", "wrong_label", "training sample 100 has label 11; valid: 0 to 9"),
-        ("wide", "prompt", "7"),
+        ("network", "wrong_label", "momentum=0", "training sample 100 has label 11; valid: 0 to 9"),
+        ("wide", "prompt", "momentum=0", "7"),
+        ("network", "prompt", "schedule=no.such:thing", "[optimizer] schedule: no.such:thing: no module 'no'"),
+        ("network", "prompt", "groups=[{parameters='bias'}]", "[optimizer] groups: 'bias' matches no parameter"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, model: str, data: str, said: str) -> None:
-    process = start("run", job_file(tmp_path, model, data), "--output", str(tmp_path / "out.h5"))
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    tmp_path: Path, model: str, data: str, optimizer: str, said: str
+) -> None:
+    job = job_file(tmp_path, model, data)
+    process = start("run", job, "--output", str(tmp_path / "out.h5"), "--set", f"optimizer.{optimizer}")
     returned, _, err = finish(process)
     assert returned == 2, err
     assert len(err.splitlines()) == 1, err

@@ -1,5 +1,7 @@
 """What every protocol must do in virtual time, the shipped ones and a user's own, on every topology that it fits."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -168,17 +170,36 @@ def test_with_one_learner_every_protocol_is_sequential(rule: dict[str, Any]) -> 
         assert np.array_equal(rows["gradients"], timing(conform({"name": "async"}, 1), 90)["gradients"])
 
 
+def cosine(epoch: int) -> float:
+    """Over three epochs, behind one that the warm-up is in."""
+    return 0.5 if epoch == 0 else 0.25 * (1 + math.cos(math.pi * (epoch - 1) / 3))
+
+
 @pytest.mark.parametrize("rule", RULES, ids=text)
-def test_every_protocol_applies_its_modulation_to_the_schedule(rule: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "scheduled"),
+    [
+        ({"milestones": [1, 3]}, lambda epoch: 0.5 * 0.1 ** ((epoch >= 1) + (epoch >= 3))),
+        ({"schedule": "cosine", "warm_up": 0.7}, cosine),
+    ],
+    ids=["milestones", "warm-up and cosine"],
+)
+def test_every_protocol_applies_its_modulation_to_the_schedule(
+    rule: dict[str, Any], schedule: dict[str, Any], scheduled: Callable[[int], float]
+) -> None:
     auto = {"name": rule["name"]} | {k: v for k, v in rule.items() if k != "modulation"}
     run = conform(auto, 4, slowdown={1: 3.0}).with_(
-        protocol={"modulation": "auto"}, optimizer={"learning_rate": 0.5, "milestones": [1, 3]}
+        protocol={"modulation": "auto"}, optimizer={"learning_rate": 0.5, **schedule}
     )
-    updates = timing(run, 90)["updates"]
+    samples = 90
+    updates = timing(run, samples)["updates"]
     factor = run.make_protocol().modulation.rate_factor
-    expected = [run.optimizer.scheduled(int(u["epoch"])) * factor(float(u["mean_staleness"])) for u in updates]
-    assert list(updates["learning_rate"]) == expected
+    progress = np.cumsum(updates["samples"]) / samples
+    warm = np.minimum(1.0, progress / run.optimizer.warm_up) if run.optimizer.warm_up else np.ones(len(updates))
+    plain = [scheduled(int(u["epoch"])) * factor(float(u["mean_staleness"])) for u in updates]
+    assert updates["learning_rate"] == pytest.approx(plain * warm, rel=1e-12)
     assert set(updates["epoch"]) == {0, 1, 2, 3}
+    assert len(set(warm[updates["epoch"] == 0])) > 1 or not run.optimizer.warm_up
 
 
 def furthest_ahead(rows: Rows, learners: int) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from clusters import Guarded, train
+from torch import nn
 from torch.nn import functional
 
 from rudra import data, models
@@ -150,6 +151,59 @@ def test_async_with_one_learner_is_plain_sgd_bit_for_bit(weight_decay: float) ->
     job = make_job("async", 1, 150, "lenet", optimizer={"weight_decay": weight_decay})
     trained = train(job)
     expected = plain_sgd(job, 150, union(job), 0.01, weight_decay=weight_decay)
+    assert torch.equal(trained.weights, expected)
+
+
+class Normed(nn.Module):
+    """Has buffers, which travel with a gradient and are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.norm, self.output = nn.Linear(64, 33), nn.BatchNorm1d(33), nn.Linear(33, 10)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.output(self.norm(self.hidden(inputs.flatten(1))).relu())
+
+
+def test_groups_clipping_warm_up_and_cosine_are_plain_torch_bit_for_bit() -> None:
+    """Four epochs of 30 updates; the warm-up ends in the middle of the second one, and the last two are of cosine."""
+    table = {"momentum": 0.9, "weight_decay": 0.01, "learning_rate": 0.1, "clip_norm": 1.0}
+    schedule = {"schedule": "cosine", "warm_up": 1.5, "schedule_options": {"eta_min": 0.01}}
+    groups = [{"parameters": ["*.bias", "norm.*"], "weight_decay": 0.0}, {"parameters": "hidden.*", "rate_factor": 0.5}]
+    job = make_job("async", 1, 120, optimizer={**table, **schedule, "groups": groups})
+    job = job.with_(model={"name": Normed}, training={"epochs": 4}, data={"train_limit": 30 * MU})
+    trained = train(job)
+
+    split, _, info = data.load(job.data, test=False)
+    assert split is not None
+    module = models.build(job.model, info, job.training.seed)
+    assert isinstance(module, Normed)
+    rest = [module.hidden.bias, module.norm.weight, module.norm.bias, module.output.bias]
+    optimizer = torch.optim.SGD(
+        [{"params": rest, "weight_decay": 0.0}, {"params": [module.hidden.weight]}, {"params": [module.output.weight]}],
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.01,
+    )
+    dummy = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(dummy, 2, 0.01)
+    batches, norms = union(job), []
+    for step in range(120):
+        if step == 90:
+            dummy.step()
+            cosine.step()
+        rate = cosine.get_last_lr()[0] * min(1.0, (step + 1) / 30 / 1.5)
+        for group, factor in zip(optimizer.param_groups, (1.0, 0.5, 1.0), strict=True):
+            group["lr"] = rate * factor
+        inputs, labels = split.batch(batches(step))
+        optimizer.zero_grad()
+        functional.cross_entropy(module(inputs), labels).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)))
+        optimizer.step()
+    assert min(norms) < 1.0 < max(norms)
+    flat = FlatModel(module)
+    expected = torch.empty(flat.size)
+    flat.read_into(expected)
     assert torch.equal(trained.weights, expected)
 
 

@@ -1,5 +1,6 @@
 """Simulated runs, repeated from their files: the same bits, and every change of the record found where it was made."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -34,6 +35,15 @@ def points() -> tuple[TensorDataset, TensorDataset]:
 def network() -> nn.Module:
     """Something of everything: dropout, statistics that travel as buffers, and an integer buffer that does not."""
     return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 4))
+
+
+OWN = {
+    "schedule": "cosine",
+    "warm_up": 1.3,
+    "clip_norm": 0.5,
+    "momentum": 0.9,
+    "groups": [{"parameters": "*.bias", "rate_factor": 2.0}],
+}
 
 
 class Hogwild(Async):
@@ -86,6 +96,7 @@ def simulate(job: rudra.Job, path: Path) -> dict[str, Any]:
         make_job("async", protocol={"modulation": "gradient_staleness"}, training={"evaluate": False}),
         make_job("async", 1, optimizer={"name": "adam"}),
         make_job("softsync", 3, results={"minibatches": False}, optimizer={"milestones": [1], "momentum": 0.5}),
+        make_job("softsync", 4, protocol={"n": 2}, optimizer=OWN),
         make_job(Bounded, 4),
         make_job(Eager, 3),
         make_job("async", 6, data={"train_limit": 50}),
@@ -471,6 +482,18 @@ def test_a_job_with_python_objects_is_repeated_with_the_job_that_has_them(tmp_pa
     other = job.with_(optimizer={"learning_rate": 0.5})
     with pytest.raises(ConfigError, match=r"ran with optimizer.learning_rate = 0.02; the job given has 0.5"):
         rudra.replay(path, job=other)
+
+
+def test_a_file_from_before_a_key_is_repeated_with_a_job_that_leaves_it_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    job = make_job()
+    simulate(job, path)
+    with h5py.File(path, "r+") as file:
+        tables = json.loads(file.attrs["job"])
+        del tables["optimizer"]["schedule"], tables["optimizer"]["groups"]
+        file.attrs["job"] = json.dumps(tables)
+    assert rudra.replay(path, job=job, quiet=True).identical
+    assert rudra.replay(path, quiet=True).identical
 
 
 def test_a_local_function_is_no_name(tmp_path: Path) -> None:

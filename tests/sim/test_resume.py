@@ -17,6 +17,15 @@ TREE = {"name": "adv", "options": {"fan_out": 2}}
 ALONE = {"name": "groups", "options": {"groups": 1}}
 GROUPS = {"name": "groups", "options": {"groups": 2}}
 
+OWN = {
+    "milestones": (),
+    "schedule": "cosine",
+    "warm_up": 1.4,
+    "clip_norm": 0.5,
+    "weight_decay": 0.01,
+    "groups": [{"parameters": ["*.bias", "*.2.*"], "weight_decay": 0.0}],
+}
+
 
 class Dropping(nn.Module):
     """Has all that a restart could forget: dropout, and buffers that learning changes."""
@@ -54,6 +63,8 @@ SETTINGS = {
     "tree, adam": make_job("hardsync", topology=TREE, optimizer=ADAM),
     "allreduce": make_job("hardsync", topology=ALONE),
     "groups": make_job("hardsync", topology=GROUPS),
+    "schedule": make_job("hardsync", optimizer=OWN),
+    "allreduce, schedule": make_job("hardsync", topology=ALONE, optimizer=OWN),
 }
 
 

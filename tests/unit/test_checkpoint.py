@@ -170,6 +170,15 @@ def test_a_checkpoint_is_of_one_job(tmp_path: Path, tables: dict[str, Any], said
         assert f"run.ckpt: is of another job: {said}; " in str(caught.value)
 
 
+def test_a_checkpoint_from_before_a_key_is_of_the_job_that_leaves_it_out(tmp_path: Path) -> None:
+    write(tmp_path / "run.ckpt")
+    state, _ = read(tmp_path / "run.ckpt")
+    del state.job["optimizer"]["clip_norm"], state.job["optimizer"]["schedule"]
+    assert fitted(state, Job(**JOB)) == {"learners": 2, "threads_per_rank": 1}
+    with pytest.raises(CheckpointError, match=r"optimizer\.schedule was step, and is cosine now"):
+        fitted(state, Job(**JOB).with_(optimizer={"schedule": "cosine"}))
+
+
 def test_names(tmp_path: Path) -> None:
     results = tmp_path / "a.b.h5"
     path = checkpoint.path_of(results)

@@ -95,6 +95,28 @@ def test_validate_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"learning rate +0.02 then 0.002 = α0 x 0.5 \(modulation n\)", said)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["optimizer.milestones=[1,2,3,4,5,6]", "optimizer.factor=0.5"],
+            ["0.04 then 0.02 then 0.01 then … then 0.000625 ="],
+        ),
+        (
+            ["optimizer.schedule=cosine", "optimizer.warm_up=0.5", "training.epochs=5"],
+            ["0.04 then 0.03414 then 0.02 then 0.005858 =", "cosine, a rate for", "from 0 in the first 0.5 epochs"],
+        ),
+    ],
+)
+def test_validate_says_which_rates_there_will_be(
+    overrides: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = ["optimizer.learning_rate=0.04", "protocol.modulation=none"]
+    assert main(["validate", "digits", *(f"--set={text}" for text in [*rate, *overrides])]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in said)
+
+
 def test_jobs_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs"]) == 0
     said = capsys.readouterr().out.splitlines()

@@ -49,6 +49,8 @@ AVERAGED = (
 )
 WHEN = "dies_at_s, mean_time_to_failure_s, slows_at_s, mean_time_to_slowdown_s"
 NO_FACTOR = "] faults.1 has mean_time_to_slowdown_s, and no factor"
+STEPS = "[optimizer] milestones are those of schedule 'step', not of 'cosine'"
+PATTERNS = "must be names of parameters or patterns such as '*.bias'"
 NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none"
 WEIGHED = {"name": "async", "modulation": "gradient_staleness"}
 
@@ -87,6 +89,31 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"milestones": [3, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [3, 3]"),
     ({"optimizer": {"milestones": [0, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [0, 3]"),
     ({"optimizer": {"milestones": [1, "b"]}}, "[optimizer] milestones.1 must be a whole number, not 'b'"),
+    ({"optimizer": {"milestones": [1], "schedule": "cosine"}}, STEPS),
+    (
+        {"optimizer": {"schedule": "linear"}},
+        "[optimizer] schedule 'linear' is unknown; valid: step, cosine or package.module:callable",
+    ),
+    (
+        {"optimizer": {"schedule_options": {"eta_min": 0.1}}},
+        "[optimizer] schedule_options are for other schedules than 'step', which has milestones and factor",
+    ),
+    ({"optimizer": {"warm_up": -1}}, "[optimizer] warm_up must be >= 0, not -1"),
+    ({"optimizer": {"clip_norm": 0}}, "[optimizer] clip_norm must be > 0, not 0"),
+    *(
+        ({"optimizer": {"groups": groups}}, f"[optimizer{text}")
+        for groups, text in [
+            ({"parameters": "*"}, "] groups must be a list, not {'parameters': '*'}"),
+            ([{}], f"] groups.0.parameters {PATTERNS}"),
+            ([{"parameters": []}], f"] groups.0.parameters {PATTERNS}"),
+            ([{"parameters": ["*", 3]}], "] groups.0.parameters.1 must be a text, not 3"),
+            ([{"parameters": "*", "rate_factor": -1}], "] groups.0.rate_factor must be >= 0, not -1"),
+            (
+                [{"parameters": "*"}, {"parameters": "*", "rate": 1}],
+                ".groups.1] unknown key 'rate'; valid: parameters, rate_factor, weight_decay",
+            ),
+        ]
+    ),
     ({"faults": {"non_finite_loss": "go"}}, "[faults] non_finite_loss must be 'stop' or 'warn', not 'go'"),
     (
         {"protocol": {"modulation": "sqr"}},
@@ -276,6 +303,20 @@ def test_what_a_file_and_overrides_make(tmp_path: Path) -> None:
     assert job.simulation.slowdown == {0: 2.5, 1: 3.0}
 
 
+def test_groups_of_parameters_from_a_file_and_from_an_override(tmp_path: Path) -> None:
+    tables = '{ parameters = "*.bias", weight_decay = 0 }, { parameters = ["a.*", "b.*"], rate_factor = 0.1 }'
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        '[[optimizer.groups]]\nparameters = "*.bias"\nweight_decay = 0\n'
+        '[[optimizer.groups]]\nparameters = ["a.*", "b.*"]\nrate_factor = 0.1\n'
+    )
+    job = Job.load(file)
+    groups = [(g.parameters, g.rate_factor, g.weight_decay) for g in job.optimizer.groups]
+    assert groups == [(("*.bias",), 1.0, 0.0), (("a.*", "b.*"), 0.1, None)]
+    assert Job.load("digits", [f"optimizer.groups=[{tables}]"]).optimizer.groups == job.optimizer.groups
+    assert Job(**json.loads(job.to_json())).optimizer.groups == job.optimizer.groups
+
+
 @pytest.mark.parametrize(("table", "key"), [("training", "epochs"), ("cluster", "learners"), ("data", "path")])
 def test_a_job_is_immutable(table: str, key: str) -> None:
     job = Job()
@@ -328,14 +369,6 @@ def test_what_only_the_launch_decides_is_checked_then() -> None:
         job.resolved()
     with pytest.raises(ConfigError, match=r"^\[cluster\] learners is not resolved yet$"):
         _ = job.learners
-
-
-@pytest.mark.parametrize(
-    ("epoch", "rate"), [(0, 0.5), (1, 0.5), (2, 0.05), (3, 0.05), (4, 0.05), (5, 0.005), (100, 0.005)]
-)
-def test_the_rate_falls_after_the_milestones(epoch: int, rate: float) -> None:
-    table = OptimizerTable(learning_rate=0.5, milestones=(2, 5), factor=0.1)
-    assert table.scheduled(epoch) == pytest.approx(rate, rel=1e-12)
 
 
 @pytest.mark.parametrize(

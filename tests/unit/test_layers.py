@@ -26,6 +26,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/networks.py": LEARNING,
     "rudra/flat.py": LEARNING,
     "rudra/optim.py": LEARNING,
+    "rudra/schedule.py": LEARNING,
     "rudra/learning.py": LEARNING,
     "rudra/executor.py": LEARNING,
     "rudra/recorder.py": LEARNING,

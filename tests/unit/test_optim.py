@@ -1,17 +1,53 @@
-from typing import Any
+import re
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from rudra.config import Job, OptimizerTable
 from rudra.errors import ConfigError
+from rudra.flat import Entry
 from rudra.optim import UpdateRule
 
 SHAPES = [(20, 1, 5, 5), (20,), (500, 77), (3,)]
+SIZES = [torch.Size(shape).numel() for shape in SHAPES]
 SIZE = 39_023  # no multiple of a vector register
 
 
+NAMES = ["conv.weight", "conv.bias", "fc.weight", "fc.bias"]
+NO_DECAY = {"parameters": ["*.bias"], "weight_decay": 0.0}
+SLOW = {"parameters": "conv.*", "rate_factor": 0.1}
+"""Where both are given, in this order, the first one takes `conv.bias`."""
+
+
+def layout() -> list[Entry]:
+    """Of four parameters, and of a buffer that travels behind them."""
+    entries: list[Entry] = []
+    for name, shape in [*zip(NAMES, SHAPES, strict=True), ("norm.running_mean", (7,))]:
+        offset = entries[-1].offset + entries[-1].size if entries else 0
+        kind: Literal["parameter", "buffer"] = "parameter" if name in NAMES else "buffer"
+        entries.append(Entry(name, shape, offset, torch.Size(shape).numel(), kind))
+    return entries
+
+
+def separate(weights: torch.Tensor) -> list[torch.nn.Parameter]:
+    """The same weights, as parameters of their own."""
+    parts = zip(weights.split(SIZES), SHAPES, strict=True)
+    return [torch.nn.Parameter(part.reshape(shape).clone()) for part, shape in parts]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("groups", "own"),
+    [
+        ([], [{}, {}, {}, {}]),
+        ([NO_DECAY], [{}, {"weight_decay": 0.0}, {}, {"weight_decay": 0.0}]),
+        ([NO_DECAY, SLOW], [{"lr": 0.1}, {"weight_decay": 0.0}, {}, {"weight_decay": 0.0}]),
+        ([SLOW, NO_DECAY], [{"lr": 0.1}, {"lr": 0.1}, {}, {"weight_decay": 0.0}]),
+        ([{"parameters": "*", "weight_decay": 0.2}], [{"weight_decay": 0.2}] * 4),
+    ],
+    ids=["one", "no decay of biases", "no decay, slow", "slow, no decay", "all"],
+)
 @pytest.mark.parametrize(
     ("name", "table", "options", "exact"),
     [
@@ -26,17 +62,22 @@ SIZE = 39_023  # no multiple of a vector register
     ],
 )
 def test_steps_equal_torchs_over_separate_parameters(
-    name: str, table: dict[str, Any], options: dict[str, Any], exact: bool, threads: int
+    name: str,
+    table: dict[str, Any],
+    options: dict[str, Any],
+    exact: bool,
+    groups: list[dict[str, Any]],
+    own: list[dict[str, float]],
+    threads: int,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(SIZE, generator=generator)
-    sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    parts = zip(weights.split(sizes), SHAPES, strict=True)
-    parameters = [torch.nn.Parameter(part.reshape(shape).clone()) for part, shape in parts]
+    parameters = separate(weights)
     weight_decay = {"weight_decay": table.get("weight_decay", 0)}
     momentum = {"momentum": table["momentum"]} if "momentum" in table else {}
-    theirs = getattr(torch.optim, name)(parameters, lr=1, foreach=False, **weight_decay, **momentum, **options)
-    ours = UpdateRule(OptimizerTable(name=name.lower(), options=options, **table), weights)
+    theirs_of = [{"params": [p], **keys} for p, keys in zip(parameters, own, strict=True)]
+    theirs = getattr(torch.optim, name)(theirs_of, lr=1, foreach=False, **weight_decay, **momentum, **options)
+    ours = UpdateRule(OptimizerTable(name=name.lower(), options=options, groups=groups, **table), weights, layout())
     ours.prepare()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -47,14 +88,99 @@ def test_steps_equal_torchs_over_separate_parameters(
             rate = 0.1 / (step + 1)
             ours.step(lent, rate)
             assert torch.equal(lent, gradient)
-            theirs.param_groups[0]["lr"] = rate
-            for parameter, part in zip(parameters, gradient.split(sizes), strict=True):
+            for group, keys in zip(theirs.param_groups, own, strict=True):
+                group["lr"] = rate * keys.get("lr", 1.0)
+            for parameter, part in zip(parameters, gradient.split(SIZES), strict=True):
                 parameter.grad = part.reshape(parameter.shape).clone()
             theirs.step()
     finally:
         torch.set_num_threads(before)
     expected = torch.cat([p.detach().reshape(-1) for p in parameters])
     torch.testing.assert_close(weights, expected, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}))
+
+
+def test_neighbours_of_one_group_are_stepped_as_one() -> None:
+    """So a job without groups is as fast as one vector, and its checkpoints have the names that they always had."""
+    table = {"name": "sgd", "momentum": 0.9}
+    counts = []
+    for groups in ([], [SLOW], [NO_DECAY]):
+        rule = UpdateRule(OptimizerTable(**table, groups=groups), torch.zeros(SIZE), layout())
+        rule.prepare()
+        counts.append(len(rule.state()))
+    plain = UpdateRule(OptimizerTable(**table), torch.zeros(SIZE))
+    plain.prepare()
+    assert list(plain.state()) == ["momentum_buffer.0", "momentum_buffer.1"]
+    assert counts == [2, 4, 7], "two slices each, but the last bias is smaller than a cache line"
+
+
+@pytest.mark.parametrize("groups", [[], [NO_DECAY, SLOW]], ids=["one", "several"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "rmsprop"])
+def test_from_its_state_a_rule_goes_on_bit_for_bit_and_elsewhere(name: str, groups: list[dict[str, Any]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(6, SIZE, generator=generator)
+    momentum = {"momentum": 0.9} if name == "sgd" else {}
+    table = OptimizerTable(name=name, weight_decay=0.1, groups=groups, **momentum)
+    weights = torch.randn(SIZE, generator=generator)
+    rule = UpdateRule(table, weights, layout())
+    rule.prepare()
+    for gradient in gradients[:3]:
+        rule.step(gradient, 0.1)
+    state = {key: value.reshape(-1).clone() for key, value in rule.state().items()}  # as a checkpoint has it
+    copy, moved = weights.clone(), weights.clone()
+    resumed = UpdateRule(table, copy, layout())
+    resumed.prepare()
+    resumed.restore(state)
+    rule.move(moved)
+    for gradient in gradients[3:]:
+        rule.step(gradient, 0.1)
+        resumed.step(gradient, 0.1)
+    assert torch.equal(copy, moved)
+    assert not torch.equal(copy, weights)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("most", [1e-6, 50.0, 197.0, 1e9])
+def test_clipping_equals_torchs_over_separate_parameters(most: float, threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(SIZE, generator=generator)
+    parameters = separate(weights)
+    theirs = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+    ours = UpdateRule(OptimizerTable(name="sgd", momentum=0.9, clip_norm=most), weights, layout())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(6):
+            gradient = torch.randn(SIZE, generator=generator)
+            lent = gradient.clone()
+            ours.step(lent, 0.1)
+            assert torch.equal(lent, gradient)
+            for parameter, part in zip(parameters, gradient.split(SIZES), strict=True):
+                parameter.grad = part.reshape(parameter.shape).clone()
+            torch.nn.utils.clip_grad_norm_(parameters, most)
+            theirs.step()
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(weights, torch.cat([p.detach().reshape(-1) for p in parameters]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30], ids=["NaN", "infinite", "its norm overflows"])
+def test_a_gradient_without_a_finite_norm_does_what_it_does_without_clipping(value: float) -> None:
+    """Clipped it might be zero, and training would go on as if nothing had happened."""
+    clipped, plain = torch.ones(SIZE), torch.ones(SIZE)
+    gradient = torch.ones(SIZE)
+    gradient[5] = value
+    UpdateRule(OptimizerTable(clip_norm=1.0), clipped, layout()).step(gradient, 0.1)
+    UpdateRule(OptimizerTable(), plain).step(gradient, 0.1)
+    torch.testing.assert_close(clipped, plain, rtol=0, atol=0, equal_nan=True)
+    assert not clipped[5].abs() < 1e20
+
+
+@pytest.mark.parametrize("pattern", ["*.bia", "CONV.*", "norm.running_mean"])
+def test_a_pattern_that_matches_nothing_is_refused(pattern: str) -> None:
+    table = OptimizerTable(groups=[{"parameters": ["*.bias", pattern]}])
+    text = f"'{pattern}' matches no parameter; there are conv.weight, conv.bias, fc.weight, fc.bias"
+    with pytest.raises(ConfigError, match=rf"^\[optimizer\] groups: {re.escape(text)}$"):
+        UpdateRule(table, torch.zeros(SIZE), layout())
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17])

@@ -128,6 +128,11 @@ def module_data() -> None:
             "model.name, model.options",
         ),
         ({"protocol": {"name": Mine}, "data": {"options": {"path": Path()}}}, "data.options"),
+        ({"optimizer": {"schedule": module_data}}, ""),
+        (
+            {"optimizer": {"schedule": lambda optimizer: None, "schedule_options": {"lr_lambda": len}}},
+            "optimizer.schedule, optimizer.schedule_options",
+        ),
     ],
 )
 def test_python_objects_that_have_no_name_are_listed(tables: dict[str, Any], expected: str) -> None:

@@ -23,11 +23,13 @@ from role_traces import (
 )
 
 from protocols import Clock, Protocol
+from rudra.config import OptimizerTable
 from rudra.events import Lost, Received, Send, Sent, Started, Stopped, Update
 from rudra.messages import Kind, Message
 from rudra.roles import ParameterServer
 from rudra.roles.machine import short
 from rudra.roles.server import State
+from rudra.schedule import Schedule
 
 G0, G1 = "gradient 0", "gradient 1"
 CREDIT = Received(Message(Kind.CREDIT, STATISTICS))
@@ -311,7 +313,7 @@ def test_an_aggregate_counts_as_the_gradients_that_it_stands_for() -> None:
 
 def test_the_schedule_counts_completed_epochs() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 3}, protocol={"modulation": "none"})
-    role.optimizer = role.optimizer.model_copy(update={"milestones": (1, 2)})
+    role.schedule = Schedule(OptimizerTable(learning_rate=1.0, milestones=(1, 2)), 3)
     told = [text for step in range(2) for text in feed(role, gradient(0, step, step, G0), *returned(0))]
     told += feed(role, gradient(0, 2, 2, G0))
     rates = [text for text in told if "update" in text]
