@@ -104,6 +104,9 @@ class TrainingTable(Table):
     warm_start: Path | None = Field(None, description="result file whose final weights to start from")
     evaluate: bool = Field(True, description="test the weights at each epoch's end")
     evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
+    compile: bool = Field(
+        False, description="compute gradients by torch.compile: faster, differs in the last bits; needs a C++ compiler"
+    )
     target: str | None = Field(
         None, description="such as `accuracy >= 0.98`: what the median of the last 5 epochs' tests is to reach"
     )
@@ -460,6 +463,8 @@ class Job(Table):
     @model_validator(mode="after")
     def _check_across_tables(self) -> Self:
         self.make_topology()
+        if self.training.compile and self.simulation.batching != "none":
+            raise ValueError("[training] compile = true computes one gradient at a time; valid: batching = 'none'")
         if self.training.stop_at_target and self.training.target is None:
             raise ValueError("[training] stop_at_target = true, but there is no target")
         if self.optimizer.momentum_correction != "none" and not (

@@ -380,7 +380,9 @@ def make_executors(
         ConfigError: the model does not fit the data, or the optimiser's options are wrong.
     """
     task = tasks.make(job.task, info.classes)
-    flat = FlatModel(models.build(job.model, info, job.training.seed).to(device), task, roles=len(roles))
+    learns = any(plan.roles[role].kind == LEARNER for role in roles)
+    module, compiled = models.build(job.model, info, job.training.seed).to(device), job.training.compile and learns
+    flat = FlatModel(module, task, roles=len(roles), compiled=compiled)
     if any(plan.roles[role].kind not in {PARAMETER_SERVER, TREE_SERVER} for role in roles):
         models.check_output(flat.module, task, info)
     made: dict[int, Executor] = {}

@@ -17,9 +17,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rudra.compiled import CompiledStep
 from rudra.errors import ConfigError
 from rudra.tasks import Classification, Reduction, Task
-from rudra.trees import moved
+from rudra.trees import arguments, called, moved
 
 _KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
@@ -85,13 +86,14 @@ class FlatModel:
     Args:
         module: float32, on one device. Parameters used at several places are counted once.
         task: what it is trained for.
+        compiled: whether gradients are computed by compiled code; they differ in their last bits.
         roles: that share this model, each with vectors of its own.
 
     Raises:
         ConfigError: nothing to train, or a tensor that is not float32.
     """
 
-    def __init__(self, module: nn.Module, task: Task | None = None, roles: int = 1) -> None:
+    def __init__(self, module: nn.Module, task: Task | None = None, roles: int = 1, *, compiled: bool = False) -> None:
         self.module = module
         self.task = task or Classification(0)
         parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -117,7 +119,8 @@ class FlatModel:
         self._generator = torch.default_generator
         if self.device.type == "cuda":
             self._generator = torch.cuda.default_generators[self.device.index or 0]
-        self._direct = self._direct_layers()
+        self._direct = {} if compiled else self._direct_layers()
+        self._step = CompiledStep(module, self.task, self._parameters, _LARGE) if compiled else None
         self._sizes = [entry.size for entry in entries]
         self._kept = _KEPT * roles
         self._views: dict[int, list[torch.Tensor]] = {}  # by address of the vector, which they keep alive
@@ -200,7 +203,7 @@ class FlatModel:
             inputs: Any,
             target: Any,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            args, keywords = _arguments(inputs)
+            args, keywords = arguments(inputs)
             output = torch.func.functional_call(self.module, {**trained, **values}, args, keywords)
             return self.task.loss(output, target), output
 
@@ -228,9 +231,12 @@ class FlatModel:
             out[self.parameter_count :] = self._weights[self.parameter_count :]
             self._place_buffers(out, views)
         self.seed(seed)
+        if self._step is not None and reduction == "mean":
+            loss, output = self._step(inputs, target, views, self.device)
+            return loss, self.task.wrong(output, target)
         for index, layer in self._direct.items():
             layer.target = views[index]
-        output = called(self.module, inputs, self.device)
+        output = called(self.module, moved(inputs, self.device))
         loss = self.task.loss(output, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
         self._copy(torch.autograd.grad(mean, self._parameters, allow_unused=True), views)
@@ -247,7 +253,7 @@ class FlatModel:
             self._place_buffers(self._weights, self._split(self._weights))
         with torch.no_grad():
             there = moved(target, self.device)
-            output = called(self.module, inputs, self.device)
+            output = called(self.module, moved(inputs, self.device))
             loss = self.task.loss(output, there).item()
             metrics = self.task.measure(output, there)
         wrong = self.task.wrong(output, target)
@@ -299,21 +305,6 @@ class FlatModel:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
-
-
-def called(module: nn.Module, inputs: Any, device: torch.device) -> Any:
-    """The output of a model for a batch of inputs, wherever these are."""
-    if isinstance(inputs, torch.Tensor):
-        return module(inputs.to(device))
-    args, keywords = _arguments(moved(inputs, device))
-    return module(*args, **keywords)
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with: one tensor, several in order, or several by name."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}
 
 
 def sha256(vector: npt.NDArray[np.float32]) -> str:

@@ -12,7 +12,6 @@ from rudra import trees
 from rudra.config import ModelTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
-from rudra.flat import called
 from rudra.networks import MODELS
 from rudra.plugins import call, resolve
 from rudra.tasks import Task
@@ -72,7 +71,8 @@ def check_output(module: nn.Module, task: Task, info: DataInfo) -> None:
     module.eval()
     try:
         with torch.no_grad():
-            output = called(module, inputs, torch.device("cpu") if parameter is None else parameter.device)
+            there = torch.device("cpu") if parameter is None else parameter.device
+            output = trees.called(module, trees.moved(inputs, there))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         what = " ".join(str(error).split())
         raise ConfigError(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -25,3 +26,16 @@ def first(tree: Any) -> Any:
     while not isinstance(tree, torch.Tensor):
         tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))
     return tree
+
+
+def called(module: nn.Module, inputs: Any) -> Any:
+    """The output of a model: of one tensor, of several in order, or of several by name."""
+    args, keywords = arguments(inputs)
+    return module(*args, **keywords)
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}

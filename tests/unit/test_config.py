@@ -13,7 +13,7 @@ from rudra.config import Job, OptimizerTable
 from rudra.errors import ConfigError
 from topologies import Plan, base
 
-TRAINING = "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, target, stop_at_target"
+TRAINING = "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, compile, target, stop_at_target"
 TABLES = "model, data, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, study"
 FOUR = {"learners": 4}
 

@@ -21,6 +21,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/readers.py": LEARNING,
     "rudra/models.py": LEARNING,
     "rudra/tasks.py": LEARNING,
+    "rudra/compiled.py": LEARNING,
     "rudra/trees.py": LEARNING,
     "rudra/sampling.py": LEARNING,
     "rudra/networks.py": LEARNING,

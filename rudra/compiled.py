@@ -1,0 +1,130 @@
+"""A learner's step compiled by torch.compile: loss and gradient in few kernels.
+
+Compiled code returns gradients in fresh memory, and of a classic network nearly all belong to a few large linear
+layers. Their gradients are computed outside, straight into the flat vector: the compiled code gives the layer's inputs,
+and the gradient of its outputs, which is that of a zero ("probe") added to them.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rudra.errors import ConfigError
+from rudra.tasks import Task
+from rudra.trees import called, moved
+
+
+class _Probed:
+    """The forward of one large linear layer, whose weight's gradient is computed outside."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.inputs: torch.Tensor | None = None
+        self.probe: torch.Tensor | None = None
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.probe is None or not torch.is_grad_enabled():
+            return functional.linear(inputs, self.layer.weight, self.layer.bias)
+        self.inputs = inputs.detach()
+        return functional.linear(inputs, self.layer.weight.detach(), self.layer.bias) + self.probe
+
+
+class CompiledStep:
+    """Loss, output and gradient of a module in training mode, for batches of one size.
+
+    Args:
+        module: as `FlatModel` has it.
+        task: gives the loss.
+        parameters: of which gradients are wanted, in the order of the flat vector.
+        large: elements of a linear layer's weight from which on its gradient is computed outside.
+
+    Raises:
+        ConfigError: there is no C++ compiler.
+    """
+
+    def __init__(self, module: nn.Module, task: Task, parameters: Sequence[torch.Tensor], large: int) -> None:
+        compiler = os.environ.get("CXX", "g++").split()[0]
+        if shutil.which(compiler) is None:
+            text = f"there is no C++ compiler here ({compiler}), which torch.compile needs"
+            raise ConfigError(f"[training] compile = true: {text}; install g++, or leave compile out")
+        self._module, self._task = module, task
+        self._parameters = list(parameters)
+        self._large = large
+        self._probed: dict[int, _Probed] = {}  # by index of the weight
+        self._batch = 0  # samples that the probes are for
+        self._compiled = torch.compile(self._loss, dynamic=False)
+
+    def __call__(
+        self, inputs: Any, target: Any, views: Sequence[torch.Tensor], device: torch.device
+    ) -> tuple[torch.Tensor, Any]:
+        """Loss and output of a batch; gradients go to `views`, shaped as the parameters."""
+        inputs, target = moved(inputs, device), moved(target, device)
+        if self._batch != len(target):
+            self._place_probes(inputs, target)
+        loss, output = self._compiled(inputs, target)
+        wanted = [self._probed[i].probe if i in self._probed else p for i, p in enumerate(self._parameters)]
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)  # type: ignore[arg-type]
+        sources, targets = [], []
+        for index, (gradient, view) in enumerate(zip(gradients, views, strict=False)):
+            if gradient is None:
+                view.zero_()
+            elif index in self._probed:
+                layer_inputs = self._probed[index].inputs
+                assert layer_inputs is not None
+                torch.mm(gradient.t(), layer_inputs, out=view)
+            else:
+                sources.append(gradient)
+                targets.append(view)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        return loss.detach(), output
+
+    def _loss(self, inputs: Any, target: Any) -> tuple[torch.Tensor, Any]:
+        output = called(self._module, inputs)
+        return self._task.loss(output, target), output
+
+    def _place_probes(self, inputs: Any, target: Any) -> None:
+        """Finds the large linear layers that are used once, on a matrix, and what their probes must look like."""
+        self._batch = len(target)
+        shapes: dict[nn.Linear, list[torch.Size]] = {}
+        layers = self._large_layers()
+        for _, layer in layers:
+            vars(layer).pop("forward", None)
+        hooks = [
+            layer.register_forward_hook(lambda layer, _, output: shapes.setdefault(layer, []).append(output.shape))
+            for _, layer in layers
+        ]
+        self._module.eval()  # buffers stay as they are
+        with torch.no_grad():
+            called(self._module, inputs)
+        self._module.train()
+        for hook in hooks:
+            hook.remove()
+        self._probed = {}
+        for index, layer in layers:
+            used = shapes.get(layer, [])
+            if len(used) == 1 and len(used[0]) == 2:
+                probed = self._probed[index] = _Probed(layer)
+                probed.probe = torch.zeros(used[0], device=layer.weight.device, requires_grad=True)
+                layer.forward = probed  # type: ignore[method-assign, assignment]
+
+    def _large_layers(self) -> list[tuple[int, nn.Linear]]:
+        """Linear layers with a weight of their own, which nothing else uses; with the place of that weight."""
+        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        owners: dict[int, int] = {}
+        for module in self._module.modules():
+            for parameter in module.parameters(recurse=False):
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        return [
+            (places[id(layer.weight)], layer)
+            for layer in self._module.modules()
+            if type(layer) is nn.Linear
+            and layer.weight.numel() >= self._large
+            and id(layer.weight) in places
+            and owners[id(layer.weight)] == 1
+        ]
