@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rudra.errors import ConfigError, DataError
+from rudra.statedict import Named
 
 _KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
@@ -138,6 +139,20 @@ class FlatModel:
         with torch.no_grad():
             for view, tensor in zip(self._split(out), [*self._parameters, *self._buffers], strict=True):
                 view.copy_(tensor)
+
+    def state_dict(self) -> tuple[Named, ...]:
+        """What the module's `state_dict` lists, but for what hooks and extra states of the module's own add to it.
+
+        Values are those of this moment, of tensors that are not in the flat vector; parameters are not copied.
+        """
+        flat = {entry.name for entry in self.layout}
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        own = {id(tensor): name for name, tensor in tensors if tensor.layout is torch.strided}
+        return tuple(
+            Named(name, own[id(t)], str(t.dtype).removeprefix("torch."), None if own[id(t)] in flat else _values(t))
+            for name, t in self.module.state_dict(keep_vars=True).items()
+            if id(t) in own
+        )
 
     def gradient(self, inputs: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, seed: int) -> tuple[float, int]:
         """Computes the gradient of the mean cross-entropy at the bound weights.
@@ -302,6 +317,16 @@ class FlatModel:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
+
+
+def _values(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A tensor as NumPy has it; what NumPy has no type for, such as bfloat16, becomes float32."""
+    found = tensor.detach().cpu()
+    try:
+        values: npt.NDArray[Any] = found.numpy()
+    except TypeError:
+        values = found.float().numpy()
+    return values if isinstance(tensor, nn.Parameter) else values.copy()
 
 
 def sha256(vector: npt.NDArray[np.float32]) -> str:

@@ -76,7 +76,7 @@ def test_what_is_written_is_read(tmp_path):
     with open_results(path) as results:
         assert not results.live
         assert results.status == "finished"
-        assert (results.attributes["format_version"], results.attributes["seed"]) == (4, 7)
+        assert (results.attributes["format_version"], results.attributes["seed"]) == (5, 7)
         assert results.attributes["hosts"] == ["köln", "b"]
         assert "missing" not in results.attributes
         assert results.job["protocol"]["n"] == 2
@@ -101,6 +101,7 @@ def test_layout_of_the_file_is_the_documented_one(tmp_path):
         assert all(file.attrs.get_id(name).get_type().get_class() != h5py.h5t.VLEN for name in file.attrs)
         assert [h5py.check_string_dtype(file.attrs.get_id(n).dtype).length for n in ("name", "driver")] == [6, 3]
     layout = found.pop("weights/layout")
+    assert found.pop("weights/names").names == ("name", "tensor", "dtype")
     assert layout.names == ("name", "kind", "dimensions", "shape", "offset", "size")
     assert found == {
         "gradients": GRADIENT,
@@ -113,6 +114,8 @@ def test_layout_of_the_file_is_the_documented_one(tmp_path):
         "totals": TOTALS,
         "state": np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")]),
         "weights/final": np.dtype("<f4"),
+        "weights/epochs": np.dtype("<f4"),
+        "weights/kept": np.dtype("<i4"),
     }
 
 
@@ -433,7 +436,7 @@ def _newer(path):
 
 def _incomplete(path):
     with h5py.File(path, "w") as file:
-        file.attrs["format_version"] = 4
+        file.attrs["format_version"] = 5
 
 
 def _cut(path, keep=2):
@@ -456,7 +459,7 @@ def _altered(path):
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
-        (_newer, "has format version 99; this Rudra reads 4"),
+        (_newer, "has format version 99; this Rudra reads 5"),
         (_incomplete, "damaged: gradients, .* missing"),
         (_cut, "truncated"),
         (lambda path: _cut(path, keep=10_000), "truncated|not a result file"),
