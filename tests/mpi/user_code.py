@@ -177,8 +177,8 @@ class Assorted(nn.Module):
         self.once, self.again = nn.Linear(16, 16), nn.Linear(16, 16)
         self.again.weight = self.once.weight
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.half = nn.Linear(16, 16, dtype=torch.bfloat16).requires_grad_(False)
-        self.alias = self.half
+        self.brief = nn.Linear(16, 16, dtype=torch.bfloat16).requires_grad_(False)
+        self.alias = self.brief
         self.last = nn.Linear(16, CLASSES)
         self.register_buffer("mask", torch.arange(16) % 5 > 0)
         self.register_buffer("a/b", torch.tensor([1 + 2j, 3]))
@@ -188,7 +188,7 @@ class Assorted(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.norm(self.first(inputs)))
         hidden = hidden + torch.tanh(self.frozen(self.again(torch.tanh(self.once(hidden))) * self.mask))
-        hidden = hidden + self.scale * self.half(hidden.bfloat16()).float()
+        hidden = hidden + self.scale * self.brief(hidden.bfloat16()).float()
         result: torch.Tensor = self.last(hidden)
         return result
 
