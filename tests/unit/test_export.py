@@ -24,21 +24,21 @@ from rudra.statedict import Named
 ROOT = Path(__file__).resolve().parents[2]
 LIKE = {"F32": np.float32, "I64": np.int64, "BOOL": np.bool_, "C64": np.complex64, "BF16": np.uint16}
 TRAINED, ENDS = 5, (2, 4, 5)
+JOB = rudra.Job(
+    model={"name": user_code.Assorted},
+    data={"name": user_code.prompt},
+    training={"epochs": TRAINED, "minibatch_size": 8},
+    optimizer={"learning_rate": 0.2},
+    cluster={"learners": 2, "threads_per_rank": 1},
+    results={"keep_every": 2},
+)
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five epochs of a model that has everything; of the first four, every second is kept."""
     path = tmp_path_factory.mktemp("recorded") / "run.h5"
-    job = rudra.Job(
-        model={"name": user_code.Assorted},
-        data={"name": user_code.prompt},
-        training={"epochs": TRAINED, "minibatch_size": 8},
-        optimizer={"learning_rate": 0.2},
-        cluster={"learners": 2, "threads_per_rank": 1},
-        results={"keep_every": 2},
-    )
-    rudra.simulate(job, output=path, progress="quiet").close()
+    rudra.simulate(JOB, output=path, progress="quiet").close()
     return path
 
 
@@ -128,6 +128,16 @@ def test_a_state_dict_loads_without_an_export(recorded: Path) -> None:
         for epoch in ENDS:
             state = {name: torch.from_numpy(value) for name, value in results.state_dict(epoch).items()}
             assert error_of(state) == pytest.approx(results.epochs["test_error"][epoch - 1], abs=1e-7)
+
+
+def test_a_replay_leaves_the_same_state_dict(recorded: Path, tmp_path: Path) -> None:
+    with rudra.open_results(recorded) as results:
+        update, expected = int(results.epochs["timestamp"][1]), results.state_dict(2)
+    rudra.replay(recorded, job=JOB, until=update, output=tmp_path / "w.pt", quiet=True)
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], torch.from_numpy(value).to(found[name].dtype))
 
 
 @pytest.mark.parametrize(
