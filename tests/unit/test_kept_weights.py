@@ -104,6 +104,17 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert np.array_equal(results.weights_of(2), weights(2))
 
 
+def test_room_without_content_at_the_end_is_no_epoch(tmp_path: Path) -> None:
+    """As a writer may leave it that is killed at the wrong moment."""
+    with new_writer(tmp_path / "run.h5") as writer:
+        end_epoch(writer, 1)
+        writer.fail("interrupted", "stopped")
+    with h5py.File(tmp_path / "run.h5", "r+") as file:
+        file["weights/kept"].resize(2, axis=0)
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.kept_epochs == (1,)
+
+
 def test_a_resumed_run_keeps_what_lies_before_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     with new_writer(path, initial_weights_sha256="", started="") as writer:
