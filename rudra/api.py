@@ -122,6 +122,7 @@ def simulate(
             cluster.initial_sha256,
             force,
             plan=plan,
+            state_dict=cluster.state_dict,
             driver="simulation",
             training_samples=samples,
             classes=cluster.info.classes,

@@ -15,7 +15,6 @@ Nothing in such a file is executed. Every bit of it is checked before anything i
 
 import json
 import os
-import struct
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,11 +27,10 @@ from numpy.typing import NDArray
 
 from rudra.errors import CheckpointError
 from rudra.position import Position
+from rudra.safetensors import LENGTH, Tensor, entry, write
 
 FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
-_ALIGNED = 64
-_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 
 Tensors = Mapping[str, NDArray[np.float32]]
@@ -104,17 +102,8 @@ class CheckpointWriter:
         crcs = {name: zlib.crc32(tensor.data) for name, tensor in tensors.items()}
         state = json.dumps({"position": msgspec.to_builtins(position), "crc32": crcs, **self._about})
         metadata = {"format": FORMAT, "state": state, "crc32": f"{zlib.crc32(state.encode()):08x}"}
-        header: dict[str, Any] = {"__metadata__": metadata}
-        end = 0
-        for name, tensor in tensors.items():
-            header[name] = _entry(end, end + tensor.nbytes)
-            end += tensor.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-(len(text) + _LENGTH.size) % _ALIGNED)
         with self._saved.open("wb") as file:
-            file.write(_LENGTH.pack(len(text)) + text)
-            for tensor in tensors.values():
-                file.write(tensor.data)
+            write(file, {name: Tensor("F32", tensor.shape, tensor) for name, tensor in tensors.items()}, metadata)
             file.flush()
             os.fsync(file.fileno())
 
@@ -154,7 +143,7 @@ def _possible(position: Position, job: Mapping[str, Any]) -> bool:
 
 def _entry(start: int, end: int) -> dict[str, Any]:
     """What the header says of a tensor."""
-    return {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]}
+    return entry("F32", [(end - start) // 4], start, end)
 
 
 def sync_directory(path: Path) -> None:
@@ -192,7 +181,7 @@ def _read(path: Path) -> tuple[State, dict[str, NDArray[np.float32]]]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            header, first = _header(path, file.read(_LENGTH.size), file.read, size)
+            header, first = _header(path, file.read(LENGTH.size), file.read, size)
             state, places = _understood(path, header, size - first)
             tensors = {}
             for name, (start, end, crc) in places.items():
@@ -210,8 +199,8 @@ def _read(path: Path) -> tuple[State, dict[str, NDArray[np.float32]]]:
 
 def _header(path: Path, length: bytes, read_bytes: Any, size: int) -> tuple[dict[str, Any], int]:
     """The header, and where the tensors begin."""
-    count = _LENGTH.unpack(length)[0] if len(length) == _LENGTH.size else size
-    first = _LENGTH.size + count
+    count = LENGTH.unpack(length)[0] if len(length) == LENGTH.size else size
+    first = LENGTH.size + count
     if count <= _LONGEST_HEADER and first <= size:
         with suppress(ValueError, RecursionError):
             header = json.loads(read_bytes(count))

@@ -143,6 +143,11 @@ def _parser() -> argparse.ArgumentParser:
     _force_option(replay, "W.pt")
     _set_option(replay, "where something is: data.path or training.warm_start")
     replay.add_argument("--quiet", action="store_true", help="no progress bar")
+    export = add("export", _export, "write a run's weights for torch or safetensors", EXPORT_MORE)
+    export.add_argument("file", type=Path, metavar="FILE.h5")
+    export.add_argument("-o", "--output", type=Path, metavar="W.pt", required=True, help=".pt or .safetensors")
+    export.add_argument("--epoch", type=int, metavar="N", help="as they were at its end; default: the final weights")
+    _force_option(export, "W.pt")
     timeline = add("timeline", _timeline, "write a run as a trace for Perfetto or Chrome", TIMELINE_MORE)
     timeline.add_argument("file", type=Path, metavar="FILE.h5")
     timeline.add_argument(
@@ -272,6 +277,10 @@ The same roles are fed the recorded gradients in the recorded order. Ends with e
 update and the final weights are the same bits, else with 1 and the first update that differs.
 --until leaves the weights of one moment as a state dict for torch.load. Modules of your own are
 found beside FILE.h5 and in the current directory."""
+
+EXPORT_MORE = """\
+All that `load_state_dict` of the model takes, whether it is trained or not, under the names that it has there.
+Weights of epochs before the last are in a file where the job says [results] keep_every."""
 
 TIMELINE_MORE = """\
 Open it at https://ui.perfetto.dev: when each learner computed, pushed, waited and pulled, and when
@@ -485,6 +494,18 @@ def _replay(arguments: argparse.Namespace) -> int:
     )
     print(f"{arguments.file}: {replayed}")
     return 0 if replayed.identical else 1
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    import rudra
+    from rudra.export import export
+
+    output = arguments.output
+    with rudra.open_results(arguments.file) as results:
+        names = export(results, output, arguments.epoch, force=arguments.force)
+        epoch = arguments.epoch or results.attributes["epochs"]
+    print(f"wrote {output}: {names} tensors of epoch {epoch}")
+    return 0
 
 
 def _timeline(arguments: argparse.Namespace) -> int:

@@ -393,6 +393,10 @@ class ResultsTable(Table):
         description="`N updates`, `N epochs` or `N s`: how often to write a checkpoint; `never`: only if stopped",
     )
 
+    keep_every: int | None = Field(
+        None, ge=1, description="epochs: the weights of every N-th are kept in the file; default: the final ones alone"
+    )
+
     @field_validator("checkpoint_every")
     @classmethod
     def _interval(cls, value: str) -> str:

@@ -265,6 +265,13 @@ class Record(Struct, frozen=True, gc=False):
     rows: Rows
 
 
+class Keep(Struct, frozen=True, gc=False):
+    """Write the weights in a buffer to the results, as those of an epoch's end."""
+
+    buffer: str
+    epoch: int
+
+
 class Finish(Struct, frozen=True, gc=False):
     """Write what a run leaves: totals, one row per learner, and the final weights; or why it was stopped early."""
 
@@ -314,6 +321,7 @@ Action = (
     | Sync
     | Regroup
     | Record
+    | Keep
     | Finish
     | Warn
     | Fail

@@ -18,8 +18,9 @@ from rudra.flat import Entry, FlatModel, sha256
 from rudra.learning import GradientSource, evaluate
 from rudra.messages import Message, tail_bytes
 from rudra.optim import UpdateRule
+from rudra.statedict import Named
 from topologies import Plan
-from topologies.plan import LEARNER, PARAMETER_SERVER, TREE_SERVER
+from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 CACHE_LINE = 64
 WEIGHTS = "weights"
@@ -130,7 +131,12 @@ class Executor:
         parameters: how many of its floats are parameters; the others are model buffers.
         gradients: that one message may stand for.
         device: where the buffers are.
+
+    Attributes:
+        state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
     """
+
+    state_dict: tuple[Named, ...] = ()
 
     def __init__(
         self, layout: tuple[Entry, ...], size: int, parameters: int, gradients: int, device: torch.device = CPU
@@ -407,6 +413,8 @@ def make_executors(
         if isinstance(executor, StatisticsExecutor):
             assert splits[1] is not None
             executor.test(job, flat, {"test": splits[1]})
+        if kind == STATISTICS_SERVER:
+            executor.state_dict = flat.state_dict()
         made[role] = executor
     return made
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from rudra.compiled import CompiledStep
 from rudra.errors import ConfigError
+from rudra.statedict import Named
 from rudra.tasks import Classification, Reduction, Task
 from rudra.trees import arguments, called, moved
 
@@ -145,6 +146,20 @@ class FlatModel:
         with torch.no_grad():
             for view, tensor in zip(self._split(out), [*self._parameters, *self._buffers], strict=True):
                 view.copy_(tensor)
+
+    def state_dict(self) -> tuple[Named, ...]:
+        """What the module's `state_dict` lists, but for what hooks and extra states of the module's own add to it.
+
+        Values are those of this moment, of tensors that are not in the flat vector; parameters are not copied.
+        """
+        flat = {entry.name for entry in self.layout}
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        own = {id(tensor): name for name, tensor in tensors if tensor.layout is torch.strided}
+        return tuple(
+            Named(name, own[id(t)], str(t.dtype).removeprefix("torch."), None if own[id(t)] in flat else _values(t))
+            for name, t in self.module.state_dict(keep_vars=True).items()
+            if id(t) in own
+        )
 
     def gradient(self, inputs: Any, target: Any, out: torch.Tensor, seed: int) -> tuple[float, float]:
         """Computes the gradient of the mean loss at the bound weights.
@@ -305,6 +320,16 @@ class FlatModel:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
+
+
+def _values(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A tensor as NumPy has it; what NumPy has no type for, such as bfloat16, becomes float32."""
+    found = tensor.detach().cpu()
+    try:
+        values: npt.NDArray[Any] = found.numpy()
+    except TypeError:
+        values = found.float().numpy()
+    return values if isinstance(tensor, nn.Parameter) else values.copy()
 
 
 def sha256(vector: npt.NDArray[np.float32]) -> str:

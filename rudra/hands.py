@@ -31,6 +31,7 @@ from rudra.executor import (
 )
 from rudra.flat import Entry, FlatModel
 from rudra.learning import Outcome, check_batching, joint_gradient, mapped_gradients
+from rudra.statedict import Named
 from topologies import Plan
 
 Place = tuple[int, str]
@@ -315,6 +316,7 @@ class Cluster:
         layout: of the flat vector.
         size: of that vector, in elements.
         initial_sha256: of the weights at the start; empty where there are none.
+        state_dict: what that of the model lists; empty where there are no weights.
         weights: gives the floats of a buffer of a role; None where there are none.
     """
 
@@ -323,6 +325,7 @@ class Cluster:
     layout: tuple[Entry, ...]
     size: int
     initial_sha256: str
+    state_dict: tuple[Named, ...]
     weights: Callable[[int, str], npt.NDArray[np.float32] | None]
 
 
@@ -353,7 +356,8 @@ def make(job: Job, plan: Plan) -> Cluster:
     def weights(role: int, buffer: str) -> npt.NDArray[np.float32]:
         return executors[role].buffer(buffer).array
 
-    return Cluster(hands, info, server.layout, server.size, hands.hash(plan.server, "weights"), weights)
+    digest, state_dict = hands.hash(plan.server, "weights"), executors[plan.statistics].state_dict
+    return Cluster(hands, info, server.layout, server.size, digest, state_dict, weights)
 
 
 def _without_tensors(job: Job) -> Cluster:
@@ -364,7 +368,7 @@ def _without_tensors(job: Job) -> Cluster:
     except Exception:  # a factory that needs real tensors
         flat = FlatModel(models.build(job.model, info, job.training.seed))
     hands = sim.TimingOnly(job.training.minibatch_size)
-    return Cluster(hands, info, flat.layout, flat.size, "", lambda role, buffer: None)
+    return Cluster(hands, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
 
 
 def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: data.DataInfo) -> None:

@@ -36,6 +36,7 @@ from rudra.events import (
     Halt,
     Hash,
     Hashed,
+    Keep,
     Lost,
     Receive,
     Received,
@@ -406,6 +407,9 @@ class Rank:
             case Record():
                 assert self._recorder is not None
                 self._recorder.record(action)
+            case Keep():
+                assert self._recorder is not None
+                self._recorder.keep(role, action)
             case Finish():
                 assert self._recorder is not None
                 self._recorder.finish(role, action)

@@ -17,7 +17,7 @@ from rudra import costs, hands, roles
 from rudra.bench.report import Report
 from rudra.config import Job
 from rudra.errors import ConfigError
-from rudra.events import Accumulate, Compute, Computed, Finish, Record, Update
+from rudra.events import Accumulate, Compute, Computed, Finish, Keep, Record, Update
 from rudra.messages import tail_bytes
 from rudra.sim import Simulation, TimingOnly
 from topologies import Plan
@@ -173,6 +173,7 @@ class _Rows:
     def record(self, action: Record) -> None:
         self._tables.setdefault(action.table, []).append(action.rows)
 
+    def keep(self, role: int, action: Keep) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 

@@ -17,10 +17,11 @@ import torch
 from rudra import plugins, roster
 from rudra.config import Job
 from rudra.errors import ConfigError
-from rudra.events import Finish, Record
+from rudra.events import Finish, Keep, Record
 from rudra.files import NETWORK, file_system
 from rudra.flat import Entry, sha256
 from rudra.progress import Progress
+from rudra.statedict import Named
 from rudra.writer import Kind, ResultsWriter, Rows
 from topologies import Plan
 
@@ -36,7 +37,7 @@ class Recorder:
     Args:
         writer: of the result file.
         progress: the bar.
-        weights: gives the floats of a buffer of a role, for the final weights; None where there are no tensors.
+        weights: gives the floats of a buffer of a role, for weights to write; None where there are no tensors.
         wall_clock: events carry the time of day; else they are those of a simulation.
         before: the learners' account of an earlier part of the run, `records.LEARNER`.
     """
@@ -63,6 +64,11 @@ class Recorder:
             self._progress.updates(action.rows)
         elif action.table == "epochs":
             self._progress.epochs(action.rows)
+
+    def keep(self, role: int, action: Keep) -> None:
+        weights = self._weights(role, action.buffer)
+        if weights is not None:
+            self._writer.keep(action.epoch, weights)
 
     def sync(self) -> None:
         """Brings everything recorded so far to the disk."""
@@ -98,7 +104,9 @@ def make_writer(
     overwrite: bool,
     *,
     plan: Plan | None = None,
+    state_dict: Sequence[Named] = (),
     carried: Mapping[Kind, Iterable[Rows]] | None = None,
+    carried_weights: Iterable[tuple[int, npt.NDArray[np.float32]]] = (),
     kept: Mapping[str, Any] | None = None,
     **about: Any,
 ) -> ResultsWriter:
@@ -112,7 +120,9 @@ def make_writer(
         initial_sha256: hash of the weights that all learners start from.
         overwrite: whether an existing file may be replaced.
         plan: who is who; by default as the job says, on one node.
+        state_dict: what that of the model lists.
         carried: rows of an earlier part of the run.
+        carried_weights: epochs that were kept in that part, and their weights.
         kept: attributes of that part which stay.
         about: attributes that only the driver knows, and those that `attributes` takes.
     """
@@ -135,6 +145,8 @@ def make_writer(
         overwrite=overwrite,
         swmr=swmr,
         carried=carried,
+        carried_weights=carried_weights,
+        state_dict=state_dict,
     )
 
 

@@ -23,9 +23,24 @@ from rudra import data, models, roles
 from rudra.config import Job, SimulationTable, cores
 from rudra.costs import CostModel
 from rudra.errors import ConfigError, ProtocolError, ReplayError
-from rudra.events import Action, Compute, Copy, Event, Finish, Lost, Receive, Received, Record, Reduce, Send, Started
+from rudra.events import (
+    Action,
+    Compute,
+    Copy,
+    Event,
+    Finish,
+    Keep,
+    Lost,
+    Receive,
+    Received,
+    Record,
+    Reduce,
+    Send,
+    Started,
+)
 from rudra.executor import Executor, make_executors, torch_as_in
-from rudra.files import check_output, written
+from rudra.export import save
+from rudra.files import check_output
 from rudra.hands import TensorHands
 from rudra.messages import Kind, Message, Rows
 from rudra.recorder import arithmetic
@@ -254,6 +269,7 @@ class _Comparison:
                 if then and then != now:  # empty where the statistics server was behind
                     _differs(int(row["timestamp"]), f"weights of epoch {row['epoch']}, sha256", then, now)
 
+    def keep(self, role: int, action: Keep) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 
@@ -477,9 +493,9 @@ def _save(path: Path, job: Job, info: data.DataInfo, server: Executor) -> None:
     weights = server.buffer("weights").vector
     state = models.build(job.model, info, job.training.seed).state_dict()
     for entry in server.layout:
-        state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
-    with written(path) as file:
-        torch.save(state, file)
+        if entry.name in state:  # some buffers are not
+            state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
+    save(state, path)
 
 
 # The job of the record.
@@ -524,5 +540,5 @@ def _quiet(job: Job) -> Job:
     return job.with_(
         training={"evaluate": False},
         faults={"non_finite_loss": "warn"},
-        results={"minibatches": False, "report_s": 0.0, "checkpoint_every": "never"},
+        results={"minibatches": False, "report_s": 0.0, "checkpoint_every": "never", "keep_every": None},
     )

@@ -25,8 +25,16 @@ root attributes     -                    `format_version` and what is fixed when
                                          flush, seconds since 1970)
 /weights/final      elements             float32; NaN, and no space in the file, until the end: they count
                                          once /state has weights_sha256
+/weights/epochs     epochs that are      (epochs, elements) float32: the weights at their ends
+                    kept
+/weights/kept       the same             int32: their numbers; a row of /weights/epochs counts once it has one
 /weights/layout     tensors              name, kind ("parameter" or "buffer"), dimensions, shape (the first
-                                         `dimensions` numbers), offset, size: where /weights/final holds what
+                                         `dimensions` numbers), offset, size: where such a vector holds what
+/weights/names      names in the         name, tensor (a name in /weights/layout or /weights/fixed; tied tensors have
+                    model's state_dict   several names), dtype (torch's name of the type)
+/weights/fixed/…    -                    a data set for each tensor of the state_dict that is not trained, under its
+                                         name (%2F for a slash), as it was at the start; float32 where HDF5 lacks the
+                                         type, such as bfloat16
 ==================  ===================  ===================================================================
 
 The writer is in HDF5's single-writer, multiple-reader mode from the first moment, in which neither data sets nor
@@ -38,7 +46,7 @@ flushed survives a killed writer. Such a file, like one that is still written, o
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -51,6 +59,7 @@ from rudra import roster, sound
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
 from rudra.records import EVENT, METRIC
+from rudra.statedict import Named
 from rudra.summary import summarise
 from rudra.writer import (
     DATASETS,
@@ -106,7 +115,7 @@ class Results:
         try:
             with self._reading():
                 self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in self._file.attrs.items()}
-                missing = [name for name in DATASETS if name not in self._file]
+                missing = [name for name in (*DATASETS, "weights/fixed") if name not in self._file]
             version = self.attributes.get("format_version")
             if version is None:
                 raise ResultsError(f"{path}: not a result file of Rudra")
@@ -233,18 +242,72 @@ class Results:
             raise ResultsError(f"{self.path}: damaged: the final weights do not match their checksum")
         return weights
 
-    def state_dict(self) -> dict[str, NDArray[np.float32]]:
-        """Name -> tensor of the final weights (views), in the model's own shapes.
+    @property
+    def kept_epochs(self) -> tuple[int, ...]:
+        """Epochs whose weights are in the file, the last one of a run that ended well among them."""
+        rows = self.epochs
+        hashed = set(rows["epoch"][rows["weights_sha256"] != b""].tolist())
+        kept = tuple(epoch for epoch in self._read("weights/kept").tolist() if epoch in hashed)
+        return (*kept, int(rows["epoch"][-1])) if self.state["weights_sha256"] and len(rows) else kept
+
+    def weights_of(self, epoch: int | None = None) -> NDArray[np.float32]:
+        """Flat weights at the end of an epoch, by default of the last one; shape (size,), float32.
 
         Raises:
-            ResultsError: the file has no final weights.
+            ResultsError: the file does not have them.
         """
-        weights = self.weights
-        if weights is None:
-            raise ResultsError(f"{self.path}: has no final weights: the run is {self.status}")
-        layout = self.layout
+        kept = self.kept_epochs
+        if epoch in {None, *kept[-1:]} and (final := self.weights) is not None:
+            return final
+        if epoch not in kept:
+            what = f"final weights: the run is {self.status}" if epoch is None else f"weights of epoch {epoch}"
+            raise ResultsError(f"{self.path}: has no {what}; epochs that are kept: {_listed(kept)}")
+        place = self._read("weights/kept").tolist().index(epoch)
         with self._reading():
-            return {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout}
+            dataset = self._file["weights/epochs"]
+            if self.live:
+                dataset.id.refresh()
+            sound.fits(dataset.shape[1] * dataset.dtype.itemsize, "weights/epochs", self.path.stat().st_size)
+            weights: NDArray[np.float32] = dataset[place]
+        rows = self.epochs
+        if hashlib.sha256(weights.data).hexdigest().encode() != rows["weights_sha256"][rows["epoch"] == epoch][0]:
+            raise ResultsError(f"{self.path}: damaged: the weights of epoch {epoch} do not match their checksum")
+        return weights
+
+    def state_dict(self, epoch: int | None = None) -> dict[str, NDArray[Any]]:
+        """All that the model's own `load_state_dict` wants: name -> tensor, in the model's own shapes.
+
+        What is trained comes as views of `weights_of(epoch)`, anything else (parameters that are not trained, integer
+        buffers) is as it was at the start. Types that NumPy does not have, such as bfloat16, come as float32.
+
+        Args:
+            epoch: one of `kept_epochs`; by default the final weights.
+
+        Raises:
+            ResultsError: the file does not have them.
+        """
+        return {named.name: named.value for named in self.tensors(epoch) if named.value is not None}
+
+    def tensors(self, epoch: int | None = None) -> tuple[Named, ...]:
+        """As `state_dict`, with torch's types, and which names are those of one tensor."""
+        weights, layout = self.weights_of(epoch), self.layout
+        rows, file_bytes = self._read("weights/names"), self.path.stat().st_size
+        with self._reading():
+            values = {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout}
+            named = [Named(*(row[column].decode() for column in ("name", "tensor", "dtype"))) for row in rows]
+            for tensor in {each.tensor for each in named} - values.keys():
+                values[tensor] = sound.fixed(self._file, tensor, file_bytes)
+            return tuple(each._replace(value=values[each.tensor]) for each in named)
+
+    def frame(self, table: str) -> Any:
+        """A table as a `pandas.DataFrame`, with texts as texts: `frame("updates")`.
+
+        Raises:
+            ConfigError: there is no such table, or no pandas.
+        """
+        from rudra.frame import frame
+
+        return frame(self, table)
 
     def summary(self, target: str | None = None) -> dict[str, Any]:
         """The run in numbers that fit into JSON; None stands for what is not known (yet).
@@ -276,7 +339,7 @@ class Results:
         with self._reading():
             if self.live:
                 self._file[name].id.refresh()
-            sound.fits(self._file[name], name, self.path.stat().st_size)
+            sound.fits(self._file[name].nbytes, name, self.path.stat().st_size)
             return len(self._file[name])
 
     def _rows(self, name: Kind) -> Rows:
@@ -290,7 +353,7 @@ class Results:
             dataset = self._file[name]
             if self.live:
                 dataset.id.refresh()
-            sound.fits(dataset, name, self.path.stat().st_size)
+            sound.fits(dataset.nbytes, name, self.path.stat().st_size)
             return self._checked(name, dataset[()])
 
     def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
@@ -311,6 +374,12 @@ def _filled(rows: Rows) -> NDArray[np.bool_]:
     told = {EVENT: "kind", METRIC: "name"}.get(rows.dtype)
     filled: NDArray[np.bool_] = rows["samples"] > 0 if told is None else rows[told] != b""
     return filled
+
+
+def _listed(epochs: Sequence[int]) -> str:
+    """Epochs for people; of many the first and the last ones."""
+    shown = [str(epoch) for epoch in epochs]
+    return ", ".join(shown if len(shown) < 20 else [*shown[:10], "…", *shown[-5:]]) or "none"
 
 
 def _open(path: Path) -> tuple[h5py.File, bool]:

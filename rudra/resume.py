@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rudra import checkpoint
 from rudra.checkpoint import State
@@ -180,11 +181,13 @@ class Carried(NamedTuple):
 
     Attributes:
         rows: of each table.
+        weights: of epochs that are kept, with their numbers.
         attributes: that stay.
         learners: account of the learners, as far as rows tell it: `records.LEARNER`.
     """
 
     rows: dict[Kind, Iterable[Rows]]
+    weights: Iterable[tuple[int, NDArray[np.float32]]]
     attributes: dict[str, Any]
     learners: Rows
 
@@ -248,4 +251,5 @@ def carried(results: Results, position: Position) -> Carried:
         "metrics": metrics(),
         "events": events(),
     }
-    return Carried(rows, {name: results.attributes[name] for name in KEPT}, learners)
+    weights = ((epoch, results.weights_of(epoch)) for epoch in results.kept_epochs if epoch <= position.epoch)
+    return Carried(rows, weights, {name: results.attributes[name] for name in KEPT}, learners)

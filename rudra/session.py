@@ -293,7 +293,9 @@ class _Session:
             digest,
             self._begin.overwrite,
             plan=self._plan,
+            state_dict=executor.state_dict,
             carried=None if before is None else before.rows,
+            carried_weights=() if before is None else before.weights,
             kept=None if before is None else before.attributes,
             driver="mpi",
             training_samples=self._info.training_samples,
@@ -302,6 +304,7 @@ class _Session:
             **{name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]},
             mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
         )
+        executor.state_dict = ()  # nobody asks again, and parameters that are not trained may be large
         self._before = None if before is None else before.learners
         self._progress = Progress(self._job, self._info.training_samples, begun=position.samples, **progress)
 

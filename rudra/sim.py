@@ -34,6 +34,7 @@ from rudra.events import (
     Halt,
     Hash,
     Hashed,
+    Keep,
     Receive,
     Received,
     Record,
@@ -104,6 +105,7 @@ class Recorder(Protocol):
     """Where the statistics server's rows go."""
 
     def record(self, action: Record) -> None: ...
+    def keep(self, role: int, action: Keep) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 
@@ -254,6 +256,7 @@ class Simulation:
             Commit: lambda actor, action, time: self._soon(actor, Committed(action.timestamp)),
             Sync: lambda actor, action, time: None,
             Record: lambda actor, action, time: recorder.record(action),
+            Keep: lambda actor, action, time: recorder.keep(actor.role, action),
             Finish: lambda actor, action, time: recorder.finish(actor.role, action),
             Warn: lambda actor, action, time: recorder.warn(actor.machine.name, action.text),
             Fail: self._fail,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rudra.errors import ResultsError
 from rudra.records import LEARNER, ROLE, TOTALS
+from rudra.statedict import key
 from rudra.writer import GROWING, STATE
 from topologies import Plan
 from topologies.plan import LEARNER as LEARNER_KIND
@@ -28,6 +29,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "totals": TOTALS,
     "state": STATE,
     "weights/final": np.dtype("<f4"),
+    "weights/epochs": np.dtype("<f4"),
+    "weights/kept": np.dtype("<i4"),
 }
 _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("name", "job", "driver", "protocol", "topology", "reduction", "started", "device"), str),
@@ -90,14 +93,32 @@ def dataset(found: object, name: str) -> None:
     if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
         raise ValueError(f"/{name} is no data set of its own")
     wanted = DTYPES.get(name)
-    if (found.dtype != wanted if wanted is not None else found.dtype.names is None) or found.ndim != 1:
+    dimensions = 2 if name == "weights/epochs" else 1
+    if (found.dtype != wanted if wanted is not None else found.dtype.names is None) or found.ndim != dimensions:
         raise ValueError(f"/{name} has another layout")
 
 
-def fits(found: h5py.Dataset, name: str, file_bytes: int) -> None:
-    """Raises ValueError where a data set to be read is larger than its file can hold."""
-    if found.nbytes > _DENSEST * file_bytes:
-        raise ValueError(f"/{name} claims {found.nbytes:,} bytes, in a file of {file_bytes:,}")
+def fits(claimed: int, name: str, file_bytes: int) -> None:
+    """Raises ValueError where what is to be read has more bytes than its file can hold."""
+    if claimed > _DENSEST * file_bytes:
+        raise ValueError(f"/{name} claims {claimed:,} bytes, in a file of {file_bytes:,}")
+
+
+def fixed(file: h5py.File, tensor: str, file_bytes: int) -> NDArray[Any]:
+    """A tensor that is not trained.
+
+    Raises:
+        ValueError: it is not there, or is no plain array of numbers.
+    """
+    name = f"weights/fixed/{key(tensor)}"
+    link = file.get(name, getlink=True)
+    found = file[name] if isinstance(link, h5py.HardLink) else None
+    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external or found.shape is None:
+        raise ValueError(f"/{name} is no data set of its own")
+    if found.dtype.kind not in "biufc":
+        raise ValueError(f"/{name} has another layout")
+    fits(found.nbytes, name, file_bytes)
+    return np.asarray(found[()])
 
 
 def rows(name: str, values: Rows, learners: int | None) -> Rows:
@@ -124,6 +145,8 @@ def rows(name: str, values: Rows, learners: int | None) -> Rows:
         if wrong.any():
             place = int(np.argmax(wrong.reshape(len(values), -1).any(axis=1)))
             raise ValueError(f"/{name} has {column} = {np.ravel(found)[np.argmax(wrong)]} in row {place}")
+    if name == "weights/kept" and not (np.diff(np.trim_zeros(values, "b"), prepend=0) > 0).all():
+        raise ValueError(f"/{name} is not in order")
     if name == "state" and (len(values) != 1 or values[0]["status"].decode("utf-8", "replace") not in _STATUS):
         raise ValueError("/state has no status")
     return values

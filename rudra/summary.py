@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.errors import printable
 from rudra.target import Target, Watch
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def _metrics(rows: NDArray[np.void], epochs: NDArray[np.int32]) -> dict[str, dic
     found: dict[str, dict[str, list[float | None]]] = {}
     places = {int(epoch): place for place, epoch in enumerate(epochs)}
     for epoch, _, split, name, value in rows.tolist():
-        series = found.setdefault(split.decode(), {}).setdefault(name.decode(), [None] * len(epochs))
+        split, name = (printable(text.decode("utf-8", "replace")) for text in (split, name))
+        series = found.setdefault(split, {}).setdefault(name, [None] * len(epochs))
         if epoch in places and math.isfinite(value):
             series[places[epoch]] = value
     return found

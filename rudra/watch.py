@@ -202,7 +202,7 @@ def plotted(curve: Curve, width: int, height: int) -> list[str]:
     if columns < 8:
         return [f"{curve.title}: {y[-1]:.4g}"[:width]]
     right = max(float(x.max()), 1e-12)
-    column = np.minimum((x / right * (columns - 1)).round().astype(int), columns - 1)
+    column = np.clip((x / right * (columns - 1)).round(), 0, columns - 1).astype(int)
     count = np.bincount(column, minlength=columns)
     filled = np.flatnonzero(count)
     means = np.bincount(column, y, minlength=columns)[filled] / count[filled]

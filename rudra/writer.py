@@ -15,10 +15,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra import statedict
 from rudra.checkpoint import sync_directory
 from rudra.errors import ResultsError
 from rudra.files import check_output
 from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
+from rudra.statedict import Named
 
 FORMAT_VERSION = 5
 
@@ -35,7 +37,10 @@ GROWING: dict[Kind, np.dtype[np.void]] = {
     "events": EVENT,
 }
 STATE = np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")])
-DATASETS = (*GROWING, "roles", "learners", "totals", "state", "weights/final", "weights/layout")
+DATASETS = (
+    *(*GROWING, "roles", "learners", "totals", "state"),
+    *(f"weights/{name}" for name in ("final", "epochs", "kept", "layout", "names")),
+)
 _SILENT_S = 30.0
 """A writer that has written nothing for so long is gone, though a file server may keep the locks of a lost node."""
 
@@ -93,6 +98,8 @@ class ResultsWriter:
         swmr: whether the file system is good for that mode.
         carried: rows that the file begins with, from an earlier part of the same run. It then takes the place of that
             part's file, when they are on the disk.
+        carried_weights: epochs that were kept in that part, and their weights.
+        state_dict: what that of the model lists; by default what is in the layout.
 
     Raises:
         ResultsError: the file exists, cannot be made, or (by any method) cannot be written.
@@ -111,6 +118,8 @@ class ResultsWriter:
         overwrite: bool = False,
         swmr: bool = True,
         carried: Mapping[Kind, Iterable[Rows]] | None = None,
+        carried_weights: Iterable[tuple[int, NDArray[np.float32]]] = (),
+        state_dict: Sequence[Named] = (),
     ) -> None:
         check_output(path, overwrite or carried is not None)
         with _alone(path):  # nobody else writes it
@@ -133,13 +142,15 @@ class ResultsWriter:
         try:
             with self._guarded():
                 # All stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
-                self._datasets = _create(self._file, attributes, layout, size, learners, roles)
+                self._datasets = _create(self._file, attributes, layout, size, learners, roles, state_dict)
                 if swmr:
                     self._file.swmr_mode = True
                     self._held.enter_context(_alone(made))
                 for kind, pieces in (carried or {}).items():
                     for rows in pieces:
                         self._extend(kind, rows)
+                for epoch, weights in carried_weights:
+                    self._keep(epoch, weights)
                 self._flush(time.monotonic())
                 if carried is not None:
                     self._to_disk()
@@ -172,6 +183,11 @@ class ResultsWriter:
         if force or due:
             with self._writing():
                 self._flush(now)
+
+    def keep(self, epoch: int, weights: NDArray[np.float32]) -> None:
+        """Writes the weights of an epoch's end, shape (size,), float32; they are only read."""
+        with self._writing():
+            self._keep(epoch, weights)
 
     def sync(self) -> None:
         """Brings everything that was appended to the disk."""
@@ -238,6 +254,11 @@ class ResultsWriter:
             self._file.close()
         self._held.close()
 
+    def _keep(self, epoch: int, weights: NDArray[np.float32]) -> None:
+        self._extend("weights/epochs", weights[None])
+        self._flush(time.monotonic())  # before the number, which declares the weights valid
+        self._extend("weights/kept", np.array([epoch], "<i4"))
+
     def _flush(self, now: float) -> None:
         for kind, pending in self._pending.items():
             if pending:
@@ -249,11 +270,11 @@ class ResultsWriter:
         state.file.flush()
         self._flushed_at = now
 
-    def _extend(self, name: str, rows: Rows) -> None:
+    def _extend(self, name: str, rows: NDArray[Any]) -> None:
         # Counted here, not taken from the file: an interrupted attempt is repeated at the same place.
         start, end = self._written[name], self._written[name] + len(rows)
         dataset = self._datasets[name]
-        dataset.resize((end,))
+        dataset.resize(end, axis=0)
         dataset[start:end] = rows
         self._written[name] = end
 
@@ -318,6 +339,7 @@ def _create(
     size: int,
     learners: int,
     roles: Rows | None,
+    state_dict: Sequence[Named],
 ) -> dict[str, h5py.Dataset]:
     """Makes everything that the file will ever have; the data sets are open."""
     for name, value in {"format_version": FORMAT_VERSION, **attributes}.items():
@@ -330,11 +352,27 @@ def _create(
     }
     made["state"] = file.create_dataset("state", (1,), STATE, chunks=(1,), maxshape=(None,))
     # Only chunked data sets that could grow may be written in SWMR mode; their chunks take no space before.
-    chunks = (max(1, min(size, _CHUNK_WEIGHTS)),)
-    final = file.create_dataset("weights/final", (size,), "<f4", chunks=chunks, maxshape=(None,), fillvalue=np.nan)
-    tensors = file.create_dataset("weights/layout", data=_layout_rows(layout))
-    who = file.create_dataset("roles", data=np.zeros(0, ROLE) if roles is None else roles)
-    return {**made, "weights/final": final, "weights/layout": tensors, "roles": who}
+    chunk = max(1, min(size, _CHUNK_WEIGHTS))
+    for name, shape, dtype, chunks, most in (
+        ("final", (size,), "<f4", (chunk,), (None,)),
+        ("epochs", (0, size), "<f4", (1, chunk), (None, size)),
+        ("kept", (0,), "<i4", (_CHUNK_ROWS,), (None,)),
+    ):
+        fill = np.nan if dtype == "<f4" else 0
+        made[f"weights/{name}"] = file.create_dataset(
+            f"weights/{name}", shape, dtype, chunks=chunks, maxshape=most, fillvalue=fill
+        )
+    listed = state_dict or [Named(entry.name, entry.name, "float32", None) for entry in layout]
+    fixed = file.create_group("weights/fixed")
+    for tensor, value in {named.tensor: named.value for named in listed if named.value is not None}.items():
+        fixed.create_dataset(statedict.key(tensor), data=value)
+    for name, rows in (
+        ("roles", np.zeros(0, ROLE) if roles is None else roles),
+        ("weights/layout", _layout_rows(layout)),
+        ("weights/names", statedict.rows_of(listed)),
+    ):
+        made[name] = file.create_dataset(name, data=rows)
+    return made
 
 
 def _layout_rows(layout: Sequence[EntryLike]) -> Rows:

@@ -32,7 +32,7 @@ from rudra import data, models, networks, roles
 from rudra.bench.report import Goal, Report
 from rudra.config import Job
 from rudra.costs import CostModel
-from rudra.events import Finish, Record, Update
+from rudra.events import Finish, Keep, Record, Update
 from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.hands import TensorHands
 from rudra.sim import Simulation
@@ -215,6 +215,7 @@ class _Staleness:
         if action.table == "gradients":
             self.found.append(action.rows["staleness"].copy())
 
+    def keep(self, role: int, action: Keep) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 

@@ -1,8 +1,8 @@
 """The statistics server: gathers what the others measured, tests the weights, records everything.
 
-Source: rudra.txt §3.2. Nobody waits for it: it holds one snapshot of the weights in work (hashed, and tested if the job
-says so) and one waiting, gives the parameter server a credit for each that it is done with, and the parameter server
-skips an epoch for which it has no credit. The last epoch is always worked on.
+Source: rudra.txt §3.2. Nobody waits for it: it holds one snapshot of the weights in work (hashed, and if the job says
+so kept in the file and tested) and one waiting, gives the parameter server a credit for each that it is done with, and
+the parameter server skips an epoch for which it has no credit. The last epoch is always worked on.
 
 It answers for the disk, too: a checkpoint counts when the rows up to it, and those of its epochs, are there.
 
@@ -28,6 +28,7 @@ from rudra.events import (
     Halt,
     Hash,
     Hashed,
+    Keep,
     Receive,
     Received,
     Record,
@@ -82,6 +83,7 @@ class StatisticsServer(Machine):
         self.state = State.GATHERING
         self.epochs = job.training.epochs
         self._evaluates = job.training.evaluate
+        self._keep_every = job.results.keep_every
         self._stops_at_loss = job.faults.on_learner_loss == "stop"
         self._learners = np.zeros(plan.numbers, records.LEARNER)
         self._accounts: set[int] = set()  # learners whose row is there, or who are no more
@@ -158,10 +160,12 @@ class StatisticsServer(Machine):
         buffer, epoch = self._working
         rows = self._rows[epoch]
         rows["weights_sha256"] = event.digest.encode()
+        kept = self._keep_every is not None and epoch % self._keep_every == 0 and epoch != self.epochs
+        keep: list[Action] = [Keep(buffer, epoch)] if kept else []
         if not self._evaluates:
-            return self._done(now)
+            return keep + self._done(now)
         rows["evaluation_began_s"] = now - self._began
-        return [Evaluate(buffer)]
+        return [*keep, Evaluate(buffer)]
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
         assert self._working is not None

@@ -4,6 +4,7 @@ import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from processes import below, finish, gone, start, updates, wait_for_updates
 
@@ -23,7 +24,7 @@ def job_file(directory: Path, protocol: str, optimizer: str = SGD, more: str = "
         "[training]\nepochs = 5\nminibatch_size = 2\nseed = 7\n"
         f"[optimizer]\nmilestones = [1, 2]\n{optimizer}"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n'
-        f'[results]\nflush_s = 0.2\nreport_s = 0.05\ncheckpoint_every = "7 updates"\n{more}'
+        f'[results]\nflush_s = 0.2\nreport_s = 0.05\nkeep_every = 1\ncheckpoint_every = "7 updates"\n{more}'
     )
     return path
 
@@ -59,6 +60,7 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
     assert not list(tmp_path.glob("*.ckpt"))
     with rudra.simulate(rudra.Job.load(job), output=tmp_path / "whole.h5", progress="quiet") as whole:
         expected = whole.summary()
+        kept = {epoch: whole.weights_of(epoch) for epoch in whole.kept_epochs}
     with rudra.open_results(output) as results:
         found = results.summary()
         assert found["weights_sha256"] == expected["weights_sha256"] is not None
@@ -69,6 +71,9 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         assert 1 <= len(restarts) <= 2
         assert list(restarts["timestamp"]) == sorted(restarts["timestamp"])
         assert [row["samples"] for row in results.learners] == [5 * 80] * 3
+        assert len({*kept} & {*results.kept_epochs}) > 1
+        for epoch in {*kept} & {*results.kept_epochs}:
+            assert np.array_equal(results.weights_of(epoch), kept[epoch])
     assert finish(start("replay", output))[0] == 0
 
 

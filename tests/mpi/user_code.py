@@ -168,6 +168,31 @@ def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
     return {"origin": origin - 3600.0 * (comm.rank // 2)}
 
 
+class Assorted(nn.Module):
+    """All kinds of entries that a state_dict may have, and a buffer that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(20, 16), nn.BatchNorm1d(16)
+        self.once, self.again = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.again.weight = self.once.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.brief = nn.Linear(16, 16, dtype=torch.bfloat16).requires_grad_(False)
+        self.alias = self.brief
+        self.last = nn.Linear(16, CLASSES)
+        self.register_buffer("mask", torch.arange(16) % 5 > 0)
+        self.register_buffer("a/b", torch.tensor([1 + 2j, 3]))
+        self.register_buffer("scale", torch.full((), 0.5))
+        self.register_buffer("passing", torch.full((3,), 7.0), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.first(inputs)))
+        hidden = hidden + torch.tanh(self.frozen(self.again(torch.tanh(self.once(hidden))) * self.mask))
+        hidden = hidden + self.scale * self.brief(hidden.bfloat16()).float()
+        result: torch.Tensor = self.last(hidden)
+        return result
+
+
 def raising() -> nn.Module:
     return Trap(50, "raise")
 

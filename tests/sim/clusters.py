@@ -11,7 +11,7 @@ import torch
 from rudra import data, roles, sim
 from rudra.config import Job
 from rudra.costs import CostModel, places
-from rudra.events import Compute, Computed, Finish, Record, Reduce, Save
+from rudra.events import Compute, Computed, Finish, Keep, Record, Reduce, Save
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.hands import TensorHands
 from rudra.position import BEGINNING, Position
@@ -35,6 +35,8 @@ class Rows:
 
     def record(self, action: Record) -> None:
         self.tables.setdefault(action.table, []).append(action.rows)
+
+    def keep(self, role: int, action: Keep) -> None: ...
 
     def finish(self, role: int, action: Finish) -> None:
         names = action.totals.dtype.names or ()

@@ -29,9 +29,11 @@ def new_writer(path: Path, *, flush_s: float = 0.0, **extra: Any) -> ResultsWrit
     """A writer for 4 learners; `extra` are attributes, and arguments of the writer."""
     job = Job(name="digits", protocol={"name": "softsync", "n": 2}).resolved(learners=4, threads_per_rank=1)
     arguments = {"layout": LAYOUT, "size": SIZE, "learners": 4, "overwrite": False, "swmr": True}
+    arguments |= {"state_dict": (), "carried": None, "carried_weights": (), "roles": None}
     arguments |= {key: extra.pop(key) for key in list(extra) if key in arguments}
     attributes = {"name": "digits", "job": job.to_json(), "driver": "mpi", "protocol": "softsync", "n": 2}
-    attributes |= {"topology": "base", "learners": 4, "minibatch_size": 16, "hosts": ["köln", "b"], **extra}
+    attributes |= {"topology": "base", "learners": 4, "minibatch_size": 16, "epochs": 10}
+    attributes |= {"hosts": ["köln", "b"], **extra}
     return ResultsWriter(path, attributes=attributes, flush_s=flush_s, **arguments)
 
 

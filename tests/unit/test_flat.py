@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from user_code import Assorted
 
 from rudra.config import ModelTable
 from rudra.data import DataInfo
@@ -116,6 +117,30 @@ def test_layout_has_parameters_then_buffers_and_tied_ones_once() -> None:
     assert flat.parameter_count == flat.size - 600
     assert [e.offset for e in flat.layout[1:]] == [e.offset + e.size for e in flat.layout[:-1]]
     assert [e.name for e in FlatModel(Tied()).layout] == ["layer.weight", "layer.bias"]
+
+
+@pytest.mark.parametrize("make", [Tied, normalised, Assorted])
+def test_the_vector_and_what_is_beside_it_make_the_state_dict(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    flat = FlatModel(module)
+    weights = torch.empty(flat.size)
+    flat.read_into(weights)
+    flat.bind(weights)
+    entries = {e.name: weights[e.offset : e.offset + e.size].view(e.shape) for e in flat.layout}
+    listed = flat.state_dict()
+    assert [named.name for named in listed] == list(expected)
+    for named in listed:
+        tensor = entries[named.tensor] if named.value is None else torch.from_numpy(named.value)
+        assert f"torch.{named.dtype}" == str(expected[named.name].dtype)
+        assert torch.equal(tensor.to(expected[named.name].dtype), expected[named.name])
+
+
+def test_a_copy_is_made_of_buffers_that_training_changes() -> None:
+    module = normalised()
+    (counted,) = [named for named in FlatModel(module).state_dict() if named.name == "1.num_batches_tracked"]
+    module(draw((20,))[0])
+    assert (counted.value, module[1].num_batches_tracked) == (0, 1)  # type: ignore[index]
 
 
 def test_bind_switches_between_vectors_without_copies() -> None:

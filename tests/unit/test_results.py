@@ -101,6 +101,7 @@ def test_layout_of_the_file_is_the_documented_one(tmp_path):
         assert all(file.attrs.get_id(name).get_type().get_class() != h5py.h5t.VLEN for name in file.attrs)
         assert [h5py.check_string_dtype(file.attrs.get_id(n).dtype).length for n in ("name", "driver")] == [6, 3]
     layout = found.pop("weights/layout")
+    assert found.pop("weights/names").names == ("name", "tensor", "dtype")
     assert layout.names == ("name", "kind", "dimensions", "shape", "offset", "size")
     assert found == {
         "gradients": GRADIENT,
@@ -114,6 +115,8 @@ def test_layout_of_the_file_is_the_documented_one(tmp_path):
         "totals": TOTALS,
         "state": np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")]),
         "weights/final": np.dtype("<f4"),
+        "weights/epochs": np.dtype("<f4"),
+        "weights/kept": np.dtype("<i4"),
     }
 
 

@@ -13,8 +13,9 @@ RECORD, CREDIT = "record epochs", "CREDIT@0 to S"
 END = ["DONE@0 to S", "DONE@0 to L0", "DONE@0 to L1", "halt"]
 
 
-def started(epochs: int = 3, evaluate: bool = True) -> Machine:
-    role = machine(STATISTICS, job("async", training={"epochs": epochs, "evaluate": evaluate}))
+def started(epochs: int = 3, evaluate: bool = True, **results: int) -> Machine:
+    asked = job("async", training={"epochs": epochs, "evaluate": evaluate}).with_(results=results)
+    role = machine(STATISTICS, asked)
     feed(role, Started(), Received(Message(Kind.START, SERVER)))
     return role
 
@@ -115,6 +116,23 @@ def test_without_tests_the_final_weights_still_come() -> None:
     assert role.waiting_for == "the weights of epoch 2"
     assert feed(role, epoch(2, "snapshot 0", 2)) == ["hash snapshot 0"]
     assert feed(role, HASHED) == [RECORD, "finish snapshot 0", *END]
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_every_second_epoch_is_kept_but_the_last_which_is_final(evaluate: bool) -> None:
+    role = started(4, evaluate, keep_every=2)
+    wanted: list[str] = []
+    for number in range(1, 5):
+        snapshot = f"snapshot {number % 2}"
+        tested = [evaluated(snapshot)] if evaluate else []
+        wanted += feed(role, epoch(number, snapshot), HASHED, *tested)
+    written = [action for action in wanted if action.startswith(("keep", "record"))]
+    assert written == [RECORD, "keep snapshot 0 2", RECORD, RECORD, RECORD]
+
+
+def test_an_epoch_whose_weights_never_came_is_not_kept() -> None:
+    wanted = feed(started(3, keep_every=1), epoch(1), epoch(2, "snapshot 0"), HASHED)
+    assert wanted == [RECORD, "hash snapshot 0", "keep snapshot 0 2", "evaluate snapshot 0"]
 
 
 @pytest.mark.parametrize(

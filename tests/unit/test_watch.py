@@ -178,6 +178,7 @@ def test_a_missing_file_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("x", "y", "picture"),
     [
         ([0, 1], [1, 1], ["⠉⠉⠉⠉", "⠀⠀⠀⠀"]),
+        ([-5, 1], [1, 1], ["⠉⠉⠉⠉", "⠀⠀⠀⠀"]),  # before the beginning
         ([0, 1], [0, 1], ["⠀⠀⣠⠞", "⣠⠞⠁⠀"]),
         ([1], [2], ["⠀⠀⠀⠈", "⠀⠀⠀⠀"]),
         ([0, 1, np.nan], [np.nan, 3, 4], ["⠀⠀⠀⠈", "⠀⠀⠀⠀"]),

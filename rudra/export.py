@@ -1,0 +1,101 @@
+"""The weights of a run as a file for torch or for safetensors: what `rudra export` writes."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rudra import safetensors
+from rudra.errors import ConfigError, ResultsError
+from rudra.files import check_output, written
+from rudra.results import Results
+from rudra.statedict import Named
+
+SUFFIXES = (".pt", ".safetensors")
+
+_DTYPES = {
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def export(results: Results, output: Path, epoch: int | None = None, *, force: bool = False) -> int:
+    """Writes what the model's `load_state_dict` takes, in the model's own types.
+
+    Args:
+        results: of a run.
+        output: for `torch.load` (.pt), where tied names are one tensor, or for safetensors (.safetensors), which has
+            no such thing: there each name has a copy.
+        epoch: one of `results.kept_epochs`; by default the final weights.
+        force: replace an existing file.
+
+    Returns:
+        How many names there are.
+
+    Raises:
+        RudraError: no such weights, no such format, a type that the format does not have, or no place for the file.
+    """
+    if output.suffix not in SUFFIXES:
+        raise ConfigError(f"{output}: the suffix must say the format; valid: {', '.join(SUFFIXES)}")
+    check_output(output, force)
+    named = results.tensors(epoch)
+    own = {each.tensor: _tensor(each, results.path) for each in named}
+    tensors = {each.name: own[each.tensor] for each in named}
+    if output.suffix == ".pt":
+        save(tensors, output)
+    else:
+        parts = _parts(tensors, output)
+        with written(output) as file:
+            safetensors.write(file, parts, {"format": "pt"})
+    return len(tensors)
+
+
+def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
+    """Writes a file for `torch.load`.
+
+    Raises:
+        ResultsError: it cannot be written.
+    """
+    with written(output) as file:
+        try:
+            torch.save(tensors, file)
+        except RuntimeError as error:  # with which torch hides that of the file
+            raise OSError(f"torch.save failed ({error}); is there room?") from None
+
+
+def _tensor(named: Named, path: Path) -> torch.Tensor:
+    """A tensor of its own, in the model's type."""
+    dtype = getattr(torch, named.dtype, None)
+    with suppress(TypeError, ValueError):  # types that torch does not have
+        tensor = torch.from_numpy(np.array(named.value))
+        if isinstance(dtype, torch.dtype) and (
+            tensor.dtype is dtype or (tensor.dtype is torch.float32 and dtype.is_floating_point)
+        ):
+            return tensor.to(dtype)
+    raise ResultsError(f"{path}: damaged: {named.tensor} is no tensor of type '{named.dtype}'")
+
+
+def _parts(tensors: dict[str, torch.Tensor], output: Path) -> dict[str, safetensors.Tensor]:
+    """The tensors as safetensors has them, in its order."""
+    parts = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
+        if tensor.dtype not in _DTYPES:
+            raise ConfigError(f"{output}: {name} is {tensor.dtype}, which safetensors does not have; a .pt file does")
+        numbers = tensor.reshape(-1).view(torch.uint8).numpy()
+        parts[name] = safetensors.Tensor(_DTYPES[tensor.dtype], tensor.shape, numbers)
+    return parts

@@ -1,0 +1,29 @@
+"""Tables of a result file for pandas."""
+
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from rudra.errors import ConfigError
+from rudra.writer import GROWING
+
+if TYPE_CHECKING:
+    from rudra.results import Results
+
+TABLES = (*GROWING, "roles", "learners")
+
+
+def frame(results: "Results", table: str) -> Any:
+    """See `Results.frame`."""
+    if table not in TABLES:
+        raise ConfigError(f"there is no table '{table}'; valid: {', '.join(TABLES)}")
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError("data frames need pandas: pip install 'rudra[pandas]'") from None
+    rows = getattr(results, table)
+    return pandas.DataFrame({name: _column(rows[name]) for name in rows.dtype.names if name != "pad"})
+
+
+def _column(values: NDArray[Any]) -> NDArray[Any] | list[str]:
+    return values if values.dtype.kind != "S" else [text.decode("utf-8", "replace") for text in values.tolist()]
