@@ -17,6 +17,8 @@ from rudra.config import DataTable
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
+from rudra.sampling import TEST_SPLIT, hold_out
+from rudra.sources import Dense, Source
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -38,47 +40,102 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """Inputs (count, *input_shape) float32 and labels (count,) int64 of the given samples, fresh and contiguous."""
+        """Inputs (count, *input_shape) and targets (count, …) of the given samples, fresh and contiguous.
+
+        Inputs are float32, or int64 where they are tokens; targets are (count,) int64 where they are class labels.
+        """
 
 
 class Split(Dataset[Batch]):
-    """Samples in memory, converted when they are drawn.
+    """Samples of a data set that Rudra reads, converted when they are drawn.
+
+    Bytes and floating-point numbers become float32 inputs. Other whole numbers stay what they are, the numbers of
+    tokens, as int64. Targets become int64 or float32 in the same way, but bytes are whole numbers there.
 
     Args:
-        inputs: (N, C, H, W) uint8 or float32.
-        labels: (N,) int64.
-        mean: (C, H, W) float32, subtracted from each input; or None.
-        scale: factor on the inputs after that.
+        inputs: (N, …).
+        targets: (N,) or (N, …).
+        mean: of one input, float32, subtracted from each; or None.
+        scale: factor on the inputs after that; not on tokens.
+        limit: use only the first samples.
     """
 
     def __init__(
         self,
-        inputs: npt.NDArray[Any],
-        labels: npt.NDArray[np.int64],
+        inputs: Source,
+        targets: Source,
         mean: npt.NDArray[np.float32] | None = None,
         scale: float = 1.0,
+        *,
+        limit: int | None = None,
     ) -> None:
-        self.inputs = inputs
-        self.labels = labels
-        self.mean = np.zeros(inputs.shape[1:], np.float32) if mean is None else mean
+        self.inputs, self.targets = inputs, targets
+        self.mean = mean
         self.scale = np.float32(scale)
+        self.length = inputs.shape[0] if limit is None else min(limit, inputs.shape[0])
+        self._tokens = are_tokens(inputs.dtype)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.length
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        rows = self.inputs.rows(indices)
+        targets = self.targets.rows(indices)
+        whole = targets.dtype.kind in "iu"
+        labels = torch.from_numpy(targets.astype(np.int64 if whole else np.float32, copy=False))
+        if self._tokens:
+            return torch.from_numpy(rows.astype(np.int64, copy=False)), labels
         # NumPy, because this runs in the input thread: it lets go of the GIL as torch does, but starts no second team
-        # of worker threads beside those of the learner's gradient.
-        inputs = torch.empty((len(indices), *self.inputs.shape[1:]), dtype=torch.float32)
+        # of worker threads beside those of the learner's gradient. torch's memory, because it is aligned always alike.
+        inputs = torch.empty(rows.shape, dtype=torch.float32)
         converted = inputs.numpy()
-        np.subtract(self.inputs.take(indices, axis=0), self.mean, out=converted)
-        if self.scale != 1:
-            np.multiply(converted, self.scale, out=converted)
-        return inputs, torch.from_numpy(self.labels.take(indices))
+        if self.mean is not None:
+            np.subtract(rows, self.mean, out=converted)
+            if self.scale != 1:
+                np.multiply(converted, self.scale, out=converted)
+        elif self.scale != 1:
+            np.multiply(rows, self.scale, out=converted)
+        else:
+            np.copyto(converted, rows)
+        return inputs, labels
 
     def __getitem__(self, index: int) -> Batch:
         inputs, labels = self.batch(np.array([index]))
         return inputs[0], labels[0]
+
+
+class Subset(Dataset[Batch]):
+    """Some of other samples, which it does not copy.
+
+    Args:
+        samples: those.
+        indices: (count,) int64: which of them, in their new order.
+    """
+
+    def __init__(self, samples: Samples, indices: npt.NDArray[np.int64]) -> None:
+        self.samples, self.indices = samples, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        return self.samples.batch(self.indices[indices])
+
+    def __getitem__(self, index: int) -> Batch:
+        inputs, labels = self.batch(np.array([index]))
+        return inputs[0], labels[0]
+
+
+def in_memory(samples: Samples | None) -> bool:
+    """Whether samples are drawn without files or the user's code: in less time than an input thread's hand-over."""
+    while isinstance(samples, Subset):
+        samples = samples.samples
+    return isinstance(samples, Split) and samples.inputs.in_memory and samples.targets.in_memory
+
+
+def are_tokens(dtype: np.dtype[Any]) -> bool:
+    """Whether inputs of this type are numbers of tokens, not to be calculated with."""
+    return dtype.kind in "iu" and dtype != np.uint8
 
 
 class UserSplit:
@@ -131,55 +188,103 @@ class UserSplit:
         return inputs, labels
 
 
-def load(table: DataTable, *, train: bool = True, test: bool = True) -> tuple[Samples | None, Samples | None, DataInfo]:
+def load(
+    table: DataTable, *, train: bool = True, test: bool = True, seed: int = 0
+) -> tuple[Samples | None, Samples | None, DataInfo]:
     """A job's data.
 
     Args:
         table: which data, where, and how much of it.
         train: give the training split; without it no more is read than the description or the test's mean needs.
         test: give the test split.
+        seed: of the job; chooses what `test_split` holds out.
 
     Returns:
         Training split, test split (None where not asked for), and the description of both.
 
     Raises:
-        ConfigError: no such data set, or the user's datasets do not tell the number of classes.
+        ConfigError: no such data set, an option that it does not have, a test set that is missing or there twice, or
+            the user's datasets do not tell the number of classes.
         DataError: a file is missing, damaged, or its labels are out of range.
     """
     if isinstance(table.name, str) and ":" not in table.name:
         if table.name not in READERS:
             valid = f"{', '.join(READERS)} or package.module:callable"
             raise ConfigError(f"[data] unknown name '{table.name}'; valid: {valid}")
-        return _load_shipped(table, train, test)
+        return _load_shipped(table, train, test, seed)
+    if table.test_split is not None:
+        raise ConfigError("[data] test_split is for data without a test set; your own callable gives one")
     return _load_users(table, train, test)
 
 
-def _load_shipped(table: DataTable, train: bool, test: bool) -> tuple[Split | None, Split | None, DataInfo]:
-    if table.options:
-        raise ConfigError(f"[data] {table.name} takes no options, not {', '.join(table.options)}")
-    wanted = {"train"} if train or (test and table.subtract_mean) else set()
-    arrays = READERS[table.name](table, wanted | ({"test"} if test else set()))
+def _load_shipped(
+    table: DataTable, train: bool, test: bool, seed: int
+) -> tuple[Samples | None, Samples | None, DataInfo]:
+    asked = {split for split, given in zip(SPLITS, (train, test), strict=True) if given}
+    of_training = table.test_split is not None or table.subtract_mean is not False  # what the test needs of it
+    arrays = READERS[table.name](table, {"train", *asked} if test and of_training else asked)
+    counts, kept = _counted(table, arrays, seed)
+    for split, (_, targets) in arrays.pairs.items():
+        if isinstance(targets, Dense) and targets.dtype == np.int64 and targets.array.ndim == 1:
+            check_labels(targets.array, arrays.classes, f"{table.name} ({split})")
+    info = DataInfo(table.name, counts["train"], counts["test"], arrays.input_shape, arrays.classes)
+    if not asked:
+        return None, None, info
+    inputs = next(iter(arrays.pairs.values()))[0]
+    if table.scale is not None and are_tokens(inputs.dtype):
+        raise ConfigError(f"[data] scale: the inputs of {table.name} are tokens, not to be multiplied")
+    mean = None
+    if _has_mean(table, inputs):
+        mean = _mean(arrays.pairs["train"][0], kept["train"])
+    scale = arrays.scale if table.scale is None else table.scale
+    splits: dict[str, Samples] = {}
+    for split in asked:
+        if table.test_split is None:
+            splits[split] = Split(*arrays.pairs[split], mean, scale, limit=counts[split])
+        else:
+            splits[split] = Subset(Split(*arrays.pairs["train"], mean, scale), kept[split])
+    return splits.get("train"), splits.get("test"), info
+
+
+def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """How many samples a job uses of each split, and which: of the split, or of the training set with `test_split`.
+
+    Raises:
+        ConfigError: there is no test set, or `test_split` would be a second one.
+        DataError: a split is empty.
+    """
     limits = {"train": table.train_limit, "test": table.test_limit}
-    counts = {split: min(arrays.counts[split], limits[split] or arrays.counts[split]) for split in SPLITS}
+    counts, kept = dict(arrays.counts), dict[str, Any]()
+    if table.test_split is not None:
+        if "test" in counts:
+            raise ConfigError(f"[data] test_split is for data without a test set; {table.name} has one here")
+        kept = dict(zip(SPLITS, hold_out(seed, TEST_SPLIT, counts["train"], table.test_split), strict=True))
+        counts = {split: len(indices) for split, indices in kept.items()}
+    elif "test" not in counts:
+        raise ConfigError(f"[data] {table.name} has no test set here; set data.test_split, as 0.2, to hold one out")
+    counts = {split: min(count, limits[split] or count) for split, count in counts.items()}
     if 0 in counts.values():
         raise DataError(f"[data] {table.name}: the training or the test set has no sample")
-    pairs = {split: (x[: counts[split]], y[: counts[split]]) for split, (x, y) in arrays.pairs.items()}
-    for split, (_, labels) in pairs.items():
-        check_labels(labels, arrays.classes, f"{table.name} ({split})")
-    mean = _mean(pairs["train"][0]) if table.subtract_mean and wanted else None
-    scale = arrays.scale if table.scale is None else table.scale
-    splits = {split: Split(x, y, mean, scale) for split, (x, y) in pairs.items()}
-    return splits.get("train") if train else None, splits.get("test"), _describe(table.name, arrays, counts)
+    return counts, {split: kept[split][:count] if kept else slice(count) for split, count in counts.items()}
 
 
-def _describe(name: str, arrays: Arrays, counts: dict[str, int]) -> DataInfo:
-    return DataInfo(name, counts["train"], counts["test"], arrays.input_shape, arrays.classes)
+def _has_mean(table: DataTable, inputs: Source) -> bool:
+    """Whether the mean is subtracted. Raises ConfigError where it cannot be."""
+    dense = isinstance(inputs, Dense) and not are_tokens(inputs.dtype)
+    if table.subtract_mean is None:
+        return dense and inputs.dtype == np.uint8 and len(inputs.shape) > 2
+    if table.subtract_mean and not dense:
+        what = "tokens" if are_tokens(inputs.dtype) else "sparse" if inputs.in_memory else "read as they are drawn"
+        raise ConfigError(f"[data] subtract_mean: the inputs of {table.name} are {what}; valid: false")
+    return table.subtract_mean
 
 
-def _mean(inputs: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Per-pixel mean (C, H, W); exact sums, so that it depends on neither order nor blocks."""
-    total: npt.NDArray[np.int64] = inputs.sum(axis=0, dtype=np.int64)
-    mean: npt.NDArray[np.float32] = (total / len(inputs)).astype(np.float32)
+def _mean(inputs: Source, chosen: Any) -> npt.NDArray[np.float32]:
+    """Mean of the chosen inputs; of bytes from exact sums, so that it depends on neither order nor blocks."""
+    assert isinstance(inputs, Dense)
+    values = inputs.array[chosen]
+    total = values.sum(axis=0, dtype=np.int64 if inputs.dtype == np.uint8 else np.float64)
+    mean: npt.NDArray[np.float32] = (total / len(values)).astype(np.float32)
     return mean
 
 

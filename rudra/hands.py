@@ -340,7 +340,7 @@ def make(job: Job, plan: Plan) -> Cluster:
     if not job.simulation.tensors:
         return _without_tensors(job)
     device = find_device(job)
-    train, test, info = data.load(job.data)
+    train, test, info = data.load(job.data, seed=job.training.seed)
     roles = tuple(range(len(plan.roles)))
     executors = make_executors(job, plan, roles, (train, test), info, prefetch=False, device=device)
     server = executors[plan.server]
@@ -357,7 +357,7 @@ def make(job: Job, plan: Plan) -> Cluster:
 
 
 def _without_tensors(job: Job) -> Cluster:
-    _, _, info = data.load(job.data, train=False, test=False)
+    _, _, info = data.load(job.data, train=False, test=False, seed=job.training.seed)
     try:
         with torch.device("meta"):  # shapes alone
             flat = FlatModel(models.build(job.model, info, job.training.seed))

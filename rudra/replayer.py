@@ -431,7 +431,7 @@ def _version(timestamp: int) -> str:
 
 def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Path | None, quiet: bool) -> Replayed:
     updates = record.updates_count if until is None else until
-    train, _, info = data.load(job.data, test=False)
+    train, _, info = data.load(job.data, test=False, seed=job.training.seed)
     executors = make_executors(job, plan, tuple(range(len(plan.roles))), (train, None), info, prefetch=False)
     for executor in executors.values():
         executor.prepare()

@@ -218,17 +218,17 @@ class _Session:
             os.nice(10)  # training goes first
         self._splits: tuple[data.Samples | None, data.Samples | None] = (None, None)
         if learns or self._keeps_results:
-            train, test, self._info = data.load(self._job.data, train=learns, test=self._keeps_results)
+            seed = self._job.training.seed
+            train, test, self._info = data.load(self._job.data, train=learns, test=self._keeps_results, seed=seed)
             self._splits = (train, test)
 
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(getattr(self, "_info", None), source)
         if self._roles:
-            from rudra.data import Split
+            from rudra.data import in_memory
 
-            # Where all samples lie in memory, a mini-batch takes less time than its hand-over by an input thread.
-            prefetch = not isinstance(self._splits[0], Split)
+            prefetch = not in_memory(self._splits[0])
             self._executors = make_executors(
                 self._job, self._plan, self._roles, self._splits, self._info, prefetch=prefetch
             )

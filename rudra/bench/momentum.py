@@ -223,7 +223,7 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
     """Steps V(1) … V(T), gradients ∇ℓ(W(0)) … ∇ℓ(W(T-1)), both (T, parameters) float64, and the mean staleness."""
     plan, updates = job.plan(), 8 * job.learners + 12
     with torch_as_in(job):
-        train, test, info = data.load(job.data)
+        train, test, info = data.load(job.data, seed=job.training.seed)
         assert train is not None
         executors: dict[int, Executor] = make_executors(
             job, plan, tuple(range(len(plan.roles))), (train, test), info, prefetch=False

@@ -146,7 +146,7 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     """Seconds that a gradient takes where nothing is exchanged."""
     import time
 
-    train_, _, info = data.load(job.data, test=False)
+    train_, _, info = data.load(job.data, test=False, seed=job.training.seed)
     plan = job.plan()
     role = plan.learners[learner]
     executor = make_executors(job, plan, (role,), (train_, None), info, prefetch=True)[role]
