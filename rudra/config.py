@@ -72,7 +72,9 @@ class ModelTable(Table):
 
 
 class DataTable(Table):
-    name: Any = Field("digits", description="digits, idx, cifar10, or package.module:callable giving (train, test)")
+    name: Any = Field(
+        "digits", description="digits, idx, cifar10, libsvm, or package.module:callable giving (train, test)"
+    )
     path: Path | None = Field(
         None, description="file of the data, or directory that holds its files; relative to the working directory"
     )

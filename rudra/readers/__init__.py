@@ -11,6 +11,7 @@ from rudra.readers.cifar import read_cifar10
 from rudra.readers.common import SPLITS, Arrays, check_labels
 from rudra.readers.digits import read_digits
 from rudra.readers.idx import read_idx
+from rudra.readers.libsvm import read_libsvm
 
 __all__ = ["READERS", "SPLITS", "Arrays", "check_labels"]
 
@@ -18,4 +19,5 @@ READERS: dict[str, Callable[[DataTable, Collection[str]], Arrays]] = {
     "digits": read_digits,
     "idx": read_idx,
     "cifar10": read_cifar10,
+    "libsvm": read_libsvm,
 }

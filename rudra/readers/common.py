@@ -91,7 +91,7 @@ def path_of(table: DataTable) -> Path:
 def existing(file: Path) -> Path:
     """The file, if it is one: a pipe would be waited for."""
     if not os.path.isfile(file):
-        raise DataError(f"{file}: no such file")
+        raise DataError(f"{file}: {'is a directory, not a file' if os.path.isdir(file) else 'no such file'}")
     return file
 
 
