@@ -18,7 +18,7 @@ from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
 from rudra.sampling import TEST_SPLIT, hold_out
-from rudra.sources import Dense, Source
+from rudra.sources import Dense, Source, are_tokens
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -133,11 +133,6 @@ def in_memory(samples: Samples | None) -> bool:
     return isinstance(samples, Split) and samples.inputs.in_memory and samples.targets.in_memory
 
 
-def are_tokens(dtype: np.dtype[Any]) -> bool:
-    """Whether inputs of this type are numbers of tokens, not to be calculated with."""
-    return dtype.kind in "iu" and dtype != np.uint8
-
-
 class UserSplit:
     """The user's own map-style dataset of (input, label) pairs.
 
@@ -223,10 +218,12 @@ def _load_shipped(
     asked = {split for split, given in zip(SPLITS, (train, test), strict=True) if given}
     of_training = table.test_split is not None or table.subtract_mean is not False  # what the test needs of it
     arrays = READERS[table.name](table, {"train", *asked} if test and of_training else asked)
+    if table.classes not in (None, arrays.classes):
+        raise ConfigError(f"[data] classes: {table.classes}, but {table.name} has {arrays.classes} here")
     counts, kept = _counted(table, arrays, seed)
     for split, (_, targets) in arrays.pairs.items():
         if isinstance(targets, Dense) and targets.dtype == np.int64 and targets.array.ndim == 1:
-            check_labels(targets.array, arrays.classes, f"{table.name} ({split})")
+            check_labels(targets.array, arrays.classes, f"{table.path or table.name} ({split})")
     info = DataInfo(table.name, counts["train"], counts["test"], arrays.input_shape, arrays.classes)
     if not asked:
         return None, None, info

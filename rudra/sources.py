@@ -54,6 +54,11 @@ class Source(Protocol):
         """
 
 
+def are_tokens(dtype: np.dtype[Any]) -> bool:
+    """Whether inputs of this type are numbers of tokens, not to be calculated with."""
+    return dtype.kind in "iu" and dtype != np.uint8
+
+
 class Dense:
     """An array in memory.
 
@@ -172,7 +177,7 @@ class Stored:
         file = h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # what was decoded is kept here
         found = file.get(name)
         if not isinstance(found, h5py.Dataset):
-            raise DataError(f"{self._where}: there is no such data set; there are: {_names(file)}")
+            raise DataError(f"{self._where}: there is no such data set")
         if found.is_virtual or found.external or found.file.filename != file.filename:
             raise DataError(f"{self._where}: its values lie in other files, which is not supported")
         if found.dtype.kind not in "buif" or not found.shape:
@@ -224,11 +229,21 @@ def _reopened(path: Path, name: str, sample_shape: tuple[int, ...] | None, cache
     return Stored(path, name, sample_shape=sample_shape, cache_bytes=cache_bytes)
 
 
-def _names(file: Any) -> str:
-    """The data sets of an HDF5 file."""
+def data_sets(path: Path) -> list[str]:
+    """Names of the data sets of an HDF5 file.
+
+    Raises:
+        DataError: it is none, or damaged.
+    """
+    import h5py
+
     found: list[str] = []
-    file.visititems(lambda name, item: found.append(name) if hasattr(item, "dtype") else None)
-    return ", ".join(found[:20]) + (", …" if len(found) > 20 else "") or "none"
+    try:
+        with h5py.File(path, "r", locking="best-effort") as file:
+            file.visititems(lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None)
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read, perhaps damaged: {one_line(error)}") from None
+    return found
 
 
 class Images:

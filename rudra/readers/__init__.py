@@ -7,6 +7,7 @@ shapes and numbers alone.
 from collections.abc import Callable, Collection
 
 from rudra.config import DataTable
+from rudra.readers.arrays import read_hdf5, read_npz
 from rudra.readers.cifar import read_cifar10
 from rudra.readers.common import SPLITS, Arrays, check_labels
 from rudra.readers.digits import read_digits
@@ -20,4 +21,6 @@ READERS: dict[str, Callable[[DataTable, Collection[str]], Arrays]] = {
     "idx": read_idx,
     "cifar10": read_cifar10,
     "libsvm": read_libsvm,
+    "npz": read_npz,
+    "hdf5": read_hdf5,
 }

@@ -67,14 +67,14 @@ def _source(path: Path) -> Path:
     raise DataError(f"{path}: there is no data_batch_1 or data_batch_1.xz, no directory {inner} and no {archive}")
 
 
-def _contents(source: Path, names: list[str]) -> dict[str, bytes]:
+def _contents(source: Path, names: list[str]) -> dict[str, bytearray]:
     if os.path.isdir(source):
         files = {name: source / name if os.path.isfile(source / name) else source / f"{name}.xz" for name in names}
         for name, file in files.items():
             if not os.path.isfile(file):
                 raise DataError(f"{source}: there is no file {name} or {name}.xz")
         return {name: content_of(file, _LARGEST) for name, file in files.items()}
-    contents: dict[str, bytes] = {}
+    contents: dict[str, bytearray] = {}
     try:
         with tarfile.open(source) as archive:
             end = 0
@@ -93,7 +93,7 @@ def _contents(source: Path, names: list[str]) -> dict[str, bytes]:
     return contents
 
 
-def _batch(content: bytes, where: str, classes: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def _batch(content: bytearray, where: str, classes: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     try:
         batch = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
         data, listed = batch[b"data"].array, batch[b"labels"]

@@ -118,7 +118,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{file}: cannot be read, perhaps truncated or corrupt: {one_line(error)}") from None
 
 
-def content_of(file: Path, size: int = sys.maxsize) -> bytes:
+def content_of(file: Path, size: int = sys.maxsize) -> bytearray:
     """Decompressed content, as far as its first `size` bytes; no more memory is taken than there is content.
 
     Raises:
@@ -128,12 +128,12 @@ def content_of(file: Path, size: int = sys.maxsize) -> bytes:
         return read(stream, size)
 
 
-def read(stream: IO[bytes], size: int) -> bytes:
+def read(stream: IO[bytes], size: int) -> bytearray:
     """What is left of a stream, as far as its first `size` bytes."""
     found = bytearray()
     while len(found) < size and (piece := stream.read(min(_PIECE, size - len(found)))):
         found += piece
-    return bytes(found)
+    return found
 
 
 def blocks(file: Path) -> Iterator[bytes]:
