@@ -7,6 +7,7 @@ shapes and numbers alone.
 from collections.abc import Callable, Collection
 
 from rudra.config import DataTable
+from rudra.readers.arff import read_arff
 from rudra.readers.arrays import read_hdf5, read_npz
 from rudra.readers.cifar import read_cifar10
 from rudra.readers.common import SPLITS, Arrays, check_labels
@@ -23,4 +24,5 @@ READERS: dict[str, Callable[[DataTable, Collection[str]], Arrays]] = {
     "libsvm": read_libsvm,
     "npz": read_npz,
     "hdf5": read_hdf5,
+    "arff": read_arff,
 }

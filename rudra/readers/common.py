@@ -3,7 +3,9 @@
 import bz2
 import gzip
 import lzma
+import math
 import os
+import re
 import sys
 import tarfile
 import zlib
@@ -26,6 +28,7 @@ DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError
 
 _PIECE = 1 << 22  # bytes that are decompressed at a time
 _LONGEST = 1 << 28  # bytes of a line
+_NUMBER = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -95,6 +98,19 @@ def existing(file: Path) -> Path:
     return file
 
 
+def listed(directory: Path) -> list[os.DirEntry[str]]:
+    """What a directory holds, by name.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be read: {error.strerror or error}") from None
+
+
 def first_of(directory: Path, name: str) -> Path:
     """The file of that name, plain or else compressed with gzip."""
     names = [name, f"{name}.gz"]
@@ -155,3 +171,24 @@ def blocks(file: Path) -> Iterator[bytes]:
                 raise DataError(f"{file}: has a line of more than {_LONGEST:,} bytes: is it no text?")
     if rest:
         yield rest
+
+
+def numbers_of(text: bytes) -> npt.NDArray[np.float64] | None:
+    """All numbers of a text with white space between them; None, or fewer than there are words, where one is none."""
+    if not text.strip():
+        return np.empty(0)
+    try:
+        return np.fromstring(text, sep=" ")
+    except ValueError:
+        return None
+
+
+def is_number(text: bytes, largest: float = math.inf) -> bool:
+    """Whether a word is a decimal number, and not beyond the largest."""
+    return _NUMBER.fullmatch(text) is not None and abs(float(text)) <= largest
+
+
+def shown(text: bytes) -> str:
+    """A word of a file, for an error's text."""
+    readable = text.decode("utf-8", "replace")
+    return repr(readable if len(readable) <= 40 else readable[:37] + "...")

@@ -3,7 +3,6 @@
 import io
 import itertools
 import re
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import Field
 
 from rudra.config import DataTable, Table, checked
 from rudra.errors import DataError
-from rudra.readers.common import Arrays, blocks, class_count, path_of
+from rudra.readers.common import Arrays, blocks, class_count, is_number, numbers_of, path_of, shown
 from rudra.sources import Dense, Sparse
 
 _MOST = 2**31 - 1  # the largest index
@@ -23,7 +22,6 @@ _LARGEST = float(np.finfo(np.float32).max)
 _EXACT = 2.0**53  # whole numbers up to here are what they were written as
 _SPACES = bytes.maketrans(b":", b" ")
 _LEFT_OUT = re.compile(rb"#[^\n]*|(?<=\s)qid:\S*")
-_NUMBER = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
 class Options(Table):
@@ -141,7 +139,7 @@ def _parsed(block: bytes) -> _Rows | None:
     begins = ~gaps
     begins[1:] &= gaps[:-1]
     places = np.flatnonzero(begins)  # of the numbers
-    numbers = _numbers(block.translate(_SPACES)) if len(places) else np.empty(0)
+    numbers = numbers_of(block.translate(_SPACES))
     if numbers is None or len(numbers) != len(places) or not _paired(colons, gaps):
         return None
     is_value, is_index = np.zeros((2, len(places)), bool)
@@ -162,15 +160,6 @@ def _parsed(block: bytes) -> _Rows | None:
     return _Rows(labels, lengths, indices.astype(np.int32), values.astype(np.float32))
 
 
-def _numbers(text: bytes) -> NDArray[np.float64] | None:
-    """All numbers of a text with white space between them; None if there is anything else."""
-    with warnings.catch_warnings(action="error"):
-        try:
-            return np.fromstring(text, sep=" ")
-        except (ValueError, DeprecationWarning):  # the latter in older versions of NumPy
-            return None
-
-
 def _paired(colons: NDArray[np.bool_], gaps: NDArray[np.bool_]) -> bool:
     """Whether something stands right before and after every colon."""
     found = np.flatnonzero(colons)
@@ -188,31 +177,22 @@ def _complain(block: bytes, regression: bool, file: Path, first: int) -> NoRetur
     """
     for number, line in enumerate(io.BytesIO(block), first):
         label, *fields = _LEFT_OUT.sub(b"", line).split() or [b"0"]
-        text = None if _is_number(label, _LARGEST) else "is no label"
+        text = None if is_number(label, _LARGEST) else "is no label"
         if text is None and not (regression or _whole(np.array(float(label)))):
             text = "is no whole number; for real labels set data.options.regression = true"
         if text is not None:
-            raise DataError(f"{file}: line {number}: {_shown(label)} {text}")
+            raise DataError(f"{file}: line {number}: {shown(label)} {text}")
         last = -1.0
         for field in fields:
             index, _, value = field.partition(b":")
-            if not (_is_number(index, _MOST) and _is_number(value, _LARGEST)):
-                raise DataError(f"{file}: line {number}: {_shown(field)} is no index:value")
+            if not (is_number(index, _MOST) and is_number(value, _LARGEST)):
+                raise DataError(f"{file}: line {number}: {shown(field)} is no index:value")
             if not (float(index) >= 0 and float(index).is_integer()):
-                raise DataError(f"{file}: line {number}: index {_shown(index)} is no whole number from 0 to {_MOST}")
+                raise DataError(f"{file}: line {number}: index {shown(index)} is no whole number from 0 to {_MOST}")
             if float(index) <= last:
-                raise DataError(f"{file}: line {number}: index {_shown(index)} after {last:.0f}; they must ascend")
+                raise DataError(f"{file}: line {number}: index {shown(index)} after {last:.0f}; they must ascend")
             last = float(index)
     raise DataError(f"{file}: line {first} or one after it: not in LIBSVM's format")
-
-
-def _is_number(text: bytes, largest: float) -> bool:
-    return _NUMBER.fullmatch(text) is not None and abs(float(text)) <= largest
-
-
-def _shown(text: bytes) -> str:
-    shown = text.decode("ascii", "replace")
-    return repr(shown if len(shown) <= 40 else shown[:37] + "...")
 
 
 def _line(file: Path, row: int) -> int:
