@@ -176,10 +176,11 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()
     compute_s = {}
     with torch_as_in(job):
-        train, test, info = data.load(job.data)
+        loaded = data.load(job.data, seed=job.training.seed)
+        info = loaded.info
         for size in sizes:
             sized = job.with_(training={"minibatch_size": size})
-            made = make_executors(sized, plan, tuple(range(len(plan.roles))), (train, test), info, prefetch=False)
+            made = make_executors(sized, plan, tuple(range(len(plan.roles))), loaded, prefetch=False)
             weights = made[plan.server].buffer("weights").vector
             for role in (plan.learners[0], plan.statistics):
                 made[role].buffer("weights").vector.copy_(weights)

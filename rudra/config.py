@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -53,6 +53,8 @@ class Table(BaseModel):
         """Refuses what would be converted silently: "16" and true are no numbers, 1 is neither true nor false."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         wanted = {annotation, *get_args(annotation)}
+        if value is None and type(None) in wanted:
+            return value
         if bool in wanted and not isinstance(value, bool):
             raise ValueError(f"must be true or false, not {_short(value)}")
         if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str):
@@ -60,6 +62,9 @@ class Table(BaseModel):
         if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
             raise ValueError(f"must be below 2**63, not {_short(value)}")
         return value
+
+
+AnyTable = TypeVar("AnyTable", bound=Table)
 
 
 class ModelTable(Table):
@@ -71,19 +76,42 @@ class ModelTable(Table):
 
 
 class DataTable(Table):
-    name: Any = Field("digits", description="digits, idx, cifar10, or package.module:callable giving (train, test)")
+    name: Any = Field(
+        "digits",
+        description="digits, idx, cifar10, libsvm, npz, hdf5, arff, or package.module:callable giving (train, test)",
+    )
     path: Path | None = Field(
-        None, description="directory that holds the data files; relative to the working directory"
+        None, description="file of the data, or directory that holds its files; relative to the working directory"
     )
     train_limit: int | None = Field(None, ge=1, description="use only the first N training samples")
     test_limit: int | None = Field(None, ge=1, description="use only the first N test samples")
     classes: int | None = Field(None, ge=2, description="number of classes, for data that does not tell it")
     scale: float | None = Field(None, gt=0, description="factor on the inputs after the mean was subtracted")
-    subtract_mean: bool = Field(True, description="subtract the per-pixel mean of the training set")
+    subtract_mean: bool | None = Field(
+        None,
+        description="subtract the mean of all training inputs from each; default: where they are images in memory, in "
+        "bytes",
+    )
+    test_split: float | None = Field(
+        None, gt=0, lt=1, description="fraction of the training set that becomes the test set, where there is none"
+    )
+    validation_split: float | None = Field(
+        None, gt=0, lt=1, description="fraction of the training set that is not learned, and tested beside the test set"
+    )
     target: str | None = Field(
         None, description="which entry is the target, where your dataset's items are dictionaries"
     )
-    options: dict[str, Any] = Field({}, description="keyword arguments for the user's own callable")
+    options: dict[str, Any] = Field({}, description="of the format, or keyword arguments for the user's own callable")
+
+
+class AugmentTable(Table):
+    crop: int = Field(0, ge=0, lt=2**16, description="move training images by up to so many pixels, each way")
+    flip: bool = Field(False, description="mirror half of the training images, left to right")
+    name: Named | None = Field(
+        None,
+        description="package.module:callable of (inputs, torch.Generator) that gives a mini-batch's changed inputs",
+    )
+    options: dict[str, Any] = Field({}, description="keyword arguments for that callable")
 
 
 class TaskTable(Table):
@@ -446,6 +474,7 @@ class Job(Table):
     name: str = "job"
     model: ModelTable = ModelTable()
     data: DataTable = DataTable()
+    augment: AugmentTable = AugmentTable()
     task: TaskTable = TaskTable()
     training: TrainingTable = TrainingTable()
     optimizer: OptimizerTable = OptimizerTable()
@@ -687,6 +716,24 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
         return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
     wanted = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
     return f"{where} must be {wanted.format(**error.get('ctx', {}))}, not {_short(error['input'])}"
+
+
+def checked(kind: type[AnyTable], options: Mapping[str, Any], *where: str) -> AnyTable:
+    """Options that a job has for one of several kinds of something.
+
+    Args:
+        kind: which options there are.
+        options: the job's.
+        where: table and key where they stand, for the error's text.
+
+    Raises:
+        ConfigError: an unknown one, or one of a wrong type.
+    """
+    try:
+        return kind(**options)
+    except ValidationError as error:
+        texts = (_explain({**e, "loc": (*where, *e["loc"])}, kind) for e in error.errors())
+        raise ConfigError("; ".join(dict.fromkeys(texts))) from None
 
 
 _WANTED = {

@@ -6,8 +6,8 @@ Every split answers `batch(indices)` in the same way, and two calls with the sam
 
 import random
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from rudra.config import DataTable
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
+from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out
+from rudra.sources import Dense, Source, are_tokens
 from rudra.trees import mapped
 
 Batch = tuple[Any, Any]
@@ -43,7 +45,7 @@ class DataInfo:
     test_samples: int
     input_shape: Any
     classes: int
-    example: Batch | None = None
+    example: Batch | None = field(default=None, compare=False)
 
     @property
     def sample(self) -> Batch:
@@ -68,49 +70,99 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """Inputs and targets of the given samples, fresh and contiguous: float32, or int64 for whole numbers."""
+        """Inputs (count, *input_shape) and targets (count, …) of the given samples, fresh and contiguous.
+
+        Inputs are float32, or int64 where they are tokens; targets are (count,) int64 where they are class labels.
+        """
 
 
 class Split(Dataset[Batch]):
-    """Samples in memory, converted when they are drawn.
+    """Samples of a data set that Rudra reads, converted when they are drawn.
+
+    Bytes and floating-point numbers become float32 inputs. Other whole numbers stay what they are, the numbers of
+    tokens, as int64. Targets become int64 or float32 in the same way, but bytes are whole numbers there.
 
     Args:
-        inputs: (N, C, H, W) uint8 or float32.
-        labels: (N,) int64.
-        mean: (C, H, W) float32, subtracted from each input; or None.
-        scale: factor on the inputs after that.
+        inputs: (N, …).
+        targets: (N,) or (N, …).
+        mean: of one input, float32, subtracted from each; or None.
+        scale: factor on the inputs after that; not on tokens.
+        limit: use only the first samples.
     """
 
     random = False
 
     def __init__(
         self,
-        inputs: npt.NDArray[Any],
-        labels: npt.NDArray[np.int64],
+        inputs: Source,
+        targets: Source,
         mean: npt.NDArray[np.float32] | None = None,
         scale: float = 1.0,
+        *,
+        limit: int | None = None,
     ) -> None:
-        self.inputs = inputs
-        self.labels = labels
-        self.mean = np.zeros(inputs.shape[1:], np.float32) if mean is None else mean
+        self.inputs, self.targets = inputs, targets
+        self.mean = mean
         self.scale = np.float32(scale)
+        self.length = inputs.shape[0] if limit is None else min(limit, inputs.shape[0])
+        self._tokens = are_tokens(inputs.dtype)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.length
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        rows = self.inputs.rows(indices)
+        targets = self.targets.rows(indices)
+        whole = targets.dtype.kind in "iu"
+        labels = torch.from_numpy(targets.astype(np.int64 if whole else np.float32, copy=False))
+        if self._tokens:
+            return torch.from_numpy(rows.astype(np.int64, copy=False)), labels
         # NumPy, because this runs in the input thread: it lets go of the GIL as torch does, but starts no second team
-        # of worker threads beside those of the learner's gradient.
-        inputs = torch.empty((len(indices), *self.inputs.shape[1:]), dtype=torch.float32)
+        # of worker threads beside those of the learner's gradient. torch's memory, because it is aligned always alike.
+        inputs = torch.empty(rows.shape, dtype=torch.float32)
         converted = inputs.numpy()
-        np.subtract(self.inputs.take(indices, axis=0), self.mean, out=converted)
-        if self.scale != 1:
-            np.multiply(converted, self.scale, out=converted)
-        return inputs, torch.from_numpy(self.labels.take(indices))
+        if self.mean is not None:
+            np.subtract(rows, self.mean, out=converted)
+            if self.scale != 1:
+                np.multiply(converted, self.scale, out=converted)
+        elif self.scale != 1:
+            np.multiply(rows, self.scale, out=converted)
+        else:
+            np.copyto(converted, rows)
+        return inputs, labels
 
     def __getitem__(self, index: int) -> Batch:
         inputs, labels = self.batch(np.array([index]))
         return inputs[0], labels[0]
+
+
+class Subset(Dataset[Batch]):
+    """Some of other samples, which it does not copy.
+
+    Args:
+        samples: those.
+        indices: (count,) int64: which of them, in their new order.
+    """
+
+    def __init__(self, samples: Samples, indices: npt.NDArray[np.int64]) -> None:
+        self.samples, self.indices, self.random = samples, indices, samples.random
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        return self.samples.batch(self.indices[indices])
+
+    def __getitem__(self, index: int) -> Batch:
+        inputs, labels = self.batch(np.array([index]))
+        return inputs[0], labels[0]
+
+
+def in_memory(samples: Samples | None) -> bool:
+    """Whether samples are drawn without files or the user's code: in less time than an input thread's hand-over."""
+    while isinstance(samples, Subset):
+        samples = samples.samples
+    return isinstance(samples, Split) and samples.inputs.in_memory and samples.targets.in_memory
 
 
 class UserSplit:
@@ -214,76 +266,167 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
 
 
-def load(table: DataTable, *, train: bool = True, test: bool = True) -> tuple[Samples | None, Samples | None, DataInfo]:
+class Data(NamedTuple):
+    """A job's data, as far as it was asked for.
+
+    Attributes:
+        training: drawn by learners.
+        test: the statistics server's.
+        info: what all of it is like.
+        validation: held out of the training set, and tested as the test set is.
+    """
+
+    training: Samples | None
+    test: Samples | None
+    info: DataInfo
+    validation: Samples | None = None
+
+    def part(self, *, train: bool, test: bool) -> "Data":
+        """What learners or the statistics server, or both, need of it."""
+        validation = self.validation if test else None
+        return Data(self.training if train else None, self.test if test else None, self.info, validation)
+
+    @property
+    def tests(self) -> dict[str, Samples]:
+        """What the statistics server tests weights on."""
+        return {n: s for n, s in (("test", self.test), ("validation", self.validation)) if s is not None}
+
+
+def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int = 0) -> Data:
     """A job's data.
 
     Args:
         table: which data, where, and how much of it.
-        train: give the training split; without it no more is read than the description or the test's mean needs.
-        test: give the test split.
-
-    Returns:
-        Training split, test split (None where not asked for), and the description of both.
+        train: give the training split; without it no more is read than the description, the test's mean or a part that
+            is held out needs.
+        test: give the test split, and that for validation.
+        seed: of the job; chooses what is held out.
 
     Raises:
-        ConfigError: no such data set, or the user's datasets do not tell the number of classes.
+        ConfigError: no such data set, an option that it does not have, a test set that is missing or there twice, or
+            the user's datasets do not tell the number of classes.
         DataError: a file is missing, damaged, or its labels are out of range.
     """
     if isinstance(table.name, str) and ":" not in table.name:
         if table.name not in READERS:
             valid = f"{', '.join(READERS)} or package.module:callable"
             raise ConfigError(f"[data] unknown name '{table.name}'; valid: {valid}")
-        return _load_shipped(table, train, test)
-    return _load_users(table, train, test)
+        found = _load_shipped(table, train, test, seed)
+    else:
+        found = _load_users(table, seed)
+    if table.validation_split is not None:
+        kept, held = hold_out(seed, VALIDATION_SPLIT, found.info.training_samples, table.validation_split)
+        found = found._replace(info=replace(found.info, training_samples=len(kept)))
+        if (whole := found.training) is not None:
+            found = found._replace(training=Subset(whole, kept), validation=Subset(whole, held))
+    return found.part(train=train, test=test)
 
 
-def _load_shipped(table: DataTable, train: bool, test: bool) -> tuple[Split | None, Split | None, DataInfo]:
-    if table.options:
-        raise ConfigError(f"[data] {table.name} takes no options, not {', '.join(table.options)}")
-    wanted = {"train"} if train or (test and table.subtract_mean) else set()
-    arrays = READERS[table.name](table, wanted | ({"test"} if test else set()))
+def _load_shipped(table: DataTable, train: bool, test: bool, seed: int) -> Data:
+    asked = {split for split, given in zip(SPLITS, (train, test), strict=True) if given}
+    if test and table.validation_split is not None:
+        asked.add("train")
+    of_training = table.test_split is not None or table.subtract_mean is not False  # what the test needs of it
+    arrays = READERS[table.name](table, {"train", *asked} if test and of_training else asked)
+    if table.classes not in (None, arrays.classes):
+        raise ConfigError(f"[data] classes: {table.classes}, but {table.name} has {arrays.classes} here")
+    counts, kept = _counted(table, arrays, seed)
+    for split, (_, targets) in arrays.pairs.items():
+        if isinstance(targets, Dense) and targets.dtype == np.int64 and targets.array.ndim == 1:
+            check_labels(targets.array, arrays.classes, f"{table.path or table.name} ({split})")
+    info = DataInfo(table.name, counts["train"], counts["test"], arrays.input_shape, arrays.classes)
+    if not asked:
+        return Data(None, None, info)
+    inputs = next(iter(arrays.pairs.values()))[0]
+    if table.scale is not None and are_tokens(inputs.dtype):
+        raise ConfigError(f"[data] scale: the inputs of {table.name} are tokens, not to be multiplied")
+    mean = None
+    if _has_mean(table, inputs):
+        mean = _mean(arrays.pairs["train"][0], kept["train"])
+    scale = arrays.scale if table.scale is None else table.scale
+    splits: dict[str, Samples] = {}
+    for split in asked:
+        if table.test_split is None:
+            splits[split] = Split(*arrays.pairs[split], mean, scale, limit=counts[split])
+        else:
+            splits[split] = Subset(Split(*arrays.pairs["train"], mean, scale), kept[split])
+    example = _zeros(next(iter(splits.values())))
+    return Data(splits.get("train"), splits.get("test"), replace(info, example=example))
+
+
+def _zeros(samples: Samples) -> Batch:
+    """A batch of one sample, of zeros."""
+    inputs, target = samples.batch(np.zeros(1, np.int64))
+    return mapped(torch.zeros_like, inputs), mapped(torch.zeros_like, target)
+
+
+def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """How many samples a job uses of each split, and which: of the split, or of the training set with `test_split`.
+
+    Raises:
+        ConfigError: there is no test set, or `test_split` would be a second one.
+        DataError: a split is empty.
+    """
     limits = {"train": table.train_limit, "test": table.test_limit}
-    counts = {split: min(arrays.counts[split], limits[split] or arrays.counts[split]) for split in SPLITS}
+    counts, kept = dict(arrays.counts), dict[str, Any]()
+    if table.test_split is not None:
+        if "test" in counts:
+            raise ConfigError(f"[data] test_split is for data without a test set; {table.name} has one here")
+        kept = dict(zip(SPLITS, hold_out(seed, TEST_SPLIT, counts["train"], table.test_split), strict=True))
+        counts = {split: len(indices) for split, indices in kept.items()}
+    elif "test" not in counts:
+        raise ConfigError(f"[data] {table.name} has no test set here; set data.test_split, as 0.2, to hold one out")
+    counts = {split: min(count, limits[split] or count) for split, count in counts.items()}
     if 0 in counts.values():
         raise DataError(f"[data] {table.name}: the training or the test set has no sample")
-    pairs = {split: (x[: counts[split]], y[: counts[split]]) for split, (x, y) in arrays.pairs.items()}
-    for split, (_, labels) in pairs.items():
-        check_labels(labels, arrays.classes, f"{table.name} ({split})")
-    mean = _mean(pairs["train"][0]) if table.subtract_mean and wanted else None
-    scale = arrays.scale if table.scale is None else table.scale
-    splits = {split: Split(x, y, mean, scale) for split, (x, y) in pairs.items()}
-    return splits.get("train") if train else None, splits.get("test"), _describe(table.name, arrays, counts)
+    return counts, {split: kept[split][:count] if kept else slice(count) for split, count in counts.items()}
 
 
-def _describe(name: str, arrays: Arrays, counts: dict[str, int]) -> DataInfo:
-    return DataInfo(name, counts["train"], counts["test"], arrays.input_shape, arrays.classes)
+def _has_mean(table: DataTable, inputs: Source) -> bool:
+    """Whether the mean is subtracted. Raises ConfigError where it cannot be."""
+    dense = isinstance(inputs, Dense) and not are_tokens(inputs.dtype)
+    if table.subtract_mean is None:
+        return dense and inputs.dtype == np.uint8 and len(inputs.shape) > 2
+    if table.subtract_mean and not dense:
+        what = "tokens" if are_tokens(inputs.dtype) else "sparse" if inputs.in_memory else "read as they are drawn"
+        raise ConfigError(f"[data] subtract_mean: the inputs of {table.name} are {what}; valid: false")
+    return table.subtract_mean
 
 
-def _mean(inputs: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Per-pixel mean (C, H, W); exact sums, so that it depends on neither order nor blocks."""
-    total: npt.NDArray[np.int64] = inputs.sum(axis=0, dtype=np.int64)
-    mean: npt.NDArray[np.float32] = (total / len(inputs)).astype(np.float32)
+def _mean(inputs: Source, chosen: Any) -> npt.NDArray[np.float32]:
+    """Mean of the chosen inputs; of bytes from exact sums, so that it depends on neither order nor blocks."""
+    assert isinstance(inputs, Dense)
+    values = inputs.array[chosen]
+    total = values.sum(axis=0, dtype=np.int64 if inputs.dtype == np.uint8 else np.float64)
+    mean: npt.NDArray[np.float32] = (total / len(values)).astype(np.float32)
     return mean
 
 
-def _load_users(table: DataTable, train: bool, test: bool) -> tuple[UserSplit | None, UserSplit | None, DataInfo]:
+def _load_users(table: DataTable, seed: int) -> Data:
     if table.scale is not None:
         raise ConfigError("[data] scale is for the data sets that Rudra reads; your own dataset scales its inputs")
-    name, pair = _users_pair(table)
-    if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise ConfigError(f"[data] {name}: must give two datasets, (training, test)")
-    training = UserSplit(pair[0], table.classes, limit=table.train_limit, target=table.target)
-    testing = UserSplit(pair[1], table.classes, limit=table.test_limit, target=table.target, name="test")
-    if not len(training) or not len(testing):
+    name, given = _users_pair(table)
+    paired = isinstance(given, tuple | list) and len(given) == 2
+    if paired == (table.test_split is not None):
+        wanted = "two datasets, (training, test)" if table.test_split is None else "one dataset, as test_split is set"
+        raise ConfigError(f"[data] {name}: must give {wanted}")
+    first, second = given if paired else (given, given)
+    whole = UserSplit(first, table.classes, target=table.target)
+    testing = UserSplit(second, table.classes, limit=table.test_limit, target=table.target, name="test")
+    if not len(whole) or not len(testing):
         raise DataError(f"[data] {name}: the training or the test set has no sample")
-    inputs, target = training.batch(np.zeros(1, np.int64))
-    classes = table.classes or _classes(name, pair[0], target)
-    if trees.first(target).dtype == torch.int64:
-        training.classes = testing.classes = classes
-    shape = mapped(lambda tensor: tuple(tensor.shape[1:]), inputs)
-    example = mapped(torch.zeros_like, inputs), mapped(torch.zeros_like, target)
-    info = DataInfo(name, len(training), len(testing), shape, classes, example)
-    return training if train else None, testing if test else None, info
+    example = _zeros(whole)
+    classes = table.classes or _classes(name, first, example[1])
+    if trees.first(example[1]).dtype == torch.int64:
+        whole.classes = testing.classes = classes
+    training: Samples = UserSplit(first, whole.classes, limit=table.train_limit, target=table.target)
+    test: Samples = testing
+    if not paired:
+        assert table.test_split is not None
+        kept, held = hold_out(seed, TEST_SPLIT, len(whole), table.test_split)
+        training, test = Subset(whole, kept[: table.train_limit]), Subset(whole, held[: table.test_limit])
+    shape = mapped(lambda tensor: tuple(tensor.shape[1:]), example[0])
+    return Data(training, test, DataInfo(name, len(training), len(test), shape, classes, example))
 
 
 def _users_pair(table: DataTable) -> tuple[str, Any]:

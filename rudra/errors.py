@@ -13,6 +13,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def one_line(error: BaseException) -> str:
+    """What another library's error says; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class RudraError(Exception):
     """Base of all errors that Rudra raises on purpose; its text is one readable line."""
 

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import data, models, tasks
+from rudra import models, tasks
 from rudra.config import Job
+from rudra.data import Data, Samples
 from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
@@ -322,7 +323,7 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
 class StatisticsExecutor(Executor):
     """Tests weights, one batch at a time."""
 
-    def test(self, job: Job, flat: FlatModel, splits: Mapping[str, data.Samples]) -> None:
+    def test(self, job: Job, flat: FlatModel, splits: Mapping[str, Samples]) -> None:
         """What to test, on which samples."""
         self._flat, self._splits, self._batch_size = flat, splits, job.training.evaluation_batch_size
 
@@ -365,8 +366,7 @@ def make_executors(
     job: Job,
     plan: Plan,
     roles: tuple[int, ...],
-    splits: tuple[data.Samples | None, data.Samples | None],
-    info: data.DataInfo,
+    data: Data,
     *,
     prefetch: bool,
     device: torch.device = CPU,
@@ -377,20 +377,19 @@ def make_executors(
         job: resolved.
         plan: who is who.
         roles: ids of the roles.
-        splits: training and test set; None where no role here needs it.
-        info: what the data is like.
+        data: as far as roles here need it.
         prefetch: whether each learner gets an input thread.
         device: where to compute.
 
     Raises:
         ConfigError: the model does not fit the data, or the optimiser's options are wrong.
     """
-    task = tasks.make(job.task, info.classes)
+    task = tasks.make(job.task, data.info.classes)
     learns = any(plan.roles[role].kind == LEARNER for role in roles)
-    module, compiled = models.build(job.model, info, job.training.seed).to(device), job.training.compile and learns
+    module, compiled = models.build(job.model, data.info, job.training.seed).to(device), job.training.compile and learns
     flat = FlatModel(module, task, roles=len(roles), compiled=compiled)
     if any(plan.roles[role].kind not in {PARAMETER_SERVER, TREE_SERVER} for role in roles):
-        models.check_output(flat.module, task, info)
+        models.check_output(flat.module, task, data.info)
     made: dict[int, Executor] = {}
     for role in roles:
         kind = plan.roles[role].kind
@@ -403,16 +402,15 @@ def make_executors(
         elif kind == LEARNER:
             executor = LearnerExecutor(*about) if plan.served else ReplicaExecutor(*about)
         else:
-            executor = Executor(*about) if splits[1] is None else StatisticsExecutor(*about)
+            executor = Executor(*about) if data.test is None else StatisticsExecutor(*about)
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat)
         if isinstance(executor, LearnerExecutor):
-            assert splits[0] is not None
-            source = GradientSource(job, plan.roles[role].index, flat, splits[0], prefetch=prefetch)
+            assert data.training is not None
+            source = GradientSource(job, plan.roles[role].index, flat, data.training, prefetch=prefetch)
             executor.learn(source, plain=not (plan.overlapped or plan.groups))
         if isinstance(executor, StatisticsExecutor):
-            assert splits[1] is not None
-            executor.test(job, flat, {"test": splits[1]})
+            executor.test(job, flat, data.tests)
         if kind == STATISTICS_SERVER:
             executor.state_dict = flat.state_dict()
         made[role] = executor

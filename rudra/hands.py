@@ -343,9 +343,9 @@ def make(job: Job, plan: Plan) -> Cluster:
     if not job.simulation.tensors:
         return _without_tensors(job)
     device = find_device(job)
-    train, test, info = data.load(job.data)
-    roles = tuple(range(len(plan.roles)))
-    executors = make_executors(job, plan, roles, (train, test), info, prefetch=False, device=device)
+    loaded = data.load(job.data, seed=job.training.seed)
+    info, roles = loaded.info, tuple(range(len(plan.roles)))
+    executors = make_executors(job, plan, roles, loaded, prefetch=False, device=device)
     server = executors[plan.server]
     hands = _KINDS[job.simulation.batching](executors, halves=job.cluster.wire == "float16")
     if job.simulation.batching != "none":
@@ -361,7 +361,7 @@ def make(job: Job, plan: Plan) -> Cluster:
 
 
 def _without_tensors(job: Job) -> Cluster:
-    _, _, info = data.load(job.data, train=False, test=False)
+    info = data.load(job.data, train=False, test=False, seed=job.training.seed).info
     try:
         with torch.device("meta"):  # shapes alone
             flat = FlatModel(models.build(job.model, info, job.training.seed))

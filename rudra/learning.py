@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from rudra.augmentation import Augmentation
 from rudra.config import Job
 from rudra.data import Batch, Samples
 from rudra.errors import ConfigError
@@ -19,6 +20,9 @@ from rudra.events import Score
 from rudra.flat import FlatModel
 from rudra.sampling import Sampler, mix, seed_all
 from rudra.trees import mapped
+
+_DRAWING, _CHANGING = 1, 2
+"""Of what else random numbers are drawn in a step, beside dropout."""
 
 _DEPTH = 2  # mini-batches that the input thread prepares ahead
 
@@ -49,7 +53,8 @@ class GradientSource:
         self._seed = job.training.seed
         self._learner = learner
         self.model = model
-        self._inputs = _Inputs(Sampler(self._seed, learner, len(split)), split, job.training.minibatch_size, self.seed)
+        sampler, augmentation = Sampler(self._seed, learner, len(split)), Augmentation(job.augment)
+        self._inputs = _Inputs(sampler, split, job.training.minibatch_size, augmentation, self.seed)
         # A set that draws random numbers is asked in this thread, where nobody else draws any meanwhile.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not split.random else None
 
@@ -179,12 +184,16 @@ class _Inputs:
     sampler: Sampler
     split: Samples
     minibatch_size: int
+    augmentation: Augmentation
     seed: Callable[[int], int]  # of a step
 
     def minibatch(self, step: int) -> Batch:
         if self.split.random:
-            seed_all(mix(self.seed(step), 1))
-        return self.split.batch(self.sampler.indices(step * self.minibatch_size, self.minibatch_size))
+            seed_all(mix(self.seed(step), _DRAWING))
+        inputs, target = self.split.batch(self.sampler.indices(step * self.minibatch_size, self.minibatch_size))
+        if self.augmentation.idle:
+            return inputs, target
+        return self.augmentation(inputs, mix(self.seed(step), _CHANGING)), target
 
 
 class _Prefetched:

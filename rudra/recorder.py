@@ -225,7 +225,7 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
 def python_objects(job: Job) -> list[str]:
     """Keys of the job whose values cannot be found again by the names that its JSON gives them."""
     found = []
-    for table in ("model", "data", "task", "optimizer", "protocol", "topology"):
+    for table in ("model", "data", "augment", "task", "optimizer", "protocol", "topology"):
         keys = getattr(job, table)
         names = ("name", "schedule")
         found += [f"{table}.{key}" for key in names if not _is_found_by_name(getattr(keys, key, ""))]
@@ -240,7 +240,7 @@ def python_objects(job: Job) -> list[str]:
 
 
 def _is_found_by_name(value: Any) -> bool:
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return True
     if not hasattr(value, "__qualname__") or value.__module__ == "__main__":
         return False

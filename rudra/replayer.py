@@ -453,8 +453,9 @@ def _version(timestamp: int) -> str:
 
 def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Path | None, quiet: bool) -> Replayed:
     updates = record.updates_count if until is None else until
-    train, _, info = data.load(job.data, test=False)
-    executors = make_executors(job, plan, tuple(range(len(plan.roles))), (train, None), info, prefetch=False)
+    loaded = data.load(job.data, test=False, seed=job.training.seed)
+    info = loaded.info
+    executors = make_executors(job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False)
     for executor in executors.values():
         executor.prepare()
     hands = TensorHands(executors, halves=job.cluster.wire == "float16")

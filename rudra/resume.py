@@ -20,7 +20,7 @@ from rudra.records import EVENT, LEARNER
 from rudra.results import Results, open_results
 from rudra.writer import Kind, Rows
 
-DECISIVE = ("model", "data", "task", "training", "optimizer", "protocol", "topology", "cluster")
+DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 
 CHANGEABLE = ("data.path", "training.warm_start", "training.evaluate", "training.evaluation_batch_size")

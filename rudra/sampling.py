@@ -12,6 +12,9 @@ from rudra.errors import DataError
 
 _MASK = 2**64 - 1
 
+TEST_SPLIT, VALIDATION_SPLIT = -1, -2
+"""What samples are held out for."""
+
 
 def mix(*values: int) -> int:
     """Mixes integers into one key, for generators that take a single seed.
@@ -86,3 +89,28 @@ class Sampler:
             self._permutation = np.argsort(bits.random_raw(self.population), kind="stable").astype(np.int32)
             self._cached = number
         return self._permutation
+
+
+def hold_out(
+    seed: int, purpose: int, population: int, fraction: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Parts a set at random.
+
+    Args:
+        seed: of the job.
+        purpose: `TEST_SPLIT` or `VALIDATION_SPLIT`, which are drawn independently.
+        population: samples in the set.
+        fraction: of them that is held out, rounded to whole ones: at least one, and not all.
+
+    Returns:
+        The samples that stay and those held out, each ascending.
+
+    Raises:
+        DataError: there are fewer than two.
+    """
+    if population < 2:
+        raise DataError(f"cannot hold samples out of {population}; there must be 2 at least")
+    bits = np.random.Philox(key=mix(seed, purpose))
+    order = np.argsort(bits.random_raw(population), kind="stable")
+    count = min(max(1, round(population * fraction)), population - 1)
+    return np.sort(order[count:]), np.sort(order[:count])

@@ -174,7 +174,7 @@ class _Session:
 
     def prepare(self, progress: dict[str, Any]) -> int | None:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
-        for step in (self._load, self._build, self._restore, lambda: self._open(progress)):
+        for step in (self._load, self._share, self._build, self._restore, lambda: self._open(progress)):
             error = self._agree(step)
             if error is not None:
                 return error
@@ -205,6 +205,7 @@ class _Session:
 
     def _load(self) -> None:
         import torch
+        from mpi4py import MPI
 
         from rudra import data
 
@@ -216,24 +217,43 @@ class _Session:
             _keep_freed_memory()
         if self._keeps_results and not learns:
             os.nice(10)  # training goes first
-        self._splits: tuple[data.Samples | None, data.Samples | None] = (None, None)
-        if learns or self._keeps_results:
-            train, test, self._info = data.load(self._job.data, train=learns, test=self._keeps_results)
-            self._splits = (train, test)
+        self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self._needs = learns, self._keeps_results
+        needs: list[tuple[bool, bool]] = self._node.allgather(self._needs)
+        self._loader = next((rank for rank, need in enumerate(needs) if any(need)), 0)
+        self._sharing = sum(map(any, needs)) > 1
+        self._data: data.Data | None = None
+        if self._node.rank == self._loader and any(self._needs):
+            train, test = (any(need) for need in zip(*needs, strict=True))
+            self._data = data.load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+
+    def _share(self) -> None:
+        """Gives every rank of the node what one of them has loaded, without a copy."""
+        from rudra import data
+        from rudra.shared import share
+
+        if self._sharing:
+            self._data = share(self._node, self._loader, self._data)
+        self._node.Free()
+        train, test = self._needs
+        if not train and not test:
+            self._data = None
+        elif self._data is None:
+            self._data = data.load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+        else:
+            self._data = self._data.part(train=train, test=test)
 
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
-        self._info = self._comm.bcast(getattr(self, "_info", None), source)
+        self._info = self._comm.bcast(None if self._data is None else self._data.info, source)
         samples, position = self._info.training_samples, self._begin.position
         self._machines = {i: make_machine(i, self._job, self._plan, samples, position) for i in self._roles}
         if self._roles:
-            from rudra.data import Split
+            from rudra.data import Data, in_memory
 
-            # Where all samples lie in memory, a mini-batch takes less time than its hand-over by an input thread.
-            prefetch = not isinstance(self._splits[0], Split)
-            self._executors = make_executors(
-                self._job, self._plan, self._roles, self._splits, self._info, prefetch=prefetch
-            )
+            data = self._data or Data(None, None, self._info)
+            prefetch = not in_memory(data.training)
+            self._executors = make_executors(self._job, self._plan, self._roles, data, prefetch=prefetch)
 
     def _restore(self) -> None:
         """Allocates what training needs, and takes over what a checkpoint holds."""

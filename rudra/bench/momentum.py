@@ -224,10 +224,11 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
     """Steps V(1) … V(T), gradients ∇ℓ(W(0)) … ∇ℓ(W(T-1)), both (T, parameters) float64, and the mean staleness."""
     plan, updates = job.plan(), 8 * job.learners + 12
     with torch_as_in(job):
-        train, test, info = data.load(job.data)
+        loaded = data.load(job.data, seed=job.training.seed)
+        train, info = loaded.training, loaded.info
         assert train is not None
         executors: dict[int, Executor] = make_executors(
-            job, plan, tuple(range(len(plan.roles))), (train, test), info, prefetch=False
+            job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False
         )
         hands, rows = _Watched(executors), _Staleness()
         weights = executors[plan.server].buffer("weights")

@@ -146,10 +146,10 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     """Seconds that a gradient takes where nothing is exchanged."""
     import time
 
-    train_, _, info = data.load(job.data, test=False)
+    loaded = data.load(job.data, test=False, seed=job.training.seed)
     plan = job.plan()
     role = plan.learners[learner]
-    executor = make_executors(job, plan, (role,), (train_, None), info, prefetch=True)[role]
+    executor = make_executors(job, plan, (role,), loaded, prefetch=True)[role]
     assert isinstance(executor, LearnerExecutor)
     executor.buffer("weights").vector.copy_(torch.randn(executor.size) * 0.01)
     torch.set_flush_denormal(True)

@@ -89,7 +89,7 @@ def _simulated_s(job: Job) -> float:
 
 def _bare_s(job: Job) -> float:
     job = job.resolved(cores=cores())
-    train, _, info = data.load(job.data, test=False)
+    train, _, info, _ = data.load(job.data, test=False, seed=job.training.seed)
     assert train is not None
     model = FlatModel(models.build(job.model, info, job.training.seed))
     weights, gradient = torch.empty(model.size), torch.empty(model.size)

@@ -10,6 +10,7 @@ from pathlib import Path
 import rudra
 from rudra.errors import RudraError
 from rudra.failures import ranks_below
+from rudra.launch import find_mpirun
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -36,6 +37,20 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int,
         process.kill()
         process.wait()
     return process.returncode, out, err
+
+
+def mpirun(ranks: int, *arguments: str) -> tuple[int, str, str]:
+    """Python under a launcher that the user started."""
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    launcher = [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    process = subprocess.Popen(
+        [*launcher, sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+    )
+    return finish(process)
 
 
 def updates(path: Path) -> int:

@@ -27,7 +27,7 @@ def ddp(job: rudra.Job, directory: Path) -> int:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(directory / "store"), LEARNERS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=LEARNERS)
-    split, _, info = data.load(job.data, test=False)
+    split, _, info, _ = data.load(job.data, test=False)
     assert split is not None
     module = nn.parallel.DistributedDataParallel(models.build(job.model, info, job.training.seed))
     size = job.training.minibatch_size

@@ -1,10 +1,7 @@
 """Whole jobs on real MPI ranks, from the API and the command line."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from processes import HERE, ROOT, finish, start, wait_for_updates
+from processes import finish, mpirun, start, wait_for_updates
 
 import rudra
 from rudra.errors import RudraError
@@ -155,27 +152,11 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert said in err
 
 
-def mpirun(ranks: int, *arguments: str) -> tuple[int, str, str]:
-    """Rudra under a launcher that the user started."""
-    from rudra.launch import find_mpirun
-
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    launcher = [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-    process = subprocess.Popen(
-        [*launcher, sys.executable, "-m", "rudra", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
-    )
-    return finish(process)
-
-
 def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path) -> None:
     job = Path(job_file(tmp_path, "network", "prompt"))
     job.write_text(job.read_text().replace("learners = 3\n", ""))
     output = tmp_path / "out.h5"
-    code, out, err = mpirun(4, "run", str(job), "--output", str(output))
+    code, out, err = mpirun(4, "-m", "rudra", "run", str(job), "--output", str(output))
     assert code == 0, err
     with rudra.open_results(output) as results:
         assert results.summary()["learners"] == 2
@@ -194,7 +175,8 @@ def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path) -> None:
     ],
 )
 def test_a_launch_that_contradicts_the_job_names_the_right_number(tmp_path: Path, ranks: int, said: str) -> None:
-    code, _, err = mpirun(ranks, "run", job_file(tmp_path, "network", "prompt"), "--output", str(tmp_path / "out.h5"))
+    job, output = job_file(tmp_path, "network", "prompt"), str(tmp_path / "out.h5")
+    code, _, err = mpirun(ranks, "-m", "rudra", "run", job, "--output", output)
     assert code == 2, err
     assert [line for line in err.splitlines() if line.startswith("rudra:")] == [f"rudra: {said}"]
 

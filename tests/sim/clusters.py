@@ -207,10 +207,11 @@ def train(
         stop_at: when somebody asks the run to stop, in virtual seconds.
     """
     plan = job_.plan(places(job_))
-    train_, test, info = data.load(job_.data)
+    loaded = data.load(job_.data)
+    info = loaded.info
     torch.set_num_threads(job_.cluster.threads_per_rank or 1)
     roles_ = tuple(range(len(plan.roles)))
-    executors = make_executors(job_, plan, roles_, (train_, test), info, prefetch=False)
+    executors = make_executors(job_, plan, roles_, loaded, prefetch=False)
     position = BEGINNING if resumed is None else resumed.position
     machines = {i: roles.make(i, job_, plan, info.training_samples, position) for i in roles_}
     if resumed is not None:

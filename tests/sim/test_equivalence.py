@@ -44,7 +44,7 @@ def make_job(protocol_: str, learners: int, updates: int, model: str = "mlp", **
 
 def plain_sgd(job: Job, steps: int, batches: Any, rate: float, **options: Any) -> torch.Tensor:
     """Plain torch: a module, its own parameters, an optimiser; `batches(step)` gives sample numbers."""
-    split, _, info = data.load(job.data, test=False)
+    split, _, info, _ = data.load(job.data, test=False)
     assert split is not None
     module = models.build(job.model, info, job.training.seed)
     optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9, **options)
@@ -174,7 +174,7 @@ def test_groups_clipping_warm_up_and_cosine_are_plain_torch_bit_for_bit() -> Non
     job = job.with_(model={"name": Normed}, training={"epochs": 4}, data={"train_limit": 30 * MU})
     trained = train(job)
 
-    split, _, info = data.load(job.data, test=False)
+    split, _, info, _ = data.load(job.data, test=False)
     assert split is not None
     module = models.build(job.model, info, job.training.seed)
     assert isinstance(module, Normed)
@@ -219,7 +219,7 @@ def test_recorded_gradients_explain_the_weights(
     trained = train(job)
     gradients, updates = trained.rows["gradients"], trained.rows["updates"]
     assert gradients["staleness"].max() > 0
-    split, _, info = data.load(job.data, test=False)
+    split, _, info, _ = data.load(job.data, test=False)
     assert split is not None
     flat = FlatModel(models.build(job.model, info, job.training.seed))
     weights = torch.empty(flat.size)
@@ -319,7 +319,7 @@ def test_batch_norm_statistics_travel_and_are_averaged() -> None:
 
     job = make_job("hardsync", 3, 1).with_(model={"name": factory})
     trained = train(job)
-    split, _, info = data.load(job.data, test=False)
+    split, _, info, _ = data.load(job.data, test=False)
     assert split is not None
     means = []
     for learner in range(3):

@@ -410,9 +410,9 @@ def test_without_the_first_replica_nothing_goes_on() -> None:
 
 def by_hand(run_: Job, rows: Rows) -> torch.Tensor:
     """Weights after updates by the mean gradients of the mini-batches that the record names."""
-    train_, test, info = data.load(run_.data)
+    loaded = data.load(run_.data)
     plan = run_.plan(places(run_))
-    executors = make_executors(run_, plan, tuple(range(len(plan.roles))), (train_, test), info, prefetch=False)
+    executors = make_executors(run_, plan, tuple(range(len(plan.roles))), loaded, prefetch=False)
     owner = executors[plan.server]
     assert isinstance(owner, OwnerExecutor)
     owner.prepare()

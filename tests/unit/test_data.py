@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from rudra.config import DataTable
-from rudra.data import Split, UserSplit, load
+from rudra.data import Split, Subset, UserSplit, in_memory, load
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
+from rudra.sources import Dense
 
 REAL = Path(os.environ.get("RUDRA_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 needs_real_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"no data sets in {REAL}; RUDRA_DATA can name the place")
@@ -58,13 +59,18 @@ def cifar_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return outer
 
 
+def counts_of(split: Split) -> np.ndarray[Any, Any]:
+    """How many samples each class has."""
+    return np.bincount(split.batch(np.arange(len(split)))[1])
+
+
 def test_digits_are_split_by_class_and_scaled() -> None:
-    train, test, info = load(DataTable(name="digits", subtract_mean=False))
+    train, test, info, _ = load(DataTable(name="digits", subtract_mean=False))
     assert isinstance(train, Split)
     assert isinstance(test, Split)
     assert (info.training_samples, info.test_samples) == (len(train), len(test)) == (1442, 355)
     assert (info.input_shape, info.classes) == ((1, 8, 8), 10)
-    shares = np.bincount(test.labels) / (np.bincount(train.labels) + np.bincount(test.labels))
+    shares = counts_of(test) / (counts_of(train) + counts_of(test))
     assert np.all(np.abs(shares - 0.2) < 0.01)
     x, y = train.batch(np.arange(len(train)))
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
@@ -74,29 +80,70 @@ def test_digits_are_split_by_class_and_scaled() -> None:
 def test_batch_subtracts_the_mean_then_scales() -> None:
     inputs = np.arange(24, dtype=np.uint8).reshape(3, 2, 2, 2)
     mean = np.full((2, 2, 2), 10, np.float32)
-    x, y = Split(inputs, np.array([5, 6, 7]), mean, 0.5).batch(np.array([2, 0, 2]))
+    x, y = Split(Dense(inputs), Dense(np.array([5, 6, 7])), mean, 0.5).batch(np.array([2, 0, 2]))
     assert x.numpy().tolist() == ((inputs[[2, 0, 2]].astype(np.float32) - 10) / 2).tolist()
     assert y.tolist() == [7, 5, 7]
     assert x.is_contiguous()
 
 
+KINDS = {  # inputs and targets as stored -> as drawn, unscaled
+    "bytes": (np.arange(12, dtype=np.uint8).reshape(4, 3), torch.float32),
+    "truths": (np.arange(12).reshape(4, 3) % 2 == 0, torch.float32),
+    "halves": (np.arange(12, dtype=np.float16).reshape(4, 3), torch.float32),
+    "big-endian": (np.arange(12, dtype=">f8").reshape(4, 3), torch.float32),
+    "tokens": (np.arange(12, dtype=np.int32).reshape(4, 3), torch.int64),
+    "unsigned tokens": (np.arange(12, dtype=np.uint16).reshape(4, 3), torch.int64),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_inputs_and_targets_become(kind: str) -> None:
+    array, expected = KINDS[kind]
+    wanted = np.array([3, 0, 3])
+    x, y = Split(Dense(array), Dense(array)).batch(wanted)
+    assert x.dtype == expected
+    assert y.dtype == (torch.int64 if kind == "bytes" else expected)
+    assert x.tolist() == y.tolist() == array[wanted].astype(float).tolist()
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    if expected == torch.float32:
+        mean = np.array([1, 2, 4], np.float32)
+        x, _ = Split(Dense(array), Dense(array), mean, 0.5).batch(wanted)
+        assert x.tolist() == ((array[wanted].astype(np.float32) - mean) / 2).tolist()
+        x, _ = Split(Dense(array), Dense(array), scale=0.5).batch(wanted)
+        assert x.tolist() == (array[wanted].astype(np.float32) / 2).tolist()
+
+
+def test_a_subset_of_any_samples_draws_those_alone() -> None:
+    split = Split(Dense(np.arange(20.0).reshape(10, 2)), Dense(np.arange(10)))
+    users = UserSplit(TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10)), 10)
+    chosen = np.array([7, 2, 5])
+    for samples in (split, users):
+        subset = Subset(Subset(samples, np.arange(1, 10)), chosen - 1)
+        assert len(subset) == 3
+        x, y = subset.batch(np.array([2, 0, 2]))
+        assert (x[:, 0].tolist(), y.tolist()) == ([10, 14, 10], [5, 7, 5])
+        assert subset[1][1] == 2
+        assert in_memory(subset) is (samples is split)
+
+
 def test_idx_reads_plain_and_compressed_and_the_test_gets_the_training_mean(idx_directory: Path) -> None:
     table = DataTable(name="idx", path=idx_directory, train_limit=3, scale=2.0)
-    train, test, info = load(table)
+    train, test, info, _ = load(table)
     assert (info.training_samples, info.test_samples, info.input_shape) == (3, 4, (1, 5, 4))
     assert train is not None
     assert test is not None
     assert len(train) == 3
-    raw, _, _ = load(table.model_copy(update={"subtract_mean": False, "scale": 1.0}))
+    raw, _, _, _ = load(table.model_copy(update={"subtract_mean": False, "scale": 1.0}))
     assert raw is not None
     mean = raw.batch(np.arange(3))[0].mean(0)
     torch.testing.assert_close(train.batch(np.arange(3))[0], (raw.batch(np.arange(3))[0] - mean) * 2)
-    alone_train, alone, alone_info = load(table, train=False)
+    alone_train, alone, alone_info, _ = load(table, train=False)
     assert alone_train is None
     assert alone is not None
     assert alone_info == info
     assert torch.equal(alone.batch(np.arange(4))[0], test.batch(np.arange(4))[0])
-    assert load(table, train=False, test=False) == (None, None, info)
+    assert load(table, train=False, test=False) == (None, None, info, None)
 
 
 Damage = Callable[[Path], object]
@@ -147,7 +194,7 @@ def labels(directory: Path, values: list[int]) -> None:
 
 def test_cifar10_opens_only_the_batches_that_the_limit_needs(cifar_directory: Path) -> None:
     for path in (cifar_directory, cifar_directory / "cifar-10-batches-py"):
-        train, test, info = load(DataTable(name="cifar10", path=path, train_limit=BATCH + 5, subtract_mean=False))
+        train, test, info, _ = load(DataTable(name="cifar10", path=path, train_limit=BATCH + 5, subtract_mean=False))
         assert train is not None
         assert test is not None
         assert (len(train), len(test), info.input_shape, info.classes) == (BATCH + 5, BATCH, (3, 32, 32), 10)
@@ -169,8 +216,8 @@ def test_cifar10_reads_the_archive_in_any_order(tmp_path: Path, cifar_directory:
         tar.addfile(member, io.BytesIO(content))
     for path in (archive, tmp_path):
         table = DataTable(name="cifar10", path=path, train_limit=20_000)
-        train, test, _ = load(table)
-        ours, theirs, _ = load(table.model_copy(update={"path": cifar_directory}))
+        train, test, _, _ = load(table)
+        ours, theirs, _, _ = load(table.model_copy(update={"path": cifar_directory}))
         for a, b in ((train, ours), (test, theirs)):
             assert a is not None
             assert b is not None
@@ -218,7 +265,13 @@ def test_damaged_or_hostile_cifar_batches_do_nothing_but_raise(
         ({"name": "idx"}, DataError, "needs path"),
         ({"name": "idx", "path": "/nowhere"}, DataError, "/nowhere: no such file or directory"),
         ({"name": "cifar10", "path": "."}, DataError, "no data_batch_1 or data_batch_1.xz"),
-        ({"name": "mnist"}, ConfigError, "unknown name 'mnist'; valid: digits, idx, cifar10 or package"),
+        ({"name": "mnist"}, ConfigError, "unknown name 'mnist'; valid: digits, idx, cifar10.* or package"),
+        ({"name": "digits", "test_split": 0.1}, ConfigError, "test_split is for data without a test set; digits has"),
+        (
+            {"name": ([1], [1]), "classes": 2, "test_split": 0.1},
+            ConfigError,
+            "must give one dataset, as test_split",
+        ),
         ({"name": "digits", "options": {"size": 9}}, ConfigError, "takes no options, not size"),
         ({"name": "nowhere.at_all:make"}, ConfigError, "no module 'nowhere'"),
         ({"name": (1, 2, 3)}, ConfigError, "must give two datasets"),
@@ -256,7 +309,7 @@ class Told(Dataset[Any]):
 
 def test_users_datasets_by_callable_and_in_code() -> None:
     table = DataTable(name=make_pair, classes=3, train_limit=5, options={"count": 9}, path=Path("x"))
-    train, test, info = load(table)
+    train, test, info, _ = load(table)
     assert (info.name, info.training_samples, info.test_samples) == ("make_pair", 5, 2)
     assert (info.input_shape, info.classes) == ((4,), 3)
     assert train is not None
@@ -340,11 +393,11 @@ def test_call_offers_only_what_a_signature_names() -> None:
 
 @needs_real_data
 def test_real_fashion_mnist() -> None:
-    train, test, info = load(DataTable(name="idx", path=REAL / "fashion-mnist"))
+    train, test, info, _ = load(DataTable(name="idx", path=REAL / "fashion-mnist"))
     assert (info.training_samples, info.test_samples, info.input_shape) == (60_000, 10_000, (1, 28, 28))
     assert isinstance(train, Split)
     assert isinstance(test, Split)
-    assert np.bincount(train.labels).tolist() == [6000] * 10
+    assert counts_of(train).tolist() == [6000] * 10
     x, _ = train.batch(np.arange(0, 60_000, 7))
     assert abs(float(x.mean())) < 0.01
     assert 0.2 < float(x.std()) < 0.4
@@ -352,8 +405,8 @@ def test_real_fashion_mnist() -> None:
 
 @needs_real_data
 def test_real_cifar10() -> None:
-    train, _, info = load(DataTable(name="cifar10", path=REAL / "cifar-10", train_limit=2000), test=False)
+    train, _, info, _ = load(DataTable(name="cifar10", path=REAL / "cifar-10", train_limit=2000), test=False)
     assert (info.training_samples, info.test_samples, info.input_shape) == (2000, 10_000, (3, 32, 32))
     assert isinstance(train, Split)
-    assert train.labels[:5].tolist() == [6, 9, 9, 4, 1]
+    assert train.batch(np.arange(5))[1].tolist() == [6, 9, 9, 4, 1]
     assert abs(float(train.batch(np.arange(2000))[0].mean())) < 0.01

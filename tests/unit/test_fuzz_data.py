@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra import data, readers
+from rudra import data
 from rudra.config import DataTable
+from rudra.readers import cifar as cifar_reader
 from tests.unit.fuzzing import cases, command, damaged, fresh, refused
 from tests.unit.test_data import idx
 
@@ -35,7 +36,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_CIFAR_BATCH", BATCH)
+    monkeypatch.setattr(cifar_reader, "_BATCH", BATCH)
 
 
 def put(place: Path, name: str, content: bytes, kind: str) -> None:
@@ -58,7 +59,7 @@ KINDS = st.sampled_from(["file"] * 12 + ["directory", "loop", "pipe", "missing"]
 
 
 def load(name: str, path: Path, limit: int | None = None) -> None:
-    train, test, info = data.load(DataTable(name=name, path=path, train_limit=limit))
+    train, test, info, _ = data.load(DataTable(name=name, path=path, train_limit=limit))
     assert train is not None
     assert test is not None
     train.batch(np.arange(len(train)))

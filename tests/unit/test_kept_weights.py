@@ -48,6 +48,7 @@ def end_epoch(writer: ResultsWriter, epoch: int, *, kept: bool = True) -> None:
 
 
 def finish(writer: ResultsWriter) -> None:
+    writer.append("epochs", rows(EPOCH, epoch=10, timestamp=10, weights_sha256=sha256(WEIGHTS).encode()))
     writer.finish(rows(TOTALS), rows(LEARNER, 4, learner=range(4)), WEIGHTS, sha256(WEIGHTS))
 
 
@@ -130,7 +131,7 @@ def test_a_resumed_run_keeps_what_lies_before_its_checkpoint(tmp_path: Path) -> 
         finish(writer)
     with open_results(path) as results:
         assert results.kept_epochs == (2, 3, 5, 10)
-        assert list(results.epochs["epoch"]) == [1, 2, 3, 5]
+        assert list(results.epochs["epoch"]) == [1, 2, 3, 5, 10]
         assert all(np.array_equal(results.weights_of(epoch), weights(epoch)) for epoch in (2, 3, 5))
 
 

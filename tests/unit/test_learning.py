@@ -11,6 +11,7 @@ from rudra.data import Split, load
 from rudra.flat import FlatModel
 from rudra.learning import GradientSource, Outcome, evaluate
 from rudra.models import build, check_output
+from rudra.sources import Dense
 from rudra.tasks import Classification
 
 JOB = Job(training={"minibatch_size": 4, "seed": 5})
@@ -18,7 +19,7 @@ JOB = Job(training={"minibatch_size": 4, "seed": 5})
 
 def tiny() -> tuple[FlatModel, Split]:
     rng = np.random.default_rng(0)
-    split = Split(rng.integers(0, 9, (10, 1, 4, 4), dtype=np.uint8), rng.integers(0, 3, 10))
+    split = Split(Dense(rng.integers(0, 9, (10, 1, 4, 4), dtype=np.uint8)), Dense(rng.integers(0, 3, 10)))
     torch.manual_seed(0)
     return FlatModel(nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 3))), split
 
@@ -56,7 +57,7 @@ class Fragile(Split):
     """Fails at one sample, and remembers which were asked for."""
 
     def __init__(self, split: Split, bad: int) -> None:
-        super().__init__(split.inputs, split.labels)
+        super().__init__(split.inputs, split.targets)
         self.bad, self.asked = bad, 0
 
     def batch(self, indices: Any) -> Any:
@@ -90,7 +91,7 @@ def test_the_input_thread_stays_two_minibatches_ahead() -> None:
 
 @pytest.mark.parametrize(("batch_size", "turns"), [(355, 1), (1000, 1), (100, 4), (71, 5)])
 def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> None:
-    _, test, info = load(DataTable(name="digits"), train=False)
+    _, test, info, _ = load(DataTable(name="digits"), train=False)
     assert test is not None
     module = build(ModelTable(name="mlp"), info, 3)
     check_output(module, Classification(info.classes), info)

@@ -260,7 +260,7 @@ def account(learner: int) -> np.ndarray:
 def snapshot(epoch: int) -> Received:
     rows = row(Kind.SNAPSHOT)
     rows["epoch"] = epoch
-    return Received(Message(Kind.SNAPSHOT, SERVER, rows=rows), "snapshot 0")
+    return Received(Message(Kind.SNAPSHOT, SERVER, 0, epoch, rows), "snapshot 0")
 
 
 PLAIN = job("async", training={"epochs": 1})

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rudra.errors import DataError
-from rudra.sampling import Sampler, mix
+from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, Sampler, hold_out, mix
 
 
 def test_a_pass_draws_every_sample_once_and_each_pass_differs() -> None:
@@ -49,3 +49,33 @@ def test_mixed_keys_are_63_bits_and_tell_every_value_and_order_apart() -> None:
     assert all(0 <= key < 2**63 for key in keys)
     ones = np.mean([bin(key).count("1") for key in keys])
     assert 30 < ones < 33
+
+
+@pytest.mark.parametrize(
+    ("population", "fraction", "count"), [(2, 0.01, 1), (2, 0.99, 1), (10, 0.25, 2), (1000, 0.1, 100)]
+)
+def test_held_out_samples_are_a_random_part_of_the_set(population: int, fraction: float, count: int) -> None:
+    stay, held = hold_out(7, TEST_SPLIT, population, fraction)
+    assert len(held) == count
+    assert sorted([*stay, *held]) == list(range(population))
+    assert (np.diff(stay) > 0).all()
+    assert (np.diff(held) > 0).all()
+    again = hold_out(7, TEST_SPLIT, population, fraction)
+    assert [part.tolist() for part in again] == [stay.tolist(), held.tolist()]
+
+
+def test_what_is_held_out_depends_on_seed_and_purpose() -> None:
+    parts = {
+        tuple(hold_out(seed, purpose, 100, 0.2)[1]) for seed in (0, 1) for purpose in (TEST_SPLIT, VALIDATION_SPLIT)
+    }
+    assert len(parts) == 4
+    counts = np.zeros(20)
+    for seed in range(500):
+        counts[hold_out(seed, TEST_SPLIT, 20, 0.5)[1]] += 1
+    assert counts.sum() == 5000
+    assert (np.abs(counts - 250) < 60).all()  # five standard deviations
+
+
+def test_one_sample_cannot_be_parted() -> None:
+    with pytest.raises(DataError, match="cannot hold samples out of 1; there must be 2 at least"):
+        hold_out(0, TEST_SPLIT, 1, 0.5)

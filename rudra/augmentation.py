@@ -1,0 +1,64 @@
+"""Random changes to training images: part of the deterministic drawing of samples, a pure function of a key."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rudra.config import AugmentTable, find
+from rudra.errors import ConfigError
+
+
+class Augmentation:
+    """What happens to a mini-batch's inputs before they are learned.
+
+    Args:
+        table: of the job.
+
+    Raises:
+        ConfigError: the user's callable is not there.
+    """
+
+    def __init__(self, table: AugmentTable) -> None:
+        self._crop, self._flip = table.crop, table.flip
+        self._own: Callable[..., Any] | None = None
+        if table.name is not None:
+            self._own = partial(find("[augment] name", table.name), **table.options)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing happens."""
+        return not (self._crop or self._flip or self._own)
+
+    def __call__(self, inputs: Any, key: int) -> Any:
+        """The changed inputs, fresh.
+
+        Args:
+            inputs: (count, C, H, W) float32 where images are cropped or flipped; anything for a callable.
+            key: decides, together with the job, what happens.
+        """
+        if self._crop or self._flip:
+            if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4:
+                shape = tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else "of several tensors"
+                raise ConfigError(f"[augment] crop, flip: for images (channels, height, width), not inputs {shape}")
+            inputs = torch.from_numpy(_shifted(inputs.numpy(), self._crop, self._flip, key))
+        if self._own is not None:
+            inputs = self._own(inputs, torch.Generator().manual_seed(key))
+        return inputs
+
+
+def _shifted(images: npt.NDArray[np.float32], crop: int, flip: bool, key: int) -> npt.NDArray[np.float32]:
+    """Images moved by up to `crop` pixels each way, with zeros behind the edges, and mirrored half of the time."""
+    count, _, height, width = images.shape
+    draws = np.random.Philox(key=key).random_raw(3 * count).reshape(count, 3)
+    downs, rights = ((draws[:, place] >> np.uint64(32)) * np.uint64(2 * crop + 1) >> np.uint64(32) for place in (0, 1))
+    mirrored = (draws[:, 2] >> np.uint64(63)).astype(bool) & flip
+    padded = np.pad(images, ((0, 0), (0, 0), (crop, crop), (crop, crop)))
+    result = np.empty_like(images)
+    for place, (down, right, mirror) in enumerate(zip(downs.tolist(), rights.tolist(), mirrored.tolist(), strict=True)):
+        window = padded[place, :, down : down + height, right : right + width]
+        result[place] = window[:, :, ::-1] if mirror else window
+    return result

@@ -1,0 +1,28 @@
+"""Readers of the data sets that Rudra knows: files to sources, and every damage to one readable line.
+
+A reader takes the data table and which splits are wanted, and gives `Arrays`. Without a split it reads what tells their
+shapes and numbers alone.
+"""
+
+from collections.abc import Callable, Collection
+
+from rudra.config import DataTable
+from rudra.readers.arff import read_arff
+from rudra.readers.arrays import read_hdf5, read_npz
+from rudra.readers.cifar import read_cifar10
+from rudra.readers.common import SPLITS, Arrays, check_labels
+from rudra.readers.digits import read_digits
+from rudra.readers.idx import read_idx
+from rudra.readers.libsvm import read_libsvm
+
+__all__ = ["READERS", "SPLITS", "Arrays", "check_labels"]
+
+READERS: dict[str, Callable[[DataTable, Collection[str]], Arrays]] = {
+    "digits": read_digits,
+    "idx": read_idx,
+    "cifar10": read_cifar10,
+    "libsvm": read_libsvm,
+    "npz": read_npz,
+    "hdf5": read_hdf5,
+    "arff": read_arff,
+}

@@ -1,0 +1,194 @@
+"""What readers share: what they give, and files of any compression whose damage is one readable line."""
+
+import bz2
+import gzip
+import lzma
+import math
+import os
+import re
+import sys
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rudra.config import DataTable
+from rudra.errors import ConfigError, DataError, one_line
+from rudra.sources import Source
+
+SPLITS = ("train", "test")
+DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError, tarfile.TarError)
+"""What reading a damaged file raises."""
+
+_PIECE = 1 << 22  # bytes that are decompressed at a time
+_LONGEST = 1 << 28  # bytes of a line
+_NUMBER = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+@dataclass(slots=True)
+class Arrays:
+    """What a reader found, the limits of the job not yet applied.
+
+    Inputs are (N, *input_shape). Targets are class labels int64 (N,); of several labels at once float32 0 or 1
+    (N, classes); of sequences int64 (N, T); of regression floating-point (N,) or (N, classes).
+
+    Attributes:
+        input_shape: of one sample.
+        classes: numbers that the model gives for a target.
+        scale: factor that the job gets if it names none.
+        counts: split -> samples, whether it was read or not; no test where there is none.
+        pairs: split -> inputs and targets, for those that were read.
+    """
+
+    input_shape: tuple[int, ...]
+    classes: int
+    scale: float
+    counts: dict[str, int] = field(default_factory=dict)
+    pairs: dict[str, tuple[Source, Source]] = field(default_factory=dict)
+
+
+def check_labels(labels: npt.NDArray[np.int64], classes: int, where: str) -> None:
+    """Raises DataError naming the first label that is outside 0 … classes - 1."""
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        first = int(wrong[0])
+        raise DataError(f"{where}: sample {first} has label {labels[first]}; valid: 0 to {classes - 1}")
+
+
+def class_count(table: DataTable, found: int, where: str) -> int:
+    """The job's number of classes, by default as many as were found.
+
+    Raises:
+        ConfigError: the job's are too few.
+        DataError: there is only one.
+    """
+    if table.classes is not None and table.classes < found:
+        raise ConfigError(f"[data] classes: {table.classes}, but {where} has {found}")
+    if max(found, table.classes or 0) < 2:
+        raise DataError(f"{where}: all labels are the same")
+    return table.classes or found
+
+
+def no_options(table: DataTable) -> None:
+    """Raises ConfigError where there are options."""
+    if table.options:
+        raise ConfigError(f"[data] {table.name} takes no options, not {', '.join(table.options)}")
+
+
+def path_of(table: DataTable) -> Path:
+    """The file or directory of a job's data."""
+    if table.path is None:
+        raise DataError(f"[data] name = {table.name} needs path, the place of its files")
+    if not os.path.exists(table.path):
+        raise DataError(f"{table.path}: no such file or directory ([data] path)")
+    return table.path
+
+
+def existing(file: Path) -> Path:
+    """The file, if it is one: a pipe would be waited for."""
+    if not os.path.isfile(file):
+        raise DataError(f"{file}: {'is a directory, not a file' if os.path.isdir(file) else 'no such file'}")
+    return file
+
+
+def listed(directory: Path) -> list[os.DirEntry[str]]:
+    """What a directory holds, by name.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be read: {error.strerror or error}") from None
+
+
+def first_of(directory: Path, name: str) -> Path:
+    """The file of that name, plain or else compressed with gzip."""
+    names = [name, f"{name}.gz"]
+    for candidate in names:
+        if os.path.isfile(directory / candidate):
+            return directory / candidate
+    raise DataError(f"{directory}: there is no file {' or '.join(names)}")
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[IO[bytes]]:
+    """A file's decompressed content.
+
+    Raises:
+        DataError: the file cannot be read, or its compressed stream is cut or damaged.
+    """
+    try:
+        with _OPENERS.get(file.suffix, open)(existing(file), "rb") as stream:
+            yield stream
+    except DAMAGE as error:
+        raise DataError(f"{file}: cannot be read, perhaps truncated or corrupt: {one_line(error)}") from None
+
+
+def content_of(file: Path, size: int = sys.maxsize) -> bytearray:
+    """Decompressed content, as far as its first `size` bytes; no more memory is taken than there is content.
+
+    Raises:
+        DataError: as of `opened`.
+    """
+    with opened(file) as stream:
+        return read(stream, size)
+
+
+def read(stream: IO[bytes], size: int) -> bytearray:
+    """What is left of a stream, as far as its first `size` bytes."""
+    found = bytearray()
+    while len(found) < size and (piece := stream.read(min(_PIECE, size - len(found)))):
+        found += piece
+    return found
+
+
+def blocks(file: Path) -> Iterator[bytes]:
+    """Decompressed content, in pieces of some megabytes that end where a line ends.
+
+    Raises:
+        DataError: as of `opened`; or a line has more than 256 MiB.
+    """
+    rest = b""
+    with opened(file) as stream:
+        while piece := stream.read(_PIECE):
+            head, newline, tail = piece.rpartition(b"\n")
+            if newline:
+                yield rest + head + newline
+                rest = tail
+            else:
+                rest += tail
+            if len(rest) > _LONGEST:
+                raise DataError(f"{file}: has a line of more than {_LONGEST:,} bytes: is it no text?")
+    if rest:
+        yield rest
+
+
+def numbers_of(text: bytes) -> npt.NDArray[np.float64] | None:
+    """All numbers of a text with white space between them; None, or fewer than there are words, where one is none."""
+    if not text.strip():
+        return np.empty(0)
+    try:
+        return np.fromstring(text, sep=" ")
+    except ValueError:
+        return None
+
+
+def is_number(text: bytes, largest: float = math.inf) -> bool:
+    """Whether a word is a decimal number, and not beyond the largest."""
+    return _NUMBER.fullmatch(text) is not None and abs(float(text)) <= largest
+
+
+def shown(text: bytes) -> str:
+    """A word of a file, for an error's text."""
+    readable = text.decode("utf-8", "replace")
+    return repr(readable if len(readable) <= 40 else readable[:37] + "...")

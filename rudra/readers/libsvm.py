@@ -1,0 +1,202 @@
+"""LIBSVM's format: in each line a label, and index:value of what is not 0."""
+
+import io
+import itertools
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from rudra.config import DataTable, Table, checked
+from rudra.errors import DataError
+from rudra.readers.common import Arrays, blocks, class_count, is_number, numbers_of, path_of, shown
+from rudra.sources import Dense, Sparse
+
+_MOST = 2**31 - 1  # the largest index
+_LARGEST = float(np.finfo(np.float32).max)
+_EXACT = 2.0**53  # whole numbers up to here are what they were written as
+_SPACES = bytes.maketrans(b":", b" ")
+_LEFT_OUT = re.compile(rb"#[^\n]*|(?<=\s)qid:\S*")
+
+
+class Options(Table):
+    test: str | None = Field(None, description="test file, beside the training file")
+    regression: bool = Field(False, description="labels are real numbers, not classes")
+    zero_based: bool | None = Field(None, description="whether the first index is 0; default: if there is a 0")
+    features: int | None = Field(None, ge=1, le=_MOST, description="width; default: the largest index of both files")
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A file, or a part of one.
+
+    Attributes:
+        labels: (N,) float64.
+        lengths: (N,) int64: elements of each row.
+        columns: (elements,) int32: indices as the file has them, ascending in each row.
+        values: (elements,) float32.
+    """
+
+    labels: NDArray[np.float64]
+    lengths: NDArray[np.int64]
+    columns: NDArray[np.int32]
+    values: NDArray[np.float32]
+
+
+def read_libsvm(table: DataTable, wanted: Collection[str]) -> Arrays:
+    """A file in LIBSVM's format, and one beside it for the test; each plain or compressed with gzip, bzip2 or xz.
+
+    Classes are numbered in the order of their labels. Rows stay sparse until they are drawn.
+    """
+    options = checked(Options, table.options, "data", "options")
+    files = {"train": path_of(table)}
+    if options.test is not None:
+        files["test"] = files["train"].parent / options.test
+    found = {split: _read(file, options.regression) for split, file in files.items()}
+    width = _number_columns(found, files, options)
+    if options.regression:
+        classes, targets = 1, {split: Dense(rows.labels.astype(np.float32)) for split, rows in found.items()}
+    else:
+        classes, targets = _number_classes(table, found, files)
+    arrays = Arrays((width,), classes, 1.0, {split: len(rows.labels) for split, rows in found.items()})
+    for split, rows in found.items():
+        if split in wanted:
+            starts = np.concatenate([[0], np.cumsum(rows.lengths)])
+            arrays.pairs[split] = Sparse(rows.values, rows.columns, starts, width), targets[split]
+    return arrays
+
+
+def _number_columns(found: dict[str, _Rows], files: dict[str, Path], options: Options) -> int:
+    """Counts all columns from 0; returns how many there are."""
+    zero_based = options.zero_based
+    if zero_based is None:
+        zero_based = not all(rows.columns.all() for rows in found.values())
+    largest = max(int(rows.columns.max(initial=0)) for rows in found.values())
+    width = options.features or largest + zero_based
+    if width == 0:
+        raise DataError(f"{files['train']}: there is no feature in any line")
+    for split, rows in found.items():
+        first, last = (0, width - 1) if zero_based else (1, width)
+        wrong = np.flatnonzero((rows.columns < first) | (rows.columns > last))
+        if len(wrong):
+            row = int(np.searchsorted(np.cumsum(rows.lengths), wrong[0], side="right"))
+            text = f"index {rows.columns[wrong[0]]}; valid: {first} to {last}"
+            raise DataError(f"{files[split]}: line {_line(files[split], row)}: {text}")
+        rows.columns -= first
+    return width
+
+
+def _number_classes(table: DataTable, found: dict[str, _Rows], files: dict[str, Path]) -> tuple[int, dict[str, Dense]]:
+    """Number of classes, and the class of every row."""
+    known = np.unique(found["train"].labels)
+    targets: dict[str, Dense] = {}
+    for split, rows in found.items():
+        classes = np.minimum(np.searchsorted(known, rows.labels), len(known) - 1)
+        unknown = np.flatnonzero(known[classes] != rows.labels)
+        if len(unknown):
+            where = f"{files[split]}: line {_line(files[split], int(unknown[0]))}"
+            labels = ", ".join(f"{label:.0f}" for label in known[:20]) + (", …" if len(known) > 20 else "")
+            raise DataError(f"{where}: label {rows.labels[unknown[0]]:.0f} is none of the training set's: {labels}")
+        targets[split] = Dense(classes)
+    return class_count(table, len(known), str(files["train"])), targets
+
+
+def _read(file: Path, regression: bool) -> _Rows:
+    parts: list[_Rows] = []
+    line = 1
+    for block in blocks(file):
+        part = _parsed(block)
+        if part is None or not (regression or _whole(part.labels).all()):
+            _complain(block, regression, file, line)
+        parts.append(part)
+        line += block.count(b"\n")
+    if not sum(len(part.labels) for part in parts):
+        raise DataError(f"{file}: there is no line with a sample")
+    joined: Any = [np.concatenate([getattr(part, name) for part in parts]) for name in _Rows.__slots__]
+    return _Rows(*joined)
+
+
+def _whole(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = (numbers == np.floor(numbers)) & (np.abs(numbers) <= _EXACT)
+    return found
+
+
+def _parsed(block: bytes) -> _Rows | None:
+    """What stands in some whole lines; None where they are not in the format.
+
+    All numbers are read at once, and then it is made sure that labels, indices and values stand where they should.
+    """
+    if b"#" in block or b"qid:" in block:
+        block = _LEFT_OUT.sub(b"", block)
+    text = np.frombuffer(block, np.uint8)
+    colons = text == ord(":")
+    gaps = (text <= ord(" ")) | colons
+    begins = ~gaps
+    begins[1:] &= gaps[:-1]
+    places = np.flatnonzero(begins)  # of the numbers
+    numbers = numbers_of(block.translate(_SPACES))
+    if numbers is None or len(numbers) != len(places) or not _paired(colons, gaps):
+        return None
+    is_value, is_index = np.zeros((2, len(places)), bool)
+    is_value[1:] = colons[places[1:] - 1]
+    is_index[:-1] = is_value[1:]
+    is_first = np.zeros(len(places) + 1, bool)  # in its line
+    is_first[np.searchsorted(places, np.append(0, np.flatnonzero(text == ord("\n"))))] = True
+    is_label = ~(is_value | is_index)
+    if (is_value & is_index).any() or not np.array_equal(is_label, is_first[:-1]):
+        return None
+    lengths = np.diff(np.flatnonzero(is_label), append=len(places)) // 2
+    labels, indices, values = numbers[is_label], numbers[is_index], numbers[is_value]
+    rising = np.diff(indices, prepend=-1) > 0
+    rising[(np.cumsum(lengths) - lengths)[lengths > 0]] = True  # where a row begins
+    right = _whole(indices) & (indices >= 0) & (indices <= _MOST) & rising & (np.abs(values) <= _LARGEST)
+    if not (right.all() and (np.abs(labels) <= _LARGEST).all()):
+        return None
+    return _Rows(labels, lengths, indices.astype(np.int32), values.astype(np.float32))
+
+
+def _paired(colons: NDArray[np.bool_], gaps: NDArray[np.bool_]) -> bool:
+    """Whether something stands right before and after every colon."""
+    found = np.flatnonzero(colons)
+    if not len(found):
+        return True
+    inside = found[0] > 0 and found[-1] < len(colons) - 1
+    return bool(inside and not gaps[found - 1].any() and not gaps[found + 1].any())
+
+
+def _complain(block: bytes, regression: bool, file: Path, first: int) -> NoReturn:
+    """Finds what is wrong with lines that `_parsed` refused, one by one.
+
+    Raises:
+        DataError: that, with its line; `first` is the number of the first one.
+    """
+    for number, line in enumerate(io.BytesIO(block), first):
+        label, *fields = _LEFT_OUT.sub(b"", line).split() or [b"0"]
+        text = None if is_number(label, _LARGEST) else "is no label"
+        if text is None and not (regression or _whole(np.array(float(label)))):
+            text = "is no whole number; for real labels set data.options.regression = true"
+        if text is not None:
+            raise DataError(f"{file}: line {number}: {shown(label)} {text}")
+        last = -1.0
+        for field in fields:
+            index, _, value = field.partition(b":")
+            if not (is_number(index, _MOST) and is_number(value, _LARGEST)):
+                raise DataError(f"{file}: line {number}: {shown(field)} is no index:value")
+            if not (float(index) >= 0 and float(index).is_integer()):
+                raise DataError(f"{file}: line {number}: index {shown(index)} is no whole number from 0 to {_MOST}")
+            if float(index) <= last:
+                raise DataError(f"{file}: line {number}: index {shown(index)} after {last:.0f}; they must ascend")
+            last = float(index)
+    raise DataError(f"{file}: line {first} or one after it: not in LIBSVM's format")
+
+
+def _line(file: Path, row: int) -> int:
+    """Number of the line that holds a row."""
+    lines = (line for block in blocks(file) for line in io.BytesIO(block))
+    held = (number for number, line in enumerate(lines, 1) if _LEFT_OUT.sub(b"", line).strip())
+    return next(itertools.islice(held, row, None))

@@ -1,0 +1,108 @@
+"""One copy of the data on each node: one rank loads it, the others map its memory.
+
+Whatever arrays an object holds go into a file without a name (`memfd_create`), which the others open by way of the
+process that made it. Nobody needs to clean up: it is gone with the last rank that maps it.
+"""
+
+import io
+import mmap
+import os
+import pickle
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_ALIGNED = 64
+_TOKEN = 16
+
+
+def share(node: "MPI.Comm", leader: int, made: Any) -> Any:
+    """Gives the ranks of a node what one of them made; arrays and tensors in it are one memory for all.
+
+    Who writes to that memory gets copies of the pages that he writes.
+
+    Args:
+        node: of ranks that share memory; all must call.
+        leader: rank in `node` that has the object.
+        made: the object, on that rank.
+
+    Returns:
+        The object; None on ranks that cannot have it this way, because it cannot be pickled, reads files that are
+        mapped already, or memory cannot be shared: they must make their own.
+    """
+    file = -1
+    place: tuple[int, int, bytes, list[tuple[int, int]]] | None = None
+    if node.rank == leader:
+        with suppress(Exception):  # whatever pickling raises
+            file, token, pieces = _written(made)
+            place = os.getpid(), file, token, pieces
+    place = node.bcast(place, leader)
+    found = made if node.rank == leader else None
+    if place is not None:
+        with suppress(OSError, ValueError):
+            found = _mapped(*place)
+    node.Barrier()  # the file stays open until all have opened it
+    if file >= 0:
+        os.close(file)
+    return found
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Arrays and tensors on the CPU stay out of the stream."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, np.memmap):
+            raise pickle.PicklingError("mapped already")
+        if type(obj) is torch.Tensor and obj.device.type == "cpu" and not obj.requires_grad:
+            with suppress(TypeError, RuntimeError):  # what NumPy cannot hold goes into the stream
+                return torch.from_numpy, (obj.numpy(),)
+        return super().reducer_override(obj)
+
+
+def _written(made: Any) -> tuple[int, bytes, list[tuple[int, int]]]:
+    """The object in a new file: descriptor, what it begins with, offset and size of each piece, stream first."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(made)
+    raws = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    pieces, end = [], _TOKEN
+    for raw in raws:
+        first = -(-end // _ALIGNED) * _ALIGNED
+        pieces.append((first, raw.nbytes))
+        end = first + raw.nbytes
+    token = secrets.token_bytes(_TOKEN)
+    file = os.memfd_create("rudra-data", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, end)
+        with mmap.mmap(file, end) as memory:
+            memory[:_TOKEN] = token
+            for raw, (first, size) in zip(raws, pieces, strict=True):
+                memory[first : first + size] = raw
+    except BaseException:
+        os.close(file)
+        raise
+    return file, token, pieces
+
+
+def _mapped(pid: int, file: int, token: bytes, pieces: list[tuple[int, int]]) -> Any:
+    """The object in a process's file.
+
+    Raises:
+        OSError, ValueError: the file cannot be opened from here, or is another one.
+    """
+    here = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        memory = mmap.mmap(here, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(here)
+    if memory[:_TOKEN] != token:
+        raise ValueError("not the file that was meant")
+    stream, *views = (memoryview(memory)[first : first + size] for first, size in pieces)
+    return pickle.loads(stream, buffers=views)
