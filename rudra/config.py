@@ -78,7 +78,8 @@ class ModelTable(Table):
 class DataTable(Table):
     name: Any = Field(
         "digits",
-        description="digits, idx, cifar10, libsvm, npz, hdf5, arff, or package.module:callable giving (train, test)",
+        description="digits, idx, cifar10, libsvm, npz, hdf5, arff, text, folder, or package.module:callable giving "
+        "(train, test)",
     )
     path: Path | None = Field(
         None, description="file of the data, or directory that holds its files; relative to the working directory"

@@ -12,8 +12,10 @@ from rudra.readers.arrays import read_hdf5, read_npz
 from rudra.readers.cifar import read_cifar10
 from rudra.readers.common import SPLITS, Arrays, check_labels
 from rudra.readers.digits import read_digits
+from rudra.readers.folder import read_folder
 from rudra.readers.idx import read_idx
 from rudra.readers.libsvm import read_libsvm
+from rudra.readers.text import read_text
 
 __all__ = ["READERS", "SPLITS", "Arrays", "check_labels"]
 
@@ -25,4 +27,6 @@ READERS: dict[str, Callable[[DataTable, Collection[str]], Arrays]] = {
     "npz": read_npz,
     "hdf5": read_hdf5,
     "arff": read_arff,
+    "text": read_text,
+    "folder": read_folder,
 }

@@ -72,7 +72,7 @@ def class_count(table: DataTable, found: int, where: str) -> int:
     if table.classes is not None and table.classes < found:
         raise ConfigError(f"[data] classes: {table.classes}, but {where} has {found}")
     if max(found, table.classes or 0) < 2:
-        raise DataError(f"{where}: all labels are the same")
+        raise DataError(f"{where}: all targets are the same")
     return table.classes or found
 
 

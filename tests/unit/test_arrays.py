@@ -183,7 +183,7 @@ GOOD = made(FLOATS, LABELS)
         ({"y_train": LABELS[:6] - 1}, {}, "y_train has -1; valid: 0 and above"),
         ({"y_train": LABELS[:6] - 1}, {"classes": 3}, "sample 1 has label -1; valid: 0 to 2"),
         ({"y_train": LABELS[:6] * 2}, {"classes": 3}, "sample 0 has label 4; valid: 0 to 2"),
-        ({"y_train": LABELS[:6] * 0, "y_test": LABELS[:3] * 0}, {}, "all labels are the same"),
+        ({"y_train": LABELS[:6] * 0, "y_test": LABELS[:3] * 0}, {}, "all targets are the same"),
         (
             {"y_train": SEVERAL[:6] * 3, "y_test": SEVERAL[:3]},
             {},

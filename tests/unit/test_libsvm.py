@@ -121,7 +121,7 @@ WRONG = [
     (b"1\n2\n", "there is no feature in any line"),
     (b"\n#\n", "there is no line with a sample"),
     (b"", "there is no line with a sample"),
-    (b"3 1:1\n3 2:1\n", "all labels are the same"),
+    (b"3 1:1\n3 2:1\n", "all targets are the same"),
 ]
 
 

@@ -1,0 +1,84 @@
+"""Image files in a directory for each class."""
+
+import importlib.util
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field
+
+from rudra.config import DataTable, Table, checked, cores
+from rudra.errors import DataError, one_line
+from rudra.readers.common import Arrays, class_count, listed, path_of
+from rudra.sources import Dense, Images
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
+
+
+class Options(Table):
+    size: int = Field(224, ge=1, le=1 << 14, description="width and height that images are brought to")
+    test: str | None = Field(None, description="directory of the test set; default: test, or val if that is missing")
+    threads: int | None = Field(None, ge=1, le=256, description="that decode; default: as many as cores, up to 4")
+
+
+def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
+    """Images in path/train/CLASS/ and path/test/CLASS/ or path/val/CLASS/, decoded when they are drawn.
+
+    Classes are numbered in the order of their directories' names in train.
+    """
+    options = checked(Options, table.options, "data", "options")
+    root = path_of(table)
+    directories = {"train": root / "train"}
+    if not os.path.isdir(root / "train"):
+        raise DataError(f"{root}: there is no directory train, with a directory for each class")
+    tests = [name for name in ("test", "val") if os.path.isdir(root / name)] if options.test is None else [options.test]
+    if tests:
+        directories["test"] = root / tests[0]
+    numbers = {name: number for number, name in enumerate(_classes(directories["train"]))}
+    count = class_count(table, len(numbers), str(directories["train"]))
+    arrays = Arrays((3, options.size, options.size), count, 1 / 255)
+    for split, directory in directories.items():
+        files, labels = _files(directory, numbers)
+        arrays.counts[split] = len(files)
+        if split in wanted:
+            _check_header(files[0])
+            images = Images(files, options.size, options.threads or min(4, cores()))
+            arrays.pairs[split] = images, Dense(np.array(labels, np.int64))
+    return arrays
+
+
+def _classes(directory: Path) -> list[str]:
+    """Names of the directories in one."""
+    found = [entry.name for entry in listed(directory) if os.path.isdir(entry.path) and not entry.name.startswith(".")]
+    if not found:
+        raise DataError(f"{directory}: there is no directory of a class")
+    return found
+
+
+def _files(directory: Path, numbers: dict[str, int]) -> tuple[list[str], list[int]]:
+    """All images of a split by class and name, and the number of each one's class."""
+    files: list[str] = []
+    labels: list[int] = []
+    for name in _classes(directory):
+        if name not in numbers:
+            raise DataError(f"{directory / name}: the training set has no class of this name")
+        entries = listed(directory / name)
+        found = [e.path for e in entries if e.name.lower().endswith(_SUFFIXES) and not e.name.startswith(".")]
+        if not found:
+            raise DataError(f"{directory / name}: there is no image; valid: {', '.join(_SUFFIXES)}")
+        files += found
+        labels += [numbers[name]] * len(found)
+    return files, labels
+
+
+def _check_header(file: str) -> None:
+    """Raises DataError where there is no Pillow, or a file is no image."""
+    if importlib.util.find_spec("PIL") is None:
+        raise DataError("[data] name = folder needs Pillow: pip install 'rudra[images]'")
+    from PIL import Image
+
+    try:
+        Image.open(file).close()
+    except Exception as error:  # its decoders raise almost anything
+        raise DataError(f"{file}: is no image, or damaged: {one_line(error)}") from None

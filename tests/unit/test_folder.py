@@ -1,0 +1,130 @@
+"""Directories of images."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rudra.config import DataTable
+from rudra.data import Split, in_memory, load
+from rudra.errors import ConfigError, DataError
+from rudra.readers import folder
+
+
+def picture(file: Path, colour: tuple[int, int, int], size: tuple[int, int] = (12, 9)) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(file)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three training images and two for the test, of two classes; an image's red is ten times its number."""
+    for number, name in enumerate(("train/cat/b.png", "train/cat/c.PNG", "train/bird/a.jpg", "val/cat/x.bmp")):
+        picture(tmp_path / name, (10 * number, 200, 0))
+    picture(tmp_path / "val/bird/y.png", (40, 200, 0), (7, 30))
+    for name in ("train/README", "train/cat/notes.txt", "train/cat/.hidden.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "train/.cache").mkdir()
+    return tmp_path
+
+
+def test_classes_are_directories_in_their_order(root: Path) -> None:
+    table = DataTable(name="folder", path=root, options={"size": 8, "threads": 2}, scale=1.0)
+    train, test, info = load(table)
+    assert (info.training_samples, info.test_samples, info.input_shape, info.classes) == (3, 2, (3, 8, 8), 2)
+    for split, reds, labels in ((train, [20, 0, 10], [0, 1, 1]), (test, [40, 30], [0, 1])):
+        assert isinstance(split, Split)
+        assert not in_memory(split)
+        x, y = split.batch(np.arange(len(split)))
+        assert (x.dtype, y.dtype, y.tolist()) == (torch.float32, torch.int64, labels)
+        assert np.abs(x.mean((2, 3)).numpy() - [[red, 200, 0] for red in reds]).max() < 2
+        again: Split = pickle.loads(pickle.dumps(split))
+        assert torch.equal(again.batch(np.array([1, 1]))[0], x[[1, 1]])
+    scaled, _, _ = load(table.model_copy(update={"scale": None}))
+    assert scaled is not None
+    torch.testing.assert_close(scaled.batch(np.array([0]))[0] * 255, train.batch(np.array([0]))[0])
+    for asked in ({"train": False}, {"test": False}, {"train": False, "test": False}):
+        assert load(table, **asked)[2] == info
+
+
+def test_defaults_and_where_the_test_set_is(root: Path) -> None:
+    assert load(DataTable(name="folder", path=root))[2].input_shape == (3, 224, 224)
+    picture(root / "test/cat/1.png", (0, 0, 0))
+    for options, count in (({}, 1), ({"test": "val"}, 2)):
+        assert load(DataTable(name="folder", path=root, options=options))[2].test_samples == count
+    (root / "alone").mkdir()
+    (root / "train").rename(root / "alone/train")
+    table = DataTable(name="folder", path=root / "alone", test_split=0.4)
+    assert (load(table)[2].training_samples, load(table)[2].test_samples) == (2, 1)
+
+
+def test_nothing_is_decoded_before_it_is_drawn(root: Path) -> None:
+    damaged = root / "train/cat/c.PNG"
+    damaged.write_bytes(damaged.read_bytes()[:48])
+    train, _, _ = load(DataTable(name="folder", path=root, options={"size": 8}))
+    assert train is not None
+    train.batch(np.array([0, 1]))
+    with pytest.raises(DataError, match=r"c\.PNG: cannot be decoded, perhaps damaged: "):
+        train.batch(np.array([2]))
+
+
+def remove(*files: Path) -> None:
+    for file in files:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "keys", "error", "message"),
+    [
+        (
+            lambda r: (r / "train").rename(r / "training"),
+            {},
+            DataError,
+            "there is no directory train, with a directory for",
+        ),
+        (lambda r: remove(*(r / "train/cat").iterdir()), {}, DataError, "train/cat: there is no image; valid: .jpg"),
+        (
+            lambda r: picture(r / "val/dog/1.png", (0, 0, 0)),
+            {},
+            DataError,
+            "val/dog: the training set has no class of this",
+        ),
+        (lambda r: (r / "train/bird").rename(r / "bird"), {}, DataError, "train: all targets are the same"),
+        (lambda r: (r / "test").mkdir(), {}, DataError, "test: there is no directory of a class"),
+        (
+            lambda r: (r / "train/bird/a.jpg").write_bytes(b"x"),
+            {},
+            DataError,
+            "train/bird/a.jpg: is no image, or damaged",
+        ),
+        (lambda r: (r / "val").rename(r / "x"), {}, ConfigError, "folder has no test set here; set data.test_split"),
+        (lambda r: None, {"options": {"test": "dev"}}, DataError, "dev: cannot be read: No such file"),
+        (lambda r: None, {"options": {"size": 0}}, ConfigError, "options.size must be >= 1, not 0"),
+        (lambda r: None, {"options": {"sise": 1}}, ConfigError, "unknown key 'sise'; valid: size, test, threads"),
+        (lambda r: None, {"subtract_mean": True}, ConfigError, "the inputs of folder are read as they are drawn"),
+        (
+            lambda r: None,
+            {"test_split": 0.5},
+            ConfigError,
+            "test_split is for data without a test set; folder has one here",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(
+    damage: Any, keys: dict[str, Any], error: type[Exception], message: str, root: Path
+) -> None:
+    damage(root)
+    with pytest.raises(error) as raised:
+        load(DataTable(name="folder", path=root, **keys))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_pillow_names_the_extra(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"needs Pillow: pip install 'rudra\[images\]'"):
+        load(DataTable(name="folder", path=root))
