@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_classes_are_directories_in_their_order(root: Path) -> None:
     table = DataTable(name="folder", path=root, options={"size": 8, "threads": 2}, scale=1.0)
-    train, test, info = load(table)
+    train, test, info, _ = load(table)
     assert (info.training_samples, info.test_samples, info.input_shape, info.classes) == (3, 2, (3, 8, 8), 2)
     for split, reds, labels in ((train, [20, 0, 10], [0, 1, 1]), (test, [40, 30], [0, 1])):
         assert isinstance(split, Split)
@@ -44,7 +44,7 @@ def test_classes_are_directories_in_their_order(root: Path) -> None:
         assert np.abs(x.mean((2, 3)).numpy() - [[red, 200, 0] for red in reds]).max() < 2
         again: Split = pickle.loads(pickle.dumps(split))
         assert torch.equal(again.batch(np.array([1, 1]))[0], x[[1, 1]])
-    scaled, _, _ = load(table.model_copy(update={"scale": None}))
+    scaled, _, _, _ = load(table.model_copy(update={"scale": None}))
     assert scaled is not None
     torch.testing.assert_close(scaled.batch(np.array([0]))[0] * 255, train.batch(np.array([0]))[0])
     for asked in ({"train": False}, {"test": False}, {"train": False, "test": False}):
@@ -65,7 +65,7 @@ def test_defaults_and_where_the_test_set_is(root: Path) -> None:
 def test_nothing_is_decoded_before_it_is_drawn(root: Path) -> None:
     damaged = root / "train/cat/c.PNG"
     damaged.write_bytes(damaged.read_bytes()[:48])
-    train, _, _ = load(DataTable(name="folder", path=root, options={"size": 8}))
+    train, _, _, _ = load(DataTable(name="folder", path=root, options={"size": 8}))
     assert train is not None
     train.batch(np.array([0, 1]))
     with pytest.raises(DataError, match=r"c\.PNG: cannot be decoded, perhaps damaged: "):
