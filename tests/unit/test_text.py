@@ -25,7 +25,7 @@ LONG = "the quick brown fox jumps over the lazy dog, " * 20
 @pytest.mark.parametrize("length", [1, 7, 64])
 @pytest.mark.parametrize("text", [LONG, LONG.replace("o", "ö").replace("z", "\U0001f98a")], ids=["ASCII", "UTF-8"])
 def test_windows_follow_one_another_and_targets_are_one_further(text: str, length: int, tmp_path: Path) -> None:
-    train, test, info = read(tmp_path, text.encode(), length=length, test=0.25)
+    train, test, info, _ = read(tmp_path, text.encode(), length=length, test=0.25)
     vocabulary = sorted(set(text))
     numbers = [vocabulary.index(character) for character in text]
     assert (info.input_shape, info.classes) == ((length,), len(vocabulary))
@@ -46,13 +46,13 @@ def test_windows_follow_one_another_and_targets_are_one_further(text: str, lengt
     [(40, 19, (1, 1)), (41, 19, (1, 1)), (80, 19, (2, 2)), (78, 19, (2, 2)), (76, 19, (1, 1))],  # the last may be cut
 )
 def test_a_short_last_window_is_left_out(count: int, length: int, samples: tuple[int, int], tmp_path: Path) -> None:
-    _, _, info = read(tmp_path, b"ab" * (count // 2) + b"a" * (count % 2), length=length, test=0.5)
+    _, _, info, _ = read(tmp_path, b"ab" * (count // 2) + b"a" * (count % 2), length=length, test=0.5)
     assert (info.training_samples, info.test_samples) == samples
 
 
 def test_bytes_of_any_file(tmp_path: Path) -> None:
     content = bytes(range(256)) * 2
-    train, _, info = read(tmp_path, content, unit="bytes", length=16)
+    train, _, info, _ = read(tmp_path, content, unit="bytes", length=16)
     assert info.classes == 256
     assert train.batch(np.array([3]))[0].tolist() == [list(content[48:64])]
 
