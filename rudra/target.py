@@ -54,10 +54,10 @@ class Target:
 
     def of(self, scores: Mapping[str, float | None]) -> float | None:
         """The metric's value among those of one test: "loss", "error", and what the task measures."""
-        if self.metric == "accuracy":
-            error = scores.get("error")
-            return None if error is None else 1 - error
-        return scores.get(self.metric)
+        found = scores.get(self.metric)
+        if found is None and self.metric == "accuracy" and (error := scores.get("error")) is not None:
+            return 1 - error
+        return found
 
 
 class Watch:

@@ -7,25 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import SAMPLES, Rows, check_updates, job, timing
+from readme import names_in
 
 import protocols
 import topologies
-from protocols import Clock, Protocol
+from protocols import Protocol
 from rudra.config import Job
 from rudra.costs import places
 from rudra.errors import ConfigError
 
-
-class Bounded(Protocol):
-    """Stale synchronous parallel: who is more than `ahead` gradients before the slowest waits for it."""
-
-    def __init__(self, learners: int, ahead: int = 2, gradients: int = 1) -> None:
-        super().__init__(learners)
-        self.ahead = ahead
-        self.gradients_per_update = gradients
-
-    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
-        return clock.pushed[learner] - min(clock.pushed) <= self.ahead
+Bounded = names_in("bounded.py")["Bounded"]
 
 
 class Eager(Protocol):

@@ -1,0 +1,67 @@
+"""The README's guide, run as its reader would: every file, command and block of code."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+from readme import blocks, files, section
+
+import rudra
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+GUIDE = section("Guide")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which everything up to the block that reads the results was done."""
+    directory = tmp_path_factory.mktemp("guide")
+    for name, text in files(GUIDE).items():
+        (directory / name).write_text(text)
+    for line in "".join(blocks("sh", GUIDE)).splitlines():
+        word, *arguments = shlex.split(line, comments=True)
+        assert word == "rudra"
+        python(directory, "-m", "rudra", *arguments)
+    return directory
+
+
+def python(directory: Path, *arguments: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, *arguments]
+    done = subprocess.run(line, cwd=directory, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0, (arguments, done.stderr)
+    return done.stdout
+
+
+def test_the_first_job_learns(place: Path) -> None:
+    for name, learners in (("first.h5", 2), ("eight.h5", 8)):
+        with rudra.open_results(place / name) as results:
+            summary = results.summary()
+        assert (summary["learners"], summary["epochs"]) == (learners, 10)
+        assert summary["final_test_error"] < 0.1
+
+
+def test_ones_own_model_data_loss_and_protocol(place: Path) -> None:
+    with rudra.open_results(place / "own.h5") as results:
+        summary, gradients = results.summary(), results.gradients
+    assert summary["protocol"] == "bounded:Bounded"
+    assert summary["target_epoch"] is not None, "the target is reached, which ends the run"
+    assert summary["epochs"] < 30
+    assert summary["metrics"]["validation"]["accuracy"][-1] > 0.85
+    assert gradients["staleness"].max() <= 2 * 2 + 2 * 2, "three learners, each within two gradients of the slowest"
+
+
+def test_results_are_read(place: Path) -> None:
+    (reading,) = (block for block in blocks("python", GUIDE) if block.startswith("import rudra\n"))
+    said = python(place, "-c", reading)
+    assert said.startswith("validation accuracy >= 0.9: after ")
+    assert "learning_rate" in said
+
+
+def test_the_protocol_is_short() -> None:
+    assert len(files(GUIDE)["bounded.py"].splitlines()) < 60
