@@ -221,3 +221,21 @@ def test_a_task_that_does_not_fit_the_data_is_refused_before_training(tmp_path: 
     made = functools.partial(rudra.simulate, output=tmp_path / "run.h5", progress="quiet")
     with pytest.raises(RudraError, match=r"classification wants one whole number .*float32 of shape \(2,\)"):
         made(job("regression", task={"name": "classification"}))
+
+
+@pytest.mark.parametrize("protocol", ["hardsync", "softsync", "async"])
+@pytest.mark.parametrize(
+    ("samples", "learners", "size"),
+    [(1, 3, 1), (3, 6, 4), (7, 2, 5), (240, 7, 50)],
+    ids=["one sample", "more learners than samples", "a short last batch", "mini-batches larger than shares"],
+)
+def test_any_number_of_samples_will_do(protocol: str, samples: int, learners: int, size: int, tmp_path: Path) -> None:
+    data = {"train_limit": samples}
+    training, cluster = {"minibatch_size": size, "epochs": 3}, {"learners": learners, "threads_per_rank": 1}
+    made = job("regression", data=data, training=training, cluster=cluster, protocol={"name": protocol})
+    made = made.with_(optimizer={"learning_rate": 0.01}, data={"train_limit": min(samples, 200)})
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        summary, gradients = results.summary(), results.gradients
+    assert (summary["status"], summary["epochs"]) == ("finished", 3)
+    assert (gradients["samples"] == size).all(), "a walk goes on with the next pass where the last one ends"
+    assert summary["samples"] >= 3 * min(samples, 200)

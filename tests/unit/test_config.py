@@ -273,8 +273,8 @@ def test_a_damaged_job_file_is_named(tmp_path: Path, content: bytes, text: str) 
     ("name", "text"),
     [
         ("nowhere/mine.toml", "nowhere/mine.toml: no such job file"),
-        ("digit", "digit: no such job; did you mean digits? give a TOML file or one of: digits, fashion, "),
-        ("zzzzz", "zzzzz: no such job; give a TOML file or one of: digits, fashion, "),
+        ("digit", "digit: no such job; did you mean digits? give a TOML file or one of: delicious, digits, "),
+        ("zzzzz", "zzzzz: no such job; give a TOML file or one of: delicious, digits, "),
         ("jobs", "jobs: no such job; give a TOML file or one of: "),
     ],
 )

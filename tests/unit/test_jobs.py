@@ -14,10 +14,14 @@ from rudra.optim import UpdateRule
 
 ROOT = Path(__file__).parents[2]
 NOISE = "rudra.bench.prediction:noise"
+TOKENS = torch.zeros(1, 64, dtype=torch.int64)
 DATA = {
     "digits": DataInfo("digits", 1437, 360, (1, 8, 8), 10),
     "idx": DataInfo("idx", 60_000, 10_000, (1, 28, 28), 10),
     "cifar10": DataInfo("cifar10", 50_000, 10_000, (3, 32, 32), 10),
+    "text": DataInfo("text", 15_685, 1_742, (64,), 65, (TOKENS, TOKENS)),
+    "arff": DataInfo("arff", 12_920, 3_185, (500,), 983, (torch.zeros(1, 500), torch.zeros(1, 983))),
+    "libsvm": DataInfo("libsvm", 39_799, 9_950, (300,), 2),
     NOISE: DataInfo("noise", 48_000, 256, (3, 224, 224), 1000),
 }
 JOBS = sorted(file for file in (ROOT / "jobs").rglob("*.toml") if file.name != "paper.toml")
