@@ -15,7 +15,8 @@ from rudra.config import Job
 from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
-from rudra.learning import GradientSource, evaluate
+from rudra.hooks import RoleHooks, hooks_of
+from rudra.learning import GradientSource, Outcome, evaluate
 from rudra.messages import Message, tail_bytes
 from rudra.optim import UpdateRule
 from topologies import Plan
@@ -130,7 +131,12 @@ class Executor:
         parameters: how many of its floats are parameters; the others are model buffers.
         gradients: that one message may stand for.
         device: where the buffers are.
+
+    Attributes:
+        hooks: of this role; None: there are none.
     """
+
+    hooks: RoleHooks | None = None
 
     def __init__(
         self, layout: tuple[Entry, ...], size: int, parameters: int, gradients: int, device: torch.device = CPU
@@ -176,7 +182,9 @@ class Executor:
         """Allocates what training needs, once the model that it was made from is gone."""
 
     def close(self) -> None:
-        """Ends threads."""
+        """The role is done: ends threads, and calls the hooks of the end."""
+        if self.hooks is not None:
+            self.hooks.ended()
 
 
 class AveragingExecutor(Executor):
@@ -247,7 +255,10 @@ class OwnerExecutor(Executor):
         if self.size > self.parameters:
             weights[self.parameters :] = gradient[self.parameters :]
         self._rule.step(gradient[: self.parameters], action.learning_rate)
-        return buffer.digest(action.timestamp)
+        digest = buffer.digest(action.timestamp)
+        if self.hooks is not None:
+            self.hooks.updated(action, lambda: buffer.array)
+        return digest
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):
@@ -302,11 +313,19 @@ class LearnerExecutor(Executor):
 
     def compute(self, action: Compute) -> Computed:
         weights, gradient = self.buffer(action.weights).vector, self.buffer(action.gradient).vector
-        outcome = self.source.compute(action.step, weights, gradient)
-        return Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
+        return self.computed(action, self.source.compute(action.step, weights, gradient))
+
+    def computed(self, action: Compute, outcome: Outcome) -> Computed:
+        """What a computation came to; its weights are still in their buffer."""
+        found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
+        if self.hooks is not None:
+            buffer = self.buffer(action.weights)
+            self.hooks.computed(action, found, lambda: buffer.array)
+        return found
 
     def close(self) -> None:
         self.source.close()
+        super().close()
 
 
 class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
@@ -377,13 +396,14 @@ def make_executors(
         device: where to compute.
 
     Raises:
-        ConfigError: the model does not fit the data, or the optimiser's options are wrong.
+        ConfigError: the model does not fit the data, the optimiser's options are wrong, or there is no such hook.
     """
     task = tasks.make(job.task, info.classes)
     flat = FlatModel(models.build(job.model, info, job.training.seed).to(device), task, roles=len(roles))
     if any(plan.roles[role].kind not in {PARAMETER_SERVER, TREE_SERVER} for role in roles):
         models.check_output(flat.module, task, info)
     made: dict[int, Executor] = {}
+    hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:
         kind = plan.roles[role].kind
         about = (flat.layout, flat.size, flat.parameter_count, plan.records, flat.device)
@@ -405,6 +425,7 @@ def make_executors(
         if isinstance(executor, StatisticsExecutor):
             assert splits[1] is not None
             executor.test(job, flat, {"test": splits[1]})
+        executor.hooks = hooks.get(role)
         made[role] = executor
     return made
 

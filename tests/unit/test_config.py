@@ -14,7 +14,9 @@ from rudra.errors import ConfigError
 from topologies import Plan, base
 
 TRAINING = "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, target, stop_at_target"
-TABLES = "model, data, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, study"
+TABLES = (
+    "model, data, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, hooks, study"
+)
 FOUR = {"learners": 4}
 
 
