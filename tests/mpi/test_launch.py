@@ -208,7 +208,8 @@ def test_a_job_that_the_ranks_cannot_load_is_shown_once(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_readme(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Python")[2]
+    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     (tmp_path / "spirals.py").write_text(example)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
