@@ -16,13 +16,21 @@ from rudra.jobfiles import shipped_jobs
 
 if TYPE_CHECKING:
     from rudra.api import run, simulate
+    from rudra.hooks import Moment
     from rudra.replayer import replay
     from rudra.results import Results, open_results
 
-__all__ = ["Job", "Results", "RudraError", "open_results", "replay", "run", "shipped_jobs", "simulate"]
+__all__ = ["Job", "Moment", "Results", "RudraError", "open_results", "replay", "run", "shipped_jobs", "simulate"]
 
-_LATE = {"run": "api", "simulate": "api", "replay": "replayer", "open_results": "results", "Results": "results"}
-"""What needs torch or h5py, which `import rudra` does not load."""
+_LATE = {
+    "Moment": "hooks",
+    "Results": "results",
+    "open_results": "results",
+    "replay": "replayer",
+    "run": "api",
+    "simulate": "api",
+}
+"""What needs NumPy, torch or h5py, which `import rudra` does not load."""
 
 
 def __getattr__(name: str) -> Any:

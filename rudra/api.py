@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from rudra import launch
 from rudra.config import Job, cores
-from rudra.errors import ResultsError, RunError
+from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.results import Results, check_output, default_output, open_results
 from rudra.resume import Decision, decide
 
@@ -106,12 +107,16 @@ def simulate(
     job = costs.load(job.resolved(cores=cores()))
     if job.simulation.tensors:
         job = job.with_(cluster={"device": hands.find_device(job).type})
+    elif job.hooks:
+        raise ConfigError(
+            "[hooks]: [simulation] tensors = false trains nothing, so nothing calls them; valid: no hooks"
+        )
     else:
         job = job.with_(cluster={"device": "cpu"}, training={"evaluate": False})
     plan = job.plan(costs.places(job))
     with torch_as_in(job):
         cluster = hands.make(job, plan)
-        samples = cluster.info.training_samples
+        samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
         unsaved = job.with_(results={"checkpoint_every": "never"})
         machines = {i: make(i, unsaved, plan, samples) for i in range(len(plan.roles))}
         writer = make_writer(
@@ -134,7 +139,7 @@ def simulate(
                 plan,
                 machines,
                 cluster.hands,
-                Recorder(writer, shown, cluster.weights),
+                Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None),
                 costs.CostModel(job.simulation, plan, job.training.minibatch_size),
                 size_bytes=cluster.size * 4 + tail_bytes(1),
                 seed=job.training.seed,
@@ -144,6 +149,8 @@ def simulate(
             try:
                 with _told_to_end():
                     simulation.run()
+                    for executor in cluster.executors.values():
+                        executor.close()
             finally:
                 shown.close()
     return open_results(path)
@@ -155,11 +162,19 @@ def _told_to_end() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
 
 
 def _wait_for_results(path: Path, at_most_s: float = 2.0) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import CheckpointError
+from rudra.jobfiles import possible
 from rudra.position import Position
 from rudra.safetensors import LENGTH, Tensor, entry, write
 
@@ -134,7 +135,7 @@ def _possible(position: Position, job: Mapping[str, Any]) -> bool:
     """Whether a run of this job could stand there."""
     counts = [position.timestamp, position.epoch, position.samples, position.applied, position.epoch_gradients]
     counts += [position.epoch_samples, *position.steps]
-    tables = all(isinstance(keys, dict) == (name != "name") for name, keys in job.items())
+    tables = all(possible(name, keys) for name, keys in job.items())
     # Larger numbers could not be written to the result file.
     fits = all(0 <= count < 2**53 for count in counts) and 0 <= position.time_s < 1e12
     cluster = job["cluster"]

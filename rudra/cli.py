@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     except RudraError as error:
         if not error.said:
             if world_rank() == 0:
-                print(f"rudra: {error}", file=sys.stderr)
+                print(error.report, file=sys.stderr)
             leave_the_word(error.exit_code)
         return error.exit_code
     except MemoryError as error:
@@ -602,6 +602,10 @@ def _validate(arguments: argparse.Namespace) -> int:
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
     }
+    for place, hook in enumerate(job.hooks):
+        role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
+        often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
+        lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
     if job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each epoch"
     if job.optimizer.warm_up:

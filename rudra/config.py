@@ -440,6 +440,55 @@ class ResultsTable(Table):
         return None if found is None else (int(found[1]), found[2])
 
 
+class Hook(Table):
+    """Code of the user's own that is called at moments of roles (`rudra.hooks`)."""
+
+    at: Literal["update", "epoch", "end"] = Field(description="update, epoch or end")
+    call: Named = Field(description="package.module:callable of one argument, a rudra.Moment")
+    role: str | None = Field(
+        None,
+        description="whose moments: a role as `rudra topology` names it, or learners, all of them; default: see Hooks",
+    )
+    every: int = Field(1, ge=1, description="only each Nth update or epoch")
+    options: dict[str, Any] = Field({}, description="keyword arguments for the callable")
+
+    @field_validator("call")
+    @classmethod
+    def _callable(cls, value: Named) -> Named:
+        if isinstance(value, str) and ":" not in value:
+            raise ValueError(f"'{value}' is unknown; valid: package.module:callable")
+        return value
+
+    @field_validator("every")
+    @classmethod
+    def _counts(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("at") == "end":
+            raise ValueError("counts updates and epochs, and a run has one end")
+        return value
+
+    def roles(self, plan: topologies.Plan) -> tuple[int, ...]:
+        """Ids of the roles that call it.
+
+        Raises:
+            ValueError: there are no such roles, or not with such moments.
+        """
+        learners = (plan.server, *(i for i in plan.learners if i != plan.server))
+        able = {"update": learners, "epoch": (plan.statistics,), "end": tuple(range(len(plan.roles)))}[self.at]
+        if self.role is None:
+            return (plan.server if self.at == "update" else plan.statistics,)
+        if self.role == "learners" and self.at != "epoch":
+            return plan.learners
+        found = tuple(i for i in able if plan.roles[i].name == self.role)
+        if not found:
+            kinds: dict[str, list[str]] = {}
+            for i in able:
+                kinds.setdefault(plan.roles[i].kind, []).append(plan.roles[i].name)
+            valid = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in kinds.values()]
+            valid += ["learners"] if "learner" in kinds else []
+            raise ValueError(f"'{self.role}' has no moment '{self.at}'; valid: {', '.join(valid)}")
+        return found
+
+
 class StudyTable(Table):
     """What `rudra sweep` makes of a job, and what `rudra report` draws of that. Keys of the job are dotted here."""
 
@@ -485,6 +534,7 @@ class Job(Table):
     simulation: SimulationTable = SimulationTable()
     faults: FaultsTable = FaultsTable()
     results: ResultsTable = ResultsTable()
+    hooks: tuple[Hook, ...] = ()
     study: StudyTable = StudyTable()
 
     def __init__(self, **tables: Any) -> None:
@@ -506,7 +556,9 @@ class Job(Table):
         ):
             raise ValueError("[optimizer] momentum_correction corrects the momentum of sgd, and there is none")
         if self.cluster.learners is not None:
-            self._check_pair(self.plan())
+            plan = self.plan()
+            self._check_pair(plan)
+            self._check_hooks(plan, placed=False)
             named = {key: list(getattr(self.simulation, key)) for key in ("slowdown", "learner_jitter")}
             named["faults"] = [fault.learner for fault in self.simulation.faults if fault.learner is not None]
             for key, learners in named.items():
@@ -541,12 +593,13 @@ class Job(Table):
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
-    def with_(self, **tables: Mapping[str, Any]) -> Job:
-        """A copy in which the given keys of the given tables are replaced and everything is checked again."""
+    def with_(self, *, hooks: Sequence[Hook | Mapping[str, Any]] | None = None, **tables: Mapping[str, Any]) -> Job:
+        """A copy in which the given keys of the given tables, or all hooks, are replaced, and everything is checked."""
         merged = {field: getattr(self, field) for field in type(self).model_fields}
+        merged["hooks"] = self.hooks if hooks is None else hooks
         for table, keys in tables.items():
             if not isinstance(merged.get(table), Table):
-                valid = ", ".join(name for name, value in merged.items() if isinstance(value, Table))
+                valid = ", ".join(name for name in merged if name != "name")
                 raise ConfigError(f"unknown table '{table}'; valid: {valid}")
             merged[table] = {**_as_dict(merged[table]), **keys}
         return type(self)(**{k: _as_dict(v) if isinstance(v, Table) else v for k, v in merged.items()})
@@ -588,9 +641,10 @@ class Job(Table):
         return plan
 
     def check(self, plan: topologies.Plan) -> None:
-        """Raises ConfigError where the job's protocol cannot work on a plan of its topology."""
+        """Raises ConfigError where the job's protocol or hooks cannot work on a plan of its topology."""
         try:
             self._check_pair(plan)
+            self._check_hooks(plan, placed=True)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -602,6 +656,15 @@ class Job(Table):
                 "[faults] straggler_timeout: only a server that waits for each of its learners can drop one; valid "
                 "with protocol hardsync and topology base or adv"
             )
+
+    def _check_hooks(self, plan: topologies.Plan, *, placed: bool) -> None:
+        """Raises ValueError where a hook is of no role; servers of a tree depend on where all are placed."""
+        for place, hook in enumerate(self.hooks):
+            if placed or hook.at != "end" or not str(hook.role).startswith(TREE_SERVER):
+                try:
+                    hook.roles(plan)
+                except ValueError as error:
+                    raise ValueError(f"[hooks] {place}.role {error}") from None
 
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
         """The job's protocol, for the workers that the resolved job has: learners or compute groups.
@@ -715,6 +778,8 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
         return f"{place} '{key}'; valid: {', '.join(model.model_fields)}"
     if error["type"] == "value_error":
         return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
+    if error["type"] == "missing":
+        return f"{where} is missing: {model.model_fields[key].description}"
     wanted = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
     return f"{where} must be {wanted.format(**error.get('ctx', {}))}, not {_short(error['input'])}"
 

@@ -3,6 +3,8 @@
 A user's mistake exits with 2, a run that failed with 1; neither shows a traceback of ours.
 """
 
+import traceback
+
 EXIT_FAILED = 1
 EXIT_STOPPED = 3
 """A run was stopped as somebody asked, and left a checkpoint to resume from."""
@@ -28,6 +30,11 @@ class RudraError(Exception):
     def __str__(self) -> str:
         """On one line, without anything that a terminal would act upon, whatever stood in a file."""
         return printable(super().__str__())
+
+    @property
+    def report(self) -> str:
+        """What to tell the user: the line, and where the user's own code raised what; that comes after it."""
+        return f"rudra: {self}"
 
 
 class ConfigError(RudraError):
@@ -68,5 +75,21 @@ class RunError(RudraError):
     """Whether it failed because a rank died, so that another try may do better."""
 
 
+class HookError(RunError):
+    """A hook, which is the user's own code, raised what is the cause."""
+
+    @property
+    def report(self) -> str:
+        cause = self.__cause__
+        if cause is None:
+            return super().report
+        frames = cause.__traceback__ and cause.__traceback__.tb_next  # the first one is ours
+        return f"{super().report}\n{''.join(traceback.format_exception(type(cause), cause, frames)).rstrip()}"
+
+
 class CheckpointError(RudraError):
     """A checkpoint is missing, damaged, or of another job."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody stopped this process; the user's own code raises other ones."""

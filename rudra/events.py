@@ -172,11 +172,16 @@ class Hash(Struct, frozen=True, gc=False):
 
 
 class Compute(Struct, frozen=True, gc=False):
-    """Compute the gradient of mini-batch `step` at the weights; its end is `Computed`."""
+    """Compute the gradient of mini-batch `step` at the weights; its end is `Computed`.
+
+    What follows is for hooks: the weights' timestamp, and when it begins, in seconds of training.
+    """
 
     step: int
     weights: str
     gradient: str
+    timestamp: int = -1
+    time_s: float = 0.0
 
 
 class Reduce(Struct, frozen=True, gc=False):
@@ -209,13 +214,17 @@ class Accumulate(Struct, frozen=True, gc=False):
 class Update(Struct, frozen=True, gc=False):
     """Let the optimiser step the weights by the averaged gradient; its end is `Updated`.
 
-    Averaged model buffers replace those of before. The new weights have this timestamp.
+    Averaged model buffers replace those of before. The new weights have this timestamp. What follows is for hooks, as
+    in `records.UPDATE`.
     """
 
     gradient: str
     weights: str
     learning_rate: float
     timestamp: int
+    epoch: int = 0
+    samples: int = 0
+    time_s: float = 0.0
 
 
 class Copy(Struct, frozen=True, gc=False):
@@ -259,10 +268,11 @@ class Regroup(Struct, frozen=True, gc=False):
 
 
 class Record(Struct, frozen=True, gc=False):
-    """Append rows to a table of the results."""
+    """Append rows to a table of the results; with an epoch's, `weights` is the buffer that still holds its weights."""
 
     table: Table
     rows: Rows
+    weights: str | None = None
 
 
 class Keep(Struct, frozen=True, gc=False):

@@ -16,7 +16,8 @@ from rudra.data import Data, Samples
 from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
-from rudra.learning import GradientSource, evaluate
+from rudra.hooks import RoleHooks, hooks_of
+from rudra.learning import GradientSource, Outcome, evaluate
 from rudra.messages import Message, tail_bytes
 from rudra.optim import UpdateRule
 from rudra.statedict import Named
@@ -135,9 +136,11 @@ class Executor:
 
     Attributes:
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
+        hooks: of this role; None: there are none.
     """
 
     state_dict: tuple[Named, ...] = ()
+    hooks: RoleHooks | None = None
 
     def __init__(
         self, layout: tuple[Entry, ...], size: int, parameters: int, gradients: int, device: torch.device = CPU
@@ -183,7 +186,9 @@ class Executor:
         """Allocates what training needs, once the model that it was made from is gone."""
 
     def close(self) -> None:
-        """Ends threads."""
+        """The role is done: ends threads, and calls the hooks of the end."""
+        if self.hooks is not None:
+            self.hooks.ended()
 
 
 class AveragingExecutor(Executor):
@@ -254,7 +259,10 @@ class OwnerExecutor(Executor):
         if self.size > self.parameters:
             weights[self.parameters :] = gradient[self.parameters :]
         self._rule.step(gradient[: self.parameters], action.learning_rate)
-        return buffer.digest(action.timestamp)
+        digest = buffer.digest(action.timestamp)
+        if self.hooks is not None:
+            self.hooks.updated(action, lambda: buffer.array)
+        return digest
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):
@@ -309,11 +317,19 @@ class LearnerExecutor(Executor):
 
     def compute(self, action: Compute) -> Computed:
         weights, gradient = self.buffer(action.weights).vector, self.buffer(action.gradient).vector
-        outcome = self.source.compute(action.step, weights, gradient)
-        return Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
+        return self.computed(action, self.source.compute(action.step, weights, gradient))
+
+    def computed(self, action: Compute, outcome: Outcome) -> Computed:
+        """What a computation came to; its weights are still in their buffer."""
+        found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
+        if self.hooks is not None:
+            buffer = self.buffer(action.weights)
+            self.hooks.computed(action, found, lambda: buffer.array)
+        return found
 
     def close(self) -> None:
         self.source.close()
+        super().close()
 
 
 class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
@@ -382,7 +398,7 @@ def make_executors(
         device: where to compute.
 
     Raises:
-        ConfigError: the model does not fit the data, or the optimiser's options are wrong.
+        ConfigError: the model does not fit the data, the optimiser's options are wrong, or there is no such hook.
     """
     task = tasks.make(job.task, data.info.classes)
     learns = any(plan.roles[role].kind == LEARNER for role in roles)
@@ -391,6 +407,7 @@ def make_executors(
     if any(plan.roles[role].kind not in {PARAMETER_SERVER, TREE_SERVER} for role in roles):
         models.check_output(flat.module, task, data.info)
     made: dict[int, Executor] = {}
+    hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:
         kind = plan.roles[role].kind
         about = (flat.layout, flat.size, flat.parameter_count, plan.records, flat.device)
@@ -413,6 +430,7 @@ def make_executors(
             executor.test(job, flat, data.tests)
         if kind == STATISTICS_SERVER:
             executor.state_dict = flat.state_dict()
+        executor.hooks = hooks.get(role)
         made[role] = executor
     return made
 

@@ -7,7 +7,7 @@ again, which bounds memory by what is held at one moment.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +125,8 @@ class TensorHands:
                 self.posted(*place)
 
     def lost(self, role: int) -> None:
-        """A role is no more: what it alone held is free."""
+        """A role is no more: what it alone held is free, and nobody is left to call its hooks."""
+        self._executors[role].hooks = None
         if self._unsent is not None and self._unsent[0] == role:
             self._unsent = None
         for name in self._executors[role].names:
@@ -247,7 +248,7 @@ class BigBatchHands(TensorHands):
                 "different weights; valid here: none, vmap"
             )
         self._hold((role, action.gradient), self._gradient)
-        return _computed(action, self._outcomes[role])
+        return self._learner(role).computed(action, self._outcomes[role])
 
     def accumulate(self, role: int, action: Accumulate) -> None:
         into, gradient = (self._held((role, name)) for name in (action.into, action.gradient))
@@ -288,8 +289,9 @@ class VmapHands(TensorHands):
                 self._compute_together(roles[first : first + at_a_time])
         buffer, outcome = self._ready.pop(role)
         self._hold((role, action.gradient), buffer)
+        computed = self._learner(role).computed(action, outcome)
         self._forget_stale((role, action.weights))
-        return _computed(action, outcome)
+        return computed
 
     def _compute_together(self, roles: list[int]) -> None:
         actions = [self._planned.pop(role) for role in roles]
@@ -300,10 +302,6 @@ class VmapHands(TensorHands):
         steps, outs = [action.step for action in actions], [gradient.vector for gradient in gradients]
         outcomes = mapped_gradients(sources, steps, weights, outs)
         self._ready.update(zip(roles, zip(gradients, outcomes, strict=True), strict=True))
-
-
-def _computed(action: Compute, outcome: Outcome) -> Computed:
-    return Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +316,7 @@ class Cluster:
         initial_sha256: of the weights at the start; empty where there are none.
         state_dict: what that of the model lists; empty where there are no weights.
         weights: gives the floats of a buffer of a role; None where there are none.
+        executors: by role; without tensors there are none.
     """
 
     hands: sim.Hands
@@ -327,6 +326,7 @@ class Cluster:
     initial_sha256: str
     state_dict: tuple[Named, ...]
     weights: Callable[[int, str], npt.NDArray[np.float32] | None]
+    executors: Mapping[int, Executor] = field(default_factory=dict)
 
 
 def make(job: Job, plan: Plan) -> Cluster:
@@ -357,7 +357,7 @@ def make(job: Job, plan: Plan) -> Cluster:
         return executors[role].buffer(buffer).array
 
     digest, state_dict = hands.hash(plan.server, "weights"), executors[plan.statistics].state_dict
-    return Cluster(hands, info, server.layout, server.size, digest, state_dict, weights)
+    return Cluster(hands, info, server.layout, server.size, digest, state_dict, weights, executors)
 
 
 def _without_tensors(job: Job) -> Cluster:

@@ -112,6 +112,11 @@ def apply(tables: dict[str, Any], key: str, value: Any, *, said: str) -> None:
     place[last] = value
 
 
+def possible(key: str, value: Any) -> bool:
+    """Whether a whole job can have this at its top: tables, but for its name and its list of hooks."""
+    return isinstance(value, {"name": str, "hooks": list}.get(key, dict))
+
+
 def flattened(value: Any, prefix: str = "") -> Any:
     """Nested tables as one table of dotted keys; anything else as it is."""
     if not isinstance(value, dict):

@@ -20,6 +20,7 @@ from rudra.errors import ConfigError
 from rudra.events import Finish, Keep, Record
 from rudra.files import NETWORK, file_system
 from rudra.flat import Entry, sha256
+from rudra.hooks import RoleHooks
 from rudra.progress import Progress
 from rudra.statedict import Named
 from rudra.writer import Kind, ResultsWriter, Rows
@@ -40,6 +41,7 @@ class Recorder:
         weights: gives the floats of a buffer of a role, for weights to write; None where there are no tensors.
         wall_clock: events carry the time of day; else they are those of a simulation.
         before: the learners' account of an earlier part of the run, `records.LEARNER`.
+        hooks: of the statistics server.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class Recorder:
         *,
         wall_clock: bool = False,
         before: Rows | None = None,
+        hooks: RoleHooks | None = None,
     ) -> None:
         self._writer, self._progress, self._weights = writer, progress, weights
-        self._wall_clock, self._before = wall_clock, before
+        self._wall_clock, self._before, self._hooks = wall_clock, before, hooks
 
     def record(self, action: Record) -> None:
         rows = action.rows
@@ -64,6 +67,8 @@ class Recorder:
             self._progress.updates(action.rows)
         elif action.table == "epochs":
             self._progress.epochs(action.rows)
+        if self._hooks is not None:
+            self._hooks.recorded(action, self._weights)
 
     def keep(self, role: int, action: Keep) -> None:
         weights = self._weights(role, action.buffer)
@@ -90,6 +95,8 @@ class Recorder:
             weights = self._weights(role, action.weights)
             self._writer.finish(action.totals, learners, weights, "" if weights is None else sha256(weights))
         self._progress.close()
+        if self._hooks is not None:
+            self._hooks.finished(action, self._weights)
 
     def warn(self, name: str, text: str) -> None:
         print(f"rudra: {name}: {text}", file=sys.stderr, flush=True)
@@ -225,9 +232,11 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
 def python_objects(job: Job) -> list[str]:
     """Keys of the job whose values cannot be found again by the names that its JSON gives them."""
     found = []
-    for table in ("model", "data", "augment", "task", "optimizer", "protocol", "topology"):
-        keys = getattr(job, table)
-        names = ("name", "schedule")
+    named = ("model", "data", "augment", "task", "optimizer", "protocol", "topology")
+    tables = {table: getattr(job, table) for table in named}
+    tables |= {f"hooks.{place}": hook for place, hook in enumerate(job.hooks)}
+    for table, keys in tables.items():
+        names = ("name", "schedule", "call")
         found += [f"{table}.{key}" for key in names if not _is_found_by_name(getattr(keys, key, ""))]
         if not all(map(_is_found_by_name, getattr(keys, "metrics", ()))):
             found.append(f"{table}.metrics")

@@ -503,8 +503,9 @@ def _save(path: Path, job: Job, info: data.DataInfo, server: Executor) -> None:
 
 
 def _restored(results: Results, overrides: Sequence[str]) -> Job:
-    """The job that a file holds."""
-    if given := results.attributes["python_objects"]:
+    """The job that a file holds; hooks are no part of what is repeated."""
+    objects = results.attributes["python_objects"].split(", ")
+    if given := ", ".join(name for name in objects if not name.startswith("hooks.")):
         raise ReplayError(
             f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
             "from Python, rudra.replay(file, job=job) takes the job that has it"
@@ -539,6 +540,7 @@ def _checked(results: Results, job: Job) -> Job:
 def _quiet(job: Job) -> Job:
     """The same training with nothing beside it, and with rows that come at once."""
     return job.with_(
+        hooks=(),
         training={"evaluate": False},
         faults={"non_finite_loss": "warn"},
         results={"minibatches": False, "report_s": 0.0, "checkpoint_every": "never", "keep_every": None},

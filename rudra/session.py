@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rudra import checkpoint, failures
 from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
-from rudra.errors import CheckpointError, RudraError, RunError, TopologyError
+from rudra.errors import CheckpointError, HookError, RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import end_everybody, end_with_the_dead, outlive
 from rudra.launch import exit_line
@@ -333,7 +333,8 @@ class _Session:
         recorder = None
         if self._keeps_results:
             weights = _floats_of(self._executors)
-            recorder = Recorder(self._writer, self._progress, weights, wall_clock=True, before=self._before)
+            about = {"before": self._before, "hooks": self._executors[self._plan.statistics].hooks}
+            recorder = Recorder(self._writer, self._progress, weights, wall_clock=True, **about)
         self._meet()
         faults = self._job.faults
         computes = any(self._plan.roles[i].kind != "statistics server" for i in self._roles)
@@ -358,13 +359,13 @@ class _Session:
         try:
             code = rank.run()
             signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
-            for executor in self._executors.values():
-                executor.close()
             if self._checkpoints is not None and not code:
                 self._checkpoints.discard()
             if self._keeps_results and code:
                 text = f"rudra: {self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}"
                 print(text, file=sys.stderr, flush=True)
+            for executor in self._executors.values():
+                executor.close()
             if rank.apart:
                 self._part(code)
             elif rank.lost:
@@ -387,6 +388,8 @@ class _Session:
             os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
         except Reported as error:
             self._give_up(error.exit_code, error.text, lost=error.lost)
+        except HookError as error:
+            self._give_up(error.exit_code, error.report)
         except RudraError as error:
             lost = isinstance(error, RunError) and error.lost
             self._give_up(error.exit_code, f"rudra: {self._name}: {error}", lost=lost)

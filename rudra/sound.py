@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import ResultsError
+from rudra.jobfiles import possible
 from rudra.records import LEARNER, ROLE, TOTALS
 from rudra.statedict import key
 from rudra.writer import GROWING, STATE
@@ -83,7 +84,7 @@ def job(text: str, path: Path) -> Known:
     for name, keys in tables.items():
         if isinstance(keys, dict) and isinstance(keys.get("options", {}), dict):
             tables[name] = Known(keys, path, f"key of the job's [{name}]")
-        elif name != "name" or not isinstance(keys, str):
+        elif isinstance(keys, dict) or not possible(name, keys):
             raise ResultsError(f"{path}: damaged: the job's [{name}] is no table")
     return Known(tables, path, "table of the job")
 

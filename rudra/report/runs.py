@@ -271,7 +271,7 @@ def _job(results: Results) -> dict[str, Any]:
     """Table.key -> value; what stands at the top of a job has no table."""
     flat: dict[str, Any] = {}
     for table, keys in results.job.items():
-        if table == "study":  # what a sweep made this run of
+        if table in {"study", "hooks"}:  # what a sweep made this run of, and what decides nothing
             continue
         flat |= {f"{table}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {table: keys}
     return flat

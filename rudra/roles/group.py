@@ -332,7 +332,7 @@ class Replica(Minibatches, Owner):
     def _next(self, now: float) -> list[Action]:
         self.state = Replicas.COMPUTING
         self._since = now
-        return [Compute(self.step, WEIGHTS, GRADIENT)]
+        return [Compute(self.step, WEIGHTS, GRADIENT, self.timestamp, now - self._began)]
 
     def _reduce(self, event: Computed, now: float) -> list[Action]:
         self.state = Replicas.REDUCING

@@ -154,7 +154,7 @@ class Learner(Minibatches):
     def _next(self, now: float) -> list[Action]:
         self.state = COMPUTING
         self._since = now
-        return [Compute(self.step, WEIGHTS, GRADIENT)]
+        return [Compute(self.step, WEIGHTS, GRADIENT, self.timestamp, now - self._began)]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)

@@ -152,7 +152,8 @@ class OverlappedLearner(Learner):
         self._since = now
         self._computing_with = self._newest
         self.timestamp = self._stamps[self._newest]
-        return [Compute(self.step, self._newest, GRADIENTS[self._into]), *self._reopen()]
+        gradient = GRADIENTS[self._into]
+        return [Compute(self.step, self._newest, gradient, self.timestamp, now - self._began), *self._reopen()]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)

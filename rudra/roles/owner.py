@@ -162,7 +162,9 @@ class Owner(Machine):
         progress = (self.samples + samples) / self.training_samples
         rate = self.schedule.rate(self.epoch, progress) * self.protocol.modulation.rate_factor(mean_staleness)
         self.timestamp += 1
-        actions: list[Action] = [Update(gradient, WEIGHTS, rate, self.timestamp)]
+        time_s = now - self._began
+        update = Update(gradient, WEIGHTS, rate, self.timestamp, self.epoch, samples, time_s)
+        actions: list[Action] = [update]
         self.samples += samples
         self.applied += count
         self._outbox.extend(Kind.GRADIENTS, gradients)
@@ -172,7 +174,7 @@ class Owner(Machine):
         self._epoch_gradients += count
         self._epoch_samples += samples
         self._ended = now
-        self._update_rows.append((self.timestamp, self.epoch, count, samples, rate, mean_staleness, now - self._began))
+        self._update_rows.append((self.timestamp, self.epoch, count, samples, rate, mean_staleness, time_s))
         self._pending, self._pending_samples, self._pending_staleness = [], 0, 0
         self._pending_loss = self._pending_errors = 0.0
         while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self.training_samples:

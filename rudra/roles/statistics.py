@@ -136,7 +136,7 @@ class StatisticsServer(Machine):
     def _epoch(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)
         self._rows[int(rows[0]["epoch"])] = rows
-        return self._record(now)
+        return self._record() + self._secure() + self._finish()
 
     def _snapshot(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)
@@ -183,22 +183,23 @@ class StatisticsServer(Machine):
         assert self._working is not None
         buffer, epoch = self._working
         self._working = None
-        actions: list[Action] = []
+        actions = self._record(buffer, epoch)  # while the buffer still holds that epoch's weights
         if epoch != self.epochs:  # the last snapshot holds the final weights, which are still to be written
-            actions = [Receive(buffer, self.plan.server), self._to_server(Kind.CREDIT)]
-        return actions + self._work() + self._record(now)
+            actions += [Receive(buffer, self.plan.server), self._to_server(Kind.CREDIT)]
+        return actions + self._work() + self._secure() + self._finish()
 
-    def _record(self, now: float) -> list[Action]:
-        """Records the epochs that are complete, in order, and finishes after the last."""
+    def _record(self, buffer: str | None = None, of: int = 0) -> list[Action]:
+        """Records the epochs that are complete, in order; a buffer holds the weights of one of them."""
         actions: list[Action] = []
         later = {epoch for _, epoch in (*self._waiting, self._working or ("", 0))}
         while (following := self._recorded + 1) in self._rows and following not in later:
             rows, metrics = self._rows.pop(following), self._metrics.pop(following, [])
             if metrics:
                 actions.append(Record("metrics", np.array(metrics, records.METRIC)))
-            actions += [Record("epochs", rows), *self._look_at(rows[0], metrics)]
+            weights = buffer if following == of else None
+            actions += [Record("epochs", rows, weights), *self._look_at(rows[0], metrics)]
             self._recorded = following
-        return actions + self._secure() + self._finish()
+        return actions
 
     def _look_at(self, row: np.void, metrics: list[tuple[Any, ...]]) -> list[Action]:
         """Whether an epoch reaches the target."""

@@ -1,9 +1,12 @@
 """What a user brings: models and data of their own, good and bad."""
 
 import gc
+import hashlib
+import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+
+import rudra
 
 CLASSES = 10
 
@@ -203,3 +208,21 @@ def dying() -> nn.Module:
 
 def hanging() -> nn.Module:
     return Trap(20, "hang")
+
+
+def note(moment: rudra.Moment, directory: str) -> None:
+    """A hook: a line of JSON in a file of its role."""
+    told = {name: getattr(moment, name) for name in ("at", "timestamp", "time_s", "epoch", "step", "loss", "row")}
+    floats = b"".join(array.tobytes() for array in moment.weights().values())
+    told |= {"rank": moment.world_rank, "pid": os.getpid()}
+    told["sha256"] = hashlib.sha256(floats).hexdigest() if floats else ""
+    with Path(directory, f"{moment.role}.jsonl").open("a") as file:
+        print(json.dumps(told), file=file)
+
+
+def fail(moment: rudra.Moment, at: int = 0, how: str = "raise") -> None:
+    """A hook that has a bug."""
+    if moment.at == "end" or at in {moment.epoch if moment.at == "epoch" else moment.timestamp, moment.step}:
+        if how == "exit":
+            sys.exit("enough")
+        raise KeyboardInterrupt if how == "interrupt" else ValueError("the user's own bug")

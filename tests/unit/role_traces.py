@@ -12,12 +12,14 @@ from rudra.config import Job
 from rudra.events import (
     Accumulate,
     Action,
+    Compute,
     Event,
     Fail,
     Halt,
     Hashed,
     Receive,
     Received,
+    Record,
     Reduce,
     Send,
     Sent,
@@ -72,6 +74,10 @@ def brief(action: Action, names: Sequence[str] = NAMES) -> str:
             return f"{into} takes {fraction:g} of {scale:g} * {gradient}"
         case Update(gradient, _, rate):
             return f"update by {gradient} at {rate:g}"
+        case Compute(step, weights, gradient):
+            return f"compute {step} {weights} {gradient}"
+        case Record(table):
+            return f"record {table}"
         case Halt(code=0, apart=False):
             return "halt"
         case Fail(text):

@@ -13,7 +13,7 @@ import pytest
 
 import rudra
 from rudra.cli import EPILOG, _load, _parser, main
-from rudra.config import Job, Table
+from rudra.config import Hook, Job, Table
 from rudra.jobfiles import shipped_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,12 +196,14 @@ def test_doctor_without_a_launcher_says_how_to_get_one(tmp_path: Path) -> None:
 
 def test_readme_lists_every_key_of_a_job() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for table, field in Job.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Table):
-            section = text.partition(f"\n`[{table}]`\n")[2].partition("\n`[")[0]
-            for key, about in field.annotation.model_fields.items():
-                default = "" if about.default is None else f"`{json.dumps(about.default)}`"
-                assert f"\n| `{key}` | {default} | {about.description or ''} |\n" in section, f"[{table}]"
+    tables = {f"[{name}]": field.annotation for name, field in Job.model_fields.items()} | {"[[hooks]]": Hook}
+    for table, kind in tables.items():
+        if isinstance(kind, type) and issubclass(kind, Table):
+            section = text.partition(f"\n`{table}`\n")[2].partition("\n`[")[0]
+            for key, about in kind.model_fields.items():
+                none = about.default is None or about.is_required()
+                default = "" if none else f"`{json.dumps(about.default)}`"
+                assert f"\n| `{key}` | {default} | {about.description or ''} |\n" in section, table
 
 
 def test_a_simulation_that_is_told_to_end_says_so_in_its_file(tmp_path: Path) -> None:

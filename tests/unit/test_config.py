@@ -14,9 +14,7 @@ from rudra.errors import ConfigError
 from topologies import Plan, base
 
 TRAINING = "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, compile, target, stop_at_target"
-TABLES = (
-    "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, study"
-)
+TABLES = "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, hooks, study"
 FOUR = {"learners": 4}
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.config import Job, Table
+from rudra.config import Hook, Job, Table
 from rudra.jobfiles import shipped_jobs
 from tests.unit.fuzzing import TEXTS, VALUES, cases, command, damaged, fresh, refused, toml
 
@@ -25,11 +25,19 @@ FITTING: dict[str, Any] = {
     "simulation": {"nodes": {2: 1, 4: 2}, "compute_s": {4: 0.1, 16: 0.2}, "learner_jitter": {1: 0.5}},
     "study": {"grid": {"protocol.n": [1, 2]}},
 }
-NAMED = ("[", "unknown table or key", "name must be", *(f"{table} must be a table" for table in TABLES))
+NAMED = (
+    "[",
+    "unknown table or key",
+    "name must be",
+    "hooks must be a list",
+    *(f"{table} must be a table" for table in TABLES),
+)
 SHIPPED = "hardsync softsync async base adv adv* groups sgd adam rmsprop adagrad mlp lenet digits idx cifar10 p775"
 NAMES = st.sampled_from([*SHIPPED.split(), "json:dumps", "math:pi", "no.such:thing", "a:b:c", ":", "x:", ":x", ""])
 COLON_FREE = VALUES.filter(lambda value: not isinstance(value, str) or ":" not in value)
 """What names a callable is run: that is what it is for."""
+MOMENTS = st.sampled_from(["update", "epoch", "end", "learners", "learner 1", "a:b"])
+HOOKS = st.dictionaries(st.sampled_from([*Hook.model_fields]) | TEXTS, VALUES | MOMENTS, max_size=5)
 CHANGES = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(KEYS), COLON_FREE | NAMES | st.integers(1, 40)),
@@ -37,7 +45,8 @@ CHANGES = st.lists(
             st.sampled_from([("topology", "options"), ("model", "options"), ("optimizer", "options")]),
             st.dictionaries(st.sampled_from(OPTIONS) | TEXTS, VALUES | st.integers(1, 9), max_size=2),
         ),
-        st.tuples(st.tuples(st.sampled_from([*TABLES, "name"]) | TEXTS, st.just("")), COLON_FREE),
+        st.tuples(st.tuples(st.sampled_from([*TABLES, "name", "hooks"]) | TEXTS, st.just("")), COLON_FREE),
+        st.tuples(st.just(("hooks", "")), st.lists(HOOKS, max_size=2)),
         st.tuples(st.tuples(st.sampled_from([*TABLES]), TEXTS), VALUES),
     ),
     min_size=1,

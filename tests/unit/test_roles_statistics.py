@@ -55,14 +55,14 @@ def test_one_snapshot_is_worked_on_while_another_waits() -> None:
     assert feed(role, epoch(1, "snapshot 0")) == ["hash snapshot 0"]
     assert feed(role, epoch(2, "snapshot 1")) == []
     assert feed(role, HASHED) == ["evaluate snapshot 0"]
-    again = ["receive snapshot 0 from S", CREDIT, "hash snapshot 1", "record metrics", RECORD]
+    again = ["record metrics", RECORD, "receive snapshot 0 from S", CREDIT, "hash snapshot 1"]
     assert feed(role, evaluated("snapshot 0")) == again
 
 
 def test_without_tests_snapshots_are_hashed_all_the_same() -> None:
     role = started(evaluate=False)
     assert feed(role, epoch(1, "snapshot 0"), epoch(2, "snapshot 1")) == ["hash snapshot 0"]
-    again = ["receive snapshot 0 from S", CREDIT, "hash snapshot 1", RECORD]
+    again = [RECORD, "receive snapshot 0 from S", CREDIT, "hash snapshot 1"]
     assert feed(role, HASHED) == again
 
 
