@@ -104,6 +104,9 @@ class TrainingTable(Table):
     warm_start: Path | None = Field(None, description="result file whose final weights to start from")
     evaluate: bool = Field(True, description="test the weights at each epoch's end")
     evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="of forward, loss and backward, by torch.autocast; weights and gradients stay float32"
+    )
     target: str | None = Field(
         None, description="such as `accuracy >= 0.98`: what the median of the last 5 epochs' tests is to reach"
     )
@@ -227,7 +230,7 @@ class ClusterTable(Table):
         None, ge=1, description="torch threads of a learner; default: cores / learners"
     )
     device: Literal["cpu", "cuda", "auto"] = Field(
-        "auto", description="where a simulation computes: auto is a GPU if there is one; MPI ranks use the CPU"
+        "auto", description="where gradients and tests are computed: auto is a GPU if every learner's node has one"
     )
     wire: Literal["float32", "float16"] = Field(
         "float32",
@@ -466,6 +469,11 @@ class Job(Table):
             self.optimizer.name == "sgd" and self.optimizer.momentum
         ):
             raise ValueError("[optimizer] momentum_correction corrects the momentum of sgd, and there is none")
+        if self.training.precision == "float16" and self.simulation.batching == "vmap":
+            raise ValueError(
+                "[simulation] batching = 'vmap' looks for no scale of the loss, but [training] precision = 'float16' "
+                "needs one; valid: batching none or big-batch, precision bfloat16"
+            )
         if self.cluster.learners is not None:
             self._check_pair(self.plan())
             named = {key: list(getattr(self.simulation, key)) for key in ("slowdown", "learner_jitter")}
@@ -517,17 +525,6 @@ class Job(Table):
         learners = learners or self.cluster.learners or 4
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // learners)
         return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
-
-    def on_cpu(self) -> Job:
-        """The job as MPI ranks run it.
-
-        Raises:
-            ConfigError: it asks for a GPU.
-        """
-        if self.cluster.device == "cuda":
-            text = "rudra run computes on the CPU so far; rudra simulate can use cuda"
-            raise ConfigError(f"[cluster] device = 'cuda': {text}")
-        return self if self.cluster.device == "cpu" else self.with_(cluster={"device": "cpu"})
 
     @property
     def learners(self) -> int:
