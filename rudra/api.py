@@ -75,7 +75,7 @@ def run(
 
 def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, quiet: bool) -> int:
     """Starts the ranks, and again where the job says so; the exit code."""
-    path, job = begin.output, job.with_(cluster=begin.cluster or {}).on_cpu().resolved(cores=cores())
+    path, job = begin.output, job.with_(cluster=begin.cluster or {}).resolved(cores=cores())
     plan = job.plan()
     names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
     for restart in range(job.faults.restarts + 1):

@@ -172,7 +172,9 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     """
     from rudra import data
     from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
+    from rudra.hands import find_device
 
+    device = find_device(job)
     plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()
     compute_s = {}
     with torch_as_in(job):
@@ -180,7 +182,15 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         info = loaded.info
         for size in sizes:
             sized = job.with_(training={"minibatch_size": size})
-            made = make_executors(sized, plan, tuple(range(len(plan.roles))), loaded, prefetch=False)
+            made = make_executors(
+                sized,
+                plan,
+                tuple(range(len(plan.roles))),
+                loaded,
+                prefetch=False,
+                device=device,
+                staged=device.type != "cpu",
+            )
             weights = made[plan.server].buffer("weights").vector
             for role in (plan.learners[0], plan.statistics):
                 made[role].buffer("weights").vector.copy_(weights)

@@ -136,6 +136,9 @@ class TrainingTable(Table):
     compile: bool = Field(
         False, description="compute gradients by torch.compile: faster, differs in the last bits; needs a C++ compiler"
     )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="of forward, loss and backward, by torch.autocast; weights and gradients stay float32"
+    )
     target: str | None = Field(
         None, description="such as `accuracy >= 0.98`: what the median of the last 5 epochs' tests is to reach"
     )
@@ -259,7 +262,7 @@ class ClusterTable(Table):
         None, ge=1, description="torch threads of a learner; default: cores / learners"
     )
     device: Literal["cpu", "cuda", "auto"] = Field(
-        "auto", description="where a simulation computes: auto is a GPU if there is one; MPI ranks use the CPU"
+        "auto", description="where gradients and tests are computed: auto is a GPU if every learner's node has one"
     )
     wire: Literal["float32", "float16"] = Field(
         "float32",
@@ -549,12 +552,19 @@ class Job(Table):
         self.make_topology()
         if self.training.compile and self.simulation.batching != "none":
             raise ValueError("[training] compile = true computes one gradient at a time; valid: batching = 'none'")
+        if self.training.compile and self.training.precision != "float32":
+            raise ValueError("[training] compile = true computes in float32 so far; valid: precision = 'float32'")
         if self.training.stop_at_target and self.training.target is None:
             raise ValueError("[training] stop_at_target = true, but there is no target")
         if self.optimizer.momentum_correction != "none" and not (
             self.optimizer.name == "sgd" and self.optimizer.momentum
         ):
             raise ValueError("[optimizer] momentum_correction corrects the momentum of sgd, and there is none")
+        if self.training.precision == "float16" and self.simulation.batching == "vmap":
+            raise ValueError(
+                "[simulation] batching = 'vmap' looks for no scale of the loss, but [training] precision = 'float16' "
+                "needs one; valid: batching none or big-batch, precision bfloat16"
+            )
         if self.cluster.learners is not None:
             plan = self.plan()
             self._check_pair(plan)
@@ -609,17 +619,6 @@ class Job(Table):
         learners = learners or self.cluster.learners or 4
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // learners)
         return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
-
-    def on_cpu(self) -> Job:
-        """The job as MPI ranks run it.
-
-        Raises:
-            ConfigError: it asks for a GPU.
-        """
-        if self.cluster.device == "cuda":
-            text = "rudra run computes on the CPU so far; rudra simulate can use cuda"
-            raise ConfigError(f"[cluster] device = 'cuda': {text}")
-        return self if self.cluster.device == "cpu" else self.with_(cluster={"device": "cpu"})
 
     @property
     def learners(self) -> int:

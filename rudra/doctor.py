@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +91,7 @@ def examine() -> Iterator[Finding]:
     """Looks at one thing after the other."""
     yield Finding("python", "ok", f"{platform.python_version()} in {sys.prefix}")
     yield _torch()
+    yield _gpus()
     yield _package("numpy")
     yield _package("mpi4py", advice="pip install mpi4py")
     yield from _mpi()
@@ -111,8 +113,19 @@ def _torch() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding("torch", "fail", _first_line(error), "pip install torch")
-    cuda = f", {torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else ", no GPU"
-    return Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads{cuda}")
+    return Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _gpus() -> Finding:
+    """The GPUs on which learners of this node would compute."""
+    with suppress(ImportError, OSError):
+        import torch
+
+        if torch.cuda.is_available():
+            about = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+            sizes = [f"{place}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for place, gpu in enumerate(about)]
+            return Finding("gpus", "ok", "; ".join(sizes))
+    return Finding("gpus", "ok", "torch sees none; learners compute on the CPU")
 
 
 def _package(name: str, advice: str = "") -> Finding:
@@ -167,9 +180,7 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
         advice = "base works; push and pull threads need an MPI library built with MPI_THREAD_MULTIPLE"
         yield Finding("mpi threads", "warn", f"only MPI_THREAD_{threads.upper()} is granted", advice)
     gpu = {True: "yes", False: "no", None: "the library does not tell"}[seen["gpu"]]
-    yield Finding(
-        "mpi gpu-aware", "ok", f"{gpu}{'' if seen['gpu'] else ': GPU tensors would travel through host memory'}"
-    )
+    yield Finding("mpi gpu-aware", "ok", f"{gpu}; Rudra needs none: what is on a GPU travels through main memory")
 
 
 def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[str | None, str]:

@@ -13,11 +13,12 @@ import torch
 from rudra import models, tasks
 from rudra.config import Job
 from rudra.data import Data, Samples
+from rudra.devices import CPU, Stage, page_locked
 from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
 from rudra.hooks import RoleHooks, hooks_of
-from rudra.learning import GradientSource, Outcome, evaluate
+from rudra.learning import GradientSource, Outcome, check_precision, evaluate
 from rudra.messages import Message, tail_bytes
 from rudra.optim import UpdateRule
 from rudra.statedict import Named
@@ -29,7 +30,6 @@ WEIGHTS = "weights"
 DOWNCAST = "downcast"
 """How the names of buffers begin that go down the weights' tree."""
 
-CPU = torch.device("cpu")
 SAMPLED = 128
 """Elements of the weights in the digest of an update: enough to catch what differs, few enough to cost nothing. Result
 files depend on it: another number is another `FORMAT_VERSION`."""
@@ -48,12 +48,15 @@ def torch_as_in(job: Job) -> Iterator[None]:
 
 
 def arithmetic_of_thread() -> Callable[[], None]:
-    """Gives what another thread calls to compute as this one does: both settings are a thread's own."""
+    """Gives what another thread calls to compute as this one does: these settings are a thread's own."""
     threads, flushed = torch.get_num_threads(), not torch.tensor(1e-40).mul(1.0).any()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def adopt() -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(flushed)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
 
     return adopt
 
@@ -61,12 +64,20 @@ def arithmetic_of_thread() -> Callable[[], None]:
 class Buffer:
     """A vector and, behind it, room for a message's header and rows: one piece of memory, one transfer.
 
+    Args:
+        size: of the vector.
+        tail: bytes behind it.
+        device: where the vector is.
+        pinned: page-locked, so that a GPU copies it at full speed and beside other work.
+
     Attributes:
         wire: (size * 4 + tail,) uint8, what travels; empty on a GPU, where nothing does.
         vector: (size,) float32, the tensor.
+        version: another one whenever the vector was received, updated or restored.
     """
 
-    def __init__(self, size: int, tail: int, device: torch.device = CPU) -> None:
+    def __init__(self, size: int, tail: int, device: torch.device = CPU, *, pinned: bool = False) -> None:
+        self.version = 0
         if device.type != "cpu":
             self.wire = np.empty(0, np.uint8)
             self.vector = torch.zeros(size, device=device)
@@ -74,7 +85,8 @@ class Buffer:
             return
         # NumPy asks for huge pages, which make transfers between processes a third faster than torch's memory does.
         # Zeros that are written, not promised: transfers into untouched memory are many times slower.
-        memory = np.full(size * 4 + tail + CACHE_LINE, 0, np.uint8)
+        length = size * 4 + tail + CACHE_LINE
+        memory = page_locked(length) if pinned else np.full(length, 0, np.uint8)
         first = -memory.ctypes.data % CACHE_LINE
         self.wire = memory[first : first + size * 4 + tail]
         self._array = self.wire[: size * 4].view(np.float32)
@@ -104,6 +116,8 @@ class Buffer:
         return self.wire[: len(self.wire) - len(self._tail) + len(data_)]
 
     def read(self) -> Message:
+        """The message behind a vector that has come."""
+        self.version += 1
         return Message.decode(self._tail)
 
     @cached_property
@@ -120,6 +134,7 @@ class Buffer:
 
     def read_half(self) -> Message:
         """Takes over what came as float16."""
+        self.version += 1
         floats = len(self.vector) * 2
         self.vector.copy_(torch.from_numpy(self.half[:floats].view(np.float16)))
         return Message.decode(self.half[floats:].data)
@@ -133,6 +148,7 @@ class Executor:
         parameters: how many of its floats are parameters; the others are model buffers.
         gradients: that one message may stand for.
         device: where the buffers are.
+        stage: where the role computes, if not on its buffers themselves.
 
     Attributes:
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
@@ -143,12 +159,20 @@ class Executor:
     hooks: RoleHooks | None = None
 
     def __init__(
-        self, layout: tuple[Entry, ...], size: int, parameters: int, gradients: int, device: torch.device = CPU
+        self,
+        layout: tuple[Entry, ...],
+        size: int,
+        parameters: int,
+        gradients: int,
+        device: torch.device = CPU,
+        stage: Stage | None = None,
     ) -> None:
         self.layout = layout
         self.size = size
         self.parameters = parameters
         self.device = device
+        self._stage = stage
+        self._pinned = stage is not None and stage.device.type == "cuda"
         self._tail = tail_bytes(gradients)
         self._buffers: dict[str, Buffer] = {}
 
@@ -165,7 +189,7 @@ class Executor:
 
     def new_buffer(self) -> Buffer:
         """A buffer without a name."""
-        return Buffer(self.size, self._tail, self.device)
+        return Buffer(self.size, self._tail, self.device, pinned=self._pinned)
 
     def put(self, name: str, buffer: Buffer) -> None:
         """Gives a buffer a name; other roles in this process may hold the same one."""
@@ -213,7 +237,8 @@ class OwnerExecutor(Executor):
         """Takes over the weights that the model was built with."""
         weights = self.buffer("weights").vector
         flat.read_into(weights)
-        flat.bind(weights)  # frees the model's own: a server has no room for both
+        if flat.device == weights.device:
+            flat.bind(weights)  # frees the model's own: a server has no room for both
         if job.training.warm_start is not None:
             _warm_start(job, flat.layout, weights)
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
@@ -250,7 +275,9 @@ class OwnerExecutor(Executor):
             self._rule.restore({name.removeprefix("optimizer."): tensor for name, tensor in found.items()})
         except ValueError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
-        self.buffer(WEIGHTS).vector.copy_(weights)
+        buffer = self.buffer(WEIGHTS)
+        buffer.vector.copy_(weights)
+        buffer.version += 1
 
     def update(self, action: Update) -> int:
         """Updates the weights and returns the digest of the new ones."""
@@ -259,6 +286,7 @@ class OwnerExecutor(Executor):
         if self.size > self.parameters:
             weights[self.parameters :] = gradient[self.parameters :]
         self._rule.step(gradient[: self.parameters], action.learning_rate)
+        buffer.version += 1
         digest = buffer.digest(action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array)
@@ -316,8 +344,13 @@ class LearnerExecutor(Executor):
         self.source, self.plain = source, plain
 
     def compute(self, action: Compute) -> Computed:
-        weights, gradient = self.buffer(action.weights).vector, self.buffer(action.gradient).vector
-        return self.computed(action, self.source.compute(action.step, weights, gradient))
+        weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
+        if self._stage is None:
+            return self.computed(action, self.source.compute(action.step, weights.vector, gradient.vector))
+        staged = self._stage.gradient
+        outcome = self.source.compute(action.step, self._stage.weights(weights), staged)
+        gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
+        return self.computed(action, outcome)
 
     def computed(self, action: Compute, outcome: Outcome) -> Computed:
         """What a computation came to; its weights are still in their buffer."""
@@ -347,8 +380,10 @@ class StatisticsExecutor(Executor):
         """Yields None after each batch but the last, then the result."""
         began = time.perf_counter()
         scores = []
+        tested = self.buffer(buffer)
+        weights = tested.vector if self._stage is None else self._stage.weights(tested)
         for name, split in self._splits.items():
-            for score in evaluate(self._flat, self.buffer(buffer).vector, split, self._batch_size, name):
+            for score in evaluate(self._flat, weights, split, self._batch_size, name):
                 if score is None:
                     yield None
                 else:
@@ -386,6 +421,7 @@ def make_executors(
     *,
     prefetch: bool,
     device: torch.device = CPU,
+    staged: bool = False,
 ) -> dict[int, Executor]:
     """Executors of some roles of one process, which share one model.
 
@@ -395,22 +431,32 @@ def make_executors(
         roles: ids of the roles.
         data: as far as roles here need it.
         prefetch: whether each learner gets an input thread.
-        device: where to compute.
+        device: where to compute gradients and tests.
+        staged: all buffers lie in main memory, where servers and optimisers work; learners and tests copy to `device`.
 
     Raises:
-        ConfigError: the model does not fit the data, the optimiser's options are wrong, or there is no such hook.
+        ConfigError: the model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
+            options are wrong, or there is no such hook.
     """
     task = tasks.make(job.task, data.info.classes)
-    learns = any(plan.roles[role].kind == LEARNER for role in roles)
-    module, compiled = models.build(job.model, data.info, job.training.seed).to(device), job.training.compile and learns
-    flat = FlatModel(module, task, roles=len(roles), compiled=compiled)
-    if any(plan.roles[role].kind not in {PARAMETER_SERVER, TREE_SERVER} for role in roles):
+    kinds = {plan.roles[role].kind for role in roles}
+    compiled = job.training.compile and LEARNER in kinds
+
+    def model(roles: int = 1) -> FlatModel:
+        module = models.build(job.model, data.info, job.training.seed).to(device)
+        return FlatModel(module, task, roles, job.training.precision, compiled=compiled)
+
+    flat = model(len(roles))
+    if kinds - {PARAMETER_SERVER, TREE_SERVER}:
         models.check_output(flat.module, task, data.info)
+    if LEARNER in kinds and job.training.precision != "float32":
+        check_precision(job.training.precision, model(), data.info.sample)
     made: dict[int, Executor] = {}
     hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:
         kind = plan.roles[role].kind
-        about = (flat.layout, flat.size, flat.parameter_count, plan.records, flat.device)
+        stage = Stage(flat.size, flat.device) if staged and kind in {LEARNER, STATISTICS_SERVER} else None
+        about = (flat.layout, flat.size, flat.parameter_count, plan.records, CPU if staged else flat.device, stage)
         executor: Executor
         if kind == PARAMETER_SERVER:
             executor = ServerExecutor(*about)

@@ -6,7 +6,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,10 +21,13 @@ from rudra.compiled import CompiledStep
 from rudra.errors import ConfigError
 from rudra.statedict import Named
 from rudra.tasks import Classification, Reduction, Task
-from rudra.trees import arguments, called, moved
+from rudra.trees import called, moved
 
 _KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
+_SCALE, _LESS = 2.0**12, 2.0**-4
+"""What a loss is multiplied with in float16, where small gradients would be lost, and that scale where large ones are:
+2^12, 2^8, 2^4, 1, in each step anew, so that a step's bits depend on no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +92,21 @@ class FlatModel:
         task: what it is trained for.
         compiled: whether gradients are computed by compiled code; they differ in their last bits.
         roles: that share this model, each with vectors of its own.
+        precision: "bfloat16" or "float16": forward, loss and backward compute with it where torch.autocast does.
 
     Raises:
         ConfigError: nothing to train, or a tensor that is not float32.
     """
 
-    def __init__(self, module: nn.Module, task: Task | None = None, roles: int = 1, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        task: Task | None = None,
+        roles: int = 1,
+        precision: str = "float32",
+        *,
+        compiled: bool = False,
+    ) -> None:
         self.module = module
         self.task = task or Classification(0)
         parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -120,7 +132,10 @@ class FlatModel:
         self._generator = torch.default_generator
         if self.device.type == "cuda":
             self._generator = torch.cuda.default_generators[self.device.index or 0]
-        self._direct = {} if compiled else self._direct_layers()
+        mixed = precision != "float32"
+        self._autocast = torch.autocast(self.device.type, getattr(torch, precision)) if mixed else None
+        self._scale = _SCALE if precision == "float16" else 1.0
+        self._direct = {} if mixed or compiled else self._direct_layers()
         self._step = CompiledStep(module, self.task, self._parameters, _LARGE) if compiled else None
         self._sizes = [entry.size for entry in entries]
         self._kept = _KEPT * roles
@@ -177,14 +192,14 @@ class FlatModel:
         Raises:
             DataError: a label is outside the model's classes.
         """
-        loss, wrong = self._backward(inputs, target, out, seed, "mean")
+        loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale)
         return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
 
     def joint_gradient(
         self, inputs: Any, target: Any, out: torch.Tensor, seed: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
         """As `gradient`, for a batch of several mini-batches: gives the loss of each sample and how much is wrong."""
-        losses, wrong = self._backward(inputs, target, out, seed, "none")
+        losses, wrong = self._backward(inputs, target, out, seed, "none", self._scale)
         return losses.numpy(force=True), np.full(len(losses), np.nan) if wrong is None else wrong
 
     def mapped_gradients(
@@ -218,9 +233,11 @@ class FlatModel:
             inputs: Any,
             target: Any,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            args, keywords = arguments(inputs)
-            output = torch.func.functional_call(self.module, {**trained, **values}, args, keywords)
-            return self.task.loss(output, target), output
+            def module(*args: Any, **keywords: Any) -> Any:
+                return torch.func.functional_call(self.module, {**trained, **values}, args, keywords)
+
+            output, mean = self._forward(module, inputs, target)
+            return mean, output
 
         place = None if shared else 0
         one = torch.func.grad_and_value(loss, has_aux=True)
@@ -237,8 +254,20 @@ class FlatModel:
         """Seeds what dropout and the like draw from."""
         self._generator.manual_seed(seed)
 
+    def _forward(
+        self, module: Callable[..., Any], inputs: Any, target: Any, reduction: Reduction = "mean"
+    ) -> tuple[Any, torch.Tensor]:
+        """Output and loss, float32 in any precision."""
+        if self._autocast is None:
+            output = called(module, moved(inputs, self.device))
+            return output, self.task.loss(output, target, reduction)
+        with self._autocast:
+            output = called(module, moved(inputs, self.device))
+            output = output.float() if isinstance(output, torch.Tensor) else output
+            return output, self.task.loss(output, target, reduction).float()
+
     def _backward(
-        self, inputs: Any, target: Any, out: torch.Tensor, seed: int, reduction: Reduction
+        self, inputs: Any, target: Any, out: torch.Tensor, seed: int, reduction: Reduction, scale: float
     ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
         self._mode(training=True)
         views = self._split(out)
@@ -251,10 +280,15 @@ class FlatModel:
             return loss, self.task.wrong(output, target)
         for index, layer in self._direct.items():
             layer.target = views[index]
-        output = called(self.module, moved(inputs, self.device))
-        loss = self.task.loss(output, moved(target, self.device), reduction)
+        output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
-        self._copy(torch.autograd.grad(mean, self._parameters, allow_unused=True), views)
+        scaled = mean if scale == 1 else mean * scale
+        self._copy(torch.autograd.grad(scaled, self._parameters, allow_unused=True), views)
+        if scale != 1:
+            gradient = out[: self.parameter_count]
+            if not gradient.isfinite().all():
+                return self._backward(inputs, target, out, seed, reduction, scale * _LESS)
+            gradient.mul_(1 / scale)
         return loss, self.task.wrong(output, target)
 
     def evaluate_batch(self, inputs: Any, target: Any) -> tuple[float, float, dict[str, float]]:
@@ -268,11 +302,10 @@ class FlatModel:
             self._place_buffers(self._weights, self._split(self._weights))
         with torch.no_grad():
             there = moved(target, self.device)
-            output = called(self.module, moved(inputs, self.device))
-            loss = self.task.loss(output, there).item()
+            output, loss = self._forward(self.module, inputs, there)
             metrics = self.task.measure(output, there)
         wrong = self.task.wrong(output, target)
-        return loss, math.nan if wrong is None else float(wrong.mean()), metrics
+        return loss.item(), math.nan if wrong is None else float(wrong.mean()), metrics
 
     def _direct_layers(self) -> dict[int, "_DirectLinear"]:
         """Replaces the forward of large linear layers; by the index of their weight."""

@@ -15,10 +15,10 @@ import torch
 
 from rudra import data, models, sim
 from rudra.config import Job
+from rudra.devices import CPU
 from rudra.errors import ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.executor import (
-    CPU,
     WEIGHTS,
     AveragingExecutor,
     Buffer,

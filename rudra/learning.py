@@ -179,6 +179,28 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
             raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
 
 
+def check_precision(precision: str, model: FlatModel, sample: Batch) -> None:
+    """Makes sure that torch can compute a model's gradients in a precision, by trying.
+
+    Args:
+        precision: that the model was made for.
+        model: in question; afterwards of no use.
+        sample: a batch of one.
+
+    Raises:
+        ConfigError: it cannot; the text says why.
+    """
+    weights, out = torch.zeros(2, model.size, device=model.device)
+    model.read_into(weights)
+    model.bind(weights)
+    try:
+        model.gradient(*_together(torch.cat, [sample, sample]), out, 0)
+    except (RuntimeError, TypeError) as error:
+        what = " ".join(str(error).split())[:200]
+        where = f"[training] precision = '{precision}'"
+        raise ConfigError(f"{where}: torch cannot do this model on {model.device.type} ({what})") from error
+
+
 @dataclass(frozen=True, slots=True)
 class _Inputs:
     sampler: Sampler

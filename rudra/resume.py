@@ -26,7 +26,7 @@ DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protoc
 CHANGEABLE = ("data.path", "training.warm_start", "training.evaluate", "training.evaluation_batch_size")
 
 KEPT = ("initial_weights_sha256", "started")
-"""Attributes of the result file that a restart does not change."""
+"""Attributes of the result file that a restart does not change. What cannot be replayed stays so, too."""
 
 
 class Decision(NamedTuple):
@@ -145,7 +145,7 @@ def job_of(state: State) -> Job:
 
 
 def fitted(state: State, job: Job) -> dict[str, Any]:
-    """What the checkpoint decides of a job's table [cluster]: learners and threads, on which bits depend.
+    """What the checkpoint decides of a job's table [cluster]: what bits depend on, but no device that the job names.
 
     Raises:
         CheckpointError: it is of another job.
@@ -154,7 +154,8 @@ def fitted(state: State, job: Job) -> dict[str, Any]:
         key, then, now = differences[0]
         text = f"{state.path}: is of another job: {key} was {then}, and is {now} now"
         raise CheckpointError(f"{text}; give another --output, or the job of the checkpoint (rudra resume)")
-    return {key: state.job["cluster"][key] for key in ("learners", "threads_per_rank")}
+    decided = ("learners", "threads_per_rank", *(["device"] if job.cluster.device == "auto" else []))
+    return {key: state.job["cluster"][key] for key in decided}
 
 
 def decisive(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -252,4 +253,5 @@ def carried(results: Results, position: Position) -> Carried:
         "events": events(),
     }
     weights = ((epoch, results.weights_of(epoch)) for epoch in results.kept_epochs if epoch <= position.epoch)
-    return Carried(rows, weights, {name: results.attributes[name] for name in KEPT}, learners)
+    stay = KEPT if results.attributes["replayable"] else (*KEPT, "replayable", "not_replayable")
+    return Carried(rows, weights, {name: results.attributes[name] for name in stay}, learners)

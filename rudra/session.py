@@ -18,7 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rudra import checkpoint, failures
+import torch
+
+from rudra import checkpoint, devices, failures
 from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
 from rudra.errors import CheckpointError, HookError, RudraError, RunError, TopologyError
@@ -100,12 +102,12 @@ def _run_ranks(
     if begin.finished:
         return 0, begin.output
     try:
-        job, plan = _resolve(job.with_(cluster=begin.cluster or {}), comm)
+        job, plan, device = _resolve(job.with_(cluster=begin.cluster or {}), comm)
     except RudraError as error:
         if comm.rank == 0:
             print(f"rudra: {error}", file=sys.stderr, flush=True)
         return error.exit_code, begin.output
-    session = _Session(comm, job, plan, begin, launched=launched)
+    session = _Session(comm, job, plan, begin, device, launched=launched)
     code = session.prepare(progress)
     code = session.run() if code is None else code
     if not launched:
@@ -129,11 +131,11 @@ def _decided(comm: "MPI.Comm", decision: Callable[[], Decision]) -> Decision | i
     return agreed
 
 
-def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
-    """Fits the job to the ranks there are; every rank comes to the same result."""
+def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan, torch.device]:
+    """Fits the job to the ranks there are; every rank comes to the same result, and to where it computes itself."""
     from mpi4py import MPI
 
-    job, topology = job.on_cpu(), job.make_topology()
+    topology = job.make_topology()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     places: list[int] = comm.allgather(node.bcast(comm.rank))
     node.Free()
@@ -148,20 +150,28 @@ def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan]:
         )
     learners = len(plan.learners)
     job.with_(cluster={"learners": learners}).check(plan)
+    gpus = 0 if job.cluster.device == "cpu" else devices.gpus_here()
+    seen: list[tuple[int, str]] = comm.allgather((gpus, socket.gethostname()))
+    kind = devices.agreed(job.cluster.device, plan, [count for count, _ in seen], [host for _, host in seen])
+    device = devices.CPU if kind == "cpu" else devices.of_rank(comm.rank, plan, places, gpus)
     mine = sum(plan.roles[i].kind == "learner" for i in plan.on_rank(comm.rank))
     threads = max(1, cores() // max(1, _sum_on_node(comm, mine)))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in plan.roles})):
         text = f"{idle} of {comm.size} ranks have no role: servers and learners do not come out even"
         print(f"rudra: {text}; `rudra topology` shows who is where", file=sys.stderr, flush=True)
-    return job.resolved(learners=learners, threads_per_rank=threads), plan
+    job = job.with_(cluster={"device": kind})
+    return job.resolved(learners=learners, threads_per_rank=threads), plan, device
 
 
 class _Session:
     """Everything from the resolved job to the end of the run, on one rank."""
 
-    def __init__(self, comm: "MPI.Comm", job: Job, plan: Plan, begin: Decision, *, launched: bool) -> None:
+    def __init__(
+        self, comm: "MPI.Comm", job: Job, plan: Plan, begin: Decision, device: torch.device, *, launched: bool
+    ) -> None:
         self._comm, self._job, self._plan, self._begin, self._launched = comm, job, plan, begin, launched
+        self._device = device
         self._roles = plan.on_rank(comm.rank)
         self._keeps_results = plan.statistics in self._roles
         self._executors: dict[int, Executor] = {}
@@ -204,7 +214,6 @@ class _Session:
         return f"{names} (rank {self._comm.rank})"
 
     def _load(self) -> None:
-        import torch
         from mpi4py import MPI
 
         from rudra import data
@@ -213,6 +222,8 @@ class _Session:
         learns, serves = "learner" in kinds, bool(kinds & {"parameter server", "tree server"})
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self._job.cluster.flush_denormals)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # for whatever does not name one: the user's model, pinned memory
         if learns:
             _keep_freed_memory()
         if self._keeps_results and not learns:
@@ -252,8 +263,15 @@ class _Session:
             from rudra.data import Data, in_memory
 
             data = self._data or Data(None, None, self._info)
-            prefetch = not in_memory(data.training)
-            self._executors = make_executors(self._job, self._plan, self._roles, data, prefetch=prefetch)
+            self._executors = make_executors(
+                self._job,
+                self._plan,
+                self._roles,
+                data,
+                prefetch=not in_memory(data.training),
+                device=self._device,
+                staged=self._device.type != "cpu",
+            )
 
     def _restore(self) -> None:
         """Allocates what training needs, and takes over what a checkpoint holds."""

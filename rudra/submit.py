@@ -119,14 +119,17 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
         raise ConfigError("--mpi is an option of srun: add --launcher srun, or leave it out")
     environment = _environment(arguments.environment)
     mpi: Mpi = _one_of("--mpi", arguments.mpi, ("pmix", "pmi2")) if arguments.mpi else _mpi_of(environment)
-    job = Job.load(arguments.job, overrides).on_cpu()
+    job = Job.load(arguments.job, overrides)
     output = arguments.output or Path(f"{job.name}-sweep" if arguments.grid else f"{job.name}.h5")
     points, study = _points(arguments, overrides)
     jobs = [Job.load(arguments.job, [*overrides, *settings]) for settings, _ in points]
     resources, sizes = _resources(arguments, job)
     about, notes = _fitted(jobs or [job], sizes)
-    if arguments.gpus:
-        notes.append("--gpus: learners on MPI ranks compute on the CPU so far")
+    asked = bool(arguments.gpus) or any("gpu" in option for option in arguments.sbatch)
+    if asked and job.cluster.device == "cpu":
+        notes.append("GPUs are asked for, but cluster.device is 'cpu'")
+    if not asked and job.cluster.device == "cuda":
+        notes.append("cluster.device is 'cuda', but no GPUs are asked for; --gpus says how many")
     batch = Batch(
         about=f"{arguments.job} by {launcher}: {about}",
         command=("rudra", *argv),

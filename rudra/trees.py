@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -28,7 +27,7 @@ def first(tree: Any) -> Any:
     return tree
 
 
-def called(module: nn.Module, inputs: Any) -> Any:
+def called(module: Callable[..., Any], inputs: Any) -> Any:
     """The output of a model: of one tensor, of several in order, or of several by name."""
     args, keywords = arguments(inputs)
     return module(*args, **keywords)

@@ -50,6 +50,7 @@ COMMON = (
     "results.report_s=0.02",
     "optimizer.learning_rate=0.01",
     "optimizer.momentum=0",
+    "cluster.device=cpu",
 )
 SERVERS = ("parameter server", "statistics server")
 

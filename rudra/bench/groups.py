@@ -259,6 +259,6 @@ def _job(
         training={"epochs": 1, "minibatch_size": batch * groups // learners, "evaluate": False},
         protocol={"name": "async", "modulation": "none"},
         topology={"name": "groups", "options": {"groups": groups}},
-        cluster={"learners": learners, "threads_per_rank": 1},
+        cluster={"learners": learners, "threads_per_rank": 1, "device": "cpu"},
         simulation=simulation or {},
     )

@@ -85,6 +85,7 @@ def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
     """Takes this rank's part in a run; returns its results, open, on every rank (of `comm`, if not of all)."""
     from rudra.session import run_ranks
 
+    job = job.with_(cluster={"device": "cpu"})  # as what it is compared with
     code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True, comm=comm)
     if code:
         raise RunError(f"the run ended with exit code {code}")

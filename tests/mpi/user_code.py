@@ -146,6 +146,25 @@ def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> d
     return train_all(comm, directory, jobs)
 
 
+def train_on_copies(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
+    """As `train_all`, with learners and tests that compute on copies, as on a GPU; how often they asked for one."""
+    from rudra import session
+    from rudra.devices import Stage
+
+    make, weights, used = session.make_executors, Stage.weights, []
+
+    def on_copies(*arguments: Any, **keywords: Any) -> Any:
+        return make(*arguments, **{**keywords, "staged": True})
+
+    def noted(stage: Stage, buffer: Any) -> torch.Tensor:
+        used.append(buffer.version)
+        return weights(stage, buffer)
+
+    session.make_executors, Stage.weights = on_copies, noted  # type: ignore[method-assign]
+    train_all(comm, directory, jobs)
+    return {"copies": len(used)}
+
+
 def left_behind(comm: Any, directory: Path, jobs: list[Any], rounds: int) -> dict[str, Any]:
     """Runs the same jobs again and again: threads, open files and vectors of this rank after each round."""
     from rudra.bench.ranks import rest, train

@@ -295,12 +295,6 @@ def test_no_gpu_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
         hands.find_device(make_job(cluster={"device": "cuda"}))
 
 
-def test_ranks_compute_on_the_cpu() -> None:
-    assert make_job(cluster={"device": "auto"}).on_cpu().cluster.device == "cpu"
-    with pytest.raises(ConfigError, match="rudra run computes on the CPU so far; rudra simulate can use cuda"):
-        rudra.run(make_job(cluster={"device": "cuda"}))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("batching", ["none", "vmap"])
 def test_a_gpu_computes_what_a_cpu_does(batching: str, tmp_path: Path) -> None:

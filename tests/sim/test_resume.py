@@ -65,6 +65,7 @@ SETTINGS = {
     "groups": make_job("hardsync", topology=GROUPS),
     "schedule": make_job("hardsync", optimizer=OWN),
     "allreduce, schedule": make_job("hardsync", topology=ALONE, optimizer=OWN),
+    "bfloat16": make_job("hardsync").with_(training={"precision": "bfloat16"}),
 }
 
 

@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from results_files import write_run
 
 from rudra import checkpoint
 from rudra.checkpoint import CheckpointWriter, previous_of, read
 from rudra.config import Job
 from rudra.errors import CheckpointError
 from rudra.position import Position
-from rudra.resume import fitted
+from rudra.results import open_results
+from rudra.resume import carried, fitted
 
 POSITION = Position(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7), epoch_loss=0.1)
-JOB = json.loads(Job(cluster={"learners": 2, "threads_per_rank": 1}).to_json())
+JOB = json.loads(Job(cluster={"learners": 2, "threads_per_rank": 1, "device": "cuda"}).to_json())
+AUTO = Job(cluster={"learners": 2, "threads_per_rank": 1})
 
 
 def tensors(seed: int = 0) -> dict[str, Any]:
@@ -156,14 +159,16 @@ class _nothing:
         ({"training": {"evaluate": False}}, None),
         ({"cluster": {"threads_per_rank": 2}}, None),
         ({"cluster": {"learners": None}}, None),
+        ({"training": {"precision": "bfloat16"}}, "training.precision was float32, and is bfloat16 now"),
     ],
 )
 def test_a_checkpoint_is_of_one_job(tmp_path: Path, tables: dict[str, Any], said: str | None) -> None:
     write(tmp_path / "run.ckpt")
     state, _ = read(tmp_path / "run.ckpt")
-    job = Job(**JOB).with_(**tables)
+    job = AUTO.with_(**tables)
     if said is None:
-        assert fitted(state, job) == {"learners": 2, "threads_per_rank": 1}
+        assert fitted(state, job) == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
+        assert "device" not in fitted(state, job.with_(cluster={"device": "cpu"})), "who names one has it"
     else:
         with pytest.raises(CheckpointError) as caught:
             fitted(state, job)
@@ -174,9 +179,19 @@ def test_a_checkpoint_from_before_a_key_is_of_the_job_that_leaves_it_out(tmp_pat
     write(tmp_path / "run.ckpt")
     state, _ = read(tmp_path / "run.ckpt")
     del state.job["optimizer"]["clip_norm"], state.job["optimizer"]["schedule"]
-    assert fitted(state, Job(**JOB)) == {"learners": 2, "threads_per_rank": 1}
+    assert fitted(state, AUTO) == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
     with pytest.raises(CheckpointError, match=r"optimizer\.schedule was step, and is cosine now"):
-        fitted(state, Job(**JOB).with_(optimizer={"schedule": "cosine"}))
+        fitted(state, AUTO.with_(optimizer={"schedule": "cosine"}))
+
+
+@pytest.mark.parametrize("why", ["", "device cuda, whose kernels may add in another order each time"])
+def test_what_could_not_be_replayed_before_a_restart_cannot_after_it(tmp_path: Path, why: str) -> None:
+    path = tmp_path / "run.h5"
+    about = {"replayable": not why, "not_replayable": why, "started": "then", "initial_weights_sha256": "a"}
+    write_run(path, updates=4, epochs=1, staleness=0, finish=False, **about)
+    with open_results(path) as results:
+        kept = carried(results, Position(timestamp=2, steps=(1, 1, 1, 1))).attributes
+    assert kept == {key: about[key] for key in about if why or "replayable" not in key}
 
 
 def test_names(tmp_path: Path) -> None:

@@ -13,8 +13,14 @@ from rudra.config import Job, OptimizerTable
 from rudra.errors import ConfigError
 from topologies import Plan, base
 
-TRAINING = "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, compile, target, stop_at_target"
-TABLES = "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, hooks, study"
+TRAINING = (
+    "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, compile, precision, target, "
+    "stop_at_target"
+)
+TABLES = (
+    "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, hooks, "
+    "study"
+)
 FOUR = {"learners": 4}
 
 
@@ -168,6 +174,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"optimizer": {"momentum_correction": "implicit"}}, NO_MOMENTUM),
     ({"optimizer": {"momentum_correction": "implicit", "name": "rmsprop", "momentum": 0.9}}, NO_MOMENTUM),
+    (
+        {"training": {"precision": "float64"}},
+        "[training] precision must be 'float32', 'bfloat16' or 'float16', not 'float64'",
+    ),
+    (
+        {"training": {"precision": "float16"}, "simulation": {"batching": "vmap"}},
+        "[simulation] batching = 'vmap' looks for no scale of the loss, but [training] precision = 'float16' needs "
+        "one; valid: batching none or big-batch, precision bfloat16",
+    ),
     ({"cluster": {"device": "gpu"}}, "[cluster] device must be 'cpu', 'cuda' or 'auto', not 'gpu'"),
     ({"simulation": {"slowdown": {4: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner 4; valid: 0 to 3"),
     ({"simulation": {"slowdown": {-1: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner -1; valid: 0 to 3"),

@@ -1,11 +1,14 @@
-"""What `rudra doctor` finds of SLURM, of programs that stand in for it."""
+"""What `rudra doctor` finds of SLURM and of GPUs, by stand-ins for both."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rudra import doctor
 
+GIB = 2**30
 LIST = "echo 'MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4' >&2"
 
 
@@ -48,3 +51,12 @@ def test_slurm(
     assert said.state == state
     assert found in said.found
     assert bool(said.advice) == (state == "warn")
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._gpus().found == "torch sees none; learners compute on the CPU"
+    gpus = [SimpleNamespace(name="NVIDIA A", total_memory=80 * GIB), SimpleNamespace(name="B", total_memory=24 * GIB)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    assert doctor._gpus().found == "0: NVIDIA A, 80 GiB; 1: B, 24 GiB"

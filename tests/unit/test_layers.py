@@ -33,6 +33,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/schedule.py": LEARNING,
     "rudra/learning.py": LEARNING,
     "rudra/executor.py": LEARNING,
+    "rudra/devices.py": LEARNING,
     "rudra/recorder.py": LEARNING,
     "rudra/replayer.py": LEARNING,
     "rudra/hands.py": LEARNING,

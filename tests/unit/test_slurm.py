@@ -150,7 +150,6 @@ def test_time_limits(text: str, seconds: int) -> None:
         ("--set training.epoch=1", r".*\[training\] unknown key 'epoch'; .*"),
         ("--grid protocol.name=fast", r".*'fast' is unknown.*"),
         ("--grid cluster.learners=4,5", r"5 learners with topology base need 7 ranks, .*"),
-        ("--set cluster.device=cuda", r"\[cluster\] device = 'cuda': .*"),
     ],
 )
 def test_a_mistake_is_one_line(options: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,6 +180,24 @@ def test_an_array_has_the_directory_of_a_sweep(tmp_path: Path) -> None:
     assert main(["slurm", "digits", "--grid", "training.minibatch_size=4,16"]) == 0
     assert (tmp_path / "digits-sweep" / "sweep.json").is_file()
     assert "results=digits-sweep/minibatch_size=16.h5" in (tmp_path / "digits-sweep.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--set cluster.device=cuda", "cluster.device is 'cuda', but no GPUs are asked for; --gpus says how many"),
+        ("--set cluster.device=cuda --gpus 2", None),
+        ("--set cluster.device=cuda --sbatch gres=gpu:2", None),
+        ("--set cluster.device=cpu --gpus 2", "GPUs are asked for, but cluster.device is 'cpu'"),
+        ("--gpus 2", None),
+        ("", None),
+    ],
+)
+def test_gpus_and_the_job_that_uses_them(options: str, told: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", "digits", "--print", *shlex.split(options)]) == 0
+    said = capsys.readouterr()
+    assert said.err == ("" if told is None else f"rudra: digits: {told}\n")
+    assert ("#SBATCH --gpus=2\n" in said.out) is ("--gpus" in options)
 
 
 def test_tasks_without_a_role_are_told(capsys: pytest.CaptureFixture[str]) -> None:

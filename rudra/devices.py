@@ -1,0 +1,95 @@
+"""Where ranks compute: on the GPUs of their nodes or on the CPU. MPI reads and writes main memory alone."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rudra.errors import ConfigError
+from topologies import Plan
+
+if TYPE_CHECKING:
+    from rudra.executor import Buffer
+
+CPU = torch.device("cpu")
+
+
+def gpus_here() -> int:
+    """GPUs that torch sees in this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def agreed(wanted: str, plan: Plan, gpus: Sequence[int], hosts: Sequence[str]) -> Literal["cpu", "cuda"]:
+    """Where learners compute: all of them on GPUs, or none.
+
+    Args:
+        wanted: `cluster.device` of the job.
+        plan: who is who.
+        gpus: that each rank sees.
+        hosts: on which each rank is.
+
+    Raises:
+        ConfigError: a GPU is wanted, and some learner has none.
+    """
+    without = [plan.roles[learner] for learner in plan.learners if not gpus[plan.roles[learner].world_rank]]
+    if wanted == "cuda" and without:
+        rank = without[0].world_rank
+        who = f"{without[0].name} (rank {rank}) on {hosts[rank]}"
+        raise ConfigError(f"[cluster] device = 'cuda': torch sees no GPU for {who}; valid there: cpu")
+    return "cpu" if wanted == "cpu" or without else "cuda"
+
+
+def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int) -> torch.device:
+    """The device of one rank where learners compute on GPUs.
+
+    Learners of a node, and then the statistics server, take its GPUs in turn; other servers compute in main memory.
+
+    Args:
+        rank: in question.
+        plan: who is who.
+        places: node of every rank, any numbers.
+        gpus: that the rank sees.
+    """
+    computing = (plan.roles[role].world_rank for role in (*plan.learners, plan.statistics))
+    here = list(dict.fromkeys(other for other in computing if places[other] == places[rank]))
+    return torch.device("cuda", here.index(rank) % gpus) if gpus and rank in here else CPU
+
+
+def page_locked(length: int) -> npt.NDArray[np.uint8]:
+    """Bytes in main memory that a GPU copies at full speed and beside other work."""
+    return torch.zeros(length, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+class Stage:
+    """Vectors on the device where a role computes, while its buffers lie in main memory, where MPI reads and writes.
+
+    Args:
+        size: of a vector.
+        device: that computes; a CPU will do, too.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self._held: tuple[Buffer, int] | None = None
+
+    @cached_property
+    def gradient(self) -> torch.Tensor:
+        """Room for a gradient, (size,) float32."""
+        return torch.zeros(self.size, device=self.device)
+
+    @cached_property
+    def _weights(self) -> torch.Tensor:
+        return torch.zeros(self.size, device=self.device)
+
+    def weights(self, buffer: "Buffer") -> torch.Tensor:
+        """A buffer's vector, (size,) float32, which is copied if it is not here yet; good until the next one.
+
+        The device may be reading the buffer still: it must not change until what was computed of it has come back.
+        """
+        if self._held != (buffer, buffer.version):
+            self._weights.copy_(buffer.vector, non_blocking=True)
+            self._held = buffer, buffer.version
+        return self._weights

@@ -1,0 +1,138 @@
+"""Where ranks compute, and that copies on another device change no bit."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rudra.devices import CPU, Stage, agreed, of_rank
+from rudra.errors import ConfigError
+from rudra.executor import Buffer, make_executors
+from rudra.messages import Kind, Message, tail_bytes
+from topologies import Plan
+from topologies import load as load_topology
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
+import clusters
+from clusters import Guarded, job, train
+
+TREE = {"fan_out": 2}
+
+
+def fitted(places: list[int], name: str = "base", options: dict[str, Any] | None = None) -> Plan:
+    return load_topology(name, options or {}).fit(places)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "found"),
+    [
+        ("cpu", [4, 4, 4, 4], "cpu"),
+        ("auto", [1, 1, 1, 1], "cuda"),
+        ("auto", [0, 0, 1, 8], "cuda"),  # no learner is on the ranks without
+        ("auto", [1, 1, 1, 0], "cpu"),
+        ("auto", [0, 0, 0, 0], "cpu"),
+        ("cuda", [0, 0, 1, 1], "cuda"),
+    ],
+)
+def test_all_learners_compute_on_gpus_or_none(wanted: str, gpus: list[int], found: str) -> None:
+    assert agreed(wanted, fitted([0, 0, 0, 0]), gpus, ["here"] * 4) == found
+
+
+def test_a_learner_without_a_gpu_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        agreed("cuda", fitted([0, 0, 1, 1]), [2, 2, 2, 0], ["a", "a", "b", "c"])
+    told = "torch sees no GPU for learner 1 (rank 3) on c; valid there: cpu"
+    assert str(caught.value) == f"[cluster] device = 'cuda': {told}"
+
+
+@pytest.mark.parametrize(
+    ("topology", "places", "gpus", "devices"),
+    [  # of each rank: None is the CPU
+        ("base", [0, 0, 0, 0, 0], [2] * 5, [None, 1, 0, 1, 0]),
+        ("base", [0, 0, 0, 0, 0], [4] * 5, [None, 3, 0, 1, 2]),
+        ("base", [0, 0, 0, 0, 0], [1] * 5, [None, 0, 0, 0, 0]),  # as where SLURM gives every task one of its own
+        ("base", [7, 7, 5, 5, 9], [2] * 5, [None, 0, 0, 1, 0]),
+        ("base", [7, 7, 5, 5, 9], [0, 0, 2, 2, 1], [None, None, 0, 1, 0]),  # servers on a node without
+        ("base", [0, 1, 0, 1, 0, 1], [2] * 6, [None, 0, 1, 1, 0, 0]),
+        ("adv", [0] * 7, [3] * 7, [None, 0, None, None, 0, 1, 2]),
+        ("groups", [0, 0, 0], [1, 1, 1], [0, 0, 0]),
+    ],
+)
+def test_learners_of_a_node_take_its_gpus_in_turn(
+    topology: str, places: list[int], gpus: list[int], devices: list[int | None]
+) -> None:
+    plan = fitted(places, topology, TREE if topology == "adv" else None)
+    kinds = [",".join(plan.roles[role].kind for role in plan.on_rank(rank)) for rank in range(len(places))]
+    found = [of_rank(rank, plan, places, gpus[rank]) for rank in range(len(places))]
+    assert [device.index if device.type == "cuda" else None for device in found] == devices, kinds
+
+
+# What is copied, and when.
+
+
+def test_weights_are_copied_when_they_have_changed_and_only_then() -> None:
+    stage, tail = Stage(3, CPU), tail_bytes(1)
+    one, other = Buffer(3, tail), Buffer(3, tail)
+    one.write(Message(Kind.WEIGHTS, 0, 5))
+    one.vector.fill_(1.0)
+    assert stage.weights(one).tolist() == [1.0] * 3
+    one.vector.fill_(2.0)
+    assert stage.weights(one).tolist() == [1.0] * 3, "nothing has come since"
+    assert one.read().timestamp == 5
+    assert stage.weights(one).tolist() == [2.0] * 3
+    assert stage.weights(other).tolist() == [0.0] * 3
+    assert stage.weights(one).tolist() == [2.0] * 3
+    one.write_half(Message(Kind.WEIGHTS, 0, 6))
+    one.half[:6] = np.full(3, 4.0, np.float16).view(np.uint8)
+    one.read_half()
+    assert stage.weights(one).tolist() == [4.0] * 3
+    assert stage.weights(one).data_ptr() != one.vector.data_ptr()
+
+
+class Ranks(Guarded):
+    """Every role has buffers of its own, and what arrives there is new: as on real ranks."""
+
+    def _share(self, source: Any, target: Any) -> None:
+        buffer = self._new()
+        buffer.vector.copy_(self._held(source).vector)
+        buffer.version += 1
+        self._hold(target, buffer)
+
+    def _forget_stale(self, weights: Any) -> None:
+        """Nobody shares with the server, so that says nothing."""
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(0.3), nn.Linear(30, 10)
+    )
+
+
+@pytest.mark.parametrize(
+    ("protocol", "learners", "topology", "wire"),
+    [
+        ("hardsync", 3, {"name": "base"}, "float32"),
+        ("softsync", 4, {"name": "adv", "options": TREE}, "float16"),
+        ("async", 3, {"name": "adv*"}, "float32"),
+        ("async", 4, {"name": "groups", "options": {"groups": 2}}, "float32"),
+        ("hardsync", 3, {"name": "groups"}, "float32"),  # learners that update weights of their own
+    ],
+)
+def test_copies_change_no_bit(
+    protocol: str, learners: int, topology: dict[str, Any], wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {"model": {"name": network}, "topology": topology, "data": {"train_limit": 240, "test_limit": 60}}
+    run = job(protocol, learners, epochs=2, **tables).with_(cluster={"wire": wire})
+    plain = train(run, Ranks)
+    monkeypatch.setattr(clusters, "make_executors", partial(make_executors, staged=True))
+    staged = train(run, Ranks)
+    assert torch.equal(plain.weights, staged.weights)
+    for table in ("gradients", "updates", "epochs"):
+        assert plain.rows[table].tobytes() == staged.rows[table].tobytes()
+    copies = [staged.executors[role]._stage for role in (*staged.plan.learners, staged.plan.statistics)]
+    assert all(stage is not None and stage._held is not None for stage in copies), "all of them have used theirs"

@@ -1,0 +1,217 @@
+"""Forward, loss and backward in bfloat16 and float16; everything that lasts or travels is float32."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rudra import networks, tasks
+from rudra.config import Job, TaskTable
+from rudra.errors import ConfigError
+from rudra.flat import FlatModel
+from rudra.learning import check_precision
+
+SIZE = 12
+
+
+def mlp() -> nn.Module:
+    """One of its layers is large enough for gradients in place."""
+    return networks.mlp((20,), 10, hidden=[300, 300])
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.4), nn.Linear(40, 10))
+
+
+def lenet() -> nn.Module:
+    return networks.lenet((1, 28, 28), 10, channels=[4, 6], hidden=30)
+
+
+def resnet() -> nn.Module:
+    return networks.resnet32((3, 16, 16), 10, blocks=1, width=8)
+
+
+SHAPES: dict[Callable[[], nn.Module], tuple[int, ...]] = {
+    mlp: (20,),
+    normalised: (20,),
+    lenet: (1, 28, 28),
+    resnet: (3, 16, 16),
+}
+CLOSE = {"bfloat16": 0.15, "float16": 0.05}
+"""Of a gradient's norm."""
+
+
+def made(module: nn.Module, precision: str, **options: Any) -> tuple[FlatModel, torch.Tensor]:
+    flat = FlatModel(copy.deepcopy(module), precision=precision, **options)
+    weights = torch.empty(flat.size)
+    flat.read_into(weights)
+    flat.bind(weights)
+    return flat, weights
+
+
+def drawn(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(SIZE, *shape, generator=generator), torch.randint(10, (SIZE,), generator=generator)
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        module = make()
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0  # half precision draws other masks
+    return module
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, share: float) -> bool:
+    return bool((found - expected).norm() <= share * expected.norm())
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("make", SHAPES)
+def test_gradients_are_float32_and_near_those_in_float32(make: Callable[[], nn.Module], precision: str) -> None:
+    module, batch = built(make), drawn(SHAPES[make])
+    (whole, _), (mixed, weights) = made(module, "float32"), made(module, precision)
+    before = weights.clone()
+    expected, out, again = (torch.full((whole.size,), math.nan) for _ in range(3))
+    loss, wrong = whole.gradient(*batch, expected, 5)
+    found = mixed.gradient(*batch, out, 5)
+    assert torch.equal(weights, before)
+    assert found[0] == pytest.approx(loss, rel=0.02)
+    assert abs(found[1] - wrong) <= 1
+    parameters = slice(0, whole.parameter_count)
+    assert near(out[parameters], expected[parameters], CLOSE[precision])
+    assert not torch.equal(out[parameters], expected[parameters]), "it did compute in half precision"
+    assert near(out[parameters.stop :], expected[parameters.stop :], 0.001)
+    assert mixed.gradient(*batch, again, 5) == found
+    assert torch.equal(out, again)
+    tested, other = whole.evaluate_batch(*batch), mixed.evaluate_batch(*batch)
+    assert other[0] == pytest.approx(tested[0], rel=0.02)
+    assert other[2].keys() == tested[2].keys() == {"top5_error"}
+
+
+def test_characters_in_bfloat16() -> None:
+    module = built(lambda: networks.lstm((7,), 10, hidden=16))
+    inputs = torch.randint(10, (SIZE, 8), generator=torch.Generator().manual_seed(2))
+    outs = []
+    for precision in ("float32", "bfloat16"):
+        flat, _ = made(module, precision, task=tasks.Language(10))
+        outs.append(torch.empty(flat.size))
+        flat.gradient(inputs[:, :-1], inputs[:, 1:], outs[-1], 0)
+    assert near(outs[1], outs[0], CLOSE["bfloat16"])
+
+
+# The scale of a loss in float16.
+
+
+def scaled_loss(factor: float) -> tasks.Task:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return factor * functional.cross_entropy(output, target)
+
+    return tasks.make(TaskTable(name=loss), 10)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 300.0, 1e5])
+def test_small_and_large_gradients_survive_float16(factor: float) -> None:
+    module, batch = built(normalised), drawn((20,))
+    (whole, _), (mixed, _) = (made(module, p, task=scaled_loss(factor)) for p in ("float32", "float16"))
+    expected, out, after = (torch.empty(whole.size) for _ in range(3))
+    whole.gradient(*batch, expected, 5)
+    mixed.gradient(*batch, out, 5)
+    parameters = slice(0, whole.parameter_count)
+    assert near(out[parameters], expected[parameters], 0.05)
+    # A try that went wrong leaves nothing behind: buffers are those after one mini-batch, and so is what comes next.
+    assert near(out[parameters.stop :], expected[parameters.stop :], 0.001)
+    mixed.gradient(*batch, after, 5)
+    assert torch.equal(after, out)
+
+
+def test_without_a_scale_small_gradients_are_lost() -> None:
+    """What the test above would not show otherwise."""
+    module, batch = built(normalised), drawn((20,))
+    mixed, _ = made(module, "float16", task=scaled_loss(1e-6))
+    mixed._scale = 1.0
+    out = torch.empty(mixed.size)
+    mixed.gradient(*batch, out, 5)
+    assert out[: mixed.parameter_count].count_nonzero() < mixed.parameter_count / 2
+
+
+def test_a_loss_that_is_no_number_ends_the_search() -> None:
+    mixed, weights = made(built(normalised), "float16")
+    weights[0] = math.nan
+    out = torch.empty(mixed.size)
+    assert math.isnan(mixed.gradient(*drawn((20,)), out, 5)[0])
+    assert not out[: mixed.parameter_count].isfinite().all()
+
+
+# Gradients of several learners together.
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_joint_gradient_is_near_that_in_float32(precision: str) -> None:
+    module, batch = built(mlp), drawn((20,))
+    outs, losses = [], []
+    for each in ("float32", precision):
+        flat, _ = made(module, each)
+        outs.append(torch.empty(flat.size))
+        losses.append(flat.joint_gradient(*batch, outs[-1], 0)[0])
+    assert near(outs[1], outs[0], CLOSE[precision])
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_mapped_gradients_in_bfloat16_are_near_those_one_by_one() -> None:
+    module, (inputs, target) = built(lenet), drawn((1, 28, 28))
+    flat, weights = made(module, "bfloat16")
+    halves = [slice(0, SIZE // 2), slice(SIZE // 2, SIZE)]
+    single, together = torch.empty(2, flat.size), torch.empty(2, flat.size)
+    loss = [flat.gradient(inputs[half], target[half], single[i], 0)[0] for i, half in enumerate(halves)]
+    batches = (torch.stack([inputs[half] for half in halves]), torch.stack([target[half] for half in halves]))
+    found, _ = flat.mapped_gradients([weights], *batches, list(together))
+    assert found == pytest.approx(loss, rel=0.01)
+    assert near(together, single, 0.02)
+
+
+# What torch cannot do.
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs)
+        if output.dtype != torch.float32:
+            raise RuntimeError('"special" not implemented\nfor such numbers')
+        return output
+
+
+def test_a_model_without_kernels_is_one_line() -> None:
+    sample = drawn((20,))[0][:1], torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ConfigError) as caught:
+        check_precision("float16", FlatModel(Picky(), precision="float16"), sample)
+    why = '"special" not implemented for such numbers'
+    assert str(caught.value) == f"[training] precision = 'float16': torch cannot do this model on cpu ({why})"
+    check_precision("bfloat16", FlatModel(built(normalised), precision="bfloat16"), sample)
+
+
+def test_a_job_learns_that_before_it_begins(tmp_path: Any) -> None:
+    import rudra
+
+    def data() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
+        samples = torch.utils.data.TensorDataset(*drawn((20,)))
+        return samples, samples
+
+    job = Job(
+        model={"name": Picky}, data={"name": data, "classes": 10}, training={"precision": "bfloat16"},
+        cluster={"learners": 1},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"precision = 'bfloat16': torch cannot do this model on cpu"):
+        rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet")
+    assert not (tmp_path / "run.h5").exists()
