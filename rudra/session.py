@@ -214,7 +214,7 @@ class _Session:
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self._job.cluster.flush_denormals)
         if learns:
-            _keep_freed_memory()
+            keep_freed_memory()
         if self._keeps_results and not learns:
             os.nice(10)  # training goes first
         self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -487,7 +487,7 @@ def _end_softly_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Lets glibc keep what a step frees for the next step, instead of faulting hundreds of pages in again each time."""
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
