@@ -44,21 +44,21 @@ class Augmentation:
             if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4:
                 shape = tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else "of several tensors"
                 raise ConfigError(f"[augment] crop, flip: for images (channels, height, width), not inputs {shape}")
-            inputs = torch.from_numpy(_shifted(inputs.numpy(), self._crop, self._flip, key))
+            images, inputs = inputs, torch.empty_like(inputs)  # torch's memory, because it is aligned always alike
+            _shift(images.numpy(), inputs.numpy(), self._crop, self._flip, key)
         if self._own is not None:
             inputs = self._own(inputs, torch.Generator().manual_seed(key))
         return inputs
 
 
-def _shifted(images: npt.NDArray[np.float32], crop: int, flip: bool, key: int) -> npt.NDArray[np.float32]:
-    """Images moved by up to `crop` pixels each way, with zeros behind the edges, and mirrored half of the time."""
+def _shift(images: npt.NDArray[np.float32], result: npt.NDArray[np.float32], crop: int, flip: bool, key: int) -> None:
+    """Moves images by up to `crop` pixels each way, with zeros behind the edges, and mirrors half of them."""
     count, _, height, width = images.shape
     draws = np.random.Philox(key=key).random_raw(3 * count).reshape(count, 3)
     downs, rights = ((draws[:, place] >> np.uint64(32)) * np.uint64(2 * crop + 1) >> np.uint64(32) for place in (0, 1))
     mirrored = (draws[:, 2] >> np.uint64(63)).astype(bool) & flip
-    padded = np.pad(images, ((0, 0), (0, 0), (crop, crop), (crop, crop)))
-    result = np.empty_like(images)
+    padded = np.zeros((*images.shape[:2], height + 2 * crop, width + 2 * crop), np.float32)
+    padded[:, :, crop : crop + height, crop : crop + width] = images
     for place, (down, right, mirror) in enumerate(zip(downs.tolist(), rights.tolist(), mirrored.tolist(), strict=True)):
         window = padded[place, :, down : down + height, right : right + width]
         result[place] = window[:, :, ::-1] if mirror else window
-    return result

@@ -72,14 +72,13 @@ class Sampler:
         Returns:
             (count,) int64, owned by the caller.
         """
-        result = np.empty(count, np.int64)
-        done = 0
-        while done < count:
-            number, start = divmod(first + done, self.population)
-            part = self._pass(number)[start : start + count - done]
-            result[done : done + len(part)] = part
-            done += len(part)
-        return result
+        parts = []
+        while True:
+            number, start = divmod(first, self.population)
+            parts.append(self._pass(number)[start : start + count].astype(np.int64))
+            first, count = first + len(parts[-1]), count - len(parts[-1])
+            if not count:
+                return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _pass(self, number: int) -> npt.NDArray[np.int32]:
         if number != self._cached:

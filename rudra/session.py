@@ -225,7 +225,7 @@ class _Session:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for whatever does not name one: the user's model, pinned memory
         if learns:
-            _keep_freed_memory()
+            keep_freed_memory()
         if self._keeps_results and not learns:
             os.nice(10)  # training goes first
         self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -508,7 +508,7 @@ def _end_softly_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Lets glibc keep what a step frees for the next step, instead of faulting hundreds of pages in again each time."""
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -33,6 +33,10 @@ BENCHMARKS = {  # name -> what it compares, and the goal
     ),
     "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),
     "memory": ("peak memory of learner and server, in model sizes", "learner <= 4; server <= 4, +1 with a snapshot"),
+    "input": (
+        "how long a learner waits for its mini-batches, with and without an input thread, and the steps/s of both",
+        "< 2 % of a step of lenet and resnet32, in the way that a run draws them",
+    ),
     "evaluation": ("samples/s with the tests of each epoch's weights on and off", "no goal"),
     "recording": ("what it costs to record a run so that it can be replayed", "<= 1 % of the run"),
     "checkpoint": ("what a checkpoint costs the training beside it", "<= 2 % at one a minute"),
