@@ -118,7 +118,7 @@ def test_room_without_content_at_the_end_is_no_epoch(tmp_path: Path) -> None:
 
 def test_a_resumed_run_keeps_what_lies_before_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
-    with new_writer(path, initial_weights_sha256="", started="") as writer:
+    with new_writer(path, initial_weights_sha256="", started="", replayable=True) as writer:
         writer.append("updates", rows(UPDATE, 5, timestamp=np.arange(5) + 1))
         for epoch in (1, 2, 3, 4):
             end_epoch(writer, epoch, kept=epoch != 1)
