@@ -96,7 +96,7 @@ def test_hooks_run_on_the_ranks_of_their_roles(tmp_path: Path, protocol: str, to
             'at = "update"\noptions = {at = 90, how = "interrupt"}',
             "base",
             "parameter server (rank 0): {} update 90: KeyboardInterrupt",
-            1,
+            0,
         ),
         ('at = "end"\nrole = "learner 1"', "base", f"learner 1 (rank 3): {{}} the end: {BUG}", 5),
     ],
