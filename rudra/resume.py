@@ -155,7 +155,7 @@ def fitted(state: State, job: Job) -> dict[str, Any]:
         text = f"{state.path}: is of another job: {key} was {then}, and is {now} now"
         raise CheckpointError(f"{text}; give another --output, or the job of the checkpoint (rudra resume)")
     decided = ("learners", "threads_per_rank", *(["device"] if job.cluster.device == "auto" else []))
-    return {key: state.job["cluster"][key] for key in decided}
+    return {key: decisive(state.job)["cluster"][key] for key in decided}
 
 
 def decisive(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
