@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra.config import AugmentTable, find
+from rudra.config import find
 from rudra.errors import ConfigError
+from rudra.tables import AugmentTable
 
 
 class Augmentation:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra.config import Job, SimulationTable
+from rudra.config import Job
 from rudra.errors import ConfigError
 from rudra.jobfiles import read_toml
+from rudra.tables import SimulationTable
 from topologies import Plan
 from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 

@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from rudra import trees
-from rudra.config import DataTable
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
 from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out
 from rudra.sources import Dense, Source, are_tokens
+from rudra.tables import DataTable
 from rudra.trees import mapped
 
 Batch = tuple[Any, Any]

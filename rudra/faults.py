@@ -16,13 +16,13 @@ from heapq import heapify
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rudra.config import Fault
 from rudra.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
 from rudra.messages import Kind
 from rudra.position import Position
 from rudra.roles import Machine
 from rudra.roles.owner import outlasts
 from rudra.sampling import mix
+from rudra.tables import Fault
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra.config import Hook, Job, find
+from rudra.config import Job, find
 from rudra.errors import ConfigError, HookError, Interrupted
 from rudra.events import Compute, Computed, Finish, Record, Update
 from rudra.messages import Rows
+from rudra.tables import Hook
 from topologies import Plan
 from topologies.plan import Role
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from rudra import trees
-from rudra.config import ModelTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
 from rudra.networks import MODELS
 from rudra.plugins import call, resolve
+from rudra.tables import ModelTable
 from rudra.tasks import Task
 
 

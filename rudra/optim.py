@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rudra.config import OPTIMIZERS, OptimizerTable, ParameterGroup
 from rudra.errors import ConfigError
+from rudra.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from rudra import data, models, roles
-from rudra.config import Job, SimulationTable, cores
+from rudra.config import Job, cores
 from rudra.costs import CostModel
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.events import (
@@ -52,6 +52,7 @@ from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short
 from rudra.roles.owner import WEIGHTS, Owner
 from rudra.sim import Simulation
+from rudra.tables import SimulationTable
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 

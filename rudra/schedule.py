@@ -3,8 +3,9 @@
 import math
 from bisect import bisect_right
 
-from rudra.config import OptimizerTable, find
+from rudra.config import find
 from rudra.errors import ConfigError
+from rudra.tables import OptimizerTable
 
 
 class Schedule:

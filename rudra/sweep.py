@@ -66,7 +66,7 @@ class Sweep:
         title: of the report.
         quick: whether it is the quick variant of a study.
         driver: what runs the points.
-        figure: what the report shows first, see `rudra.config.StudyTable`.
+        figure: what the report shows first, see `rudra.tables.StudyTable`.
         grid: key -> values, where the points are combinations.
         paper: rows of the paper's numbers; `file` is the point that each belongs to, or None.
     """

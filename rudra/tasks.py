@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from rudra.config import TaskTable
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
+from rudra.tables import TaskTable
 
 Reduction = Literal["mean", "none"]
 

@@ -13,11 +13,11 @@ import torch
 from rudra import recorder
 from rudra.bench.ranks import SERVER, STATISTICS, lenet_job, on_ranks, rest, step_s, train, write_images
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.config import OptimizerTable
 from rudra.executor import Buffer, Executor, StatisticsExecutor
 from rudra.messages import Kind
 from rudra.optim import UpdateRule
 from rudra.roles import machine
+from rudra.tables import OptimizerTable
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -18,9 +18,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from rudra.config import DataTable
 from rudra.errors import ConfigError, DataError, one_line
 from rudra.sources import Source
+from rudra.tables import DataTable
 
 SPLITS = ("train", "test")
 DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError, tarfile.TarError)

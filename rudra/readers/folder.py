@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from rudra.config import DataTable, Table, checked, cores
+from rudra.config import cores
 from rudra.errors import DataError, one_line
 from rudra.readers.common import Arrays, class_count, listed, path_of
 from rudra.sources import Dense, Images
+from rudra.tables import DataTable, Table, checked
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 

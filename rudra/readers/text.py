@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from rudra.config import DataTable, Table, checked
 from rudra.errors import DataError
 from rudra.readers.common import Arrays, class_count, content_of, path_of
 from rudra.sources import Windows
+from rudra.tables import DataTable, Table, checked
 
 _CODE_POINTS = 0x110000
 

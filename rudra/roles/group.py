@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from rudra.config import FaultsTable, Job, ResultsTable
+from rudra.config import Job
 from rudra.events import (
     Action,
     Committed,
@@ -38,6 +38,7 @@ from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
 from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.minibatches import Minibatches
 from rudra.roles.owner import Owner
+from rudra.tables import FaultsTable, ResultsTable
 from topologies import Plan
 from topologies.plan import STATISTICS_SERVER
 

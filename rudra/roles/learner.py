@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
-from rudra.config import FaultsTable, ResultsTable
 from rudra.events import (
     Action,
     Compute,
@@ -36,6 +35,7 @@ from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.machine import States, halt, short
 from rudra.roles.minibatches import Minibatches
+from rudra.tables import FaultsTable, ResultsTable
 from topologies import Plan
 
 DROPPED = -1

@@ -2,12 +2,12 @@
 
 from math import isfinite
 
-from rudra.config import FaultsTable, ResultsTable
 from rudra.events import Action, Computed, Fail, Warn
 from rudra.messages import Kind
 from rudra.position import Position
 from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox
+from rudra.tables import FaultsTable, ResultsTable
 
 
 class Minibatches(Machine):

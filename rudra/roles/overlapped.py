@@ -20,13 +20,13 @@ never queue up. A buffer that is computed with or handed on is not overwritten.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rudra.config import FaultsTable, ResultsTable
 from rudra.events import Action, Compute, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.learner import Learner, State
 from rudra.roles.machine import States, halt, short
+from rudra.tables import FaultsTable, ResultsTable
 from topologies import Plan
 
 WEIGHTS = ("weights", "weights 1", "weights 2")

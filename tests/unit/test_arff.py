@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.config import DataTable
 from rudra.data import Samples, load
 from rudra.errors import ConfigError, DataError
 from rudra.readers.arff import read_arff
 from rudra.sources import Dense, Sparse
+from rudra.tables import DataTable
 from tests.unit.test_data import REAL, needs_real_data
 
 HEAD = """% a comment

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.config import DataTable
 from rudra.data import Split, in_memory, load
 from rudra.errors import ConfigError, DataError
 from rudra.sources import Stored
+from rudra.tables import DataTable
 
 Rows = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from rudra.config import DataTable
 from rudra.data import Split, Subset, UserSplit, in_memory, load
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
 from rudra.sources import Dense
+from rudra.tables import DataTable
 
 REAL = Path(os.environ.get("RUDRA_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 needs_real_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"no data sets in {REAL}; RUDRA_DATA can name the place")

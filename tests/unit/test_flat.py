@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 from user_code import Assorted
 
-from rudra.config import ModelTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError, DataError
 from rudra.flat import Entry, FlatModel, sha256
 from rudra.models import build
 from rudra.networks import cifar10_full
+from rudra.tables import ModelTable
 
 
 class Tied(nn.Module):

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rudra import data
-from rudra.config import DataTable
 from rudra.readers import cifar as cifar_reader
+from rudra.tables import DataTable
 from tests.unit.fuzzing import cases, command, damaged, fresh, refused
 from tests.unit.test_data import idx
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.config import DataTable
 from rudra.data import load
 from rudra.errors import ConfigError, DataError
 from rudra.readers import libsvm
 from rudra.sources import Sparse
+from rudra.tables import DataTable
 from tests.unit.fuzzing import cases
 from tests.unit.test_data import REAL, needs_real_data
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from rudra.config import ModelTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
 from rudra.models import build, check_output
+from rudra.tables import ModelTable
 from rudra.tasks import Classification
 
 

@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from rudra import networks, tasks
-from rudra.config import Job, TaskTable
+from rudra.config import Job
 from rudra.errors import ConfigError
 from rudra.flat import FlatModel
 from rudra.learning import check_precision
+from rudra.tables import TaskTable
 
 SIZE = 12
 

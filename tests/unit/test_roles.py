@@ -25,7 +25,7 @@ from role_traces import (
 )
 
 from rudra import records
-from rudra.config import FaultsTable, Job
+from rudra.config import Job
 from rudra.errors import ProtocolError
 from rudra.events import (
     Action,
@@ -56,6 +56,7 @@ from rudra.roles import server as server_
 from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
 from rudra.roles.machine import short
+from rudra.tables import FaultsTable
 
 START = Received(Message(Kind.START, SERVER))
 DIGEST = short(HASHED.digest)

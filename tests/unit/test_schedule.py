@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from rudra.config import OptimizerTable
 from rudra.errors import ConfigError
 from rudra.schedule import Schedule
+from rudra.tables import OptimizerTable
 
 EPOCHS = 12
 SCHEDULERS = "torch.optim.lr_scheduler"

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from rudra import tasks
-from rudra.config import TaskTable
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
 from rudra.models import check_output
+from rudra.tables import TaskTable
 
 SEED = torch.Generator().manual_seed(5)
 LOGITS = torch.randn(6, 8, generator=SEED)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.config import DataTable
 from rudra.data import in_memory, load
 from rudra.errors import ConfigError, DataError
+from rudra.tables import DataTable
 from tests.unit.test_data import REAL, needs_real_data
 
 

@@ -1,0 +1,596 @@
+"""The tables of a job, with every key, declared once: what it means, what is allowed, what it is by default.
+
+Unknown keys are refused with the list of valid ones. Rules that span tables stand in `rudra.config`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from rudra.errors import ConfigError
+from rudra.jobfiles import flattened
+from rudra.target import Target
+from topologies import Plan
+
+Named = str | Callable[..., Any]
+"""The name of something shipped, `package.module:callable`, or (in code) the callable itself."""
+
+
+OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
+"""Name in a job -> class of torch.optim."""
+
+
+_INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _unconverted(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses what would be converted silently: "16" and true are no numbers, 1 is neither true nor false."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        wanted = {annotation, *get_args(annotation)}
+        if value is None and type(None) in wanted:
+            return value
+        if bool in wanted and not isinstance(value, bool):
+            raise ValueError(f"must be true or false, not {short(value)}")
+        if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str):
+            raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {short(value)}")
+        if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
+            raise ValueError(f"must be below 2**63, not {short(value)}")
+        return value
+
+
+AnyTable = TypeVar("AnyTable", bound=Table)
+
+
+class ModelTable(Table):
+    name: Named = Field(
+        "lenet",
+        description="mlp, lenet, cifar10_full, alexnet, vgg16, resnet32, resnet50, lstm, or package.module:callable",
+    )
+    options: dict[str, Any] = Field({}, description="keyword arguments for the model's factory")
+
+
+class DataTable(Table):
+    name: Any = Field(
+        "digits",
+        description="digits, idx, cifar10, libsvm, npz, hdf5, arff, text, folder, or package.module:callable giving "
+        "(train, test)",
+    )
+    path: Path | None = Field(
+        None, description="file of the data, or directory that holds its files; relative to the working directory"
+    )
+    train_limit: int | None = Field(None, ge=1, description="use only the first N training samples")
+    test_limit: int | None = Field(None, ge=1, description="use only the first N test samples")
+    classes: int | None = Field(None, ge=2, description="number of classes, for data that does not tell it")
+    scale: float | None = Field(None, gt=0, description="factor on the inputs after the mean was subtracted")
+    subtract_mean: bool | None = Field(
+        None,
+        description="subtract the mean of all training inputs from each; default: where they are images in memory, in "
+        "bytes",
+    )
+    test_split: float | None = Field(
+        None, gt=0, lt=1, description="fraction of the training set that becomes the test set, where there is none"
+    )
+    validation_split: float | None = Field(
+        None, gt=0, lt=1, description="fraction of the training set that is not learned, and tested beside the test set"
+    )
+    target: str | None = Field(
+        None, description="which entry is the target, where your dataset's items are dictionaries"
+    )
+    options: dict[str, Any] = Field({}, description="of the format, or keyword arguments for the user's own callable")
+
+
+class AugmentTable(Table):
+    crop: int = Field(0, ge=0, lt=2**16, description="move training images by up to so many pixels, each way")
+    flip: bool = Field(False, description="mirror half of the training images, left to right")
+    name: Named | None = Field(
+        None,
+        description="package.module:callable of (inputs, torch.Generator) that gives a mini-batch's changed inputs",
+    )
+    options: dict[str, Any] = Field({}, description="keyword arguments for that callable")
+
+
+class TaskTable(Table):
+    name: Named = Field(
+        "classification",
+        description="classification, multi-label, language, regression, or a loss of your own, package.module:callable",
+    )
+    metrics: tuple[Named, ...] = Field(
+        (), description="package.module:callable of (output, target), each a mean over the samples: for every test"
+    )
+    options: dict[str, Any] = Field({}, description="keyword arguments for the loss, such as label_smoothing")
+
+
+class TrainingTable(Table):
+    epochs: int = Field(10, ge=1, lt=2**31, description="passes over the training set, counted in applied samples")
+    minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: samples per learner per gradient")
+    seed: int = Field(0, ge=0, description="of weights, sampling, dropout and simulated time")
+    warm_start: Path | None = Field(None, description="result file whose final weights to start from")
+    evaluate: bool = Field(True, description="test the weights at each epoch's end")
+    evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
+    compile: bool = Field(
+        False, description="compute gradients by torch.compile: faster, differs in the last bits; needs a C++ compiler"
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="of forward, loss and backward, by torch.autocast; weights and gradients stay float32"
+    )
+    target: str | None = Field(
+        None, description="such as `accuracy >= 0.98`: what the median of the last 5 epochs' tests is to reach"
+    )
+    stop_at_target: bool = Field(False, description="end the training with the epoch after which it is reached")
+
+    @field_validator("target")
+    @classmethod
+    def _target(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                Target.parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+
+class ParameterGroup(Table):
+    """Parameters that are updated otherwise than the rest.
+
+    Attributes:
+        parameters: their names, as patterns of the shell: `"*.bias"`, or a list of such.
+        rate_factor: on the learning rate.
+        weight_decay: in place of that of all; None: the same.
+    """
+
+    parameters: tuple[str, ...] = Field((), validate_default=True)
+    rate_factor: float = Field(1.0, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        value = (value,) if isinstance(value, str) else value
+        if not value:
+            raise ValueError("must be names of parameters or patterns such as '*.bias'")
+        return value
+
+
+class OptimizerTable(Table):
+    name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
+    learning_rate: float = Field(0.01, gt=0, description="α0")
+    schedule: Named = Field(
+        "step", description="how the rate falls: step, cosine, or package.module:callable giving a torch scheduler"
+    )
+    milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
+    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
+    schedule_options: dict[str, Any] = Field({}, description="keyword arguments for the torch scheduler")
+    warm_up: float = Field(
+        0.0, ge=0, description="epochs in which the rate grows to the scheduled one, linearly with the applied samples"
+    )
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
+    momentum_correction: Literal["none", "implicit"] = Field(
+        "none", description="implicit: asynchrony g acts like momentum 1 - 1/g, so that much less is used; a heuristic"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, as the torch.optim class applies it")
+    groups: tuple[ParameterGroup, ...] = Field(
+        (), description="tables of parameters, rate_factor, weight_decay: what some parameters have of their own"
+    )
+    clip_norm: float | None = Field(None, gt=0, description="an update's gradient with a larger norm is scaled to this")
+    options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in OPTIMIZERS:
+            raise ValueError(f"'{value}' is unknown; valid: {', '.join(OPTIMIZERS)}")
+        return value
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, value: Named) -> Named:
+        if isinstance(value, str) and value not in {"step", "cosine"} and ":" not in value:
+            raise ValueError(f"'{value}' is unknown; valid: step, cosine or package.module:callable")
+        return value
+
+    @field_validator("milestones")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        if any(m < 1 for m in value) or list(value) != sorted(set(value)):
+            raise ValueError(f"must be ascending epochs, each >= 1, not {list(value)}")
+        if value and (schedule := info.data.get("schedule", "step")) != "step":
+            raise ValueError(f"are those of schedule 'step', not of {short(schedule)}")
+        return value
+
+    @field_validator("schedule_options")
+    @classmethod
+    def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if value and info.data.get("schedule") == "step":
+            raise ValueError("are for other schedules than 'step', which has milestones and factor")
+        return value
+
+    @property
+    def scale_invariant(self) -> bool:
+        """Whether the optimiser's step ignores the scale of its gradients."""
+        return self.name in {"adagrad", "adam", "adamw", "rmsprop"}
+
+
+class ProtocolTable(Table):
+    name: Named = Field("softsync", description="hardsync, softsync, async, or package.module:class")
+    n: int | None = Field(None, ge=1, description="softsync: the splitting parameter, 1 <= n <= learners")
+    modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] = Field(
+        "auto", description="how the protocol changes the learning rate; auto is the paper's choice"
+    )
+    reference_batch_size: int = Field(128, ge=1, description="B: the batch size that learning_rate was tuned for")
+    options: dict[str, Any] = Field({}, description="keyword arguments for the user's own protocol")
+
+
+class TopologyTable(Table):
+    name: Named = Field("base", description="base, adv, adv*, groups, or package.module:object")
+    options: dict[str, Any] = Field(
+        {},
+        description="adv, adv*: fan_out; adv*: weight_fan_out; groups: groups, reduction; or those of the user's own",
+    )
+
+
+class ClusterTable(Table):
+    learners: int | None = Field(
+        None, ge=1, le=100_000, description="λ; without it: 4, or what the launcher's ranks leave"
+    )
+    threads_per_rank: int | None = Field(
+        None, ge=1, description="torch threads of a learner; default: cores / learners"
+    )
+    device: Literal["cpu", "cuda", "auto"] = Field(
+        "auto", description="where gradients and tests are computed: auto is a GPU if every learner's node has one"
+    )
+    wire: Literal["float32", "float16"] = Field(
+        "float32",
+        description="how gradients travel to servers; float16 is half as much, is added up as float32, loses bits",
+    )
+    flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, changes bits")
+
+    @property
+    def gradient_share(self) -> float:
+        """Size of a gradient on the wire, as a fraction of the weights' size."""
+        return 0.5 if self.wire == "float16" else 1.0
+
+
+class Fault(Table):
+    """Something that happens in virtual time: learners die, or compute more slowly for a while; tree servers die.
+
+    Attributes:
+        learner: to whom; at random times None is every learner, each by itself.
+        tree_server: or to whom, if it dies at a given time.
+        dies_at_s: virtual time.
+        mean_time_to_failure_s: it dies at a random time, exponentially distributed.
+        slows_at_s: virtual time.
+        mean_time_to_slowdown_s: it slows down again and again, after such random times at its usual pace.
+        factor: on its compute time while it is slow.
+        for_s: how long it is.
+    """
+
+    learner: int | None = None
+    tree_server: int | None = None
+    dies_at_s: float | None = Field(None, ge=0)
+    mean_time_to_failure_s: float | None = Field(None, gt=0)
+    slows_at_s: float | None = Field(None, ge=0)
+    mean_time_to_slowdown_s: float | None = Field(None, gt=0)
+    factor: float | None = Field(None, gt=0)
+    for_s: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        given = [key for key in _WHEN if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"has {' and '.join(given) or 'no time'}; valid: one of {', '.join(_WHEN)}")
+        (when,) = given
+        if self.tree_server is not None and (when != "dies_at_s" or self.learner is not None):
+            others = [when] if self.learner is None else [when, "learner"]
+            raise ValueError(f"has tree_server and {' and '.join(others)}; valid: tree_server and dies_at_s")
+        if when in {"dies_at_s", "slows_at_s"} and self.learner is None and self.tree_server is None:
+            raise ValueError(f"has {when}, but no learner")
+        for key in ("factor", "for_s"):
+            if (getattr(self, key) is None) is not self.deadly:
+                raise ValueError(f"has {when}, and {'no ' if not self.deadly else ''}{key}")
+        return self
+
+    @property
+    def deadly(self) -> bool:
+        return self.dies_at_s is not None or self.mean_time_to_failure_s is not None
+
+
+_WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slowdown_s")
+
+
+class SimulationTable(Table):
+    costs: str | None = Field(
+        None,
+        description="preset (p775) or file of `rudra calibrate` that gives the keys below which are not given here",
+    )
+    compute_s: float | dict[int, float] = Field(
+        0.1, description="time that a learner takes for one mini-batch: a number, or a table of μ = seconds"
+    )
+    jitter: float = Field(0.1, ge=0, description="variation of compute_s, as a fraction")
+    distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
+        "uniform", description="of that variation; memoryless: exponential times with mean compute_s, without jitter"
+    )
+    learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of its own")
+    slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
+    straggler_probability: float = Field(0.0, ge=0, le=1, description="that a mini-batch takes much longer")
+    straggler_factor: float = Field(10.0, ge=1, description="how much longer")
+    nodes: int | dict[int, int] | None = Field(
+        None, description="nodes that learners are spread over: a number, or a table of λ = nodes; default: one each"
+    )
+    servers_on_first_node: bool = Field(False, description="with the first learners; else on a node of their own")
+    node_slowdown: float = Field(
+        0.0, ge=0, description="what each further learner on a node adds to compute_s, as a fraction"
+    )
+    cores_per_node: int | None = Field(
+        None, ge=1, description="a server's work delays learners that fill the cores of its node; default: it does not"
+    )
+    latency_s: float = Field(1e-5, ge=0, description="of every message between nodes")
+    latency_jitter_s: float = Field(0.0, ge=0, description="a random delay up to this is added to every message")
+    bandwidth_bytes_per_s: float = Field(
+        1e10, gt=0, description="of a node's link, each way, for weights and gradients"
+    )
+    local_latency_s: float | None = Field(None, ge=0, description="inside a node; default: as between nodes")
+    local_bandwidth_bytes_per_s: float | None = Field(None, gt=0, description="inside a node, of each role; likewise")
+    blocking_servers: bool = Field(
+        False, description="a server sends or receives one tensor at a time, as with blocking calls; else one each way"
+    )
+    message_s: float = Field(1e-5, ge=0, description="time in which the server handles one message")
+    gradient_s: float = Field(0.0, ge=0, description="time in which the server adds one gradient to another")
+    update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
+    evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
+    faults: tuple[Fault, ...] = Field(
+        (),
+        description="learners that die or slow down, at given times or at random: a list of tables, see Virtual time",
+    )
+    detection_s: float = Field(0.1, ge=0, description="time until the others notice that a learner has died")
+    tensors: bool = Field(True, description="false: time alone, without data, gradients and tests")
+    batching: Literal["none", "big-batch", "vmap"] = Field(
+        "none", description="compute gradients of several learners together: faster, changes bits"
+    )
+
+    @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")
+    @classmethod
+    def _positive(cls, value: Any, info: ValidationInfo) -> Any:
+        least = 0 if info.field_name == "learner_jitter" else None
+        of = {"compute_s": "μ =", "nodes": "λ ="}.get(info.field_name or "", "learner")
+        entries = {"": value} if not isinstance(value, dict) else {f"of {of} {k}": v for k, v in value.items()}
+        if not entries and info.field_name in {"compute_s", "nodes"}:
+            raise ValueError("has no entry")
+        for where, number in entries.items():
+            if number is not None and (number <= 0 if least is None else number < least):
+                raise ValueError(f"{where} must be {'> 0' if least is None else '>= 0'}, not {number}".strip())
+        return value
+
+    @field_validator("compute_s", "nodes")
+    @classmethod
+    def _positive_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and any(key < 1 for key in value):
+            raise ValueError(f"has a key {min(value)}; valid: 1 and more")
+        return value
+
+
+class FaultsTable(Table):
+    non_finite_loss: Literal["stop", "warn"] = Field(
+        "stop", description="what a loss of NaN or infinity does to the run"
+    )
+    restarts: int = Field(
+        0, ge=0, description="how often `rudra run` starts again from the last checkpoint when a needed rank dies"
+    )
+    on_learner_loss: Literal["continue", "stop"] = Field(
+        "continue", description="when a learner's rank dies: go on with the others, or stop with a checkpoint"
+    )
+    straggler_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="seconds; hardsync without groups drops a learner of which nothing came for so long while all wait",
+    )
+    stall_warning: float = Field(60.0, gt=0, description="seconds; a rank that waits longer says for whom and for what")
+    stall_limit: float | None = Field(None, gt=0, description="seconds; a rank that waits longer ends the run")
+
+
+class ResultsTable(Table):
+    minibatches: bool = Field(True, description="record the training error of every mini-batch")
+    flush_s: float = Field(1.0, gt=0, description="how often rows are flushed to the file while it is written")
+    swmr: Literal["auto", "on", "off"] = Field(
+        "auto", description="readers may follow while the file is written; auto: not on NFS and the like"
+    )
+    report_s: float = Field(0.25, ge=0, description="how long learners and server gather rows before they send them")
+    checkpoint_every: str = Field(
+        "600 s",
+        description="`N updates`, `N epochs` or `N s`: how often to write a checkpoint; `never`: only if stopped",
+    )
+
+    keep_every: int | None = Field(
+        None, ge=1, description="epochs: the weights of every N-th are kept in the file; default: the final ones alone"
+    )
+
+    @field_validator("checkpoint_every")
+    @classmethod
+    def _interval(cls, value: str) -> str:
+        if value != "never" and not _INTERVAL.fullmatch(value):
+            raise ValueError(f"'{value}' is no interval; valid: `N updates`, `N epochs`, `N s`, `never`")
+        return value
+
+    @property
+    def checkpoint_interval(self) -> tuple[int, str] | None:
+        """How many updates, epochs or seconds from one checkpoint to the next; None: there are none."""
+        found = _INTERVAL.fullmatch(self.checkpoint_every)
+        return None if found is None else (int(found[1]), found[2])
+
+
+class Hook(Table):
+    """Code of the user's own that is called at moments of roles (`rudra.hooks`)."""
+
+    at: Literal["update", "epoch", "end"] = Field(description="update, epoch or end")
+    call: Named = Field(description="package.module:callable of one argument, a rudra.Moment")
+    role: str | None = Field(
+        None,
+        description="whose moments: a role as `rudra topology` names it, or learners, all of them; default: see Hooks",
+    )
+    every: int = Field(1, ge=1, description="only each Nth update or epoch")
+    options: dict[str, Any] = Field({}, description="keyword arguments for the callable")
+
+    @field_validator("call")
+    @classmethod
+    def _callable(cls, value: Named) -> Named:
+        if isinstance(value, str) and ":" not in value:
+            raise ValueError(f"'{value}' is unknown; valid: package.module:callable")
+        return value
+
+    @field_validator("every")
+    @classmethod
+    def _counts(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("at") == "end":
+            raise ValueError("counts updates and epochs, and a run has one end")
+        return value
+
+    def roles(self, plan: Plan) -> tuple[int, ...]:
+        """Ids of the roles that call it.
+
+        Raises:
+            ValueError: there are no such roles, or not with such moments.
+        """
+        learners = (plan.server, *(i for i in plan.learners if i != plan.server))
+        able = {"update": learners, "epoch": (plan.statistics,), "end": tuple(range(len(plan.roles)))}[self.at]
+        if self.role is None:
+            return (plan.server if self.at == "update" else plan.statistics,)
+        if self.role == "learners" and self.at != "epoch":
+            return plan.learners
+        found = tuple(i for i in able if plan.roles[i].name == self.role)
+        if not found:
+            kinds: dict[str, list[str]] = {}
+            for i in able:
+                kinds.setdefault(plan.roles[i].kind, []).append(plan.roles[i].name)
+            valid = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in kinds.values()]
+            valid += ["learners"] if "learner" in kinds else []
+            raise ValueError(f"'{self.role}' has no moment '{self.at}'; valid: {', '.join(valid)}")
+        return found
+
+
+class StudyTable(Table):
+    """What `rudra sweep` makes of a job, and what `rudra report` draws of that. Keys of the job are dotted here."""
+
+    title: str = Field("", description="what the report is headed with")
+    figure: Literal["staleness", "test-error", "tradeoff", "speed-up", "table"] = Field(
+        "table", description="what the report shows first"
+    )
+    grid: dict[str, list[Any]] = Field({}, description="job key -> values: every combination is a point")
+    points: list[dict[str, Any]] = Field([], description="tables of job key = value: further points")
+    quick: dict[str, Any] = Field({}, description="job key = value: what `--quick` changes in every point")
+    quick_grid: dict[str, list[Any]] = Field({}, description="with `--quick` in place of grid, as is the next")
+    quick_points: list[dict[str, Any]] = Field([], description="in place of points")
+    paper: list[str] = Field([], description="tables of paper.toml, beside the job file, to compare with")
+
+    @field_validator("grid", "points", "quick", "quick_grid", "quick_points", mode="before")
+    @classmethod
+    def _dotted(cls, value: Any) -> Any:
+        """TOML reads `protocol.n = 4` as a table in a table."""
+        return [flattened(entry) for entry in value] if isinstance(value, list) else flattened(value)
+
+    @field_validator("grid", "quick_grid")
+    @classmethod
+    def _different(cls, value: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in value.items():
+            if not values or any(v in values[:i] for i, v in enumerate(values)):
+                raise ValueError(f"{key} must have one or more values, each once, not {short(values)}")
+        return value
+
+
+def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
+    """One line for one validation error: where, what was wrong, what is allowed."""
+    kinds = ("dict[", "float", "int")  # after table and key: which part of a union it is
+    union = next((i for i, part in enumerate(error["loc"]) if i > 1 and str(part).startswith(kinds)), None)
+    if union is not None:
+        table, *keys = (str(part) for part in error["loc"][:union])
+        return f"[{table}] {'.'.join(keys)} must be a number, or a table of numbers"
+    unions = {"str", "callable"} if error["type"] in {"string_type", "callable_type"} else set()
+    *tables, key = [str(part) for part in error["loc"] if part not in unions | {"[key]"}] or [""]
+    for table in tables:
+        field = model.model_fields.get(table)
+        for kind in () if field is None else (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                model = kind
+    where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else key
+    where += " as a key" if "[key]" in error["loc"] else ""
+    if error["type"] == "extra_forbidden":
+        place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
+        return f"{place} '{key}'; valid: {', '.join(model.model_fields)}"
+    if error["type"] == "value_error":
+        return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
+    if error["type"] == "missing":
+        return f"{where} is missing: {model.model_fields[key].description}"
+    wanted = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
+    return f"{where} must be {wanted.format(**error.get('ctx', {}))}, not {short(error['input'])}"
+
+
+def checked(kind: type[AnyTable], options: Mapping[str, Any], *where: str) -> AnyTable:
+    """Options that a job has for one of several kinds of something.
+
+    Args:
+        kind: which options there are.
+        options: the job's.
+        where: table and key where they stand, for the error's text.
+
+    Raises:
+        ConfigError: an unknown one, or one of a wrong type.
+    """
+    try:
+        return kind(**options)
+    except ValidationError as error:
+        texts = (explain({**e, "loc": (*where, *e["loc"])}, kind) for e in error.errors())
+        raise ConfigError("; ".join(dict.fromkeys(texts))) from None
+
+
+_WANTED = {
+    "model_type": "a table",
+    "dict_type": "a table",
+    "string_type": "a text",
+    "callable_type": "a text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "tuple_type": "a list",
+    "path_type": "a path",
+    "greater_than": "> {gt:g}",
+    "greater_than_equal": ">= {ge:g}",
+    "less_than": "< {lt:,.12g}",
+    "less_than_equal": "<= {le:,}",
+}
+"""Type of a validation error -> what was wanted; the others say it well enough themselves."""
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """Those in a value, however deep."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _whole_numbers(inner)
+
+
+def short(value: Any) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number that long"
+    return text if len(text) <= 60 else text[:57] + "..."
