@@ -538,7 +538,8 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     if error["type"] == "missing":
         return f"{where} is missing: {model.model_fields[key].description}"
     wanted = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
-    return f"{where} must be {wanted.format(**error.get('ctx', {}))}, not {short(error['input'])}"
+    wanted = wanted.format(**error.get("ctx", {})) + ("" if tables or wanted != "a list" else " of tables")
+    return f"{where} must be {wanted}, not {short(error['input'])}"
 
 
 def checked(kind: type[AnyTable], options: Mapping[str, Any], *where: str) -> AnyTable:
