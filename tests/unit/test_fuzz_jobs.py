@@ -27,6 +27,7 @@ FITTING: dict[str, Any] = {
     "study": {"grid": {"protocol.n": [1, 2]}},
 }
 NAMED = (
+    "hooks",
     "[",
     "unknown table or key",
     "name must be",

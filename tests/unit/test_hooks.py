@@ -41,8 +41,8 @@ def job(*hooks: Any, topology: dict[str, Any] | None = None, learners: int | Non
 @pytest.mark.parametrize(
     ("hooks", "said"),
     [
-        (3, "hooks must be a list, not 3"),
-        ({"at": "end"}, "hooks must be a list, not {'at': 'end'}"),
+        (3, "hooks must be a list of tables, not 3"),
+        ({"at": "end"}, "hooks must be a list of tables, not {'at': 'end'}"),
         ([3], "[hooks] 0 must be a table, not 3"),
         ([CALL], "[hooks] 0.at is missing: update, epoch or end"),
         ([{"at": "end"}], "[hooks] 0.call is missing: package.module:callable of one argument, a rudra.Moment"),
