@@ -239,3 +239,22 @@ def test_any_number_of_samples_will_do(protocol: str, samples: int, learners: in
     assert (summary["status"], summary["epochs"]) == ("finished", 3)
     assert (gradients["samples"] == size).all(), "a walk goes on with the next pass where the last one ends"
     assert summary["samples"] >= 3 * min(samples, 200)
+
+
+def test_changed_images_are_the_same_in_a_replay(tmp_path: Path) -> None:
+    about: dict[str, Any] = {
+        "model": {"name": "lenet", "options": {"channels": [4, 8], "hidden": 16}},
+        "data": {"name": "digits", "train_limit": 200, "validation_split": 0.25},
+        "augment": {"crop": 1, "flip": True},
+        "training": {"epochs": 2, "minibatch_size": 10},
+        "protocol": {"name": "async"},
+        "cluster": {"learners": 3, "threads_per_rank": 1},
+    }
+    with rudra.simulate(rudra.Job(**about), output=tmp_path / "run.h5", progress="quiet") as results:
+        changed, epochs = results.weights, results.epochs
+        assert results.attributes["training_samples"] == 150
+    assert np.isfinite(epochs["validation_error"]).all()
+    assert not np.array_equal(epochs["validation_loss"], epochs["test_loss"])
+    assert rudra.replay(tmp_path / "run.h5").difference is None
+    with rudra.simulate(rudra.Job(**about | {"augment": {}}), output=tmp_path / "b.h5", progress="quiet") as results:
+        assert not np.array_equal(results.weights, changed)

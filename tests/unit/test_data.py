@@ -410,3 +410,33 @@ def test_real_cifar10() -> None:
     assert isinstance(train, Split)
     assert train.batch(np.arange(5))[1].tolist() == [6, 9, 9, 4, 1]
     assert abs(float(train.batch(np.arange(2000))[0].mean())) < 0.01
+
+
+def test_what_is_held_out_is_neither_learned_nor_lost() -> None:
+    """Every sample of the training set is in one part; seeds choose others, limits come first."""
+    table = DataTable(name="digits", train_limit=100, validation_split=0.3, subtract_mean=False)
+    whole = load(table.model_copy(update={"validation_split": None}), seed=5)
+    parts = load(table, seed=5)
+    assert (parts.info.training_samples, len(parts.training), len(parts.validation)) == (70, 70, 30)
+    assert list(parts.tests) == ["test", "validation"]
+
+    def rows(samples: Any) -> set[bytes]:
+        inputs, labels = samples.batch(np.arange(len(samples)))
+        return {x.numpy().tobytes() + bytes([int(y)]) for x, y in zip(inputs, labels, strict=True)}
+
+    assert rows(parts.training) | rows(parts.validation) == rows(whole.training)
+    assert not rows(parts.training) & rows(parts.validation)
+    assert rows(load(table, seed=6).validation) != rows(parts.validation)
+    alone = load(table, train=False, seed=5)
+    assert alone.training is None
+    assert rows(alone.validation) == rows(parts.validation)
+    learner = load(table, test=False, seed=5)
+    assert (learner.test, learner.validation, learner.info) == (None, None, parts.info)
+
+
+def test_one_dataset_of_ones_own_is_parted() -> None:
+    whole, _ = make_pair(50)
+    parts = load(DataTable(name=lambda: whole, classes=3, test_split=0.2, train_limit=30), seed=1)
+    assert (len(parts.training), len(parts.test)) == (30, 10)
+    with pytest.raises(ConfigError, match="must give two datasets"):
+        load(DataTable(name=lambda: whole, classes=3))
