@@ -65,7 +65,8 @@ class _Curves(NamedTuple):
     driver: str
     epoch: NDArray[np.int64]
     epoch_end_s: NDArray[np.float64]
-    test_error: NDArray[np.float64]
+    test_error: NDArray[np.float64]  # in percent; NaN where the task knows none
+    test_loss: NDArray[np.float64]
     update: NDArray[np.int64]
     mean_staleness: NDArray[np.float64]
     histogram: NDArray[np.float64]
@@ -73,6 +74,8 @@ class _Curves(NamedTuple):
 
 def plot(files: Sequence[str | Path], output: str | Path, *, force: bool = False) -> None:
     """Draws test error over epochs and over time, staleness over updates, and the staleness histogram.
+
+    Where no task knows an error, the test's loss takes its place.
 
     Args:
         files: result files; several are overlaid.
@@ -119,6 +122,7 @@ def _load(path: Path, name: str) -> _Curves:
         epoch=tested["epoch"].astype(np.int64),
         epoch_end_s=tested["time_s"],
         test_error=100 * tested["test_error"],
+        test_loss=tested["test_loss"],
         update=updates["timestamp"],
         mean_staleness=updates["mean_staleness"],
         histogram=100 * counts / max(1.0, counts.sum()),
@@ -133,17 +137,20 @@ def _draw(figure: Any, curves: Sequence[_Curves]) -> None:
     virtual = {c.driver == "simulation" for c in curves}
     clock = "virtual training time" if virtual == {True} else "training time"
     remark = "; virtual in simulations" if len(virtual) == 2 else ""
+    lost = any(len(c.epoch) for c in curves) and all(np.isnan(c.test_error).all() for c in curves)
+    what, axis_label = ("Test loss", "test loss") if lost else ("Test error", "test error (%)")
     lines = []
     for i, curve in enumerate(curves):
         style = look(i)
         dots = {**style, "marker": MARKERS[i % len(MARKERS)], "markevery": max(1, len(curve.epoch) // 20)}
-        lines += by_epoch.plot(curve.epoch, curve.test_error, **dots)
-        by_time.plot(curve.epoch_end_s / unit_s, curve.test_error, **dots)
+        tested = curve.test_loss if lost else curve.test_error
+        lines += by_epoch.plot(curve.epoch, tested, **dots)
+        by_time.plot(curve.epoch_end_s / unit_s, tested, **dots)
         blocks = blocks_of(curve.update, curve.mean_staleness, _MOST_POINTS)
         draw_staleness(over_updates, blocks, {**style, "linewidth": 1.5}, band=len(curves) == 1)
         draw_histogram(histogram, curve.histogram, style, filled=len(curves) == 1)
-    describe(by_epoch, "Test error over epochs", "epoch", "test error (%)")
-    describe(by_time, "Test error over time", f"{clock} ({unit}{remark})", "test error (%)")
+    describe(by_epoch, f"{what} over epochs", "epoch", axis_label)
+    describe(by_time, f"{what} over time", f"{clock} ({unit}{remark})", axis_label)
     describe(over_updates, "Mean staleness over updates", "update", "mean staleness ⟨σ⟩")
     describe(histogram, "Staleness of gradients", "staleness σ (updates)", "gradients (%)")
     for axis in (by_epoch, over_updates, histogram):

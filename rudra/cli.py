@@ -503,7 +503,7 @@ def _export(arguments: argparse.Namespace) -> int:
     output = arguments.output
     with rudra.open_results(arguments.file) as results:
         names = export(results, output, arguments.epoch, force=arguments.force)
-        epoch = arguments.epoch or results.attributes["epochs"]
+        epoch = arguments.epoch or max(results.kept_epochs, default=0)
     print(f"wrote {output}: {names} tensors of epoch {epoch}")
     return 0
 

@@ -89,7 +89,7 @@ class Progress:
     def epochs(self, rows: NDArray[np.void]) -> None:
         """Takes note of finished epochs, `records.EPOCH`."""
         for row in rows:
-            self._tested = _tested(row)
+            self._tested = tested(row)
             if self._mode == "lines":
                 rate = row["samples"] / row["time_s"] if row["time_s"] > 0 else 0.0
                 with suppress(BrokenPipeError):  # the launcher is gone, and will have this rank ended
@@ -154,7 +154,7 @@ def summary_table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _tested(row: np.void) -> str:
+def tested(row: np.void) -> str:
     """What the test of an epoch came to, in short."""
     if not row["evaluated"]:
         return "test error not tested"

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rudra.errors import ResultsError
 from rudra.progress import duration
+from rudra.progress import tested as described
 from rudra.results import Results, open_results
 from rudra.summary import protocol_label
 
@@ -78,9 +79,12 @@ class Watched:
         if not len(self._loss[0]):  # not recorded
             loss = (epochs["time_s"], epochs["train_loss"], f"s of {unit}")
         tested = epochs[epochs["evaluated"] != 0]
+        test: tuple[str, NDArray[np.float64]] = "test error (%)", 100 * tested["test_error"]
+        if len(tested) and np.isnan(test[1]).all():  # the task knows no error
+            test = "test loss", tested["test_loss"]
         curves = [
             Curve("training loss", *loss),
-            Curve("test error (%)", tested["time_s"], 100 * tested["test_error"], f"s of {unit}"),
+            Curve(test[0], tested["time_s"], test[1], f"s of {unit}"),
             Curve("mean staleness ⟨σ⟩", *self._staleness, f"s of {unit}"),
         ]
         head = [part for line in self._head(attributes, state, epochs, now) for part in textwrap.wrap(line, width)]
@@ -110,7 +114,7 @@ class Watched:
             facts.append(f"⟨σ⟩ {self._sigma / self._gradients:.2f}")
         tested = epochs[epochs["evaluated"] != 0]
         if len(tested):
-            facts.append(f"test error {tested['test_error'][-1]:.2%}")
+            facts.append(described(tested[-1]))
         reason = f": {state['reason']}" if state["reason"] else ""
         return [
             f"{attributes['name']}: {protocol_label(attributes)}, {about}, {where}",
