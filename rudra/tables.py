@@ -255,7 +255,8 @@ class ClusterTable(Table):
         None, ge=1, description="torch threads of a learner; default: cores / learners"
     )
     device: Literal["cpu", "cuda", "auto"] = Field(
-        "auto", description="where gradients and tests are computed: auto is a GPU if every learner's node has one"
+        "cpu",
+        description="of gradients and tests; auto: a GPU if there is one for every learner, and then no replay",
     )
     wire: Literal["float32", "float16"] = Field(
         "float32",

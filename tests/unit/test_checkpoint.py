@@ -20,7 +20,7 @@ from rudra.resume import carried, fitted
 
 POSITION = Position(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7), epoch_loss=0.1)
 JOB = json.loads(Job(cluster={"learners": 2, "threads_per_rank": 1, "device": "cuda"}).to_json())
-AUTO = Job(cluster={"learners": 2, "threads_per_rank": 1})
+AUTO = Job(cluster={"learners": 2, "threads_per_rank": 1, "device": "auto"})
 
 
 def tensors(seed: int = 0) -> dict[str, Any]:

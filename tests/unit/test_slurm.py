@@ -188,8 +188,8 @@ def test_an_array_has_the_directory_of_a_sweep(tmp_path: Path) -> None:
         ("--set cluster.device=cuda", "cluster.device is 'cuda', but no GPUs are asked for; --gpus says how many"),
         ("--set cluster.device=cuda --gpus 2", None),
         ("--set cluster.device=cuda --sbatch gres=gpu:2", None),
-        ("--set cluster.device=cpu --gpus 2", "GPUs are asked for, but cluster.device is 'cpu'"),
-        ("--gpus 2", None),
+        ("--set cluster.device=auto --gpus 2", None),
+        ("--gpus 2", "GPUs are asked for, but cluster.device is 'cpu'"),
         ("", None),
     ],
 )
