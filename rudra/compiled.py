@@ -52,6 +52,9 @@ class CompiledStep:
         if shutil.which(compiler) is None:
             text = f"there is no C++ compiler here ({compiler}), which torch.compile needs"
             raise ConfigError(f"[training] compile = true: {text}; install g++, or leave compile out")
+        import torch._inductor.config as inductor  # takes a while
+
+        inductor.compile_threads = 1  # in this process: workers beside MPI ranks are asking for trouble
         self._module, self._task = module, task
         self._parameters = list(parameters)
         self._large = large

@@ -343,6 +343,10 @@ class LearnerExecutor(Executor):
         """What computes, and how its learner goes about it."""
         self.source, self.plain = source, plain
 
+    def prepare(self) -> None:
+        super().prepare()
+        self.source.prepare()
+
     def compute(self, action: Compute) -> Computed:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:

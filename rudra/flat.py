@@ -136,6 +136,7 @@ class FlatModel:
         self._autocast = torch.autocast(self.device.type, getattr(torch, precision)) if mixed else None
         self._scale = _SCALE if precision == "float16" else 1.0
         self._direct = {} if mixed or compiled else self._direct_layers()
+        self.compiled = compiled
         self._step = CompiledStep(module, self.task, self._parameters, _LARGE) if compiled else None
         self._sizes = [entry.size for entry in entries]
         self._kept = _KEPT * roles

@@ -74,6 +74,23 @@ class GradientSource:
         loss, errors = self.model.gradient(inputs, target, out, self.seed(step))
         return Outcome(loss, errors, self.minibatch_size)
 
+    def prepare(self) -> None:
+        """Compiles what is to be compiled, by a gradient that nobody gets, so that the first step takes no longer.
+
+        Raises:
+            ConfigError: torch.compile cannot do this model.
+        """
+        if not self.model.compiled:
+            return
+        weights, out = torch.zeros(2, self.model.size, device=self.model.device)
+        self.model.read_into(weights)
+        self.model.bind(weights)
+        try:
+            self.model.gradient(*self._inputs.minibatch(0), out, 0)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            what = " ".join(str(error).split())[:200]
+            raise ConfigError(f"[training] compile = true: torch.compile cannot do this model ({what})") from error
+
     def minibatch(self, step: int) -> Batch:
         """The samples of one step."""
         return self._inputs.minibatch(step) if self._prefetched is None else self._prefetched.minibatch(step)

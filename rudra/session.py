@@ -277,6 +277,8 @@ class _Session:
         """Allocates what training needs, and takes over what a checkpoint holds."""
         with suppress(AttributeError, OSError):  # glibc: give back what building the model took
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+        if self._job.training.compile and self._keeps_results:
+            print(f"rudra: {self._job.name}: compiling the gradient's code", file=sys.stderr, flush=True)
         for role, executor in self._executors.items():
             executor.prepare()
             if self._begin.checkpoint is not None and isinstance(executor, OwnerExecutor):

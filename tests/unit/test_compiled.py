@@ -1,0 +1,104 @@
+"""Compiled gradients are those of torch, for whatever users bring; where nothing can be compiled, one line says so."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rudra
+from rudra import networks
+from rudra.errors import ConfigError
+from rudra.flat import FlatModel
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
+
+
+class Odd(nn.Module):
+    """A layer that is used twice, a large one that is used once, tied weights, one that nothing uses, two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.idle = nn.Linear(6, 300), nn.Linear(300, 300), nn.Linear(5, 5)
+        self.norm, self.large = nn.BatchNorm1d(300), nn.Linear(300, 400)
+        self.up, self.down = nn.Linear(400, 300, bias=False), nn.Linear(300, 400, bias=False)
+        self.down.weight = nn.Parameter(self.up.weight.detach().t().contiguous())
+        self.last = nn.Linear(400, 3)
+        self.again = nn.Linear(400, 3)
+        self.again.weight = self.last.weight
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(torch.cat([left, right], 1))))
+        x = self.twice(torch.relu(self.twice(x)))
+        x = self.down(self.up(torch.relu(self.large(x))))
+        return self.last(x) + self.again(x)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "lenet": (lambda: networks.lenet((1, 28, 28), 10), lambda: torch.rand(5, 1, 28, 28)),
+    "odd": (Odd, lambda: {"left": torch.rand(5, 2), "right": torch.rand(5, 4)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_losses_and_buffers_are_those_of_torch(case: str) -> None:
+    make, draw = CASES[case]
+    torch.manual_seed(0)
+    module = make()
+    plain, compiled = FlatModel(copy.deepcopy(module)), FlatModel(module, compiled=True)
+    weights = [torch.empty(plain.size) for _ in range(2)]
+    plain.read_into(weights[0])
+    weights[1].copy_(weights[0]).mul_(0.7)
+    wanted, found = torch.empty(plain.size), torch.empty(plain.size)
+    for step in range(4):
+        inputs, labels = draw(), torch.randint(0, 3, (5,))
+        for model in (plain, compiled):
+            model.bind(weights[step % 2])
+        loss = plain.gradient(inputs, labels, wanted, step)
+        assert compiled.gradient(inputs, labels, found, step) == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for model in (plain, compiled):
+        model.bind(weights[0])
+    assert compiled.evaluate_batch(draw(), labels)[2].keys() == plain.evaluate_batch(draw(), labels)[2].keys()
+
+
+def job(**tables: Any) -> rudra.Job:
+    return rudra.Job(
+        model={"name": "mlp", "options": {"hidden": [16]}},
+        data={"name": "digits", "train_limit": 200},
+        training={"epochs": 2, "minibatch_size": 10, "compile": True},
+        optimizer={"learning_rate": 0.1},
+        protocol={"name": "async", "modulation": "none"},
+        cluster={"learners": 2, "threads_per_rank": 1},
+        **tables,
+    )
+
+
+def test_a_compiled_run_learns_and_replays(tmp_path: Path) -> None:
+    with rudra.simulate(job(), output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.epochs["train_loss"][-1] < results.epochs["train_loss"][0]
+    assert rudra.replay(tmp_path / "run.h5").difference is None
+
+
+def test_without_a_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(ConfigError, match=r"\[training\] compile = true: there is no C\+\+ compiler here \(no-such"):
+        rudra.simulate(job(), output=tmp_path / "run.h5", progress="quiet")
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"simulation": {"batching": "vmap"}},
+            "compile = true computes one gradient at a time; valid: batching",
+        ),
+        ({"training": {"precision": "bfloat16"}}, "compile = true computes in float32 so far; valid: precision"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job().with_(**tables)
