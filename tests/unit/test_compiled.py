@@ -1,6 +1,8 @@
 """Compiled gradients are those of torch, for whatever users bring; where nothing can be compiled, one line says so."""
 
 import copy
+import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,15 @@ class Odd(nn.Module):
         return self.last(x) + self.again(x)
 
 
+COMPILES = shutil.which("g++") is not None and Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+needs_compiler = pytest.mark.skipif(not COMPILES, reason="torch.compile needs g++ and Python's headers")
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "lenet": (lambda: networks.lenet((1, 28, 28), 10), lambda: torch.rand(5, 1, 28, 28)),
     "odd": (Odd, lambda: {"left": torch.rand(5, 2), "right": torch.rand(5, 4)}),
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_losses_and_buffers_are_those_of_torch(case: str) -> None:
     make, draw = CASES[case]
@@ -77,6 +82,7 @@ def job(**tables: Any) -> rudra.Job:
     )
 
 
+@needs_compiler
 def test_a_compiled_run_learns_and_replays(tmp_path: Path) -> None:
     with rudra.simulate(job(), output=tmp_path / "run.h5", progress="quiet") as results:
         assert results.epochs["train_loss"][-1] < results.epochs["train_loss"][0]
