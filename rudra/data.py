@@ -367,6 +367,7 @@ def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int
         ConfigError: there is no test set, or `test_split` would be a second one.
         DataError: a split is empty.
     """
+    where = table.path or f"[data] {table.name}"
     limits = {"train": table.train_limit, "test": table.test_limit}
     counts, kept = dict(arrays.counts), dict[str, Any]()
     if table.test_split is not None:
@@ -375,10 +376,10 @@ def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int
         kept = dict(zip(SPLITS, hold_out(seed, TEST_SPLIT, counts["train"], table.test_split), strict=True))
         counts = {split: len(indices) for split, indices in kept.items()}
     elif "test" not in counts:
-        raise ConfigError(f"[data] {table.name} has no test set here; set data.test_split, as 0.2, to hold one out")
+        raise ConfigError(f"{where}: has no test set; set data.test_split, as 0.2, to hold one out")
     counts = {split: min(count, limits[split] or count) for split, count in counts.items()}
     if 0 in counts.values():
-        raise DataError(f"[data] {table.name}: the training or the test set has no sample")
+        raise DataError(f"{where}: the training or the test set has no sample")
     return counts, {split: kept[split][:count] if kept else slice(count) for split, count in counts.items()}
 
 

@@ -5,10 +5,12 @@ whatever thread and in whatever order they are asked for. Sources can be pickled
 """
 
 import math
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ Rows = NDArray[Any]
 Indices = NDArray[np.int64]
 
 _BLOCK_BYTES = 1 << 20  # that are read at a time where a file has no chunks
+_BILINEAR = 2  # Pillow's number for it
 _DENSEST = 1100  # bytes that a byte of a file may become: deflate does no better
 
 
@@ -240,7 +243,7 @@ def data_sets(path: Path) -> list[str]:
     found: list[str] = []
     try:
         with h5py.File(path, "r", locking="best-effort") as file:
-            file.visititems(lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None)
+            file.visititems(lambda name, item: found.append(str(name)) if isinstance(item, h5py.Dataset) else None)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read, perhaps damaged: {one_line(error)}") from None
     return found
@@ -275,23 +278,36 @@ class Images:
 
     def _decoded(self, index: int) -> Rows:
         """Pixels (size, size, 3)."""
-        from PIL import Image
-
-        file, wanted = self.files[index], (self.size, self.size)
-        try:
-            with Image.open(file) as image:
-                if image.mode[0] in "IF":
-                    raise ValueError(f"its pixels are {image.mode}, not 8 bits")
-                image.draft(None, wanted)  # a JPEG decodes faster to a half, a quarter … of its size
-                width, height = image.size
-                side = min(image.size)
-                left, top = (width - side) // 2, (height - side) // 2
-                # A palette may have transparent colours, of which Pillow warns if they go straight to RGB.
-                colours = image.convert("RGBA" if image.mode == "P" else "RGB").convert("RGB")
-                box = (left, top, left + side, top + side)
-                return np.asarray(colours.resize(wanted, Image.Resampling.BILINEAR, box))
-        except Exception as error:  # its decoders raise almost anything
-            raise DataError(f"{file}: cannot be decoded, perhaps damaged: {one_line(error)}") from None
+        wanted = (self.size, self.size)
+        with picture(self.files[index]) as image:
+            if image.mode[0] in "IF":
+                raise ValueError(f"its pixels are {image.mode}, not 8 bits")
+            image.draft(None, wanted)  # a JPEG decodes faster to a half, a quarter … of its size
+            width, height = image.size
+            side = min(image.size)
+            left, top = (width - side) // 2, (height - side) // 2
+            # A palette may have transparent colours, of which Pillow warns if they go straight to RGB.
+            colours = image.convert("RGBA" if image.mode == "P" else "RGB").convert("RGB")
+            box = (left, top, left + side, top + side)
+            return np.asarray(colours.resize(wanted, resample=_BILINEAR, box=box))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Images, self._arguments
+
+
+@contextmanager
+def picture(file: str) -> Iterator[Any]:
+    """An image file, opened by Pillow.
+
+    Raises:
+        DataError: it is none, or damaged, now or in what is done with it.
+    """
+    from PIL import Image
+
+    try:
+        if not os.path.isfile(file):  # a pipe would be waited for
+            raise ValueError("no such file")
+        with Image.open(file) as image:
+            yield image
+    except Exception as error:  # decoders raise almost anything
+        raise DataError(f"{file}: cannot be decoded, perhaps damaged: {one_line(error)}") from None

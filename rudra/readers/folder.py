@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import Field
 
 from rudra.config import cores
-from rudra.errors import DataError, one_line
+from rudra.errors import DataError
 from rudra.readers.common import Arrays, class_count, listed, path_of
-from rudra.sources import Dense, Images
+from rudra.sources import Dense, Images, picture
 from rudra.tables import DataTable, Table, checked
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
@@ -77,9 +77,5 @@ def _check_header(file: str) -> None:
     """Raises DataError where there is no Pillow, or a file is no image."""
     if importlib.util.find_spec("PIL") is None:
         raise DataError("[data] name = folder needs Pillow: pip install 'rudra[images]'")
-    from PIL import Image
-
-    try:
-        Image.open(file).close()
-    except Exception as error:  # its decoders raise almost anything
-        raise DataError(f"{file}: is no image, or damaged: {one_line(error)}") from None
+    with picture(file):
+        pass

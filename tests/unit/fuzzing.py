@@ -5,7 +5,14 @@ They make the same cases each time; `--hypothesis-profile=fuzz` makes twenty tim
 
 import contextlib
 import io
+import json
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +23,9 @@ from hypothesis import strategies as st
 
 from rudra.cli import main
 from rudra.errors import RudraError
+from rudra.plugins import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
 
 DEADLINE = timedelta(seconds=60)  # of one case: a hang, not a slow machine
 
@@ -130,3 +140,74 @@ def toml(value: Any) -> str:
 
 def _quoted(text: str) -> str:
     return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'
+
+
+def survived(read: str, file: Path, place: Path, count: int) -> str:
+    """Reads copies of a file with damaged bytes, each in a process of its own, because HDF5 itself might crash.
+
+    Args:
+        read: `module:function` that gets the copy's path; it may raise a RudraError in one line that names the copy.
+        file: the good one.
+        place: directory for the copies.
+        count: how many.
+
+    Returns:
+        `[]` and a line's end; else what went wrong: pairs of a case's seed and its exit code, and what was printed.
+    """
+    line = [sys.executable, "-m", "tests.unit.fuzzing", read, str(file), str(place), str(count)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=60 + count, check=False
+    )
+    return done.stdout + done.stderr[-4000:]
+
+
+def _in_child_processes(read: Callable[[Path], object], content: bytes, place: Path, count: int) -> None:
+    failures = []
+    for seed in range(count):
+        path = place / "damaged.h5"
+        path.write_bytes(_with_damage(content, random.Random(seed)))
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            os._exit(_exit_code(read, path))
+        _, status = os.waitpid(child, 0)
+        if status:
+            failures.append((seed, os.waitstatus_to_exitcode(status)))
+    print(json.dumps(failures))
+
+
+def _exit_code(read: Callable[[Path], object], path: Path) -> int:
+    try:
+        refused(lambda: read(path), str(path))
+    except BaseException:
+        traceback.print_exc()
+        return 3
+    return 0
+
+
+def _with_damage(content: bytes, random: random.Random) -> bytes:
+    changed = bytearray(content)
+    how = random.randrange(8)
+    if how == 0:
+        return bytes(changed[: random.randrange(len(changed))])
+    if how == 1:
+        first, size = random.randrange(len(changed)), random.randrange(1, 5000)
+        changed[first : first + size] = random.choice([b"\0", b"\xff"]) * size
+    if how == 2:
+        first, size = random.randrange(len(changed)), random.randrange(1, 5000)
+        del changed[first : first + size]
+    if how == 3:
+        changed[11] |= 1  # as if it were being written
+    used = [i for i in range(0, len(content), 64) if any(content[i : i + 64])]  # most of a small file is empty
+    for _ in range(random.choice([1, 1, 2, 8, 64])):
+        at = random.choice(used) + random.randrange(64)
+        if at < len(changed):
+            changed[at] = random.choice([0, 255, changed[at] ^ (1 << random.randrange(8)), random.randrange(256)])
+    return bytes(changed)
+
+
+if __name__ == "__main__":
+    read_ = resolve(sys.argv[1])
+    assert callable(read_)
+    _in_child_processes(read_, Path(sys.argv[2]).read_bytes(), Path(sys.argv[3]), int(sys.argv[4]))

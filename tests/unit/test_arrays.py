@@ -151,7 +151,7 @@ def test_other_names_and_no_test_set(writer: str, tmp_path: Path) -> None:
     assert (info.training_samples, info.test_samples) == (6, 3)
     drawn = torch.cat([split.batch(np.arange(len(split)))[0] for split in (train, test)])
     assert sorted(drawn[:, 0].tolist()) == sorted(FLOATS[:, 0].astype(np.float32).tolist())
-    with pytest.raises(ConfigError, match=r"has no test set here; set data\.test_split"):
+    with pytest.raises(ConfigError, match=r"has no test set; set data\.test_split"):
         load(table_.model_copy(update={"test_split": None}))
 
 

@@ -1,5 +1,6 @@
 """Data files with damage of every kind: they are read, or refused in one line; nothing in them is run."""
 
+import bz2
 import gzip
 import importlib.util
 import io
@@ -7,20 +8,23 @@ import lzma
 import os
 import pickle
 import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from rudra import data
 from rudra.readers import cifar as cifar_reader
 from rudra.tables import DataTable
-from tests.unit.fuzzing import cases, command, damaged, fresh, refused
+from tests.unit.fuzzing import cases, command, damaged, fresh, refused, survived
 from tests.unit.test_data import idx
 
 IMAGES, LABELS = (np.arange(6 * 20) % 256).reshape(6, 5, 4), np.arange(6) % 3
@@ -59,7 +63,11 @@ KINDS = st.sampled_from(["file"] * 12 + ["directory", "loop", "pipe", "missing"]
 
 
 def load(name: str, path: Path, limit: int | None = None) -> None:
-    train, test, info, _ = data.load(DataTable(name=name, path=path, train_limit=limit))
+    load_table(DataTable(name=name, path=path, train_limit=limit))
+
+
+def load_table(table: DataTable) -> None:
+    train, test, info, _ = data.load(table)
     assert train is not None
     assert test is not None
     train.batch(np.arange(len(train)))
@@ -165,6 +173,107 @@ def test_digits(here: Path, draw: st.DataObject, monkeypatch: pytest.MonkeyPatch
         spec = SimpleNamespace(submodule_search_locations=[str(here)])
         patch.setattr(importlib.util, "find_spec", lambda name: spec)
         refused(lambda: data.load(DataTable(name="digits")), "digits")
+
+
+def made(name: str, place: Path) -> dict[str, bytes]:
+    """Good files of a format, by name."""
+    rows = b"".join(b"%d 1:0.5 %d:%d.25e-1 # x\n" % (i % 3 - 1, i + 2, i) for i in range(20))
+    table = b"@relation r\n@attribute a numeric\n@attribute 'b c' {0,1}\n@attribute l {0,1}\n@data\n"
+    arrays = {
+        "x_train": IMAGES.astype(np.uint8),
+        "y_train": LABELS,
+        "x_test": IMAGES.astype(np.uint8),
+        "y_test": LABELS,
+    }
+    file = io.BytesIO()
+    if name == "libsvm":
+        return {"train": rows, "test": rows[:60]}
+    if name == "arff":
+        dense, sparse = b"".join(b"%d.5,1,0\n" % i for i in range(9)), b"".join(b"{0 %d.5,2 1}\n" % i for i in range(9))
+        labels = b'<?xml version="1.0"?><labels><label name="l"></label></labels>'
+        return {"a-train.arff": table + sparse, "a-test.arff": table + dense, "a.xml": labels}
+    if name == "text":
+        return {"train": "Grüße, world. ".encode() * 40}
+    if name == "npz":
+        np.savez_compressed(file, **arrays)
+        return {"train": file.getvalue()}
+    pixels = np.arange(300).astype(np.uint8).reshape(10, 10, 3)
+    for kind in ("png", "jpeg"):
+        Image.fromarray(pixels).save(file, kind)
+        file.seek(0)
+    return {f"{split}/{label}/1.png": file.getvalue() for split in ("train", "test") for label in ("a", "b")}
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "libsvm": [{"test": "test"}, {"test": "test", "regression": True}],
+    "arff": [{"labels": 1}, {}, {"xml": "a.xml"}],
+    "text": [{"length": 4}, {"length": 4, "unit": "bytes"}],
+    "npz": [{}],
+    "folder": [{"size": 8, "threads": 1}],
+}
+SUFFIXES: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": COMPRESSORS[".gz"],
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@cases(250)
+@given(draw=st.data())
+def test_formats_that_users_bring(name: str, here: Path, draw: st.DataObject) -> None:
+    with fresh(here), warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+        files = made(name, here)
+        victim = draw.draw(st.sampled_from(sorted(files)))
+        for file, content in files.items():
+            kind, stored = "file", content
+            if file == victim:
+                kind, stored = draw.draw(KINDS), draw.draw(damaged(content))
+            (here / file).parent.mkdir(parents=True, exist_ok=True)
+            put(here, file, stored, kind)
+        path = here / "train" if name in {"libsvm", "text", "npz"} else here
+        table = DataTable(name=name, path=path, options=draw.draw(st.sampled_from(OPTIONS[name])))
+        refused(lambda: load_table(table), str(here))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2"])
+@cases(60)
+@given(draw=st.data())
+def test_damaged_compressed_texts(suffix: str, here: Path, draw: st.DataObject) -> None:
+    with fresh(here):
+        content = SUFFIXES[suffix](made("libsvm", here)["train"])
+        put(here, f"train{suffix}", draw.draw(damaged(content)), "file")
+        refused(lambda: load_table(DataTable(name="libsvm", path=here / f"train{suffix}", test_split=0.5)), str(here))
+
+
+WORDS = ["@data", "@attribute", "@relation", "{0,1}", "numeric", "{", "}", ",", "'", '"', "?", "%", "0", "1", "-1"]
+WORDS += ["1e9", "nan", "inf", "a\\", "\n", "\r\n", "\t", "é", ":", "#", "qid:", "1:1", "2:2"]
+
+
+@pytest.mark.parametrize("name", ["libsvm", "arff"])
+@cases(400)
+@given(words=st.lists(st.sampled_from(WORDS), max_size=40), seed=st.booleans())
+def test_lines_of_anything(name: str, here: Path, words: list[str], seed: bool) -> None:
+    with fresh(here):
+        start = made(name, here)["a-train.arff" if name == "arff" else "train"] if seed else b""
+        (here / "train").write_bytes(start + " ".join(words).encode())
+        refused(lambda: load_table(DataTable(name=name, path=here / "train", test_split=0.5)), str(here))
+
+
+def read_hdf5(path: Path) -> None:
+    load_table(DataTable(name="hdf5", path=path))
+
+
+@pytest.mark.parametrize("version", ["earliest", "latest"])
+def test_damaged_hdf5(version: str, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "good.h5", "w", libver=version) as file:
+        for split in ("train", "test"):
+            file.create_dataset(f"x_{split}", data=np.arange(80.0).reshape(20, 4), chunks=(6, 4), compression="gzip")
+            file[f"y_{split}"] = np.arange(20) % 3
+    read_hdf5(tmp_path / "good.h5")
+    count = cases(60).max_examples
+    assert survived("tests.unit.test_fuzz_data:read_hdf5", tmp_path / "good.h5", tmp_path, count) == "[]\n"
 
 
 @cases(30)

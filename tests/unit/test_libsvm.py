@@ -163,7 +163,7 @@ def test_what_does_not_fit_together(
 def test_a_part_of_the_training_set_becomes_the_test_set(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"".join(b"%d 1:%d\n" % (i % 3, i + 1) for i in range(50)))
     table = DataTable(name="libsvm", path=tmp_path / "a", test_split=0.2)
-    with pytest.raises(ConfigError, match=r"libsvm has no test set here; set data\.test_split"):
+    with pytest.raises(ConfigError, match=r"has no test set; set data\.test_split"):
         load(table.model_copy(update={"test_split": None}))
     with pytest.raises(ConfigError, match="test_split is for data without a test set; libsvm has one here"):
         load(table.model_copy(update={"options": {"test": "a"}}))
@@ -199,7 +199,9 @@ def plainly(text: bytes) -> list[tuple[float, dict[int, float]]] | None:
         pairs = [field.partition(":")[::2] for field in fields[1:]]
         if not all(map(NUMBER.fullmatch, [fields[0], *[part for pair in pairs for part in pair]])):
             return None
-        if not (float(fields[0]).is_integer() and all(float(i).is_integer() and 0 <= float(i) < 99 for i, _ in pairs)):
+        if not (
+            float(fields[0]).is_integer() and all(float(i).is_integer() and 0 <= float(i) < 2**31 for i, _ in pairs)
+        ):
             return None
         indices = [int(float(index)) for index, _ in pairs]
         if indices != sorted(set(indices)):

@@ -281,7 +281,7 @@ def cut(file: str) -> None:
         (cut, "truncated"),
         (lambda file: Path(file).write_bytes(b"no picture"), "cannot identify image file"),
         (lambda file: Path(file).write_bytes(b""), "cannot identify image file"),
-        (lambda file: Path(file).unlink(), "No such file"),
+        (lambda file: Path(file).unlink(), "no such file"),
         (lambda file: Image.fromarray(np.zeros((4, 4), np.uint16)).save(file), "its pixels are I;16, not 8 bits"),
     ],
 )
