@@ -16,7 +16,10 @@ from torch.nn import functional
 
 from rudra.errors import ConfigError
 from rudra.tasks import Task
-from rudra.trees import called, moved
+from rudra.trees import called, first, mapped, moved
+
+_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 20, "cpp_wrapper": True}
+"""Inductor's: that many operations are fused before a result goes to memory; more suit small mini-batches better."""
 
 
 class _Probed:
@@ -52,48 +55,65 @@ class CompiledStep:
         if shutil.which(compiler) is None:
             text = f"there is no C++ compiler here ({compiler}), which torch.compile needs"
             raise ConfigError(f"[training] compile = true: {text}; install g++, or leave compile out")
-        import torch._inductor.config as inductor  # takes a while
+        import torch._dynamo.config as dynamo
+        import torch._inductor.config as inductor  # both take a while
 
         inductor.compile_threads = 1  # in this process: workers beside MPI ranks are asking for trouble
         self._module, self._task = module, task
         self._parameters = list(parameters)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = tuple(names[id(parameter)] for parameter in parameters)
         self._large = large
         self._probed: dict[int, _Probed] = {}  # by index of the weight
         self._batch = 0  # samples that the probes are for
-        self._compiled = torch.compile(self._loss, dynamic=False)
+        self._compute = self._step
+        if hasattr(dynamo, "trace_autograd_ops"):  # one piece of code for loss and gradient
+            dynamo.trace_autograd_ops = True
+            self._compute = torch.compile(self._step, dynamic=False, options=_OPTIONS)
+        else:
+            self._loss = torch.compile(self._loss, dynamic=False, options=_OPTIONS)  # type: ignore[method-assign]
 
     def __call__(
         self, inputs: Any, target: Any, views: Sequence[torch.Tensor], device: torch.device
     ) -> tuple[torch.Tensor, Any]:
         """Loss and output of a batch; gradients go to `views`, shaped as the parameters."""
         inputs, target = moved(inputs, device), moved(target, device)
-        if self._batch != len(target):
+        if self._batch != len(first(target)):
             self._place_probes(inputs, target)
-        loss, output = self._compiled(inputs, target)
-        wanted = [self._probed[i].probe if i in self._probed else p for i, p in enumerate(self._parameters)]
-        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)  # type: ignore[arg-type]
+        loss, output, gradients, layer_inputs = self._compute(inputs, target)
         sources, targets = [], []
         for index, (gradient, view) in enumerate(zip(gradients, views, strict=False)):
             if gradient is None:
                 view.zero_()
             elif index in self._probed:
-                layer_inputs = self._probed[index].inputs
-                assert layer_inputs is not None
-                torch.mm(gradient.t(), layer_inputs, out=view)
+                torch.mm(gradient.t(), layer_inputs[index], out=view)
             else:
                 sources.append(gradient)
                 targets.append(view)
         if sources:
             torch._foreach_copy_(targets, sources)
-        return loss.detach(), output
+        return loss, output
 
     def _loss(self, inputs: Any, target: Any) -> tuple[torch.Tensor, Any]:
         output = called(self._module, inputs)
         return self._task.loss(output, target), output
 
+    def _step(
+        self, inputs: Any, target: Any
+    ) -> tuple[torch.Tensor, Any, Sequence[torch.Tensor | None], dict[int, torch.Tensor]]:
+        """Loss, output, gradients, and what the layers with probes were given."""
+        loss, output = self._loss(inputs, target)
+        wanted: list[Any] = [
+            self._probed[index].probe if index in self._probed else self._module.get_parameter(name)
+            for index, name in enumerate(self._names)
+        ]
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        layer_inputs: dict[int, Any] = {index: probed.inputs for index, probed in self._probed.items()}
+        return loss.detach(), mapped(torch.Tensor.detach, output), gradients, layer_inputs
+
     def _place_probes(self, inputs: Any, target: Any) -> None:
         """Finds the large linear layers that are used once, on a matrix, and what their probes must look like."""
-        self._batch = len(target)
+        self._batch = len(first(target))
         shapes: dict[nn.Linear, list[torch.Size]] = {}
         layers = self._large_layers()
         for _, layer in layers:

@@ -37,6 +37,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "how long a learner waits for its mini-batches, with and without an input thread, and the steps/s of both",
         "< 2 % of a step of lenet and resnet32, in the way that a run draws them",
     ),
+    "compile": ("gradients by torch.compile (training.compile), against the same without it", ">= 1.3 for lenet"),
     "evaluation": ("samples/s with the tests of each epoch's weights on and off", "no goal"),
     "recording": ("what it costs to record a run so that it can be replayed", "<= 1 % of the run"),
     "checkpoint": ("what a checkpoint costs the training beside it", "<= 2 % at one a minute"),
