@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from processes import HERE, ROOT, finish, gone, ranks_of, start, wait_for_updates
-from test_runs import mpirun
+from processes import HERE, ROOT, finish, gone, mpirun, ranks_of, start, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -230,7 +229,7 @@ def test_a_rank_too_many_is_said_and_does_no_harm(tmp_path: Path) -> None:
     job = Path(job_file(tmp_path, "adv", "fan_out = 2", learners=None))
     job.write_text(job.read_text().replace("endless", "prompt").replace("epochs = 1000", "epochs = 2"))
     output = tmp_path / "out.h5"
-    code, _, err = mpirun(6, "run", str(job), "--output", str(output))
+    code, _, err = mpirun(6, "-m", "rudra", "run", str(job), "--output", str(output))
     assert code == 0, err
     (line,) = [line for line in err.splitlines() if line.startswith("rudra: ")]
     assert line.startswith("rudra: 1 of 6 ranks have no role: servers and learners do not come out even;")
