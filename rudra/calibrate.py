@@ -171,6 +171,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         sizes: the μ.
     """
     from rudra import data
+    from rudra.devices import placing
     from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
     from rudra.hands import find_device
 
@@ -189,7 +190,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
                 loaded,
                 prefetch=False,
                 device=device,
-                staged=device.type != "cpu",
+                placing=placing(device, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
             )
             weights = made[plan.server].buffer("weights").vector
             for role in (plan.learners[0], plan.statistics):

@@ -170,6 +170,9 @@ class Job(Table):
     def _check_pair(self, plan: topologies.Plan) -> None:
         protocol = self.make_protocol(plan)
         _check_pair(protocol, plan, self.topology.name)
+        if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.wire == "float16"):
+            what = "compute groups add gradients" if plan.groups else "wire float16 converts them"
+            raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
         if self.faults.straggler_timeout is not None and (plan.groups or not protocol.ordered):
             raise ValueError(
                 "[faults] straggler_timeout: only a server that waits for each of its learners can drop one; valid "

@@ -1,4 +1,4 @@
-"""Where ranks compute: on the GPUs of their nodes or on the CPU. MPI reads and writes main memory alone."""
+"""Where ranks compute: on the GPUs of their nodes or on the CPU, and where the vectors are that travel."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from rudra.executor import Buffer
 
 CPU = torch.device("cpu")
+
+Placing = Literal["device", "staged", "direct"]
+"""Where buffers are: all on the device that computes; all in main memory, where MPI reads and writes, while those who
+compute do so on copies (`Stage`); those of who computes on the device, which MPI reads and writes, others in memory."""
 
 
 def gpus_here() -> int:
@@ -56,6 +60,17 @@ def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int) -> torch.de
     computing = (plan.roles[role].world_rank for role in (*plan.learners, plan.statistics))
     here = list(dict.fromkeys(other for other in computing if places[other] == places[rank]))
     return torch.device("cuda", here.index(rank) % gpus) if gpus and rank in here else CPU
+
+
+def placing(device: torch.device, *, gpu_aware_mpi: bool) -> Placing:
+    """Where the buffers of a rank are that computes on a device."""
+    return "device" if device.type == "cpu" else "direct" if gpu_aware_mpi else "staged"
+
+
+def finish(device: torch.device) -> None:
+    """Waits until the device has done what it was given: MPI knows nothing of its streams."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def page_locked(length: int) -> npt.NDArray[np.uint8]:

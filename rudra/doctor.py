@@ -30,17 +30,10 @@ comm = MPI.COMM_WORLD
 levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
           MPI.THREAD_MULTIPLE: "multiple"}
 names = comm.gather(MPI.Get_processor_name())
-gpu = None
-try:
-    import ctypes
-    with open("/proc/self/maps") as maps:
-        library = next(line.split()[-1] for line in maps if "/libmpi.so" in line)
-    gpu = bool(ctypes.CDLL(library).MPIX_Query_cuda_support())
-except (AttributeError, OSError, StopIteration):
-    pass
 if comm.rank == 0:
+    from rudra.start import gpu_aware
     print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "threads": levels[MPI.Query_thread()],
-                      "size": comm.size, "hosts": sorted(set(names)), "gpu": gpu}), flush=True)
+                      "size": comm.size, "hosts": sorted(set(names)), "gpu": gpu_aware()}), flush=True)
 """
 
 ULFM_PROBE = """
@@ -179,8 +172,12 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
     else:
         advice = "base works; push and pull threads need an MPI library built with MPI_THREAD_MULTIPLE"
         yield Finding("mpi threads", "warn", f"only MPI_THREAD_{threads.upper()} is granted", advice)
-    gpu = {True: "yes", False: "no", None: "the library does not tell"}[seen["gpu"]]
-    yield Finding("mpi gpu-aware", "ok", f"{gpu}; Rudra needs none: what is on a GPU travels through main memory")
+    told = {
+        True: "yes: cluster.gpu_aware_mpi can be set",
+        False: "no; what is on a GPU travels through main memory",
+        None: "the library does not tell; what is on a GPU travels through main memory",
+    }
+    yield Finding("mpi gpu-aware", "ok", told[seen["gpu"]])
 
 
 def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[str | None, str]:

@@ -13,7 +13,7 @@ import torch
 from rudra import models, tasks
 from rudra.config import Job
 from rudra.data import Data, Samples
-from rudra.devices import CPU, Stage, page_locked
+from rudra.devices import CPU, Placing, Stage, finish, page_locked
 from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
@@ -140,6 +140,33 @@ class Buffer:
         return Message.decode(self.half[floats:].data)
 
 
+class DirectBuffer(Buffer):
+    """A buffer that lies where its role computes, on a GPU, and which MPI reads and writes there.
+
+    Attributes:
+        wire: (size * 4 + tail,) uint8, a tensor.
+    """
+
+    wire: torch.Tensor  # type: ignore[assignment]
+
+    def __init__(self, size: int, tail: int, device: torch.device) -> None:
+        self.version = 0
+        self.wire = torch.zeros(size * 4 + tail, dtype=torch.uint8, device=device)
+        self.vector = self.wire[: size * 4].view(torch.float32)
+        self._array = None
+
+    def write(self, message: Message) -> torch.Tensor:  # type: ignore[override]
+        data_ = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
+        first = len(self.vector) * 4
+        self.wire[first : first + len(data_)] = data_
+        finish(self.wire.device)
+        return self.wire[: first + len(data_)]
+
+    def read(self) -> Message:
+        self.version += 1
+        return Message.decode(self.wire[len(self.vector) * 4 :].numpy(force=True).data)
+
+
 class Executor:
     """Buffers and arithmetic of one role.
 
@@ -149,6 +176,7 @@ class Executor:
         gradients: that one message may stand for.
         device: where the buffers are.
         stage: where the role computes, if not on its buffers themselves.
+        direct: MPI reads and writes the buffers on that device.
 
     Attributes:
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
@@ -166,12 +194,15 @@ class Executor:
         gradients: int,
         device: torch.device = CPU,
         stage: Stage | None = None,
+        *,
+        direct: bool = False,
     ) -> None:
         self.layout = layout
         self.size = size
         self.parameters = parameters
         self.device = device
         self._stage = stage
+        self._direct = direct
         self._pinned = stage is not None and stage.device.type == "cuda"
         self._tail = tail_bytes(gradients)
         self._buffers: dict[str, Buffer] = {}
@@ -189,6 +220,8 @@ class Executor:
 
     def new_buffer(self) -> Buffer:
         """A buffer without a name."""
+        if self._direct:
+            return DirectBuffer(self.size, self._tail, self.device)
         return Buffer(self.size, self._tail, self.device, pinned=self._pinned)
 
     def put(self, name: str, buffer: Buffer) -> None:
@@ -350,7 +383,10 @@ class LearnerExecutor(Executor):
     def compute(self, action: Compute) -> Computed:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:
-            return self.computed(action, self.source.compute(action.step, weights.vector, gradient.vector))
+            outcome = self.source.compute(action.step, weights.vector, gradient.vector)
+            if self._direct:
+                finish(self.device)  # MPI may write to the weights at once
+            return self.computed(action, outcome)
         staged = self._stage.gradient
         outcome = self.source.compute(action.step, self._stage.weights(weights), staged)
         gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
@@ -425,7 +461,7 @@ def make_executors(
     *,
     prefetch: bool,
     device: torch.device = CPU,
-    staged: bool = False,
+    placing: Placing = "device",
 ) -> dict[int, Executor]:
     """Executors of some roles of one process, which share one model.
 
@@ -436,7 +472,7 @@ def make_executors(
         data: as far as roles here need it.
         prefetch: whether each learner gets an input thread.
         device: where to compute gradients and tests.
-        staged: all buffers lie in main memory, where servers and optimisers work; learners and tests copy to `device`.
+        placing: where buffers are; servers and optimisers work where theirs are.
 
     Raises:
         ConfigError: the model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
@@ -459,17 +495,20 @@ def make_executors(
     hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:
         kind = plan.roles[role].kind
-        stage = Stage(flat.size, flat.device) if staged and kind in {LEARNER, STATISTICS_SERVER} else None
-        about = (flat.layout, flat.size, flat.parameter_count, plan.records, CPU if staged else flat.device, stage)
+        computes = kind in {LEARNER, STATISTICS_SERVER}
+        stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
+        direct = placing == "direct" and computes
+        where = flat.device if placing == "device" or direct else CPU
+        about = (flat.layout, flat.size, flat.parameter_count, plan.records, where, stage)
         executor: Executor
         if kind == PARAMETER_SERVER:
             executor = ServerExecutor(*about)
         elif kind == TREE_SERVER:
             executor = AveragingExecutor(*about)
         elif kind == LEARNER:
-            executor = LearnerExecutor(*about) if plan.served else ReplicaExecutor(*about)
+            executor = LearnerExecutor(*about, direct=direct) if plan.served else ReplicaExecutor(*about)
         else:
-            executor = Executor(*about) if data.test is None else StatisticsExecutor(*about)
+            executor = (Executor if data.test is None else StatisticsExecutor)(*about, direct=direct)
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat)
         if isinstance(executor, LearnerExecutor):

@@ -14,7 +14,7 @@ from torch import nn
 
 from rudra.augmentation import Augmentation
 from rudra.config import Job
-from rudra.data import Batch, Samples
+from rudra.data import Batch, Samples, in_memory
 from rudra.errors import ConfigError
 from rudra.events import Score
 from rudra.flat import FlatModel
@@ -25,6 +25,7 @@ _DRAWING, _CHANGING = 1, 2
 """Of what else random numbers are drawn in a step, beside dropout."""
 
 _DEPTH = 2  # mini-batches that the input thread prepares ahead
+_TOGETHER_BYTES = 1 << 17  # that are drawn at once of samples in memory: little beside a cache, and per learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,21 +219,47 @@ def check_precision(precision: str, model: FlatModel, sample: Batch) -> None:
         raise ConfigError(f"{where}: torch cannot do this model on {model.device.type} ({what})") from error
 
 
-@dataclass(frozen=True, slots=True)
 class _Inputs:
-    sampler: Sampler
-    split: Samples
-    minibatch_size: int
-    augmentation: Augmentation
-    seed: Callable[[int], int]  # of a step
+    """Draws mini-batches; of samples in memory those of several steps together, which costs no more than one.
+
+    Which steps those are depends on the step alone, so that a mini-batch lies in memory as it does in any other run.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        split: Samples,
+        minibatch_size: int,
+        augmentation: Augmentation,
+        seed: Callable[[int], int],
+    ) -> None:
+        self.minibatch_size = minibatch_size
+        self._sampler, self._split, self._augmentation = sampler, split, augmentation
+        self._seed = seed  # of a step
+        self._together = 1
+        if in_memory(split):
+            sample = sum(tensor.nbytes for tensor in split.batch(np.zeros(1, np.int64)))
+            self._together = max(1, _TOGETHER_BYTES // (sample * minibatch_size))
+        self._drawn: dict[int, Batch] = {}
 
     def minibatch(self, step: int) -> Batch:
-        if self.split.random:
-            seed_all(mix(self.seed(step), _DRAWING))
-        inputs, target = self.split.batch(self.sampler.indices(step * self.minibatch_size, self.minibatch_size))
-        if self.augmentation.idle:
+        if step not in self._drawn:
+            self._draw(step)
+        inputs, target = self._drawn.pop(step)  # whoever gets them may change them
+        if self._augmentation.idle:
             return inputs, target
-        return self.augmentation(inputs, mix(self.seed(step), _CHANGING)), target
+        return self._augmentation(inputs, mix(self._seed(step), _CHANGING)), target
+
+    def _draw(self, step: int) -> None:
+        size, first = self.minibatch_size, step - step % self._together
+        if self._split.random:
+            seed_all(mix(self._seed(step), _DRAWING))
+        inputs, target = self._split.batch(self._sampler.indices(first * size, self._together * size))
+        if self._together == 1:
+            self._drawn = {step: (inputs, target)}
+        else:
+            pairs = zip(inputs.split(size), target.split(size), strict=True)
+            self._drawn = dict(enumerate(pairs, first))
 
 
 class _Prefetched:

@@ -23,7 +23,7 @@ import torch
 from rudra import checkpoint, devices, failures
 from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
-from rudra.errors import CheckpointError, HookError, RudraError, RunError, TopologyError
+from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import end_everybody, end_with_the_dead, outlive
 from rudra.launch import exit_line
@@ -35,6 +35,7 @@ from rudra.results import default_output, open_results
 from rudra.resume import Carried, Decision, carried, decide
 from rudra.roles import Machine
 from rudra.roles import make as make_machine
+from rudra.start import gpu_aware
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -154,6 +155,10 @@ def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan, torch.device]:
     seen: list[tuple[int, str]] = comm.allgather((gpus, socket.gethostname()))
     kind = devices.agreed(job.cluster.device, plan, [count for count, _ in seen], [host for _, host in seen])
     device = devices.CPU if kind == "cpu" else devices.of_rank(comm.rank, plan, places, gpus)
+    if job.cluster.gpu_aware_mpi and kind == "cuda" and False in (told := comm.allgather(bool(gpu_aware()))):
+        rank = told.index(False)
+        who = f"the MPI library of rank {rank} on {seen[rank][1]} does not say that it is"
+        raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
     mine = sum(plan.roles[i].kind == "learner" for i in plan.on_rank(comm.rank))
     threads = max(1, cores() // max(1, _sum_on_node(comm, mine)))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
@@ -270,7 +275,7 @@ class _Session:
                 data,
                 prefetch=not in_memory(data.training),
                 device=self._device,
-                staged=self._device.type != "cpu",
+                placing=devices.placing(self._device, gpu_aware_mpi=self._job.cluster.gpu_aware_mpi),
             )
 
     def _restore(self) -> None:

@@ -81,11 +81,27 @@ def library_name(version: str) -> str:
     return " ".join(re.split(r"[,\n\0]", version)[0].replace("Version:", "").split())
 
 
+def gpu_aware() -> bool | None:
+    """Whether the MPI library says that it reads and writes memory of NVIDIA's GPUs; None: it does not tell."""
+    for library in _libraries():
+        if (open_mpi := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
+            return bool(open_mpi())
+        if (mpich := getattr(library, "MPIX_GPU_query_support", None)) is not None:
+            yes = ctypes.c_int()
+            return mpich(0, ctypes.byref(yes)) == 0 and bool(yes)  # 0: CUDA, and no error
+    return None
+
+
 def _speaks_pmix() -> bool:
     """Whether the MPI library of this process has PMIx; yes where nobody can tell."""
+    libraries = _libraries()
+    return not libraries or any(hasattr(library, "PMIx_Init") for library in libraries)
+
+
+def _libraries() -> list[ctypes.CDLL]:
+    """The MPI libraries that this process has loaded, as far as that can be known."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
-        libraries = {line.split()[-1] for line in lines if "/libmpi" in line}
-        return not libraries or any(hasattr(ctypes.CDLL(library), "PMIx_Init") for library in libraries)
+        return [ctypes.CDLL(path) for path in sorted({line.split()[-1] for line in lines if "/libmpi" in line})]
     except OSError:
-        return True
+        return []

@@ -258,6 +258,9 @@ class ClusterTable(Table):
         "cpu",
         description="of gradients and tests; auto: a GPU if there is one for every learner, and then no replay",
     )
+    gpu_aware_mpi: bool = Field(
+        False, description="MPI reads and writes learners' vectors on their GPUs; needs a library that can; not groups"
+    )
     wire: Literal["float32", "float16"] = Field(
         "float32",
         description="how gradients travel to servers; float16 is half as much, is added up as float32, loses bits",

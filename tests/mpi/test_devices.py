@@ -23,6 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "adv*": {"protocol": {"name": "async"}, "topology": {"name": "adv*"}},
     "one group": {"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}},
     "two groups": {"protocol": {"name": "async"}, "topology": {"name": "groups", "options": {"groups": 2}}},
+    "async on adv": {"protocol": {"name": "async"}, "topology": {"name": "adv"}},
     "half": {"protocol": {"name": "async"}, "training": {"precision": "bfloat16"}},
 }
 
@@ -40,39 +41,82 @@ def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
     )
 
 
+DIRECT = ["hardsync", "async on adv", "adv*", "half"]  # where MPI may read and write the vectors of who computes
+
+
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Result files of runs whose learners and tests compute on copies; all on the same ranks."""
-    directory = tmp_path_factory.mktemp("runs")
-    paths = {name: directory / f"{place}.h5" for place, name in enumerate(RUNS)}
-    jobs = {str(path): make_job(**RUNS[name]) for name, path in paths.items()}
-    ranks = on_ranks(user_code.train_on_copies, 3, jobs=jobs)
+    paths, ranks = train("staged", list(RUNS), tmp_path_factory.mktemp("runs"))
     server, *others = (rank["copies"] for rank in ranks)
     assert 0 < server < 3, "it is the statistics server where there is no other"
     assert min(others) > 30
     return paths
 
 
+@pytest.fixture(scope="module")
+def direct(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Result files of runs of which MPI reads and writes tensors of torch's, as on a GPU."""
+    paths, ranks = train("direct", DIRECT, tmp_path_factory.mktemp("runs"))
+    _, statistics, *learners = (rank["direct"] for rank in ranks)
+    assert statistics >= 2 * len(DIRECT)
+    assert min(learners) > 30
+    assert not any(rank["copies"] for rank in ranks)
+    return paths
+
+
+def train(placing: str, names: list[str], directory: Path) -> tuple[dict[str, Path], list[dict[str, Any]]]:
+    paths = {name: directory / f"{place}.h5" for place, name in enumerate(names)}
+    jobs = {str(path): make_job(**RUNS[name]) for name, path in paths.items()}
+    return paths, on_ranks(user_code.train_placed, 3, placing=placing, jobs=jobs)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_copies_is_repeated_without_them_bit_for_bit(staged: dict[str, Path], name: str) -> None:
-    with rudra.open_results(staged[name]) as results:
+    assert_repeated(staged[name])
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_a_run_of_which_mpi_reads_tensors_is_repeated_bit_for_bit(direct: dict[str, Path], name: str) -> None:
+    assert_repeated(direct[name])
+
+
+def assert_repeated(path: Path) -> None:
+    with rudra.open_results(path) as results:
         summary = results.summary()
-    replayed = rudra.replay(staged[name], quiet=True)
+    replayed = rudra.replay(path, quiet=True)
     assert replayed.difference is None
     assert replayed.weights_sha256 == summary["weights_sha256"]
     assert replayed.updates == summary["updates"] >= 30
     assert summary["final_test_error"] < 0.5
 
 
-def test_tests_of_copies_come_to_the_same(staged: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("placing", ["staged", "direct"])
+def test_tests_come_to_the_same_wherever_vectors_lie(
+    placing: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     job = make_job(**RUNS["hardsync"]).with_(cluster={"learners": 3})
     with (
-        rudra.open_results(staged["hardsync"]) as copied,
+        rudra.open_results(request.getfixturevalue(placing)["hardsync"]) as placed,
         rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as plain,
     ):
-        assert copied.summary()["weights_sha256"] == plain.summary()["weights_sha256"]
+        assert placed.summary()["weights_sha256"] == plain.summary()["weights_sha256"]
         for column in ("test_loss", "test_error"):
-            assert np.array_equal(copied.epochs[column], plain.epochs[column])
+            assert np.array_equal(placed.epochs[column], plain.epochs[column])
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({"topology": {"name": "groups"}}, "compute groups add gradients"),
+        ({"cluster": {"wire": "float16"}}, "wire float16 converts them"),
+    ],
+)
+def test_what_is_done_in_main_memory_is_not_for_gpu_aware_mpi(tables: dict[str, Any], reason: str) -> None:
+    job = make_job({"name": "async"}, **tables)
+    with pytest.raises(RudraError) as caught:
+        job.with_(cluster={"gpu_aware_mpi": True, "learners": 2})
+    assert str(caught.value) == f"[cluster] gpu_aware_mpi: {reason} in main memory; valid there: false"
 
 
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +169,23 @@ def test_learners_that_share_a_gpu_learn_digits(
         assert results.summary()["final_test_error"] < 0.06
         assert results.weights is not None
         assert results.weights.dtype == np.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topology", ["base", "adv*"])
+def test_mpi_reads_and_writes_vectors_on_a_gpu(gpu: torch.device, tmp_path: Path, topology: str) -> None:
+    aware = all(rank["aware"] for rank in on_ranks(user_code.says_gpu_aware, 2))
+    job = rudra.Job.load("digits").with_(
+        topology={"name": topology},
+        cluster={"learners": 2, "device": "cuda", "gpu_aware_mpi": True},
+        training={"epochs": 10},
+    )
+    if not aware:
+        with pytest.raises(RudraError, match="exit code 2"):
+            rudra.run(job, output=tmp_path / "run.h5", progress="quiet")
+        return
+    with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.summary()["final_test_error"] < 0.06
 
 
 @pytest.mark.gpu

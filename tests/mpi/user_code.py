@@ -146,23 +146,34 @@ def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> d
     return train_all(comm, directory, jobs)
 
 
-def train_on_copies(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
-    """As `train_all`, with learners and tests that compute on copies, as on a GPU; how often they asked for one."""
+def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
+    """As `train_all`, with vectors that lie as on a GPU; how often learners and tests used a copy, and MPI theirs."""
     from rudra import session
     from rudra.devices import Stage
+    from rudra.executor import DirectBuffer
 
-    make, weights, used = session.make_executors, Stage.weights, []
+    make, weights, read, copies, direct = session.make_executors, Stage.weights, DirectBuffer.read, [], []
 
-    def on_copies(*arguments: Any, **keywords: Any) -> Any:
-        return make(*arguments, **{**keywords, "staged": True})
+    def placed(*arguments: Any, **keywords: Any) -> Any:
+        return make(*arguments, **{**keywords, "placing": placing})
 
-    def noted(stage: Stage, buffer: Any) -> torch.Tensor:
-        used.append(buffer.version)
+    def copied(stage: Stage, buffer: Any) -> torch.Tensor:
+        copies.append(buffer.version)
         return weights(stage, buffer)
 
-    session.make_executors, Stage.weights = on_copies, noted  # type: ignore[method-assign]
+    def read_there(buffer: DirectBuffer) -> Any:
+        direct.append(buffer.version)
+        return read(buffer)
+
+    session.make_executors, Stage.weights, DirectBuffer.read = placed, copied, read_there  # type: ignore[method-assign]
     train_all(comm, directory, jobs)
-    return {"copies": len(used)}
+    return {"copies": len(copies), "direct": len(direct)}
+
+
+def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:
+    from rudra.start import gpu_aware
+
+    return {"aware": gpu_aware()}
 
 
 def left_behind(comm: Any, directory: Path, jobs: list[Any], rounds: int) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_copies_change_no_bit(
     tables = {"model": {"name": network}, "topology": topology, "data": {"train_limit": 240, "test_limit": 60}}
     run = job(protocol, learners, epochs=2, **tables).with_(cluster={"wire": wire})
     plain = train(run, Ranks)
-    monkeypatch.setattr(clusters, "make_executors", partial(make_executors, staged=True))
+    monkeypatch.setattr(clusters, "make_executors", partial(make_executors, placing="staged"))
     staged = train(run, Ranks)
     assert torch.equal(plain.weights, staged.weights)
     for table in ("gradients", "updates", "epochs"):

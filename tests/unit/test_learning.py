@@ -11,6 +11,7 @@ from rudra.data import Split, load
 from rudra.flat import FlatModel
 from rudra.learning import GradientSource, Outcome, evaluate
 from rudra.models import build, check_output
+from rudra.sampling import Sampler
 from rudra.sources import Dense
 from rudra.tables import DataTable, ModelTable
 from rudra.tasks import Classification
@@ -54,18 +55,22 @@ def test_a_gradient_depends_on_learner_and_step_alone() -> None:
     assert all(outcome.samples == 4 for outcome, _ in once.values())
 
 
-class Fragile(Split):
-    """Fails at one sample, and remembers which were asked for."""
+class Fragile:
+    """Samples of the user's, who knows where from: fails at one, and remembers how often it was asked."""
+
+    random = False
 
     def __init__(self, split: Split, bad: int) -> None:
-        super().__init__(split.inputs, split.targets)
-        self.bad, self.asked = bad, 0
+        self.split, self.bad, self.asked = split, bad, 0
+
+    def __len__(self) -> int:
+        return len(self.split)
 
     def batch(self, indices: Any) -> Any:
         self.asked += 1
         if self.bad in indices:
             raise KeyError(f"sample {self.bad}")
-        return super().batch(indices)
+        return self.split.batch(indices)
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -88,6 +93,20 @@ def test_the_input_thread_stays_two_minibatches_ahead() -> None:
         source.compute(step, weights, out)
     source.close()  # ends behind what was asked for
     assert counting.asked == 5 + 2
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 3000])
+def test_minibatches_drawn_together_are_those_drawn_one_by_one(size: int) -> None:
+    model, split = tiny()
+    source = GradientSource(JOB.with_(training={"minibatch_size": size}), 1, model, split, prefetch=False)
+    sampler = Sampler(5, 1, len(split))
+    for step in [0, 1, 2, 700, 3, 2, 2, 10**6, 701]:
+        inputs, target = source.minibatch(step)
+        wanted = split.batch(sampler.indices(step * size, size))
+        assert torch.equal(inputs, wanted[0]), step
+        assert torch.equal(target, wanted[1]), step
+        inputs.zero_()  # as a model may that changes its inputs in place
+        target.zero_()
 
 
 @pytest.mark.parametrize(("batch_size", "turns"), [(355, 1), (1000, 1), (100, 4), (71, 5)])
