@@ -247,11 +247,13 @@ class UserSplit:
 
     def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:
         assert self.classes is not None
-        outside = ((labels < 0) | (labels >= self.classes)).reshape(len(labels), -1).any(1).nonzero()
-        if len(outside):
-            first = int(outside[0])
-            label, valid = labels[first].reshape(-1).tolist(), f"valid: 0 to {self.classes - 1}"
-            raise DataError(f"{self.name} sample {wanted[first]} has label {label[0]}; {valid} ([data] classes)")
+        outside = labels >= self.classes
+        if labels.dim() == 1:  # in sequences, what is below 0 is not learned
+            outside |= labels < 0
+        if outside.any():
+            first = outside.nonzero()[0]
+            what, valid = f"label {int(labels[tuple(first)])}", f"valid: 0 to {self.classes - 1}"
+            raise DataError(f"{self.name} sample {wanted[int(first[0])]} has {what}; {valid} ([data] classes)")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

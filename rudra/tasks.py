@@ -149,8 +149,8 @@ class Language(Task):
     wants = "a sequence of whole numbers for each sample"
 
     def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
-        tokens = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none", ignore_index=-100)
         learned = target >= 0
+        tokens = functional.cross_entropy(output.flatten(0, 1), (target * learned).flatten(), reduction="none")
         each: torch.Tensor = (tokens.view(target.shape) * learned).sum(1) / learned.sum(1).clamp(min=1)
         return each.mean() if reduction == "mean" else each
 

@@ -346,6 +346,14 @@ def test_a_users_label_out_of_range_is_named() -> None:
         UserSplit(Told(), 3, name="test").batch(np.array([1, 7]))
 
 
+def test_tokens_below_0_are_for_the_task_and_others_out_of_range_are_named() -> None:
+    tokens = torch.tensor([[0, 2, -100], [-1, 1, 2]])
+    dataset = [(row, row) for row in tokens]
+    assert torch.equal(UserSplit(dataset, 3).batch(np.array([1, 0]))[1], tokens.flip(0))
+    with pytest.raises(DataError, match="training sample 0 has label 2; valid: 0 to 1"):
+        UserSplit(dataset, 2).batch(np.array([0, 1]))
+
+
 def test_getitems_gives_the_same_batch() -> None:
     class Together(Told):
         def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:

@@ -21,7 +21,7 @@ LABELS = torch.tensor([0, 1, 2, 3, 7, 7])
 FLAGS = (torch.rand(6, 8, generator=SEED) < 0.4).float()
 WORDS, NEXT = torch.randn(3, 4, 8, generator=SEED), torch.randint(0, 8, (3, 4), generator=SEED)
 MASKED = NEXT.clone()
-MASKED[0, 2:] = -100
+MASKED[0, 2], MASKED[0, 3:] = -1, -100
 NUMBERS, TRUTH = torch.randn(6, 2, generator=SEED), torch.randn(6, 2, generator=SEED)
 
 CASES: list[tuple[dict[str, Any], Any, Any, float]] = [
