@@ -18,7 +18,7 @@ from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
 from rudra.hooks import RoleHooks, hooks_of
-from rudra.learning import GradientSource, Outcome, check_precision, evaluate
+from rudra.learning import GradientSource, Outcome, check_gradient, evaluate
 from rudra.messages import Message, tail_bytes
 from rudra.optim import UpdateRule
 from rudra.statedict import Named
@@ -489,8 +489,9 @@ def make_executors(
     flat = model(len(roles))
     if kinds - {PARAMETER_SERVER, TREE_SERVER}:
         models.check_output(flat.module, task, data.info)
-    if LEARNER in kinds and job.training.precision != "float32":
-        check_precision(job.training.precision, model(), data.info.sample)
+    lonely = job.training.minibatch_size == 1 and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
+    if LEARNER in kinds and (lonely or job.training.precision != "float32"):
+        check_gradient(job.training, model(), data.info.sample)
     made: dict[int, Executor] = {}
     hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:

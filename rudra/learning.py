@@ -19,6 +19,7 @@ from rudra.errors import ConfigError
 from rudra.events import Score
 from rudra.flat import FlatModel
 from rudra.sampling import Sampler, mix, seed_all
+from rudra.tables import TrainingTable
 from rudra.trees import mapped
 
 _DRAWING, _CHANGING = 1, 2
@@ -197,25 +198,31 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
             raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
 
 
-def check_precision(precision: str, model: FlatModel, sample: Batch) -> None:
-    """Makes sure that torch can compute a model's gradients in a precision, by trying.
+def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch) -> None:
+    """Makes sure that torch can compute a model's gradients in a precision, and of one sample alone, by trying.
 
     Args:
-        precision: that the model was made for.
-        model: in question; afterwards of no use.
+        table: has the precision, and the samples of a mini-batch.
+        model: in question, made for that precision; afterwards of no use.
         sample: a batch of one.
 
     Raises:
         ConfigError: it cannot; the text says why.
     """
+    alone = table.minibatch_size == 1
     weights, out = torch.zeros(2, model.size, device=model.device)
     model.read_into(weights)
     model.bind(weights)
     try:
-        model.gradient(*_together(torch.cat, [sample, sample]), out, 0)
-    except (RuntimeError, TypeError) as error:
+        model.gradient(*(sample if alone else _together(torch.cat, [sample, sample])), out, 0)
+    except (RuntimeError, TypeError, ValueError) as error:
         what = " ".join(str(error).split())[:200]
-        where = f"[training] precision = '{precision}'"
+        if alone and isinstance(error, ValueError):  # BatchNorm's
+            where = "[training] minibatch_size = 1: torch cannot do this model with one sample"
+            raise ConfigError(f"{where} ({what}); valid: 2 or more") from error
+        if table.precision == "float32":
+            raise
+        where = f"[training] precision = '{table.precision}'"
         raise ConfigError(f"{where}: torch cannot do this model on {model.device.type} ({what})") from error
 
 
