@@ -35,7 +35,10 @@ from rudra.results import default_output, open_results
 from rudra.resume import Carried, Decision, carried, decide
 from rudra.roles import Machine
 from rudra.roles import make as make_machine
+from rudra.roles.statistics import StatisticsServer
 from rudra.start import gpu_aware
+from rudra.summary import tests
+from rudra.target import Target
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -311,11 +314,15 @@ class _Session:
 
     @contextmanager
     def _carried(self) -> Iterator[Carried | None]:
-        """What the result file takes over from an earlier part of the run."""
+        """What the result file, and the statistics server, take over from an earlier part of the run."""
         if self._begin.checkpoint is None:
             yield None
             return
         with open_results(checkpoint.results_of(self._begin.checkpoint)) as results:
+            if (target := self._job.training.target) is not None:
+                statistics = self._machines[self._plan.statistics]
+                assert isinstance(statistics, StatisticsServer)
+                statistics.recall(tests(results, Target.parse(target), self._begin.position.epoch))
             yield carried(results, self._begin.position)
 
     def _create(

@@ -104,13 +104,24 @@ def _time_to_target(
     """When the target was reached, if it was: seconds of training, and the epoch."""
     if target is not None:
         watch = Watch(Target.parse(target))
-        split = watch.target.split
-        columns = {name: _numbers(epochs, f"{split}_{name}") for name in ("loss", "error")}
-        columns |= metrics.get(split, {})
-        for place, epoch in enumerate(epochs):
-            if watch.reached(watch.target.of({name: column[place] for name, column in columns.items()})):
+        for epoch, value in zip(epochs, _tests(watch.target, epochs, metrics), strict=True):
+            if watch.reached(value):
                 return {"time_to_target_s": float(epoch["time_s"]), "target_epoch": int(epoch["epoch"])}
     return {"time_to_target_s": None, "target_epoch": None}
+
+
+def tests(results: "Results", target: Target, epochs: int) -> list[float | None]:
+    """What a target is about, in each of the first epochs of a run; None where it was not measured."""
+    rows = results.epochs[results.epochs["epoch"] <= epochs]
+    return _tests(target, rows, _metrics(results.metrics, rows["epoch"]))
+
+
+def _tests(
+    target: Target, epochs: NDArray[np.void], metrics: dict[str, dict[str, list[float | None]]]
+) -> list[float | None]:
+    columns = {name: _numbers(epochs, f"{target.split}_{name}") for name in ("loss", "error")}
+    columns |= metrics.get(target.split, {})
+    return [target.of({name: column[place] for name, column in columns.items()}) for place in range(len(epochs))]
 
 
 def _overlap(learners: NDArray[np.void]) -> float | None:

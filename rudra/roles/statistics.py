@@ -10,7 +10,7 @@ It answers for the disk, too: a checkpoint counts when the rows up to it, and th
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import auto
 from typing import Any, ClassVar
 
@@ -92,6 +92,7 @@ class StatisticsServer(Machine):
         target = job.training.target
         self._watch = None if target is None else Watch(Target.parse(target))
         self._target, self._stops_at_target = target, job.training.stop_at_target
+        self._enough = False  # the target was reached before the run began anew
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
         self._working: tuple[str, int] | None = None
@@ -117,12 +118,17 @@ class StatisticsServer(Machine):
         assert len(self._waiting) <= CREDITS
         assert self._recorded <= self.epochs
 
+    def recall(self, tests: Iterable[float | None]) -> None:
+        """Takes note, before it starts, of what the target is about in the epochs before the checkpoint."""
+        if self._watch is not None and any(self._watch.reached(value) for value in tests):
+            self._watch, self._enough = None, self._stops_at_target
+
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Receive(buffer, self.plan.server) for buffer in SNAPSHOTS]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self._began = event.message.value * 1e-9
-        return []
+        return [self._to_server(Kind.ENOUGH)] if self._enough else []
 
     def _gradients(self, event: Received, now: float) -> list[Action]:
         return [Record("gradients", _rows(event))]

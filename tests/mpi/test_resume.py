@@ -94,6 +94,22 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
     assert code == 0, err
 
 
+@pytest.mark.parametrize(("update", "least"), [(155, 5), (215, 6)])
+def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path, update: int, least: int) -> None:
+    target = 'target = "accuracy >= 0"\nstop_at_target = true\n'  # as soon as there are five tests
+    job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
+    job.write_text(job.read_text().replace("epochs = 5\n", f"epochs = 50\n{target}"))
+    code, err = run_until(job, output, update, signal.SIGTERM)
+    assert code == 3, err
+    code, _, err = finish(start("run", job, "--output", output, "--resume"))
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        assert results.summary()["target_epoch"] == 5
+        assert least <= len(results.epochs) < 9  # the one under way ends
+        reached = results.events[results.events["kind"] == b"target"]
+        assert [row["text"] for row in reached] == [b"accuracy >= 0: reached with epoch 5"]
+
+
 def test_what_cannot_be_resumed_is_said_in_one_line(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
     assert run_until(job, output, 20, signal.SIGINT)[0] == 3
