@@ -251,8 +251,9 @@ def note(moment: rudra.Moment, directory: str) -> None:
 
 
 def fail(moment: rudra.Moment, at: int = 0, how: str = "raise") -> None:
-    """A hook that has a bug."""
-    if moment.at == "end" or at in {moment.epoch if moment.at == "epoch" else moment.timestamp, moment.step}:
+    """A hook that has a bug: in one epoch, one of a learner's mini-batches, one update, or at the end."""
+    number = moment.epoch if moment.at == "epoch" else moment.timestamp if moment.step is None else moment.step
+    if moment.at == "end" or at == number:
         if how == "exit":
             sys.exit("enough")
         raise KeyboardInterrupt if how == "interrupt" else ValueError("the user's own bug")
