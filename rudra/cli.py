@@ -134,12 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--target", metavar="TEXT", help="when was it reached? such as 'accuracy >= 0.98'")
     plot = add("plot", _plot, "draw test error and staleness of one or more runs")
     plot.add_argument("files", type=Path, nargs="+", metavar="FILE.h5")
-    plot.add_argument("--output", type=Path, help=".png, .svg or .pdf; default: the first file's name with .png")
+    plot.add_argument("-o", "--output", type=Path, help=".png, .svg or .pdf; default: the first file's name with .png")
     _force_option(plot, "the picture")
     replay = add("replay", _replay, "repeat a recorded run in one process, and compare bit for bit", REPLAY_MORE)
     replay.add_argument("file", type=Path, metavar="FILE.h5")
     replay.add_argument("--until", type=int, metavar="UPDATE", help="stop there and write the weights of that moment")
-    replay.add_argument("--output", type=Path, metavar="W.pt", help="for these weights; default: FILE-UPDATE.pt")
+    replay.add_argument("-o", "--output", type=Path, metavar="W.pt", help="for these weights; default: FILE-UPDATE.pt")
     _force_option(replay, "W.pt")
     _set_option(replay, "where something is: data.path or training.warm_start")
     replay.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -216,7 +216,7 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="the study's quick variant: minutes on two cores")
     parser.add_argument("--mpi", action="store_true", help="run on real ranks, one point after the other")
     parser.add_argument("--workers", type=int, metavar="N", help="points at a time; default: as many as cores")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: NAME-sweep, or NAME-quick-sweep")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: NAME-sweep, or NAME-quick-sweep")
     parser.add_argument("--force", action="store_true", help="replace an index and finished points of another job")
     parser.add_argument("--quiet", action="store_true", help="no progress; print only the directory's name")
 
@@ -293,7 +293,7 @@ def _job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
     _set_option(parser, "override any key of the job; may be given several times")
     if runs:
         parser.add_argument(
-            "--output", type=Path, metavar="FILE.h5", help="default: made from the job's name and the time"
+            "-o", "--output", type=Path, metavar="FILE.h5", help="default: made from the job's name and the time"
         )
         _force_option(parser, "FILE.h5")
         parser.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")

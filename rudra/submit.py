@@ -42,7 +42,7 @@ _T = TypeVar("_T", bound=str)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `rudra slurm` takes beside the options of a job."""
-    parser.add_argument("--output", type=Path, metavar="FILE.h5", help="default: NAME.h5; with --grid NAME-sweep")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.h5", help="default: NAME.h5; with --grid NAME-sweep")
     parser.add_argument(
         "--grid", action="append", default=[], metavar="TABLE.KEY=V1,V2", help="a job array; as in `rudra sweep`"
     )
