@@ -189,9 +189,15 @@ def draw_histogram(axis: Any, histogram: NDArray[np.float64], style: dict[str, A
 
 def describe(axis: Any, title: str, x: str, y: str) -> None:
     axis.set(title=title, xlabel=x, ylabel=y)
-    top = axis.get_ylim()[1]
-    top = top if top > 0.1 else 1.0  # all zero: a line at the bottom, not noise around it
-    axis.set_ylim(-0.01 * top, top)
+    set_scale(axis)
+
+
+def set_scale(axis: Any) -> None:
+    """A vertical scale from zero, or from below it where values are; all zero is a line at the bottom."""
+    low, high = axis.dataLim.y0, axis.dataLim.y1
+    if low >= 0:
+        top = max(axis.get_ylim()[1], 1.05 * high) if high > 0 else 1.0
+        axis.set_ylim(-0.01 * top, top)
 
 
 def look(i: int) -> dict[str, Any]:

@@ -1,59 +1,31 @@
 """The figures of a report: which runs go into which panel, how it is drawn, and the numbers it is drawn from."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from rudra.analysis import COLOURS, MARKERS, blocks_of, draw_histogram, draw_staleness, look, time_unit
+from rudra.report.curves import tests
 from rudra.report.ink import GRID, INK, MUTED
+from rudra.report.panels import (
+    BY_PANEL,
+    MOST_TOGETHER,
+    Figure,
+    Finish,
+    Line,
+    Panel,
+    family_order,
+    grouped,
+    set_axes,
+    thin,
+)
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, Table, base_of, clock_of, percent, seconds, speed_up
 
-_MOST_TOGETHER = 8  # lines in one panel that people can still tell apart
 _MOST_POINTS = 150
 _MOST_BARS = 30
-_MARKED = 12  # markers on a line
-
-Finish = Callable[[], None]
-Panel = Callable[[Any], Finish | None]
-"""Draws on the axes it is given; what it returns is called when the layout stands."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure, whatever its width.
-
-    Attributes:
-        name: of its files, without suffix.
-        title: heading.
-        caption: what one sees, in a sentence or two.
-        panels: what to draw.
-        table: its numbers.
-        height: of a panel, in inches.
-        heights: of each panel, where they differ.
-        share_y: whether the panels have one scale.
-        from_zero: whether that begins at zero.
-    """
-
-    name: str
-    title: str
-    caption: str
-    panels: Sequence[Panel]
-    table: Table
-    height: float = 3.0
-    share_y: bool = False
-    from_zero: bool = True
-    heights: Sequence[float] = ()
-
-
-class _Line(NamedTuple):
-    run: Run
-    label: str
-    style: dict[str, Any]
-    marker: str
 
 
 def figures(study: Study, everything: Sequence[Run]) -> list[Figure]:
@@ -64,89 +36,14 @@ def figures(study: Study, everything: Sequence[Run]) -> list[Figure]:
         everything: all runs of the report: the tradeoff curves show the others' hardsync region.
     """
     made = [
-        *_errors(study),
+        *tests(study),
         *_staleness(study),
         *_tradeoff(study, everything),
         *_speed_up(study),
         *_roles(study),
     ]
-    first = {"test-error": "error", "speed-up": "speedup"}.get(study.figure, study.figure)
+    first = {"test-error": ("error", "loss"), "speed-up": ("speedup",)}.get(study.figure, (study.figure,))
     return sorted(made, key=lambda figure: not figure.name.startswith(first))
-
-
-def _groups(runs: Sequence[Run], split: Callable[[Run], str]) -> list[tuple[str, list[_Line]]]:
-    """Runs in panels: few by `split`, many by protocol and μ with a colour for every λ."""
-    panels: dict[str, list[_Line]] = {}
-    if len(runs) <= _MOST_TOGETHER:
-        for i, run in enumerate(runs):
-            line = _Line(run, run.label, look(i), MARKERS[i % len(MARKERS)])
-            panels.setdefault(split(run), []).append(line)
-        if len(panels) == len(runs) > 1:  # the titles do for a legend
-            return [(line.label, [line._replace(label="_")]) for (line,) in panels.values()]
-        return list(panels.items())
-    lambdas = sorted({run.learners for run in runs})
-    for run in sorted(runs, key=lambda run: (_family_order(run.family), run.minibatch_size, run.learners)):
-        lines = panels.setdefault(f"{run.family}, μ = {run.minibatch_size}", [])
-        i, again = lambdas.index(run.learners), sum(line.run.learners == run.learners for line in lines)
-        style = look(i) | ({"linestyle": ("--", ":", "-.")[(again - 1) % 3]} if again else {})
-        lines.append(_Line(run, f"λ = {run.learners}", style, MARKERS[i % len(MARKERS)]))
-    return list(panels.items())
-
-
-def _family_order(family: str) -> tuple[int, str]:
-    known = ("hardsync", "λ-softsync", "async (λ-softsync)", "1-softsync")
-    return (known.index(family) if family in known else len(known), family)
-
-
-def _errors(study: Study) -> list[Figure]:
-    runs = [run for run in study.known if len(run.epoch)]
-    if not runs:
-        return []
-    unit, unit_s = time_unit(max(run.epoch_end_s[-1] for run in runs))
-    clock = clock_of(runs)
-    groups = _groups(runs, lambda run: "")
-
-    def panel(title: str, lines: Sequence[_Line], *, by_time: bool) -> Panel:
-        def draw(axis: Any) -> None:
-            for run, label, style, marker in lines:
-                x = run.epoch_end_s / unit_s if by_time else run.epoch
-                every = max(1, len(x) // _MARKED)
-                axis.plot(x, run.test_error, label=label, marker=marker, markevery=every, **style)
-            _axes(axis, title, f"{clock} ({unit})" if by_time else "epoch", "test error (%)", whole=not by_time)
-
-        return draw
-
-    each = max(20, MOST_ROWS // len(runs))
-    rows = []
-    for run in runs:
-        chosen = _thin(len(run.epoch), each)
-        columns = (run.epoch[chosen].astype(int), run.epoch_end_s[chosen], run.test_error[chosen])
-        rows += [(run.label, *(value.item() for value in row)) for row in zip(*columns, strict=True)]
-    thinned = sum(len(run.epoch) for run in runs) > len(rows)
-    shown = {f"{clock} (s)": seconds, "test error (%)": percent}
-    heads = ("run", "epoch", f"{clock} (s)", "test error (%)")
-    caption = "Error on the test set at the end of each epoch."
-    if len(groups) == 1:
-        table = Table("error", heads, rows, shown, thinned)
-        lines = groups[0][1]
-        panels = [panel("Over epochs", lines, by_time=False), panel("Over time", lines, by_time=True)]
-        return [Figure("error", "Test error", caption, panels, table, 3.4)]
-    caption += _PANELS
-    return [
-        Figure(
-            f"error-over-{over}",
-            f"Test error over {over}",
-            caption,
-            [panel(title, lines, by_time=over == "time") for title, lines in groups],
-            Table(f"error-over-{over}", heads, rows, shown, thinned),
-            2.7,
-            share_y=True,
-        )
-        for over in ("epochs", "time")
-    ]
-
-
-_PANELS = " One panel for each protocol and μ, one colour for each λ."
 
 
 def _staleness(study: Study) -> list[Figure]:
@@ -156,11 +53,11 @@ def _staleness(study: Study) -> list[Figure]:
         runs = [run for run in runs if run not in never]
     if not runs:
         return []
-    groups = _groups(runs, lambda run: run.protocol)
+    groups = grouped(runs, lambda run: run.protocol)
     left_out = " Left out: hardsync and single learners, which have none." if never and never[0] not in runs else ""
-    many = _PANELS if len(runs) > _MOST_TOGETHER else ""
+    many = BY_PANEL if len(runs) > MOST_TOGETHER else ""
 
-    def over_updates(title: str, lines: Sequence[_Line]) -> Panel:
+    def over_updates(title: str, lines: Sequence[Line]) -> Panel:
         def draw(axis: Any) -> None:
             for run, label, style, _ in lines:
                 assert run.staleness is not None
@@ -172,17 +69,17 @@ def _staleness(study: Study) -> list[Figure]:
                 style = {**style, "linewidth": 1.6, "label": label}
                 draw_staleness(axis, blocks, style, band=len(lines) == 1)
             _law(axis, lines, (1,), axis.axhline)
-            _axes(axis, title, "update", "⟨σ⟩", whole=True)
+            set_axes(axis, title, "update", "⟨σ⟩", whole=True)
 
         return draw
 
-    def histogram(title: str, lines: Sequence[_Line]) -> Panel:
+    def histogram(title: str, lines: Sequence[Line]) -> Panel:
         def draw(axis: Any) -> None:
             for run, label, style, _ in lines:
                 axis.plot([], [], label=label, **style)
                 draw_histogram(axis, run.histogram, style, filled=len(lines) == 1)
             _law(axis, lines, (1, 2), axis.axvline)
-            _axes(axis, title, "σ (updates)", "gradients (%)", whole=True)
+            set_axes(axis, title, "σ (updates)", "gradients (%)", whole=True)
             axis.set_xlim(-0.7, max(max(len(line.run.histogram) - 1, 2 * (line.run.n or 0)) for line in lines) + 0.7)
 
         return draw
@@ -221,11 +118,11 @@ def _staleness(study: Study) -> list[Figure]:
 
 def _staleness_rows(run: Run, most: int) -> Iterable[tuple[Any, ...]]:
     assert run.staleness is not None
-    columns = [column[_thin(len(column), most)].tolist() for column in run.staleness[1:]]
+    columns = [column[thin(len(column), most)].tolist() for column in run.staleness[1:]]
     return [(run.label, *row) for row in zip(*columns, strict=True)]
 
 
-def _law(axis: Any, lines: Sequence[_Line], multiples: Sequence[int], draw: Callable[..., Any]) -> None:
+def _law(axis: Any, lines: Sequence[Line], multiples: Sequence[int], draw: Callable[..., Any]) -> None:
     """Marks n and its multiples in a panel whose runs agree on n."""
     found = {line.run.n for line in lines}
     n = found.pop()
@@ -270,7 +167,7 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
                 axis.plot(x, y, label=f"μ = {mu}", marker=MARKERS[i % len(MARKERS)], zorder=3, **style)
             for text, error, dashes in lines:
                 axis.axhline(error, color=COLOURS[4], linewidth=1.3, linestyle=dashes, label=text, zorder=1.2)
-            _axes(axis, family, f"{clock_of(runs)} ({unit})", "test error (%)")
+            set_axes(axis, family, f"{clock_of(runs)} ({unit})", "test error (%)")
             if max(times) > 6 * min(times):
                 _log_ticks(axis.xaxis)
                 axis.set_xlim(0.7 * min(times) / unit_s, 1.25 * max(times) / unit_s)
@@ -280,7 +177,7 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
 
         return draw
 
-    order = sorted(points.items(), key=lambda item: _family_order(item[0]))
+    order = sorted(points.items(), key=lambda item: family_order(item[0]))
     rows = [
         (family, mu, lam, time_s, error)
         for family, cells in order
@@ -356,7 +253,7 @@ def _speed_up(study: Study) -> list[Figure]:
     alone = [run for run in runs if run.learners == 1]
     panels: list[Panel] = []
     rows = []
-    families = sorted({run.family for run in runs if run.learners > 1}, key=_family_order)
+    families = sorted({run.family for run in runs if run.learners > 1}, key=family_order)
     for mu in sorted({run.minibatch_size for run in runs if run.learners > 1}, reverse=True):
         curves = {}
         for family in families:
@@ -395,7 +292,7 @@ def _speed_up_panel(title: str, families: Sequence[str], curves: dict[str, Any],
         top = 1.08 * max(factor for points in curves.values() for _, factor in points)
         most = max(lam for points in curves.values() for lam, _ in points)
         axis.plot([0, most], [0, most], color=MUTED, linewidth=1.2, linestyle=":", scalex=False, scaley=False, zorder=1)
-        _axes(axis, title, "learners λ", f"speed-up over {base}", whole=True)
+        set_axes(axis, title, "learners λ", f"speed-up over {base}", whole=True)
         axis.set_ylim(0, top)
 
     return draw
@@ -472,19 +369,6 @@ def _bars(axis: Any, drawn: Sequence[tuple[str, Any]], title: str) -> None:
     axis.grid(False, axis="y")
 
 
-def _axes(axis: Any, title: str, x: str, y: str, *, whole: bool = False) -> None:
-    """Titles, and a scale from zero; `whole`: x counts things."""
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
-    axis.set(title=title, xlabel=x, ylabel=y)
-    top = max(axis.get_ylim()[1], 0.1)
-    axis.set_ylim(-0.01 * top, top)
-    axis.set_xlim(0)
-    if whole:
-        axis.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
 def _log_ticks(axis: Any) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -534,8 +418,3 @@ def _place(axis: Any, labels: Sequence[tuple[str, list[tuple[float, float]]]]) -
             if best[0] == 0:
                 break
         taken.append(best[2])
-
-
-def _thin(length: int, most: int) -> Any:
-    """Numbers of at most `most` rows, evenly spread, with the first and the last."""
-    return np.unique(np.linspace(0, length - 1, min(length, most)).round().astype(int))

@@ -40,7 +40,9 @@ class Run:
         job: as resolved.
         epoch: the epochs that were tested, shape (tested,), as the next two.
         epoch_end_s: when they ended.
-        test_error: in percent.
+        test_error: in percent; NaN where the task knows none.
+        test_loss: likewise as many.
+        metrics: what else the tests measured: name -> as many values, NaN where there is none.
         staleness: over updates.
         update_s: time in the optimiser's steps.
         evaluation_s: time in tests.
@@ -58,6 +60,8 @@ class Run:
     epoch: Numbers = field(default_factory=lambda: np.zeros(0))
     epoch_end_s: Numbers = field(default_factory=lambda: np.zeros(0))
     test_error: Numbers = field(default_factory=lambda: np.zeros(0))
+    test_loss: Numbers = field(default_factory=lambda: np.zeros(0))
+    metrics: Mapping[str, Numbers] = field(default_factory=dict)
     staleness: Blocks | None = None
     update_s: float = 0.0
     evaluation_s: float = 0.0
@@ -109,7 +113,16 @@ class Run:
     @property
     def error(self) -> float | None:
         """Last test error in percent."""
-        return float(self.test_error[-1]) if len(self.test_error) else None
+        return _last(self.test_error)
+
+    @property
+    def loss(self) -> float | None:
+        """Last loss of a test."""
+        return _last(self.test_loss)
+
+    def metric(self, name: str) -> Numbers:
+        """A metric's values, one for each tested epoch."""
+        return self.metrics.get(name, np.full(len(self.epoch), np.nan))
 
     @property
     def seconds_per_sample(self) -> float | None:
@@ -246,7 +259,9 @@ def read(path: Path) -> Run:
     with open_results(path) as results:
         summary, epochs, updates = results.summary(), results.epochs, results.updates
         timing_only = results.job.get("simulation", {}).get("tensors") is False and summary["driver"] == "simulation"
-        tested = epochs[(epochs["evaluated"] != 0) & np.isfinite(epochs["test_error"])][: 0 if timing_only else None]
+        places = np.flatnonzero(epochs["evaluated"] != 0)[: 0 if timing_only else None]
+        tested = epochs[places]
+        metrics = {name: np.array(found, float) for name, found in summary["metrics"].get("test", {}).items()}
         ran = epochs["evaluation_s"][epochs["evaluated"] != 0]
         return Run(
             path,
@@ -259,7 +274,9 @@ def read(path: Path) -> Run:
             _job(results),
             tested["epoch"].astype(float),
             tested["time_s"],
-            100 * tested["test_error"],
+            100.0 * tested["test_error"],
+            tested["test_loss"],
+            {name: found[places] for name, found in metrics.items()},
             blocks_of(updates["timestamp"], updates["mean_staleness"], _MOST_BLOCKS),
             float(updates["update_s"].sum()),
             float(ran[np.isfinite(ran)].sum()),
@@ -301,6 +318,11 @@ def varying(runs: Sequence[Run]) -> list[str]:
 def text(value: Any) -> str:
     """A value of a job for people."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _last(values: Numbers) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
 
 
 def _short(label: str) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rudra.report.charts import Figure, figures
+from rudra.report.charts import figures
+from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying
 from rudra.report.tables import Table, comparison, summary
 from rudra.report.who import drawings

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rudra.analysis import COLOURS, STYLE
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
-from rudra.report.charts import Figure
 from rudra.report.ink import GRID, INK, MUTED
+from rudra.report.panels import Figure
 from rudra.report.tables import Table
 
 if TYPE_CHECKING:
@@ -122,8 +122,9 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
 def _share(axes: Sequence[Any], columns: int, *, from_zero: bool) -> None:
     """One scale that has room for all panels, named at the left."""
     low, high = min(axis.dataLim.y0 for axis in axes), max(axis.dataLim.y1 for axis in axes)
-    room = 0.09 * max(high - low, 1.0)
-    axes[0].set_ylim(-0.01 * high if from_zero else max(0.0, low - room), high + room)
+    room = 0.09 * (max(high - low, 0.05 * abs(high)) or 1.0)
+    bottom = low - room if low < 0 else -0.01 * high if from_zero else max(0.0, low - room)
+    axes[0].set_ylim(bottom, high + room)
     for i, axis in enumerate(axes):
         if i % columns:
             axis.set_ylabel("")

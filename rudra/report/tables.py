@@ -69,46 +69,52 @@ def signed(value: float) -> str:
 
 def summary(study: Study) -> Table:
     """One row for each run, also for those that are missing."""
-    clock = clock_of(study.known)
-    counts = ("pushed", "applied", "discarded")
-    return Table(
-        "runs",
-        (
-            "run",
-            "protocol",
-            "⟨σ⟩",
-            "μ",
-            "λ",
-            "epochs",
-            "test error (%)",
-            f"{clock} (s)",
-            "samples/s",
-            "overlap (%)",
-            *counts,
-            "status",
-        ),
-        [_summary_row(run) for run in study.runs],
-        {
-            "test error (%)": percent,
-            "overlap (%)": percent,
-            f"{clock} (s)": seconds,
-            "samples/s": lambda v: f"{v:,.0f}",
-            "⟨σ⟩": percent,
-        },
+    clock, quality = clock_of(study.known), quality_of(study.known)
+    target = f"{clock} to target (s)"
+    left_out = set() if any(run.summary["target"] for run in study.known) else {target}
+    rows = [_summary_row(run, quality, clock, target) for run in study.runs]
+    heads = tuple(head for head in rows[0] if head not in left_out) if rows else ()
+    shown = {
+        "test error (%)": percent,
+        "overlap (%)": percent,
+        f"{clock} (s)": seconds,
+        target: seconds,
+        "samples/s": lambda v: f"{v:,.0f}",
+        "⟨σ⟩": percent,
+    }
+    return Table("runs", heads, [tuple(row[head] for head in heads) for row in rows], shown)
+
+
+def _summary_row(run: Run, quality: str, clock: str, target: str) -> dict[str, Any]:
+    """Head -> value, in the order of the columns."""
+    s = run.summary or dict.fromkeys(
+        ("planned_epochs", "epochs", "overlap", "mean_staleness", "time_to_target_s", "samples_per_s", *_COUNTS)
     )
-
-
-def _summary_row(run: Run) -> tuple[Any, ...]:
-    status = f"{run.status}: {run.reason}" if run.reason else run.status
-    if not run.known:
-        return (run.label, *[None] * 12, status)
-    s = run.summary
     planned = s["planned_epochs"]
-    epochs = s["epochs"] if planned in (None, s["epochs"]) else f"{s['epochs']} of {planned}"
-    counts = (s["pushed"], s["applied"], s["discarded"])
-    overlap = None if s["overlap"] is None else 100 * s["overlap"]
-    numbers = (epochs, run.error, run.time_s, s["samples_per_s"], overlap, *counts)
-    return (run.label, run.protocol, s["mean_staleness"], run.minibatch_size, run.learners, *numbers, status)
+    return {
+        "run": run.label,
+        "protocol": run.protocol if run.known else None,
+        "⟨σ⟩": s["mean_staleness"],
+        "μ": run.minibatch_size if run.known else None,
+        "λ": run.learners if run.known else None,
+        "epochs": s["epochs"] if planned in (None, s["epochs"]) else f"{s['epochs']} of {planned}",
+        quality: run.loss if quality == "test loss" else run.error,
+        target: s["time_to_target_s"],
+        f"{clock} (s)": run.time_s if run.known else None,
+        "samples/s": s["samples_per_s"],
+        "overlap (%)": None if s["overlap"] is None else 100 * s["overlap"],
+        **{name: s[name] for name in _COUNTS},
+        "status": f"{run.status}: {run.reason}" if run.reason else run.status,
+    }
+
+
+_COUNTS = ("pushed", "applied", "discarded")
+
+
+def quality_of(runs: Sequence[Run]) -> str:
+    """What tells how good runs are: the loss where no task knows an error."""
+    lost = any(run.loss is not None for run in runs) and all(run.error is None for run in runs)
+    return "test loss" if lost else "test error (%)"
 
 
 def clock_of(runs: Sequence[Run]) -> str:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from rudra.analysis import COLOURS
 from rudra.branches import Branch, by_gradients, by_weights
-from rudra.report.charts import Figure, Panel
 from rudra.report.ink import GRID, INK, MUTED
+from rudra.report.panels import Figure, Panel
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, Table
 from rudra.topology import Cast, Place, counted, name_of, placed, roles, spans

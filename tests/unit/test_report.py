@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import rudra
 from rudra.cli import main
 from rudra.errors import ConfigError, ResultsError
 from tests.unit.report_files import TITLE, write_point, write_study
@@ -13,6 +15,8 @@ from tests.unit.results_files import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
 pytest.importorskip("jinja2", reason="Jinja is not installed: pip install 'rudra[plot]'")
+
+from matplotlib.figure import Figure
 
 from rudra.report import report
 from rudra.report.charts import figures
@@ -214,3 +218,38 @@ def test_title_names_the_study(page: str) -> None:
         f"<title>{TITLE.replace('&', '&amp;').replace('<', '&lt;').replace('>', '&gt;').replace(chr(34), '&#34;')}"
         in page
     )
+
+
+def negative(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that goes below 0, and comes without an error."""
+    return torch.nn.functional.cross_entropy(output, target) - 3
+
+
+def hits(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).float().mean()
+
+
+def test_runs_without_an_error_show_loss_metrics_and_target(tmp_path: Path) -> None:
+    job = rudra.Job.load("digits").with_(
+        model={"name": "mlp"},
+        task={"name": negative, "metrics": [hits]},
+        training={"epochs": 6, "target": "hits >= 0.5"},
+    )
+    path = tmp_path / "run.h5"
+    rudra.simulate(job, output=path, progress="quiet").close()
+    (study,) = collect([path])
+    (run,) = study.known
+    drawn = {figure.name: figure for figure in figures(study, study.known)}
+    assert list(drawn)[:2] == ["loss", "metric-hits"]
+    assert [row[-1] for row in drawn["loss"].table.rows] == run.summary["test_loss"]
+    assert [row[-1] for row in drawn["metric-hits"].table.rows] == run.summary["metrics"]["test"]["hits"]
+    table = summary(study)
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["test loss"] == run.summary["test_loss"][-1] < 0
+    assert row["virtual time to target (s)"] == run.summary["time_to_target_s"] > 0
+    assert "test error (%)" not in row
+    report([path], tmp_path / "page.html")
+    axis = Figure().subplots()
+    drawn["loss"].panels[0](axis)
+    bottom, top = axis.get_ylim()
+    assert bottom < min(run.summary["test_loss"]) <= max(run.summary["test_loss"]) < top
