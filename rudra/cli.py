@@ -188,8 +188,9 @@ Under mpirun or srun give as many ranks as the run had. To resume in a batch scr
 or not: rudra run JOB --output FILE.h5 --resume"""
 
 REPORT_MORE = """\
-The page is one HTML file that needs nothing else: tables, test error, staleness, tradeoff curves,
-speed-up and time per role, each with its numbers as CSV. Runs that failed or are missing are shown as such."""
+The page is one HTML file that needs nothing else: tables, test error or loss and other metrics, staleness,
+tradeoff curves, speed-up and time per role, each with its numbers as CSV. Runs that failed or are missing are
+shown as such."""
 
 WATCH_MORE = """\
 Reads while the run writes, redraws every second, and ends with the run or Ctrl-C; the run does not notice."""

@@ -251,22 +251,21 @@ class _Inputs:
 
     def minibatch(self, step: int) -> Batch:
         if step not in self._drawn:
-            self._draw(step)
-        inputs, target = self._drawn.pop(step)  # whoever gets them may change them
-        if self._augmentation.idle:
-            return inputs, target
-        return self._augmentation(inputs, mix(self._seed(step), _CHANGING)), target
+            first = step - step % self._together
+            self._drawn = dict(enumerate(self._draw(first), first))
+        return self._drawn.pop(step)  # whoever gets it may change it
 
-    def _draw(self, step: int) -> None:
-        size, first = self.minibatch_size, step - step % self._together
+    def _draw(self, first: int) -> Iterator[Batch]:
+        """The mini-batches of several steps."""
+        size = self.minibatch_size
         if self._split.random:
-            seed_all(mix(self._seed(step), _DRAWING))
-        inputs, target = self._split.batch(self._sampler.indices(first * size, self._together * size))
-        if self._together == 1:
-            self._drawn = {step: (inputs, target)}
-        else:
-            pairs = zip(inputs.split(size), target.split(size), strict=True)
-            self._drawn = dict(enumerate(pairs, first))
+            seed_all(mix(self._seed(first), _DRAWING))
+        drawn = self._split.batch(self._sampler.indices(first * size, self._together * size))
+        pairs = [drawn] if self._together == 1 else zip(drawn[0].split(size), drawn[1].split(size), strict=True)
+        for step, (inputs, target) in enumerate(pairs, first):
+            if not self._augmentation.idle:
+                inputs = self._augmentation(inputs, mix(self._seed(step), _CHANGING))
+            yield inputs, target
 
 
 class _Prefetched:
