@@ -228,7 +228,7 @@ def _largest(pairs: dict[str, _Pair], kind: str, arrays: Arrays, file: _File) ->
     """The largest number of a class or token.
 
     Raises:
-        DataError: one is negative.
+        DataError: one is negative, and no token that is not learned.
     """
     largest = 0
     for split, pair in pairs.items():
@@ -240,6 +240,7 @@ def _largest(pairs: dict[str, _Pair], kind: str, arrays: Arrays, file: _File) ->
             for first in range(0, source.shape[0], _BLOCK):
                 values = source.rows(np.arange(first, min(first + _BLOCK, source.shape[0])))
                 largest = max(largest, int(values.max(initial=0)))
-                if values.min(initial=0) < 0:
+                masked = kind == "sequences" and name == pair.targets  # what is below 0 is not learned
+                if values.min(initial=0) < 0 and not masked:
                     raise DataError(f"{file.path}: {name} has {values.min()}; valid: 0 and above")
     return largest

@@ -67,6 +67,7 @@ BYTES = RNG.integers(0, 256, (9, 4, 5)).astype(np.uint8)
 FLOATS = RNG.random((9, 6))
 LABELS = np.array([2, 0, 1, 1, 0, 2, 0, 1, 2])
 TOKENS = RNG.integers(0, 7, (9, 4)).astype(np.int32)
+MASKED = np.where(TOKENS > 4, -100, TOKENS)  # which are not learned
 SEVERAL = np.where(FLOATS > 0.5, 1, 0)[:, :5]
 
 
@@ -94,6 +95,7 @@ CASES: dict[str, Case] = {  # inputs, targets, other keys of the table -> a samp
     "several truths": (FLOATS, SEVERAL > 0, {}, (6,), 5, single(FLOATS), single(SEVERAL)),
     "tokens": (TOKENS, LABELS, {}, (4,), 3, whole(TOKENS), LABELS),
     "sequences": (TOKENS, TOKENS[::-1], {}, (4,), 1 + int(TOKENS.max()), whole(TOKENS), whole(TOKENS[::-1])),
+    "masked sequences": (TOKENS, MASKED, {}, (4,), 1 + int(TOKENS.max()), whole(TOKENS), whole(MASKED)),
     "regression": (FLOATS, FLOATS[:, 0], {}, (6,), 1, single(FLOATS), single(FLOATS[:, 0])),
     "regression of several": (FLOATS, FLOATS[:, :2], {}, (6,), 2, single(FLOATS), single(FLOATS[:, :2])),
     "of whole numbers": (FLOATS, LABELS, {"options": {"regression": True}}, (6,), 1, single(FLOATS), single(LABELS)),
@@ -181,6 +183,7 @@ GOOD = made(FLOATS, LABELS)
         ({"x_test": np.zeros((3, 6), np.uint8)}, {}, "x_test has rows of uint8 (6,)"),
         ({"y_test": FLOATS[:3, 0]}, {}, "y_test has rows of float64 (), and those of the training set are int64 ()"),
         ({"y_train": LABELS[:6] - 1}, {}, "y_train has -1; valid: 0 and above"),
+        (made(MASKED, TOKENS), {}, "x_train has -100; valid: 0 and above"),
         ({"y_train": LABELS[:6] - 1}, {"classes": 3}, "sample 1 has label -1; valid: 0 to 2"),
         ({"y_train": LABELS[:6] * 2}, {"classes": 3}, "sample 0 has label 4; valid: 0 to 2"),
         ({"y_train": LABELS[:6] * 0, "y_test": LABELS[:3] * 0}, {}, "all targets are the same"),
