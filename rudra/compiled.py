@@ -19,7 +19,8 @@ from rudra.tasks import Task
 from rudra.trees import called, first, mapped, moved
 
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 20, "cpp_wrapper": True}
-"""Inductor's: that many operations are fused before a result goes to memory; more suit small mini-batches better."""
+"""Inductor's, for CPUs: that many operations are fused before a result goes to memory, which suits small mini-batches,
+and no Python stands between kernels."""
 
 
 class _Probed:
@@ -67,11 +68,12 @@ class CompiledStep:
         self._probed: dict[int, _Probed] = {}  # by index of the weight
         self._batch = 0  # samples that the probes are for
         self._compute = self._step
+        options = _OPTIONS if self._parameters[0].device.type == "cpu" else None
         if hasattr(dynamo, "trace_autograd_ops"):  # one piece of code for loss and gradient
             dynamo.trace_autograd_ops = True
-            self._compute = torch.compile(self._step, dynamic=False, options=_OPTIONS)
+            self._compute = torch.compile(self._step, dynamic=False, options=options)
         else:
-            self._loss = torch.compile(self._loss, dynamic=False, options=_OPTIONS)  # type: ignore[method-assign]
+            self._loss = torch.compile(self._loss, dynamic=False, options=options)  # type: ignore[method-assign]
 
     def __call__(
         self, inputs: Any, target: Any, views: Sequence[torch.Tensor], device: torch.device
