@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiler import needs_compiler
 
 from rudra.bench import BENCHMARKS
 
@@ -16,7 +17,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(260)]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+NEEDS = {"compile": needs_compiler}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])
 def test_a_benchmark_prints_ratios_and_goals(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rudra", "bench", name, "--quick", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

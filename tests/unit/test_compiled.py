@@ -1,14 +1,13 @@
 """Compiled gradients are those of torch, for whatever users bring; where nothing can be compiled, one line says so."""
 
 import copy
-import shutil
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiler import needs_compiler
 from torch import nn
 
 import rudra
@@ -39,8 +38,6 @@ class Odd(nn.Module):
         return self.last(x) + self.again(x)
 
 
-COMPILES = shutil.which("g++") is not None and Path(sysconfig.get_paths()["include"], "Python.h").is_file()
-needs_compiler = pytest.mark.skipif(not COMPILES, reason="torch.compile needs g++ and Python's headers")
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "lenet": (lambda: networks.lenet((1, 28, 28), 10), lambda: torch.rand(5, 1, 28, 28)),
     "odd": (Odd, lambda: {"left": torch.rand(5, 2), "right": torch.rand(5, 4)}),
