@@ -47,6 +47,8 @@ class Figure:
 
 
 class Line(NamedTuple):
+    """How a run is drawn in a panel."""
+
     run: Run
     label: str
     style: dict[str, Any]
