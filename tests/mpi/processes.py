@@ -53,18 +53,18 @@ def mpirun(ranks: int, *arguments: str) -> tuple[int, str, str]:
     return finish(process)
 
 
-def updates(path: Path) -> int:
-    """How many a file that may be written to holds."""
+def updates(path: Path, table: str = "updates") -> int:
+    """How many, or rows of another table, a file that may be written to holds."""
     with suppress(RudraError), rudra.open_results(path) as results:
-        return len(results.updates)
+        return len(getattr(results, table))
     return 0
 
 
-def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int) -> None:
-    """Until a run has made so many updates, or has ended."""
+def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int, table: str = "updates") -> None:
+    """Until a run has made so many updates, or recorded so many rows of another table, or has ended."""
     deadline = time.monotonic() + 100
-    while process.poll() is None and updates(output) < count:
-        assert time.monotonic() < deadline, f"fewer than {count} updates came"
+    while process.poll() is None and updates(output, table) < count:
+        assert time.monotonic() < deadline, f"fewer than {count} {table} came"
         time.sleep(0.02)  # another process's progress can only be polled
 
 

@@ -169,9 +169,7 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(
     wait_for_updates(process, output, 10)
     pid = ranks_of(process)[rank]
     os.kill(pid, signal.SIGSTOP)
-    with rudra.open_results(output) as results:
-        count = len(results.updates)
-    wait_for_updates(process, output, count + 5)
+    wait_for_updates(process, output, 1, "events")
     if comes_back:
         os.kill(pid, signal.SIGCONT)
     code, _, err = finish(process, 60)
