@@ -97,7 +97,7 @@ class CompiledStep:
         return loss, output
 
     def _loss(self, inputs: Any, target: Any) -> tuple[torch.Tensor, Any]:
-        output = called(self._module, inputs)
+        output = self._task.compared(called(self._module, inputs))
         return self._task.loss(output, target), output
 
     def _step(
@@ -111,7 +111,7 @@ class CompiledStep:
         ]
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         layer_inputs: dict[int, Any] = {index: probed.inputs for index, probed in self._probed.items()}
-        return loss.detach(), mapped(torch.Tensor.detach, output), gradients, layer_inputs
+        return loss.detach(), mapped(_detached, output), gradients, layer_inputs
 
     def _place_probes(self, inputs: Any, target: Any) -> None:
         """Finds the large linear layers that are used once, on a matrix, and what their probes must look like."""
@@ -153,3 +153,8 @@ class CompiledStep:
             and id(layer.weight) in places
             and owners[id(layer.weight)] == 1
         ]
+
+
+def _detached(leaf: Any) -> Any:
+    """Without what gradients need; outputs may hold other things than tensors."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -260,10 +260,10 @@ class FlatModel:
     ) -> tuple[Any, torch.Tensor]:
         """Output and loss, float32 in any precision."""
         if self._autocast is None:
-            output = called(module, moved(inputs, self.device))
+            output = self.task.compared(called(module, moved(inputs, self.device)))
             return output, self.task.loss(output, target, reduction)
         with self._autocast:
-            output = called(module, moved(inputs, self.device))
+            output = self.task.compared(called(module, moved(inputs, self.device)))
             output = output.float() if isinstance(output, torch.Tensor) else output
             return output, self.task.loss(output, target, reduction).float()
 

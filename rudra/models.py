@@ -72,7 +72,7 @@ def check_output(module: nn.Module, task: Task, info: DataInfo) -> None:
     try:
         with torch.no_grad():
             there = torch.device("cpu") if parameter is None else parameter.device
-            output = trees.called(module, trees.moved(inputs, there))
+            output = task.compared(trees.called(module, trees.moved(inputs, there)))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         what = " ".join(str(error).split())
         raise ConfigError(

@@ -44,6 +44,10 @@ class Task:
         own = {name: metric(output, target) for name, metric in self.own.items()}
         return {name: float(value) for name, value in {**self.metrics(output, target), **own}.items()}
 
+    def compared(self, output: Any) -> Any:
+        """What of a model's output is compared with targets: its `logits` if it has them, as Hugging Face's have."""
+        return getattr(output, "logits", output)
+
     def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
         """Mean over the samples, a scalar; with "none" the loss of each sample, (samples,)."""
         raise NotImplementedError
@@ -218,6 +222,9 @@ class OwnLoss(Task):
     def __init__(self, classes: int, loss: Callable[[Any, Any], torch.Tensor], name: str) -> None:
         super().__init__(classes)
         self._loss, self.name = loss, name
+
+    def compared(self, output: Any) -> Any:
+        return output
 
     def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
         if reduction != "mean":

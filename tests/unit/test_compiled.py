@@ -4,16 +4,19 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 from compiler import needs_compiler
 from torch import nn
+from torch.nn import functional
 
 import rudra
 from rudra import networks
 from rudra.errors import ConfigError
 from rudra.flat import FlatModel
+from rudra.tasks import Classification, OwnLoss, Task
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
 
@@ -65,6 +68,45 @@ def test_gradients_losses_and_buffers_are_those_of_torch(case: str) -> None:
     for model in (plain, compiled):
         model.bind(weights[0])
     assert compiled.evaluate_batch(draw(), labels)[2].keys() == plain.evaluate_batch(draw(), labels)[2].keys()
+
+
+class Output(dict[str, Any]):
+    """As Hugging Face's models give it: a mapping with attributes, that also holds what is no tensor."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        logits = self.linear(x)
+        return Output(logits=logits, hidden=(x, logits), cache=None, kind="large")
+
+
+def of_all(output: Output, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.logits, target) + output["hidden"][1].square().mean()
+
+
+@pytest.mark.parametrize("task", [Classification(3), OwnLoss(3, of_all, "of_all")], ids=lambda task: task.name)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
+def test_an_output_may_be_an_object_with_logits(task: Task, *, compiled: bool) -> None:
+    module = Large()
+    inputs, target = torch.rand(4, 5), torch.tensor([0, 1, 2, 0])
+    wanted = functional.cross_entropy(module(inputs).logits, target)
+    if isinstance(task, OwnLoss):
+        wanted = wanted + module(inputs).logits.square().mean()
+    gradients = torch.autograd.grad(wanted, list(module.parameters()))
+    model = FlatModel(module, task, compiled=compiled)
+    weights, found = torch.empty(model.size), torch.empty(model.size)
+    model.read_into(weights)
+    model.bind(weights)
+    assert model.gradient(inputs, target, found, 0) == pytest.approx((wanted.item(), ANY))
+    torch.testing.assert_close(found, torch.cat([gradient.flatten() for gradient in gradients]))
+    assert model.evaluate_batch(inputs, target)[0] == pytest.approx(wanted.item())
 
 
 def job(**tables: Any) -> rudra.Job:
