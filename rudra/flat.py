@@ -1,7 +1,8 @@
 """One model, one vector: the form in which weights and gradients travel.
 
-`[parameters | floating-point buffers]`: a gradient has the same layout, and carries in its second part the buffers
-(such as BatchNorm's running statistics) as they were after its mini-batch.
+`[parameters | floating-point buffers | counters]`: a gradient has the same layout, and carries behind its first part
+the buffers (such as BatchNorm's running statistics) as they were after its mini-batch. Counters are buffers of one
+whole number, int64 without dimensions; a vector may hold the mean of several, which is rounded for the module.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from rudra.tasks import Classification, Reduction, Task
 from rudra.trees import called, moved
 
 _KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
+_EXACT = 2**24  # float32 has all whole numbers up to this
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
 _SCALE, _LESS = 2.0**12, 2.0**-4
 """What a loss is multiplied with in float16, where small gradients would be lost, and that scale where large ones are:
@@ -83,9 +85,9 @@ class _DirectLinear:
 
 
 class FlatModel:
-    """A module whose parameters and floating-point buffers live in flat vectors that the caller owns.
+    """A module whose parameters, floating-point buffers and counters live in flat vectors that the caller owns.
 
-    Parameters that are not trained, and integer buffers, stay with the module: every rank builds the same ones.
+    Parameters that are not trained, and other integer buffers, stay with the module: every rank builds the same ones.
 
     Args:
         module: float32, on one device. Parameters used at several places are counted once.
@@ -118,10 +120,12 @@ class FlatModel:
                 raise ConfigError(f"[model] {name} is {tensor.dtype}; only torch.float32 is supported")
             if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
                 raise ConfigError(f"[model] {name} has no shape yet; call the model once where you make it")
+        counters = [(n, b) for n, b in module.named_buffers() if _counts(b)]
         self._parameters: list[torch.Tensor] = [p for _, p in parameters]
         self._buffers: list[torch.Tensor] = [b for _, b in buffers]
+        self._owned = [_owned(module, name) for name, _ in (*buffers, *counters)]
         entries: list[Entry] = []
-        for kind, named in (("parameter", parameters), ("buffer", buffers)):
+        for kind, named in (("parameter", parameters), ("buffer", buffers), ("buffer", counters)):
             for name, tensor in named:
                 offset = entries[-1].offset + entries[-1].size if entries else 0
                 entries.append(Entry(name, tuple(tensor.shape), offset, tensor.numel(), kind))  # type: ignore[arg-type]
@@ -129,6 +133,9 @@ class FlatModel:
         self.parameter_count = sum(p.numel() for p in self._parameters)
         self.size = entries[-1].offset + entries[-1].size
         self.device = self._parameters[0].device
+        self._counters = torch.tensor([int(c) for _, c in counters], dtype=torch.int64, device=self.device)
+        for (_, counter), place in zip(counters, self._counters, strict=True):
+            counter.data = place
         self._generator = torch.default_generator
         if self.device.type == "cuda":
             self._generator = torch.cuda.default_generators[self.device.index or 0]
@@ -158,9 +165,10 @@ class FlatModel:
             self._weights = weights
 
     def read_into(self, out: torch.Tensor) -> None:
-        """Copies the current values of all parameters and floating-point buffers to `out`, (size,) float32."""
+        """Copies the current values of all that the vector holds to `out`, (size,) float32."""
         with torch.no_grad():
-            for view, tensor in zip(self._split(out), [*self._parameters, *self._buffers], strict=True):
+            tensors = [*self._parameters, *self._buffers, *self._counters]
+            for view, tensor in zip(self._split(out), tensors, strict=True):
                 view.copy_(tensor)
 
     def state_dict(self) -> tuple[Named, ...]:
@@ -225,7 +233,8 @@ class FlatModel:
         vectors = weights[0][None] if shared else torch.stack(list(weights))
         parts = [v.view(-1, *e.shape) for v, e in zip(torch.split(vectors, self._sizes, 1), self.layout, strict=True)]
         count = len(self._parameters)
-        values = {e.name: part[0] if shared else part for part, e in zip(parts, self.layout, strict=True)}
+        there = len(self.layout) - len(self._counters)  # counters would be of no use: no gradient changes them
+        values = {e.name: part[0] if shared else part for part, e in zip(parts[:there], self.layout, strict=False)}
         trained = {e.name: values.pop(e.name) for e in self.layout[:count]}
 
         def loss(
@@ -272,12 +281,13 @@ class FlatModel:
     ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
         self._mode(training=True)
         views = self._split(out)
-        if self._buffers:
+        if self._owned:
             out[self.parameter_count :] = self._weights[self.parameter_count :]
             self._place_buffers(out, views)
         self.seed(seed)
         if self._step is not None and reduction == "mean":
             loss, output = self._step(inputs, target, views, self.device)
+            self._collect_buffers(out)
             return loss, self.task.wrong(output, target)
         for index, layer in self._direct.items():
             layer.target = views[index]
@@ -285,6 +295,7 @@ class FlatModel:
         mean = loss if reduction == "mean" else loss.mean()
         scaled = mean if scale == 1 else mean * scale
         self._copy(torch.autograd.grad(scaled, self._parameters, allow_unused=True), views)
+        self._collect_buffers(out)
         if scale != 1:
             gradient = out[: self.parameter_count]
             if not gradient.isfinite().all():
@@ -299,12 +310,13 @@ class FlatModel:
             Mean loss, the share of the samples that is wrong (NaN where the task knows no error), other metrics.
         """
         self._mode(training=False)
-        if self._buffers:
+        if self._owned:
             self._place_buffers(self._weights, self._split(self._weights))
         with torch.no_grad():
             there = moved(target, self.device)
             output, loss = self._forward(self.module, inputs, there)
             metrics = self.task.measure(output, there)
+        self._collect_buffers()
         wrong = self.task.wrong(output, target)
         return loss.item(), math.nan if wrong is None else float(wrong.mean()), metrics
 
@@ -345,15 +357,40 @@ class FlatModel:
         return views
 
     def _place_buffers(self, vector: torch.Tensor, views: list[torch.Tensor]) -> None:
+        """Makes the module's buffers those of a vector, which it changes there, but for counters."""
         if self._buffers and self._buffers_at != vector.data_ptr():
-            for buffer, view in zip(self._buffers, views[len(self._parameters) :], strict=True):
+            for buffer, view in zip(self._buffers, views[len(self._parameters) :], strict=False):
                 buffer.data = view
             self._buffers_at = vector.data_ptr()
+        if count := len(self._counters):
+            self._counters.copy_(vector[-count:].round())
+
+    def _collect_buffers(self, vector: torch.Tensor | None = None) -> None:
+        """Brings to a vector what the module did not change there: counters, and buffers that it made anew."""
+        if vector is not None and (count := len(self._counters)):
+            vector[-count:] = self._counters
+        for index, (buffers, name, placed) in enumerate(self._owned, len(self._parameters)):
+            found = buffers[name]
+            if found is not placed:
+                buffers[name] = placed
+                if vector is not None and found is not None:
+                    self._split(vector)[index].copy_(found.detach())
 
     def _mode(self, *, training: bool) -> None:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
+
+
+def _counts(buffer: torch.Tensor) -> bool:
+    """Whether a buffer is a counter, such as of the batches that BatchNorm has seen."""
+    return buffer.dtype == torch.int64 and buffer.dim() == 0 and abs(int(buffer)) <= _EXACT
+
+
+def _owned(module: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str, torch.Tensor]:
+    """Where a module keeps a buffer, under which name, and the buffer."""
+    path, _, own = name.rpartition(".")
+    return module.get_submodule(path)._buffers, own, module.get_buffer(name)
 
 
 def _values(tensor: torch.Tensor) -> npt.NDArray[Any]:

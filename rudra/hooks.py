@@ -71,7 +71,7 @@ class Moment:
     _source: Source | None = field(default=None, repr=False, compare=False)
 
     def weights(self) -> dict[str, Floats]:
-        """Parameters and floating-point buffers by name, read-only, without a copy; empty where the role holds none.
+        """Parameters, and buffers that travel, by name, read-only, without a copy; empty where the role holds none.
 
         They are good during the call of the hook alone: copy what is to stay.
         """

@@ -491,12 +491,13 @@ def _differs(update: int, what: str, then: Any, now: Any) -> NoReturn:
 
 
 def _save(path: Path, job: Job, info: data.DataInfo, server: Executor) -> None:
-    """Writes the server's weights as a state dict of the model, whose integer buffers are as they were at first."""
+    """Writes the server's weights as a state dict of the model; what they lack is as it was at first."""
     weights = server.buffer("weights").vector
     state = models.build(job.model, info, job.training.seed).state_dict()
     for entry in server.layout:
         if entry.name in state:  # some buffers are not
-            state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
+            values = weights[entry.offset : entry.offset + entry.size].view(entry.shape)
+            state[entry.name].copy_(values if state[entry.name].is_floating_point() else values.round())
     save(state, path)
 
 

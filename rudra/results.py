@@ -277,8 +277,9 @@ class Results:
     def state_dict(self, epoch: int | None = None) -> dict[str, NDArray[Any]]:
         """All that the model's own `load_state_dict` wants: name -> tensor, in the model's own shapes.
 
-        What is trained comes as views of `weights_of(epoch)`, anything else (parameters that are not trained, integer
-        buffers) is as it was at the start. Types that NumPy does not have, such as bfloat16, come as float32.
+        What is trained comes as views of `weights_of(epoch)`, counters such as BatchNorm's as whole numbers; anything
+        else (parameters that are not trained, other integer buffers) is as it was at the start. Types that NumPy does
+        not have, such as bfloat16, come as float32.
 
         Args:
             epoch: one of `kept_epochs`; by default the final weights.
@@ -295,6 +296,8 @@ class Results:
         with self._reading():
             values = {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout}
             named = [Named(*(row[column].decode() for column in ("name", "tensor", "dtype"))) for row in rows]
+            counters = {each.tensor for each in named if each.dtype == "int64"} & values.keys()
+            values |= {tensor: np.asarray(np.rint(values[tensor]), np.int64) for tensor in counters}
             for tensor in {each.tensor for each in named} - values.keys():
                 values[tensor] = sound.fixed(self._file, tensor, file_bytes)
             return tuple(each._replace(value=values[each.tensor]) for each in named)

@@ -62,8 +62,8 @@ def test_one_learner_is_plain_torch(tmp_path: Path) -> None:
         ours, updates, error = results.state_dict(), len(results.updates), results.epochs["test_error"][-1]
     model, theirs = plainly(made, updates, SIZE)
     for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():
-            np.testing.assert_allclose(ours[name], tensor.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(ours[name], tensor.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+        assert ours[name].dtype == tensor.numpy().dtype
     assert error == pytest.approx(theirs, abs=2 / 360)
 
 
@@ -74,7 +74,7 @@ def statistics(made: rudra.Job, learner: int, size: int) -> dict[str, torch.Tens
     model = models.build(made.model, loaded.info, made.training.seed).train()
     inputs, _ = loaded.training.batch(Sampler(made.training.seed, learner, len(loaded.training)).indices(0, size))
     model(inputs)
-    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return dict(model.named_buffers())
 
 
 @pytest.mark.parametrize("topology", [{"name": "base"}, {"name": "groups", "options": {"groups": 1}}], ids=str)
@@ -85,14 +85,25 @@ def test_an_update_takes_the_mean_of_all_learners_statistics(topology: dict[str,
         ours = results.state_dict()
     each = [statistics(made, learner, SIZE) for learner in range(4)]
     for name in each[0]:
-        mean = torch.stack([one[name] for one in each]).mean(0)
+        mean = torch.stack([one[name] for one in each]).float().mean(0)
         np.testing.assert_allclose(ours[name], mean.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
+    name = "bn1.running_mean"
     assert not np.allclose(ours[name], each[0][name].numpy(), rtol=1e-3), "learners see different samples"
 
 
-def test_the_newest_push_decides_under_async(tmp_path: Path) -> None:
+def cumulative(classes: int) -> nn.Module:
+    """Its running statistics are means over the batches counted, which another learner's may not be among."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes), nn.BatchNorm1d(classes, momentum=None))
+
+
+@pytest.mark.parametrize("model", [{}, {"name": cumulative, "options": {}}], ids=["resnet", "cumulative"])
+def test_the_newest_push_decides_under_async(model: dict[str, Any], tmp_path: Path) -> None:
     made = job(
-        cluster={"learners": 2}, data={"train_limit": 2 * SIZE}, training={"epochs": 1}, protocol={"name": "async"}
+        model=model,
+        cluster={"learners": 2},
+        data={"train_limit": 2 * SIZE},
+        training={"epochs": 1},
+        protocol={"name": "async"},
     )
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
         ours, last = results.state_dict(), results.gradients[-1]

@@ -18,7 +18,11 @@ from rudra.errors import ConfigError
 from rudra.flat import FlatModel
 from rudra.tasks import Classification, OwnLoss, Task
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # torch's, where it compiles in parts
+]
 
 
 class Odd(nn.Module):
@@ -41,8 +45,25 @@ class Odd(nn.Module):
         return self.last(x) + self.again(x)
 
 
+class Counting(nn.Module):
+    """Buffers that are made anew, and a norm that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3, momentum=None)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.calls = self.calls + 1
+        return (self.norm(x) - self.mean) / self.calls  # type: ignore[no-any-return]
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "lenet": (lambda: networks.lenet((1, 28, 28), 10), lambda: torch.rand(5, 1, 28, 28)),
+    "buffers": (Counting, lambda: torch.rand(5, 6)),
     "odd": (Odd, lambda: {"left": torch.rand(5, 2), "right": torch.rand(5, 4)}),
 }
 

@@ -58,6 +58,23 @@ def normalised() -> nn.Module:
     return model
 
 
+class Anew(nn.Module):
+    """Buffers that are not changed in place but made anew, and that the output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(20, 10), nn.BatchNorm1d(10, momentum=None)
+        self.register_buffer("mean", torch.zeros(10))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("order", torch.arange(10).flip(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.calls = self.calls + 1
+        return (self.norm(x)[:, self.order] - self.mean.detach()) / self.calls  # type: ignore[no-any-return]
+
+
 def dropped() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 300), nn.Dropout(0.5), nn.Linear(300, 300), nn.Dropout(0.5), nn.Linear(300, 10))
 
@@ -70,6 +87,7 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (Unused, (20,)),
     (sequences, (2, 256)),
     (normalised, (20,)),
+    (Anew, (20,)),
     (dropped, (20,)),
 ]
 
@@ -77,6 +95,14 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
 def draw(shape: tuple[int, ...], count: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(count)
     return torch.randn(count, *shape, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+
+
+def travelling(module: nn.Module) -> torch.Tensor:
+    """A module's floating-point buffers and counters."""
+    buffers = list(module.buffers())
+    floats = [buffer.reshape(-1) for buffer in buffers if buffer.is_floating_point()]
+    counters = [buffer.float()[None] for buffer in buffers if buffer.dtype == torch.int64 and buffer.dim() == 0]
+    return torch.cat([torch.empty(0), *floats, *counters])
 
 
 @pytest.mark.parametrize(("make", "shape"), CASES)
@@ -94,6 +120,8 @@ def test_gradients_and_buffers_equal_plain_torch_bit_for_bit(
         plain.zero_grad()
         torch.manual_seed(seed)
         output = plain(x)
+        for buffer in plain.buffers():
+            buffer.detach_()
         expected = functional.cross_entropy(output, y)
         expected.backward()
         loss, errors = flat.gradient(x, y, out, seed)
@@ -103,18 +131,20 @@ def test_gradients_and_buffers_equal_plain_torch_bit_for_bit(
         gradients = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trained])
         assert torch.equal(out[: flat.parameter_count], gradients)
         assert torch.equal(weights, before)
-        buffers = [b.reshape(-1) for b in plain.buffers() if b.is_floating_point()]
-        if buffers:
-            assert torch.equal(out[flat.parameter_count :], torch.cat(buffers))
-            weights[flat.parameter_count :] = torch.cat(buffers)  # as a server would
-            before = weights.clone()
+        buffers = travelling(plain)
+        assert torch.equal(out[flat.parameter_count :], buffers)
+        weights[flat.parameter_count :] = buffers  # as a server would
+        before = weights.clone()
+        flat.evaluate_batch(x, y)  # leaves no trace
+        assert torch.equal(weights, before)
 
 
 def test_layout_has_parameters_then_buffers_and_tied_ones_once() -> None:
     flat = FlatModel(normalised())
     assert flat.layout[0] == Entry("0.bias", (300,), 0, 300, "parameter")
-    assert flat.layout[-1] == Entry("1.running_var", (300,), flat.size - 300, 300, "buffer")
-    assert flat.parameter_count == flat.size - 600
+    assert flat.layout[-2] == Entry("1.running_var", (300,), flat.size - 301, 300, "buffer")
+    assert flat.layout[-1] == Entry("1.num_batches_tracked", (), flat.size - 1, 1, "buffer")
+    assert flat.parameter_count == flat.size - 601
     assert [e.offset for e in flat.layout[1:]] == [e.offset + e.size for e in flat.layout[:-1]]
     assert [e.name for e in FlatModel(Tied()).layout] == ["layer.weight", "layer.bias"]
 
@@ -136,11 +166,31 @@ def test_the_vector_and_what_is_beside_it_make_the_state_dict(make: Callable[[],
         assert torch.equal(tensor.to(expected[named.name].dtype), expected[named.name])
 
 
-def test_a_copy_is_made_of_buffers_that_training_changes() -> None:
-    module = normalised()
-    (counted,) = [named for named in FlatModel(module).state_dict() if named.name == "1.num_batches_tracked"]
-    module(draw((20,))[0])
-    assert (counted.value, module[1].num_batches_tracked) == (0, 1)  # type: ignore[index]
+def test_a_copy_is_made_of_buffers_that_do_not_travel() -> None:
+    module = Anew()
+    (kept,) = [named for named in FlatModel(module).state_dict() if named.value is not None]
+    module.get_buffer("order").zero_()
+    assert kept.name == "order"
+    np.testing.assert_array_equal(kept.value, np.arange(10)[::-1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("carried", "counted"), [(2.4, 3), (2.6, 4), (2.0**24 - 1, 2**24)])
+def test_counters_go_on_from_the_nearest_whole_number(carried: float, counted: int) -> None:
+    module = nn.Sequential(nn.Linear(20, 10), nn.BatchNorm1d(10))
+    flat = FlatModel(module)
+    weights, out = torch.empty(flat.size), torch.empty(flat.size)
+    flat.read_into(weights)
+    weights[-1] = carried
+    flat.bind(weights)
+    flat.gradient(*draw((20,)), out, 0)
+    assert out[-1] == counted == module[1].num_batches_tracked
+    assert module.get_buffer("1.num_batches_tracked").dtype == torch.int64
+
+
+def test_numbers_that_float32_does_not_have_stay_with_the_module() -> None:
+    module = nn.Linear(20, 10)
+    module.register_buffer("key", torch.tensor(2**24 + 1))
+    assert [e.name for e in FlatModel(module).layout] == ["weight", "bias"]
 
 
 def test_bind_switches_between_vectors_without_copies() -> None:
@@ -162,12 +212,12 @@ def test_evaluation_uses_the_weights_buffers_and_no_dropout() -> None:
     flat = FlatModel(copy.deepcopy(module))
     weights, out = torch.empty(flat.size), torch.empty(flat.size)
     flat.read_into(weights)
-    weights[flat.parameter_count :] += torch.rand(600)
+    weights[flat.parameter_count :] += torch.rand(601)
     flat.bind(weights)
     x, y = draw((20,), 50)
     flat.gradient(x, y, out, 0)  # moves the module's statistics, and may not disturb the test
-    norm.get_buffer("running_mean").copy_(weights[-600:-300])
-    norm.get_buffer("running_var").copy_(weights[-300:])
+    norm.get_buffer("running_mean").copy_(weights[-601:-301])
+    norm.get_buffer("running_var").copy_(weights[-301:-1])
     module.eval()
     with torch.no_grad():
         output = module(x)
