@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from rudra.errors import ConfigError
 from rudra.tasks import Task
-from rudra.trees import arguments, called, first, mapped, moved
+from rudra.trees import called, first, mapped, moved, tried
 
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 20, "cpp_wrapper": True}
 """Inductor's, for CPUs: that many operations are fused before a result goes to memory, which suits small mini-batches,
@@ -124,11 +124,7 @@ class CompiledStep:
             layer.register_forward_hook(lambda layer, _, output: shapes.setdefault(layer, []).append(output.shape))
             for _, layer in layers
         ]
-        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}  # its own stay as they are
-        self._module.eval()  # without dropout, which draws random numbers
-        with torch.no_grad():
-            torch.func.functional_call(self._module, buffers, *arguments(inputs))
-        self._module.train()
+        tried(self._module, inputs)
         for hook in hooks:
             hook.remove()
         self._probed = {}

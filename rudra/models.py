@@ -61,25 +61,20 @@ def check_output(module: nn.Module, task: Task, info: DataInfo) -> None:
     Raises:
         ConfigError: they do not; the text has both shapes.
     """
-    training = module.training
     parameter = next(module.parameters(), None)
     inputs, target = info.sample
     if not task.fits(target):
         shape = tuple(trees.first(target).shape[1:])
         kind = str(trees.first(target).dtype).removeprefix("torch.")
         raise ConfigError(f"[task] {task.name} wants {task.wants}; {info.name} has targets {kind} of shape {shape}")
-    module.eval()
+    there = torch.device("cpu") if parameter is None else parameter.device
     try:
-        with torch.no_grad():
-            there = torch.device("cpu") if parameter is None else parameter.device
-            output = task.compared(trees.called(module, trees.moved(inputs, there)))
+        output = task.compared(trees.tried(module, trees.moved(inputs, there)))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         what = " ".join(str(error).split())
         raise ConfigError(
             f"[model] does not take inputs of shape {info.input_shape} as {info.name} has: {what}"
         ) from error
-    finally:
-        module.train(training)
     wanted = task.output_shape(target)
     if wanted is None:
         return

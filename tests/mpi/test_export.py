@@ -36,3 +36,4 @@ def test_plain_torch_finds_the_test_error_of_every_kept_epoch(tmp_path: Path) ->
         with torch.no_grad():
             wrong = (model(test.inputs).argmax(1) != test.labels).float().mean()
         assert float(wrong) == pytest.approx(errors[epoch - 1], abs=1e-7)
+    assert rudra.replay(output).difference is None

@@ -107,8 +107,27 @@ def test_outputs_that_do_not_fit(model: Callable[[], nn.Module], message: str) -
     assert "\n" not in str(raised.value)
 
 
-def test_check_output_leaves_the_mode_and_the_statistics_alone() -> None:
-    model = nn.Sequential(nn.Linear(4, 10), nn.BatchNorm1d(10))
+class Remembering(nn.Module):
+    """Changes buffers in evaluation, too: in place, and by making them anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 10), nn.BatchNorm1d(10, momentum=None))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("sum", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("sum").add_(x.sum(0))
+        self.calls = self.calls + 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_check_output_leaves_no_trace() -> None:
+    model = Remembering()
+    buffers = dict(model.named_buffers())
+    values = {name: buffer.clone() for name, buffer in buffers.items()}
     check_output(model, Classification(10), info(4))
     assert model.training
-    assert int(model[1].num_batches_tracked) == 0  # type: ignore[arg-type]
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name]
+        assert torch.equal(buffer, values[name]), name
