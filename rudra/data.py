@@ -18,7 +18,7 @@ from rudra import trees
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
-from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out
+from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, seeded
 from rudra.sources import Dense, Source, are_tokens
 from rudra.tables import DataTable
 from rudra.trees import mapped
@@ -440,7 +440,8 @@ def _users_pair(table: DataTable) -> tuple[str, Any]:
     name = table.name if isinstance(table.name, str) else getattr(table.name, "__qualname__", repr(table.name))
     if not callable(made):
         return name, made
-    return name, call(made, f"[data] {name}", table.options, {} if table.path is None else {"path": table.path})
+    with seeded(0):  # data that is drawn at random is the same on every node, whatever the job's seed
+        return name, call(made, f"[data] {name}", table.options, {} if table.path is None else {"path": table.path})
 
 
 def _classes(name: str, dataset: Any, target: Any) -> int:

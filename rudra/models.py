@@ -13,6 +13,7 @@ from rudra.data import DataInfo
 from rudra.errors import ConfigError
 from rudra.networks import MODELS
 from rudra.plugins import call, resolve
+from rudra.sampling import seeded
 from rudra.tables import ModelTable
 from rudra.tasks import Task
 
@@ -24,7 +25,7 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
         table: which model. A factory gets the table's options, and `input_shape` and `classes` of the data where its
             signature names them.
         info: the data that it must fit.
-        seed: of the weights; torch's default generator is left as it was.
+        seed: of the weights, also where a factory draws them by NumPy.
 
     Raises:
         ConfigError: no such model, options that it does not take, or a factory that gives no `torch.nn.Module`.
@@ -38,8 +39,7 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
         factory = MODELS.get(table.name) or resolve(table.name)
     if not callable(factory):
         raise ConfigError(f"[model] {name} is a {type(factory).__name__} and cannot be called")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         offered = {"input_shape": info.input_shape, "classes": info.classes}
         try:
             with warnings.catch_warnings():

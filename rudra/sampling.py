@@ -4,6 +4,8 @@ Only raw generator output is used: NumPy guarantees those streams across its ver
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,21 @@ def seed_all(key: int) -> None:
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
+
+
+@contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Seeds them for a while; afterwards they are as they were before."""
+    import torch
+
+    python, numpy, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_all(key)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torchs)
 
 
 class Sampler:

@@ -448,3 +448,14 @@ def test_one_dataset_of_ones_own_is_parted() -> None:
     assert (len(parts.training), len(parts.test)) == (30, 10)
     with pytest.raises(ConfigError, match="must give two datasets"):
         load(DataTable(name=lambda: whole, classes=3))
+
+
+def test_data_that_is_drawn_at_random_is_the_same_on_every_node() -> None:
+    def drawn() -> tuple[TensorDataset, TensorDataset]:
+        inputs = torch.from_numpy(np.random.rand(12, 3).astype(np.float32)) + torch.rand(3)
+        whole = TensorDataset(inputs, torch.arange(12) % 2)
+        return whole, whole
+
+    table = DataTable(name=drawn, classes=2)
+    first, second = (load(table, seed=seed).training for seed in (1, 2))
+    assert torch.equal(first.batch(np.arange(12))[0], second.batch(np.arange(12))[0])  # type: ignore[union-attr]

@@ -1,6 +1,8 @@
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -53,6 +55,26 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
     assert torch.equal(weights(2**63 - 1), first)
+    assert not torch.equal(weights(2), first)
+
+
+def test_a_factory_may_draw_from_any_generator() -> None:
+    def projection() -> nn.Module:
+        """Random features that are not trained."""
+        model = nn.Linear(4, 3, bias=False)
+        drawn = np.random.rand(3, 3) + random.random()
+        model.weight.data = torch.tensor(np.c_[drawn, np.zeros(3)], dtype=torch.float32)
+        return model
+
+    def weights(seed: int) -> torch.Tensor:
+        return build(ModelTable(name=projection), info(4), seed).get_parameter("weight").detach()
+
+    states = random.getstate(), str(np.random.get_state())
+    first = weights(1)
+    assert states == (random.getstate(), str(np.random.get_state()))
+    random.random()
+    np.random.rand()
+    assert torch.equal(weights(1), first)
     assert not torch.equal(weights(2), first)
 
 
