@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rudra.buffers import buffers_of
 from rudra.compiled import CompiledStep
 from rudra.errors import ConfigError
 from rudra.statedict import Named
@@ -25,7 +26,7 @@ from rudra.tasks import Classification, Reduction, Task
 from rudra.trees import called, moved
 
 _KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
-_EXACT = 2**24  # float32 has all whole numbers up to this
+_COUNTED = 2**20  # the mean of several float32 is nearest to the right whole number up to here
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
 _SCALE, _LESS = 2.0**12, 2.0**-4
 """What a loss is multiplied with in float16, where small gradients would be lost, and that scale where large ones are:
@@ -112,20 +113,21 @@ class FlatModel:
         self.module = module
         self.task = task or Classification(0)
         parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
+        buffers = buffers_of(module)
+        floats = [buffer for buffer in buffers if buffer.tensor.is_floating_point()]
+        counters = [buffer for buffer in buffers if _is_counter(buffer.tensor)]
         if not parameters:
             raise ConfigError("[model] has no parameter to train")
-        for name, tensor in [*parameters, *buffers]:
+        for name, tensor in [*parameters, *((buffer.name, buffer.tensor) for buffer in floats)]:
             if tensor.dtype != torch.float32:
                 raise ConfigError(f"[model] {name} is {tensor.dtype}; only torch.float32 is supported")
             if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
                 raise ConfigError(f"[model] {name} has no shape yet; call the model once where you make it")
-        counters = [(n, b) for n, b in module.named_buffers() if _counts(b)]
         self._parameters: list[torch.Tensor] = [p for _, p in parameters]
-        self._buffers: list[torch.Tensor] = [b for _, b in buffers]
-        self._owned = [_owned(module, name) for name, _ in (*buffers, *counters)]
+        self._floats = [buffer.tensor for buffer in floats]
+        self._buffers = [*floats, *counters]
         entries: list[Entry] = []
-        for kind, named in (("parameter", parameters), ("buffer", buffers), ("buffer", counters)):
+        for kind, named in (("parameter", parameters), ("buffer", [(b.name, b.tensor) for b in self._buffers])):
             for name, tensor in named:
                 offset = entries[-1].offset + entries[-1].size if entries else 0
                 entries.append(Entry(name, tuple(tensor.shape), offset, tensor.numel(), kind))  # type: ignore[arg-type]
@@ -133,9 +135,9 @@ class FlatModel:
         self.parameter_count = sum(p.numel() for p in self._parameters)
         self.size = entries[-1].offset + entries[-1].size
         self.device = self._parameters[0].device
-        self._counters = torch.tensor([int(c) for _, c in counters], dtype=torch.int64, device=self.device)
-        for (_, counter), place in zip(counters, self._counters, strict=True):
-            counter.data = place
+        self._counts = torch.tensor([int(each.tensor) for each in counters], dtype=torch.int64, device=self.device)
+        for counter, place in zip(counters, self._counts, strict=True):
+            counter.tensor.data = place
         self._generator = torch.default_generator
         if self.device.type == "cuda":
             self._generator = torch.cuda.default_generators[self.device.index or 0]
@@ -149,7 +151,7 @@ class FlatModel:
         self._kept = _KEPT * roles
         self._views: dict[int, list[torch.Tensor]] = {}  # by address of the vector, which they keep alive
         self._weights = torch.empty(0)  # the bound vector
-        self._buffers_at = 0  # address of the vector that the module's buffers lie in
+        self._buffers_at = 0  # address of the vector that the module's floating-point buffers lie in
         self._training: bool | None = None
 
     def bind(self, weights: torch.Tensor) -> None:
@@ -167,7 +169,7 @@ class FlatModel:
     def read_into(self, out: torch.Tensor) -> None:
         """Copies the current values of all that the vector holds to `out`, (size,) float32."""
         with torch.no_grad():
-            tensors = [*self._parameters, *self._buffers, *self._counters]
+            tensors = [*self._parameters, *(buffer.tensor for buffer in self._buffers)]
             for view, tensor in zip(self._split(out), tensors, strict=True):
                 view.copy_(tensor)
 
@@ -233,7 +235,7 @@ class FlatModel:
         vectors = weights[0][None] if shared else torch.stack(list(weights))
         parts = [v.view(-1, *e.shape) for v, e in zip(torch.split(vectors, self._sizes, 1), self.layout, strict=True)]
         count = len(self._parameters)
-        there = len(self.layout) - len(self._counters)  # counters would be of no use: no gradient changes them
+        there = len(self.layout) - len(self._counts)  # counters would be of no use: no gradient changes them
         values = {e.name: part[0] if shared else part for part, e in zip(parts[:there], self.layout, strict=False)}
         trained = {e.name: values.pop(e.name) for e in self.layout[:count]}
 
@@ -281,7 +283,7 @@ class FlatModel:
     ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
         self._mode(training=True)
         views = self._split(out)
-        if self._owned:
+        if self._buffers:
             out[self.parameter_count :] = self._weights[self.parameter_count :]
             self._place_buffers(out, views)
         self.seed(seed)
@@ -310,7 +312,7 @@ class FlatModel:
             Mean loss, the share of the samples that is wrong (NaN where the task knows no error), other metrics.
         """
         self._mode(training=False)
-        if self._owned:
+        if self._buffers:
             self._place_buffers(self._weights, self._split(self._weights))
         with torch.no_grad():
             there = moved(target, self.device)
@@ -358,23 +360,20 @@ class FlatModel:
 
     def _place_buffers(self, vector: torch.Tensor, views: list[torch.Tensor]) -> None:
         """Makes the module's buffers those of a vector, which it changes there, but for counters."""
-        if self._buffers and self._buffers_at != vector.data_ptr():
-            for buffer, view in zip(self._buffers, views[len(self._parameters) :], strict=False):
+        if self._floats and self._buffers_at != vector.data_ptr():
+            for buffer, view in zip(self._floats, views[len(self._parameters) :], strict=False):
                 buffer.data = view
             self._buffers_at = vector.data_ptr()
-        if count := len(self._counters):
-            self._counters.copy_(vector[-count:].round())
+        if count := len(self._counts):
+            self._counts.copy_(vector[-count:].round())
 
     def _collect_buffers(self, vector: torch.Tensor | None = None) -> None:
         """Brings to a vector what the module did not change there: counters, and buffers that it made anew."""
-        if vector is not None and (count := len(self._counters)):
-            vector[-count:] = self._counters
-        for index, (buffers, name, placed) in enumerate(self._owned, len(self._parameters)):
-            found = buffers[name]
-            if found is not placed:
-                buffers[name] = placed
-                if vector is not None and found is not None:
-                    self._split(vector)[index].copy_(found.detach())
+        if vector is not None and (count := len(self._counts)):
+            vector[-count:] = self._counts
+        for index, buffer in enumerate(self._buffers, len(self._parameters)):
+            if (anew := buffer.replaced()) is not None and vector is not None:
+                self._split(vector)[index].copy_(anew.detach())
 
     def _mode(self, *, training: bool) -> None:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
@@ -382,15 +381,9 @@ class FlatModel:
             self._training = training
 
 
-def _counts(buffer: torch.Tensor) -> bool:
+def _is_counter(buffer: torch.Tensor) -> bool:
     """Whether a buffer is a counter, such as of the batches that BatchNorm has seen."""
-    return buffer.dtype == torch.int64 and buffer.dim() == 0 and abs(int(buffer)) <= _EXACT
-
-
-def _owned(module: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str, torch.Tensor]:
-    """Where a module keeps a buffer, under which name, and the buffer."""
-    path, _, own = name.rpartition(".")
-    return module.get_submodule(path)._buffers, own, module.get_buffer(name)
+    return buffer.dtype == torch.int64 and buffer.dim() == 0 and abs(int(buffer)) <= _COUNTED
 
 
 def _values(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rudra import trees
+from rudra.buffers import tried
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
 from rudra.networks import MODELS
@@ -58,6 +59,8 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
 def check_output(module: nn.Module, task: Task, info: DataInfo) -> None:
     """Makes sure that model, task and data fit: the model takes the inputs and gives what the task compares.
 
+    Weights belong to whoever updates them, and so a model that changes its own is refused.
+
     Raises:
         ConfigError: they do not; the text has both shapes.
     """
@@ -68,13 +71,19 @@ def check_output(module: nn.Module, task: Task, info: DataInfo) -> None:
         kind = str(trees.first(target).dtype).removeprefix("torch.")
         raise ConfigError(f"[task] {task.name} wants {task.wants}; {info.name} has targets {kind} of shape {shape}")
     there = torch.device("cpu") if parameter is None else parameter.device
+    versions = [p._version for p in module.parameters()]
     try:
-        output = task.compared(trees.tried(module, trees.moved(inputs, there)))
+        output = task.compared(tried(module, trees.moved(inputs, there)))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         what = " ".join(str(error).split())
         raise ConfigError(
             f"[model] does not take inputs of shape {info.input_shape} as {info.name} has: {what}"
         ) from error
+    for (name, p), version in zip(module.named_parameters(), versions, strict=True):
+        if p._version != version:
+            raise ConfigError(
+                f"[model] changes {name} in `forward`, as an Embedding with max_norm does; only updates may"
+            )
     wanted = task.output_shape(target)
     if wanted is None:
         return

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -32,18 +31,6 @@ def called(module: Callable[..., Any], inputs: Any) -> Any:
     """The output of a model: of one tensor, of several in order, or of several by name."""
     args, keywords = arguments(inputs)
     return module(*args, **keywords)
-
-
-def tried(module: nn.Module, inputs: Any) -> Any:
-    """The output of a model in evaluation, which leaves no trace in the model: not in its buffers either."""
-    training = module.training
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            return torch.func.functional_call(module, buffers, *arguments(inputs))
-    finally:
-        module.train(training)
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,6 +26,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/shared.py": LEARNING | {"mpi4py"},
     "rudra/compiled.py": LEARNING,
     "rudra/trees.py": LEARNING,
+    "rudra/buffers.py": LEARNING,
     "rudra/sampling.py": LEARNING,
     "rudra/networks.py": LEARNING,
     "rudra/flat.py": LEARNING,

@@ -144,6 +144,14 @@ class Remembering(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
+def test_a_model_that_changes_its_own_weights_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Embedding(9, 10, max_norm=0.1), nn.Flatten(), nn.Linear(40, 10))
+    example = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    data = DataInfo("tokens", 100, 10, (4,), 10, example)
+    with pytest.raises(ConfigError, match=r"\[model\] changes 1.weight in `forward`, as an Embedding with max_norm"):
+        check_output(model, Classification(10), data)
+
+
 def test_check_output_leaves_no_trace() -> None:
     model = Remembering()
     buffers = dict(model.named_buffers())
