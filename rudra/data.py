@@ -256,8 +256,10 @@ class UserSplit:
             raise DataError(f"{self.name} sample {wanted[int(first[0])]} has {what}; {valid} ([data] classes)")
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _plain(tensor: Any) -> torch.Tensor:
     """Pictures in bytes and all floating-point numbers as float32, other whole numbers, such as tokens, as int64."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{str(tensor)[:30]!r} is no number")
     whole = not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool)
     return tensor.to(torch.int64 if whole else torch.float32).contiguous()
 
