@@ -219,7 +219,7 @@ class UserSplit:
         try:
             inputs, target = default_collate([self._pair(item, wanted) for item in items])
             inputs, target = mapped(_plain, inputs), mapped(_plain, target)
-        except (TypeError, AttributeError, RuntimeError) as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             what = " ".join(str(error).split())
             raise DataError(f"{self.name} samples {wanted[:4]}… do not make a batch of tensors: {what}") from None
         if isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.shape[1:] == (1,):
@@ -239,10 +239,10 @@ class UserSplit:
             if key not in item or len(item) < 2:
                 known = f"its entries: {', '.join(map(str, item))}; [data] target says which is the target"
                 raise DataError(f"{self.name} sample {wanted[0]} has no target {self._target or 'label'}: {known}")
-            inputs = {name: value for name, value in item.items() if name != key}
-            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), item[key]
+            inputs = {name: _array(value) for name, value in item.items() if name != key}
+            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), _array(item[key])
         if isinstance(item, Sequence) and len(item) == 2:
-            return item[0], item[1]
+            return _array(item[0]), _array(item[1])
         raise DataError(f"{self.name} sample {wanted[0]} is not a pair (input, target)")
 
     def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:
@@ -254,6 +254,14 @@ class UserSplit:
             first = outside.nonzero()[0]
             what, valid = f"label {int(labels[tuple(first)])}", f"valid: 0 to {self.classes - 1}"
             raise DataError(f"{self.name} sample {wanted[int(first[0])]} has {what}; {valid} ([data] classes)")
+
+
+def _array(value: Any) -> Any:
+    """A list of numbers, as Hugging Face's sets have it, is one tensor; anything else stays as it is."""
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    return torch.tensor(value) if first is not value and isinstance(first, int | float) else value
 
 
 def _plain(tensor: Any) -> torch.Tensor:

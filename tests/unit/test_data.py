@@ -459,3 +459,25 @@ def test_data_that_is_drawn_at_random_is_the_same_on_every_node() -> None:
     table = DataTable(name=drawn, classes=2)
     first, second = (load(table, seed=seed).training for seed in (1, 2))
     assert torch.equal(first.batch(np.arange(12))[0], second.batch(np.arange(12))[0])  # type: ignore[union-attr]
+
+
+def test_lists_of_numbers_are_one_tensor_each() -> None:
+    rows = [{"ids": [i, 2, 3], "box": [[0.5, i], [1, 2]], "scale": 2.0, "label": [0.0, 1.0]} for i in range(4)]
+    inputs, target = UserSplit(rows, 2).batch(np.array([1, 3]))
+    assert {name: (tuple(t.shape), t.dtype) for name, t in inputs.items()} == {
+        "ids": ((2, 3), torch.int64),
+        "box": ((2, 2, 2), torch.float32),
+        "scale": ((2,), torch.float32),
+    }
+    assert inputs["ids"].tolist() == [[1, 2, 3], [3, 2, 3]]
+    assert target.tolist() == [[0.0, 1.0], [0.0, 1.0]]
+    first, _ = UserSplit([([1, 2], 0), ([3, 4], 1)], 2).batch(np.array([1, 0]))
+    assert first.tolist() == [[3, 4], [1, 2]]
+    several, _ = UserSplit([([torch.ones(2), torch.zeros(3)], 0)], 2).batch(np.array([0]))
+    assert [tuple(each.shape) for each in several] == [(1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1], [2, 3]], []])
+def test_lists_of_different_lengths_make_no_batch(ids: list[Any]) -> None:
+    with pytest.raises(DataError, match="do not make a batch of tensors"):
+        UserSplit([{"ids": ids, "label": 0}, {"ids": [1, 2, 3], "label": 1}], 2).batch(np.array([0, 1]))
