@@ -7,6 +7,7 @@ Every split answers `batch(indices)` in the same way, and two calls with the sam
 import random
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -175,6 +176,8 @@ class UserSplit:
         classes: labels must be 0 … classes - 1; None: they are no labels.
         limit: use only the first samples.
         target: which entry of a dictionary is the target.
+        collate: makes a mini-batch of a list of items: a pair of inputs and targets, or a dictionary; torch's
+            `default_collate` where there is none.
         name: "training" or "test", for error texts.
 
     Attributes:
@@ -191,6 +194,7 @@ class UserSplit:
         *,
         limit: int | None = None,
         target: str | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
         name: str = "training",
     ) -> None:
         if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
@@ -198,11 +202,13 @@ class UserSplit:
         self.dataset: Any = dataset
         self.classes = classes
         self.name = name
-        self._target = target
+        self._target, self._collate = target, collate
         self.length = min(len(dataset), len(dataset) if limit is None else limit)
         before = _random_states()
         if self.length:
-            self._items([0])
+            items = self._items([0])
+            if collate is not None:
+                collate(items)
         self.random = _random_states() != before
 
     def __len__(self) -> int:
@@ -216,22 +222,27 @@ class UserSplit:
         """
         wanted = indices.tolist()
         items = self._items(wanted)
+        made = None if self._collate is None else self._collate(items)
         try:
-            inputs, target = default_collate([self._pair(item, wanted) for item in items])
+            if self._collate is None:
+                inputs, target = default_collate([self._pair(item, wanted) for item in items])
+            else:
+                inputs, target = self._pair(made, wanted)
             inputs, target = mapped(_plain, inputs), mapped(_plain, target)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             what = " ".join(str(error).split())
             raise DataError(f"{self.name} samples {wanted[:4]}… do not make a batch of tensors: {what}") from None
+        if any(tensor.shape[:1] != (len(wanted),) for tensor in (trees.first(inputs), trees.first(target))):
+            raise DataError(f"{self.name} samples {wanted[:4]}…: [data] collate did not give all {len(wanted)} of them")
         if isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.shape[1:] == (1,):
             target = target[:, 0]
         if self.classes is not None and isinstance(target, torch.Tensor) and target.dtype == torch.int64:
             self._check_labels(target, wanted)
         return inputs, target
 
-    def _items(self, wanted: list[int]) -> Sequence[Any]:
+    def _items(self, wanted: list[int]) -> list[Any]:
         many = getattr(self.dataset, "__getitems__", None)
-        items: Sequence[Any] = many(wanted) if many is not None else [self.dataset[index] for index in wanted]
-        return items
+        return list(many(wanted)) if many is not None else [self.dataset[index] for index in wanted]
 
     def _pair(self, item: Any, wanted: list[int]) -> tuple[Any, Any]:
         if isinstance(item, Mapping):
@@ -335,6 +346,8 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
 
 
 def _load_shipped(table: DataTable, train: bool, test: bool, seed: int) -> Data:
+    if table.collate is not None:
+        raise ConfigError(f"[data] collate is for datasets of your own; the samples of {table.name} are alike")
     asked = {split for split, given in zip(SPLITS, (train, test), strict=True) if given}
     if test and table.validation_split is not None:
         asked.add("train")
@@ -418,21 +431,22 @@ def _mean(inputs: Source, chosen: Any) -> npt.NDArray[np.float32]:
 def _load_users(table: DataTable, seed: int) -> Data:
     if table.scale is not None:
         raise ConfigError("[data] scale is for the data sets that Rudra reads; your own dataset scales its inputs")
+    collate = _collate(table)
     name, given = _users_pair(table)
     paired = isinstance(given, tuple | list) and len(given) == 2
     if paired == (table.test_split is not None):
         wanted = "two datasets, (training, test)" if table.test_split is None else "one dataset, as test_split is set"
         raise ConfigError(f"[data] {name}: must give {wanted}")
     first, second = given if paired else (given, given)
-    whole = UserSplit(first, table.classes, target=table.target)
-    testing = UserSplit(second, table.classes, limit=table.test_limit, target=table.target, name="test")
+    split = partial(UserSplit, target=table.target, collate=collate)
+    whole, testing = split(first, table.classes), split(second, table.classes, limit=table.test_limit, name="test")
     if not len(whole) or not len(testing):
         raise DataError(f"[data] {name}: the training or the test set has no sample")
     example = _zeros(whole)
     classes = table.classes or _classes(name, first, example[1])
     if trees.first(example[1]).dtype == torch.int64:
         whole.classes = testing.classes = classes
-    training: Samples = UserSplit(first, whole.classes, limit=table.train_limit, target=table.target)
+    training: Samples = split(first, whole.classes, limit=table.train_limit)
     test: Samples = testing
     if not paired:
         assert table.test_split is not None
@@ -440,6 +454,14 @@ def _load_users(table: DataTable, seed: int) -> Data:
         training, test = Subset(whole, kept[: table.train_limit]), Subset(whole, held[: table.test_limit])
     shape = mapped(lambda tensor: tuple(tensor.shape[1:]), example[0])
     return Data(training, test, DataInfo(name, len(training), len(test), shape, classes, example))
+
+
+def _collate(table: DataTable) -> Callable[[list[Any]], Any] | None:
+    """The user's own way to make a mini-batch of items."""
+    made: Any = resolve(table.collate) if isinstance(table.collate, str) else table.collate
+    if made is not None and not callable(made):
+        raise ConfigError(f"[data] collate: {table.collate} is a {type(made).__name__} and cannot be called")
+    return made  # type: ignore[no-any-return]
 
 
 def _users_pair(table: DataTable) -> tuple[str, Any]:

@@ -159,7 +159,11 @@ def mapped_gradients(
 
 def _together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
     """One batch of several."""
-    inputs, target = mapped(lambda *tensors: how(list(tensors)), *batches)
+    try:
+        inputs, target = mapped(lambda *tensors: how(list(tensors)), *batches)
+    except RuntimeError:
+        where = "[simulation] batching: mini-batches of different sizes cannot be computed together"
+        raise ConfigError(f"{where}; valid for this data: none") from None
     return inputs, target
 
 

@@ -236,7 +236,7 @@ def python_objects(job: Job) -> list[str]:
     tables = {table: getattr(job, table) for table in named}
     tables |= {f"hooks.{place}": hook for place, hook in enumerate(job.hooks)}
     for table, keys in tables.items():
-        names = ("name", "schedule", "call")
+        names = ("name", "collate", "schedule", "call")
         found += [f"{table}.{key}" for key in names if not _is_found_by_name(getattr(keys, key, ""))]
         if not all(map(_is_found_by_name, getattr(keys, "metrics", ()))):
             found.append(f"{table}.metrics")

@@ -95,6 +95,9 @@ class DataTable(Table):
     target: str | None = Field(
         None, description="which entry is the target, where your dataset's items are dictionaries"
     )
+    collate: Named | None = Field(
+        None, description="package.module:callable that makes a mini-batch of a list of your dataset's items"
+    )
     options: dict[str, Any] = Field({}, description="of the format, or keyword arguments for the user's own callable")
 
 

@@ -69,12 +69,35 @@ def pair(*tensors: torch.Tensor) -> tuple[Any, Any]:
     return TensorDataset(*(t[:200] for t in tensors)), TensorDataset(*(t[200:240] for t in tensors))
 
 
+RAGGED = [{"letters": LETTERS[i : i + 3 + i % 5], "label": int(LETTERS[i])} for i in range(200)]
+
+
+class Summed(nn.Module):
+    """Of the letters of a sequence, but for some that are masked at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 8, padding_idx=5)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, letters: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last((self.table(letters) * seen[:, :, None]).sum(1))
+        return result
+
+
+def padded(items: list[Any]) -> dict[str, torch.Tensor]:
+    letters = nn.utils.rnn.pad_sequence([item["letters"] for item in items], batch_first=True, padding_value=5)
+    seen = torch.rand(letters.shape) < 0.9
+    return {"letters": letters, "seen": seen, "labels": torch.tensor([item["label"] for item in items])}
+
+
 WINDOWS = torch.stack([LETTERS[i : i + 8] for i in range(0, 200, 4)])
 SEQUENCES = TensorDataset(WINDOWS, torch.stack([LETTERS[i + 1 : i + 9] for i in range(0, 200, 4)]))
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, float]] = {
     "regression": ({"name": "regression"}, {"name": pair(POINTS, NUMBERS)}, linear, 0.5),
     "multi-label": ({"name": "multi-label", "options": {"k": [1]}}, {"name": pair(POINTS, FLAGS)}, linear, 20.0),
     "language": ({"name": "language"}, {"name": (SEQUENCES, SEQUENCES), "classes": 5}, Letters, 20.0),
+    "padded": ({}, {"name": (RAGGED, RAGGED), "classes": 5, "collate": padded}, Summed, 0.5),
     "own": ({"name": first_output, "metrics": [hits]}, {"name": (Pairs(), Pairs()), "classes": 2}, Two, 5.0),
 }
 
@@ -104,6 +127,7 @@ def test_a_run_learns_records_and_replays(case: str, tmp_path: Path) -> None:
         "regression": {"mean_absolute_error"},
         "multi-label": {"precision@1"},
         "language": {"perplexity"},
+        "padded": set(),
         "own": {"hits"},
     }
     assert set(metrics) == expected[case]
@@ -157,6 +181,15 @@ class Cropped(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return POINTS[index] + torch.rand(3) + float(np.random.rand()), int(FLAGS[index, 0])
+
+
+@pytest.mark.parametrize(("batching", "protocol"), [("big-batch", "hardsync"), ("vmap", "async")])
+def test_mini_batches_of_different_sizes_are_not_computed_together(
+    batching: str, protocol: str, tmp_path: Path
+) -> None:
+    made = job("padded", protocol={"name": protocol}, simulation={"batching": batching})
+    with pytest.raises(RudraError, match=r"\[simulation\] batching: mini-batches of different sizes cannot be"):
+        rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet")
 
 
 def test_sets_that_draw_random_numbers_draw_the_same_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from rudra.data import Split, Subset, UserSplit, in_memory, load
@@ -281,6 +282,7 @@ def test_damaged_or_hostile_cifar_batches_do_nothing_but_raise(
         ({"name": ([1], [1]), "classes": 2}, DataError, "training sample 0 is not a pair"),
         ({"name": ([("a", 1)], [1]), "classes": 2}, DataError, "do not make a batch of tensors: .a. is no number"),
         ({"name": "digits", "classes": 5}, DataError, "label 5; valid: 0 to 4"),
+        ({"name": "digits", "collate": "math:pi"}, ConfigError, "collate is for datasets of your own"),
     ],
 )
 def test_mistakes_in_the_data_table(table: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -481,3 +483,58 @@ def test_lists_of_numbers_are_one_tensor_each() -> None:
 def test_lists_of_different_lengths_make_no_batch(ids: list[Any]) -> None:
     with pytest.raises(DataError, match="do not make a batch of tensors"):
         UserSplit([{"ids": ids, "label": 0}, {"ids": [1, 2, 3], "label": 1}], 2).batch(np.array([0, 1]))
+
+
+def padded(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of several lengths as one batch, with zeros behind the short ones."""
+    inputs = nn.utils.rnn.pad_sequence([item["ids"] for item in items], batch_first=True)
+    return inputs, torch.tensor([item["label"] for item in items])
+
+
+def ragged(count: int) -> list[Any]:
+    return [{"ids": torch.full((1 + i % 4,), i), "label": i % 3} for i in range(count)]
+
+
+def test_samples_of_several_sizes_are_put_together_as_the_user_says() -> None:
+    parts = load(DataTable(name=(ragged(9), ragged(5)), classes=3, collate=padded, validation_split=0.3))
+    assert parts.training is not None
+    assert parts.info.input_shape == (1,)
+    split = UserSplit(ragged(9), 3, collate=padded)
+    inputs, labels = split.batch(np.array([1, 6, 0]))
+    assert (inputs.tolist(), labels.tolist()) == ([[1, 1, 0], [6, 6, 6], [0, 0, 0]], [1, 0, 0])
+    assert not split.random
+
+
+def test_a_mini_batch_may_be_made_as_a_dictionary_and_draw_random_numbers() -> None:
+    def masked(items: list[Any]) -> dict[str, Any]:
+        ids = padded(items)[0]
+        return {"ids": ids, "mask": torch.rand(ids.shape) < 0.5, "weight": [1.0] * len(items), "labels": ids.tolist()}
+
+    split = UserSplit(ragged(9), None, collate=masked)
+    assert split.random
+    inputs, target = split.batch(np.array([1, 2]))
+    assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {
+        "ids": (2, 3),
+        "mask": (2, 3),
+        "weight": (2,),
+    }
+    assert target.tolist() == [[1, 1, 0], [2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda items: padded([*items, items[0]]), "training samples .*collate did not give all 1 of them"),
+        (lambda items: [1, 2, 3], "training sample 0 is not a pair"),
+        (lambda items: (items, ["a"]), "do not make a batch of tensors"),
+        ("math:pi", r"\[data\] collate: math:pi is a float and cannot be called"),
+    ],
+)
+def test_mistakes_in_making_mini_batches(collate: Any, message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        load(DataTable(name=(ragged(9), ragged(5)), classes=3, collate=collate))
+
+
+def test_what_the_users_collate_raises_comes_through() -> None:
+    with pytest.raises(ZeroDivisionError):
+        load(DataTable(name=(ragged(9), ragged(5)), classes=3, collate=lambda items: 1 / 0))
