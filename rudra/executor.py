@@ -276,6 +276,7 @@ class OwnerExecutor(Executor):
             _warm_start(job, flat.layout, weights)
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
         self._rule = UpdateRule(table, weights[: self.parameters], self.layout)
+        self._counters = sum(entry.kind == "counter" for entry in self.layout)  # at the end of the vector
 
     def prepare(self) -> None:
         self._rule.prepare()
@@ -318,6 +319,7 @@ class OwnerExecutor(Executor):
         gradient, weights = self.buffer(action.gradient).vector, buffer.vector
         if self.size > self.parameters:
             weights[self.parameters :] = gradient[self.parameters :]
+            weights[self.size - self._counters :].round_()
         self._rule.step(gradient[: self.parameters], action.learning_rate)
         buffer.version += 1
         digest = buffer.digest(action.timestamp)

@@ -2,7 +2,7 @@
 
 `[parameters | floating-point buffers | counters]`: a gradient has the same layout, and carries behind its first part
 the buffers (such as BatchNorm's running statistics) as they were after its mini-batch. Counters are buffers of one
-whole number, int64 without dimensions; a vector may hold the mean of several, which is rounded for the module.
+whole number, int64 without dimensions; weights hold whole numbers, too, and only the means of gradients others.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Entry:
     shape: tuple[int, ...]
     offset: int  # elements
     size: int  # elements
-    kind: Literal["parameter", "buffer"]
+    kind: Literal["parameter", "buffer", "counter"]
 
 
 class _LinearInto(torch.autograd.Function):
@@ -127,7 +127,11 @@ class FlatModel:
         self._floats = [buffer.tensor for buffer in floats]
         self._buffers = [*floats, *counters]
         entries: list[Entry] = []
-        for kind, named in (("parameter", parameters), ("buffer", [(b.name, b.tensor) for b in self._buffers])):
+        for kind, named in (
+            ("parameter", parameters),
+            ("buffer", [(buffer.name, buffer.tensor) for buffer in floats]),
+            ("counter", [(buffer.name, buffer.tensor) for buffer in counters]),
+        ):
             for name, tensor in named:
                 offset = entries[-1].offset + entries[-1].size if entries else 0
                 entries.append(Entry(name, tuple(tensor.shape), offset, tensor.numel(), kind))  # type: ignore[arg-type]
@@ -365,7 +369,7 @@ class FlatModel:
                 buffer.data = view
             self._buffers_at = vector.data_ptr()
         if count := len(self._counts):
-            self._counts.copy_(vector[-count:].round())
+            self._counts.copy_(vector[-count:])
 
     def _collect_buffers(self, vector: torch.Tensor | None = None) -> None:
         """Brings to a vector what the module did not change there: counters, and buffers that it made anew."""

@@ -496,8 +496,7 @@ def _save(path: Path, job: Job, info: data.DataInfo, server: Executor) -> None:
     state = models.build(job.model, info, job.training.seed).state_dict()
     for entry in server.layout:
         if entry.name in state:  # some buffers are not
-            values = weights[entry.offset : entry.offset + entry.size].view(entry.shape)
-            state[entry.name].copy_(values if state[entry.name].is_floating_point() else values.round())
+            state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
     save(state, path)
 
 

@@ -28,7 +28,7 @@ root attributes     -                    `format_version` and what is fixed when
 /weights/epochs     epochs that are      (epochs, elements) float32: the weights at their ends
                     kept
 /weights/kept       the same             int32: their numbers; a row of /weights/epochs counts once it has one
-/weights/layout     tensors              name, kind ("parameter" or "buffer"), dimensions, shape (the first
+/weights/layout     tensors              name, kind ("parameter", "buffer", "counter"), dimensions, shape (the first
                                          `dimensions` numbers), offset, size: where such a vector holds what
 /weights/names      names in the         name, tensor (a name in /weights/layout or /weights/fixed; tied tensors have
                     model's state_dict   several names), dtype (torch's name of the type)
@@ -294,10 +294,11 @@ class Results:
         weights, layout = self.weights_of(epoch), self.layout
         rows, file_bytes = self._read("weights/names"), self.path.stat().st_size
         with self._reading():
-            values = {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout}
+            values: dict[str, NDArray[Any]] = {
+                e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout
+            }
+            values |= {e.name: values[e.name].astype(np.int64) for e in layout if e.kind == "counter"}
             named = [Named(*(row[column].decode() for column in ("name", "tensor", "dtype"))) for row in rows]
-            counters = {each.tensor for each in named if each.dtype == "int64"} & values.keys()
-            values |= {tensor: np.asarray(np.rint(values[tensor]), np.int64) for tensor in counters}
             for tensor in {each.tensor for each in named} - values.keys():
                 values[tensor] = sound.fixed(self._file, tensor, file_bytes)
             return tuple(each._replace(value=values[each.tensor]) for each in named)

@@ -130,3 +130,6 @@ def test_a_resnet_evaluates_as_well_as_under_plain_torch(tables: dict[str, Any],
     made = job(cluster={"learners": 4}, training={"minibatch_size": SIZE // 4}, optimizer=rate, **tables)
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
         assert results.epochs["test_error"][-1] <= plain_error() + 0.03
+        counted = [results.weights_of()[entry.offset] for entry in results.layout if entry.kind == "counter"]
+    assert len(set(counted)) == 1, "all norms see every batch"
+    assert counted[0] == round(counted[0]) > 0, "also where those of several learners were averaged"
