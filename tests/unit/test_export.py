@@ -83,7 +83,7 @@ def test_plain_torch_finds_the_test_error_of_the_epoch(
     target = tmp_path / f"model{suffix}"
     at = [] if epoch is None else ["--epoch", str(epoch)]
     assert main(["export", str(recorded), "-o", str(target), *at]) == 0
-    assert capsys.readouterr().out == f"wrote {target}: 22 tensors of epoch {epoch or TRAINED}\n"
+    assert capsys.readouterr().out == f"wrote {target}: 24 tensors of epoch {epoch or TRAINED}\n"
     state = load(target)
     with rudra.open_results(recorded) as results:
         errors = results.epochs["test_error"]
@@ -106,10 +106,12 @@ def test_all_names_types_and_values_are_those_of_the_model(recorded: Path, tmp_p
     assert {name: (t.dtype, t.shape) for name, t in state.items()} == {
         name: (t.dtype, t.shape) for name, t in expected.items()
     }
-    untrained = {name for name, t in expected.items() if not t.is_floating_point()}
+    counters = {"norm.num_batches_tracked", "seen"}
+    untrained = {name for name, t in expected.items() if not t.is_floating_point()} - counters
     untrained |= {f"{layer}.{name}" for layer in ("frozen", "brief", "alias") for name in ("weight", "bias")}
     assert all(torch.equal(state[name], expected[name]) for name in untrained)
     assert not any(torch.equal(state[name], expected[name]) for name in ("first.weight", "again.weight"))
+    assert 30 < state["seen"] == state["norm.num_batches_tracked"] <= 75, "150 gradients, two of them in an update"
     assert torch.equal(state["again.weight"], state["once.weight"])
     shared = state["again.weight"].data_ptr() == state["once.weight"].data_ptr()
     assert shared == (suffix == ".pt")
