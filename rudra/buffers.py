@@ -9,7 +9,7 @@ from torch import nn
 from rudra.trees import called
 
 
-class Buffer(NamedTuple):
+class ModuleBuffer(NamedTuple):
     """A tensor that a module keeps.
 
     Attributes:
@@ -33,12 +33,13 @@ class Buffer(NamedTuple):
         return found
 
 
-def buffers_of(module: nn.Module) -> list[Buffer]:
+def buffers_of(module: nn.Module) -> list[ModuleBuffer]:
     """In the order of `named_buffers`, and once where two parts of the module share one."""
-    found: dict[int, Buffer] = {}
+    found: dict[int, ModuleBuffer] = {}
     for path, owner in module.named_modules():
         for key, tensor in owner.named_buffers(recurse=False):
-            found.setdefault(id(tensor), Buffer(f"{path}.{key}" if path else key, owner._buffers, key, tensor))
+            name = f"{path}.{key}" if path else key
+            found.setdefault(id(tensor), ModuleBuffer(name, owner._buffers, key, tensor))
     return list(found.values())
 
 

@@ -33,6 +33,9 @@ _SCALE, _LESS = 2.0**12, 2.0**-4
 2^12, 2^8, 2^4, 1, in each step anew, so that a step's bits depend on no other."""
 
 
+Kind = Literal["parameter", "buffer", "counter"]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Place of one tensor in the flat vector."""
@@ -41,7 +44,7 @@ class Entry:
     shape: tuple[int, ...]
     offset: int  # elements
     size: int  # elements
-    kind: Literal["parameter", "buffer", "counter"]
+    kind: Kind
 
 
 class _LinearInto(torch.autograd.Function):
@@ -118,8 +121,13 @@ class FlatModel:
         counters = [buffer for buffer in buffers if _is_counter(buffer.tensor)]
         if not parameters:
             raise ConfigError("[model] has no parameter to train")
-        for name, tensor in [*parameters, *((buffer.name, buffer.tensor) for buffer in floats)]:
-            if tensor.dtype != torch.float32:
+        travelling: list[tuple[Kind, str, torch.Tensor]] = [
+            *(("parameter", name, parameter) for name, parameter in parameters),
+            *(("buffer", buffer.name, buffer.tensor) for buffer in floats),
+            *(("counter", counter.name, counter.tensor) for counter in counters),
+        ]
+        for kind, name, tensor in travelling:
+            if kind != "counter" and tensor.dtype != torch.float32:
                 raise ConfigError(f"[model] {name} is {tensor.dtype}; only torch.float32 is supported")
             if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
                 raise ConfigError(f"[model] {name} has no shape yet; call the model once where you make it")
@@ -127,14 +135,9 @@ class FlatModel:
         self._floats = [buffer.tensor for buffer in floats]
         self._buffers = [*floats, *counters]
         entries: list[Entry] = []
-        for kind, named in (
-            ("parameter", parameters),
-            ("buffer", [(buffer.name, buffer.tensor) for buffer in floats]),
-            ("counter", [(buffer.name, buffer.tensor) for buffer in counters]),
-        ):
-            for name, tensor in named:
-                offset = entries[-1].offset + entries[-1].size if entries else 0
-                entries.append(Entry(name, tuple(tensor.shape), offset, tensor.numel(), kind))  # type: ignore[arg-type]
+        for kind, name, tensor in travelling:
+            offset = entries[-1].offset + entries[-1].size if entries else 0
+            entries.append(Entry(name, tuple(tensor.shape), offset, tensor.numel(), kind))
         self.layout = tuple(entries)
         self.parameter_count = sum(p.numel() for p in self._parameters)
         self.size = entries[-1].offset + entries[-1].size
