@@ -4,7 +4,6 @@
 Every split answers `batch(indices)` in the same way, and two calls with the same indices give the same bits.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +18,7 @@ from rudra import trees
 from rudra.errors import ConfigError, DataError
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
-from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, seeded
+from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.sources import Dense, Source, are_tokens
 from rudra.tables import DataTable
 from rudra.trees import mapped
@@ -204,12 +203,10 @@ class UserSplit:
         self.name = name
         self._target, self._collate = target, collate
         self.length = min(len(dataset), len(dataset) if limit is None else limit)
-        before = _random_states()
+        before = random_states()
         if self.length:
-            items = self._items([0])
-            if collate is not None:
-                collate(items)
-        self.random = _random_states() != before
+            self._drawn([0])
+        self.random = random_states() != before
 
     def __len__(self) -> int:
         return self.length
@@ -221,13 +218,12 @@ class UserSplit:
             DataError: an item is no pair of an input and a target, or a label is out of range.
         """
         wanted = indices.tolist()
-        items = self._items(wanted)
-        made = None if self._collate is None else self._collate(items)
+        drawn = self._drawn(wanted)
         try:
             if self._collate is None:
-                inputs, target = default_collate([self._pair(item, wanted) for item in items])
+                inputs, target = default_collate([self._pair(item, wanted) for item in drawn])
             else:
-                inputs, target = self._pair(made, wanted)
+                inputs, target = self._pair(drawn, wanted)
             inputs, target = mapped(_plain, inputs), mapped(_plain, target)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             what = " ".join(str(error).split())
@@ -240,9 +236,11 @@ class UserSplit:
             self._check_labels(target, wanted)
         return inputs, target
 
-    def _items(self, wanted: list[int]) -> list[Any]:
+    def _drawn(self, wanted: list[int]) -> Any:
+        """The items, or what the user makes of them; what his code raises comes through."""
         many = getattr(self.dataset, "__getitems__", None)
-        return list(many(wanted)) if many is not None else [self.dataset[index] for index in wanted]
+        items = list(many(wanted)) if many is not None else [self.dataset[index] for index in wanted]
+        return items if self._collate is None else self._collate(items)
 
     def _pair(self, item: Any, wanted: list[int]) -> tuple[Any, Any]:
         if isinstance(item, Mapping):
@@ -281,12 +279,6 @@ def _plain(tensor: Any) -> torch.Tensor:
         raise TypeError(f"{str(tensor)[:30]!r} is no number")
     whole = not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool)
     return tensor.to(torch.int64 if whole else torch.float32).contiguous()
-
-
-def _random_states() -> tuple[Any, ...]:
-    """Of the generators that datasets commonly draw from."""
-    numpy: Any = np.random.get_state(legacy=True)
-    return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
 
 
 class Data(NamedTuple):

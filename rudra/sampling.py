@@ -6,6 +6,7 @@ Only raw generator output is used: NumPy guarantees those streams across its ver
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +46,17 @@ def seed_all(key: int) -> None:
     torch.default_generator.manual_seed(key)
 
 
+def random_states() -> tuple[Any, ...]:
+    """Of the same generators, to compare with others."""
+    import torch
+
+    numpy: Any = np.random.get_state(legacy=True)
+    return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
+
+
 @contextmanager
 def seeded(key: int) -> Iterator[None]:
-    """Seeds them for a while; afterwards they are as they were before."""
+    """Seeds the same generators for a while; afterwards they are as they were before."""
     import torch
 
     python, numpy, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
