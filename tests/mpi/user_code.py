@@ -203,6 +203,23 @@ def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
     return {"origin": origin - 3600.0 * (comm.rank // 2)}
 
 
+class Anew(nn.Module):
+    """Buffers that are not changed in place but made anew, and that the output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(20, 10), nn.BatchNorm1d(10, momentum=None)
+        self.register_buffer("mean", torch.zeros(10))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("order", torch.arange(10).flip(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.calls = self.calls + 1
+        return (self.norm(x)[:, self.order] - self.mean.detach()) / self.calls  # type: ignore[no-any-return]
+
+
 class Assorted(nn.Module):
     """All kinds of entries that a state_dict may have, and a buffer that it has not."""
 

@@ -11,6 +11,7 @@ import torch
 from compiler import needs_compiler
 from torch import nn
 from torch.nn import functional
+from user_code import Anew
 
 import rudra
 from rudra import networks
@@ -45,25 +46,9 @@ class Odd(nn.Module):
         return self.last(x) + self.again(x)
 
 
-class Counting(nn.Module):
-    """Buffers that are made anew, and a norm that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3, momentum=None)
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("calls", torch.tensor(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer(x)
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        self.calls = self.calls + 1
-        return (self.norm(x) - self.mean) / self.calls  # type: ignore[no-any-return]
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "lenet": (lambda: networks.lenet((1, 28, 28), 10), lambda: torch.rand(5, 1, 28, 28)),
-    "buffers": (Counting, lambda: torch.rand(5, 6)),
+    "buffers": (Anew, lambda: torch.rand(5, 20)),
     "odd": (Odd, lambda: {"left": torch.rand(5, 2), "right": torch.rand(5, 4)}),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from user_code import Assorted
+from user_code import Anew, Assorted
 
 from rudra.data import DataInfo
 from rudra.errors import ConfigError, DataError
@@ -56,23 +56,6 @@ def normalised() -> nn.Module:
     model = nn.Sequential(nn.Linear(20, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 10))
     model[0].weight.requires_grad_(False)
     return model
-
-
-class Anew(nn.Module):
-    """Buffers that are not changed in place but made anew, and that the output depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(20, 10), nn.BatchNorm1d(10, momentum=None)
-        self.register_buffer("mean", torch.zeros(10))
-        self.register_buffer("calls", torch.tensor(0))
-        self.register_buffer("order", torch.arange(10).flip(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer(x)
-        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-        self.calls = self.calls + 1
-        return (self.norm(x)[:, self.order] - self.mean.detach()) / self.calls  # type: ignore[no-any-return]
 
 
 def dropped() -> nn.Module:
