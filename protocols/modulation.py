@@ -27,6 +27,11 @@ class Modulation:
     reference_batch_size: int
 
     @property
+    def assumed_staleness(self) -> int | None:
+        """The mean staleness for which the rate is right, where it does not follow from what is measured."""
+        return None
+
+    @property
     def weighs(self) -> bool:
         """Whether gradients of one average have different weights."""
         return type(self).gradient_weight is not Modulation.gradient_weight
@@ -49,6 +54,10 @@ class Sqrt(Modulation):
 
 class ByN(Modulation):
     """α0 / n: the nominal staleness of n-softsync (eq. 6)."""
+
+    @property
+    def assumed_staleness(self) -> int | None:
+        return self.n
 
     def rate_factor(self, mean_staleness: float) -> float:
         return 1.0 / self.n

@@ -7,6 +7,7 @@ rules that span them stand together in `Job._check_across_tables`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -238,6 +239,12 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
         raise ValueError(
             f"{on}: its learners never wait for a server, but with protocol {name} they must; valid: softsync, async, "
             "or topology adv"
+        )
+    most = len(plan.learners) * (plan.outstanding or math.inf)
+    if most < protocol.gradients_per_update:
+        raise ValueError(
+            f"{on}: options.outstanding = {plan.outstanding} lets {most} gradients be under way, but protocol {name} "
+            f"wants {protocol.gradients_per_update} for an update"
         )
     if not plan.served and protocol.gradients_per_update > 1:
         raise ValueError(

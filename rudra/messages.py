@@ -27,6 +27,7 @@ class Kind(IntEnum):
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
+    APPLIED = auto()  # server -> learner: one gradient of yours is in the weights of `timestamp`
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
     LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `timestamp` seconds
     DROP = auto()  # server -> tree servers above it: learner `value` is no more

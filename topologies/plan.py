@@ -61,6 +61,7 @@ class Plan:
         replayable: the order of everything that is added is recorded, so that a replay reaches the same bits.
         overlapped: learners push and pull beside computing, and never wait for a server; weights come down a tree of
             their own (`Role.source`).
+        outstanding: where they do wait: most gradients of a learner that its weights do not hold yet; None: any number.
         reduction: how a compute group adds its gradients: in group_rank order, or as the MPI library likes.
         gone: ids of roles that are no more; they are in `roles` alone.
     """
@@ -69,6 +70,7 @@ class Plan:
     records: int = 1
     replayable: bool = True
     overlapped: bool = False
+    outstanding: int | None = None
     reduction: Reduction = "ordered"
     gone: frozenset[int] = frozenset()
 

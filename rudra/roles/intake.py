@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from rudra.events import Accumulate, Action, Receive, Received, Withdraw
-from rudra.records import Gradient
+from rudra.messages import Message
 
 
 class Intake:
@@ -24,7 +24,7 @@ class Intake:
         self.pool = tuple(f"gradient {i}" for i in range(buffers))
         self.free = deque(self.pool)
         self.posted: dict[str, int | None] = {}  # buffer -> for which source alone
-        self.arrived: deque[tuple[str, int, tuple[Gradient, ...]]] = deque()  # buffer, sender, what it stands for
+        self.arrived: deque[tuple[str, Message]] = deque()  # buffers, and what came with them
         self.accumulator: str | None = None
         self.samples = 0
         self.lent: str | None = None
@@ -34,14 +34,14 @@ class Intake:
         self._receives = {buffer: Receive(buffer, gradient=True) for buffer in self.pool}
 
     def validate(self) -> None:
-        places = [*self.free, *self.posted, *(buffer for buffer, _, _ in self.arrived)]
+        places = [*self.free, *self.posted, *(buffer for buffer, _ in self.arrived)]
         places += [buffer for buffer in (self.accumulator, self.lent) if buffer is not None]
         assert sorted(places) == sorted(self.pool), places
 
     @property
     def waiting(self) -> int:
         """Gradients that have arrived and are not added yet."""
-        return sum(len(gradients) for _, _, gradients in self.arrived)
+        return sum(len(message.gradients) for _, message in self.arrived)
 
     def post(self, training: bool) -> list[Action]:
         """Lets gradients into the free buffers; in order while the training goes on, if the protocol asks for it."""
@@ -73,13 +73,13 @@ class Intake:
         if self._silent and message.sender in self._silent:
             self.free.append(buffer)
             return len(message.gradients)
-        self.arrived.append((buffer, message.sender, message.gradients))
+        self.arrived.append((buffer, message))
         return 0
 
     def bring(self) -> bool:
         """Brings the arrived gradient whose turn it is to the front; False if it is not here."""
-        for place, (_, sender, _) in enumerate(self.arrived):
-            if self._turns and sender == self._turns[0]:
+        for place, (_, message) in enumerate(self.arrived):
+            if self._turns and message.sender == self._turns[0]:
                 self.arrived.rotate(-place)
                 return True
         return False
@@ -122,11 +122,11 @@ class Intake:
             return 0
         if source in self._turns:
             self._turns.remove(source)
-        gone = [entry for entry in self.arrived if entry[1] == source]
+        gone = [entry for entry in self.arrived if entry[1].sender == source]
         for entry in gone:
             self.arrived.remove(entry)
             self.free.append(entry[0])
-        return sum(len(gradients) for _, _, gradients in gone)
+        return sum(len(message.gradients) for _, message in gone)
 
     def average(self, buffer: str, samples: int, scale: float) -> list[Action]:
         """Adds a gradient to the average, in which it counts by its samples."""
@@ -151,6 +151,6 @@ class Intake:
     def discard(self) -> int:
         """Drops what has arrived; how many gradients that was."""
         dropped = self.waiting
-        self.free.extend(buffer for buffer, _, _ in self.arrived)
+        self.free.extend(buffer for buffer, _ in self.arrived)
         self.arrived.clear()
         return dropped

@@ -51,7 +51,8 @@ class State(States):
     READY = auto()
     COMPUTING = auto()
     EXCHANGING = auto()
-    LEAVING = auto()  # of learners that overlap communication alone
+    HELD = auto()  # this one and the next are of learners that overlap communication alone
+    LEAVING = auto()
     STOPPED = auto()
     DONE = auto()
 

@@ -7,16 +7,21 @@ Of three weight buffers one is computed with, one holds the newest, and one is o
 weights on to its receivers, on each edge the newest as soon as the edge is idle: versions may be skipped there, but
 never queue up. A buffer that is computed with or handed on is not overwritten.
 
+Not in the paper: where the plan bounds a learner's outstanding gradients, the server tells it when one is applied, and
+it goes on only with weights that hold all but so many of its own.
+
     WAITING    first weights                      -> HASHING
     HASHING    their digest                       -> READY      handed on; tell the server
     READY      training starts                    -> COMPUTING
     COMPUTING  gradient ready, the one before delivered -> COMPUTING   push it, next mini-batch
     COMPUTING  gradient ready, the one before not       -> EXCHANGING  until that is delivered
+    COMPUTING, EXCHANGING  too many are outstanding     -> HELD        until newer weights hold enough of them
     any        stop                               -> LEAVING    when the gradient at hand is ready
     LEAVING    nothing of ours is under way       -> STOPPED
     STOPPED    everything is recorded             -> DONE
 """
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -41,14 +46,17 @@ class OverlappedLearner(Learner):
     """
 
     __slots__ = (
+        "_applied",
         "_computing_with",
         "_edges",
         "_given",
         "_into",
         "_newest",
         "_open",
+        "_outstanding",
         "_receivers",
         "_sending",
+        "_sent_at",
         "_stamps",
         "_waiting",
     )
@@ -58,14 +66,16 @@ class OverlappedLearner(Learner):
         (State.WAITING, Kind.WEIGHTS): "_first_weights",
         (State.HASHING, Hashed): "_report_digest",
         **{(state, Sent): "_returned" for state in State if state is not State.DONE},
+        **{(state, Kind.WEIGHTS): "_arrived" for state in State if state not in {State.WAITING, State.DONE}},
         **{
-            (state, Kind.WEIGHTS): "_arrived"
-            for state in (State.HASHING, State.READY, State.COMPUTING, State.EXCHANGING, State.LEAVING, State.STOPPED)
+            (state, Kind.APPLIED): "_hear_of_applied"
+            for state in (State.COMPUTING, State.EXCHANGING, State.HELD, State.LEAVING, State.STOPPED)
         },
         (State.READY, Kind.START): "_begin",
         (State.COMPUTING, Computed): "_push",
         (State.COMPUTING, Kind.STOP): "_stop_soon",
         (State.EXCHANGING, Kind.STOP): "_stop_soon",
+        (State.HELD, Kind.STOP): "_stop_held",
         (State.STOPPED, Kind.DONE): "_finish",
     }
 
@@ -83,12 +93,18 @@ class OverlappedLearner(Learner):
         self._into = 0  # the gradient buffer that is computed into
         self._sending: str | None = None
         self._waiting: Gradient | None = None  # ready, while the gradient before is still under way
+        self._sent_at = 0.0  # when the newest gradient left
+        self._outstanding = 0  # gradients that the newest weights do not hold
+        self._applied: deque[int] = deque()  # timestamps of weights to come that hold one of them each
 
     @property
     def waiting_for(self) -> str:
         server = self.plan.roles[self.server].name
         if self.state is State.EXCHANGING:
             return f"the {server} to take gradient {self.pushed - 2}"
+        if self.state is State.HELD:
+            source = self.plan.roles[self._source].name
+            return f"weights from the {source} that hold more of its gradients (it has timestamp {self.timestamp})"
         if self.state is State.LEAVING:
             last = [] if self._sending is None else [f"the {server} to take gradient {self.pushed - 1}"]
             return ", ".join([*last, *(f"{self.plan.roles[to].name} to take weights" for to in self._edges)])
@@ -123,8 +139,9 @@ class OverlappedLearner(Learner):
         assert event.buffer is not None
         self._newest, self._open = event.buffer, None
         self._stamps[event.buffer] = event.message.timestamp
-        self._pulls += self.state in {State.COMPUTING, State.EXCHANGING}
-        return self._hand_on() + self._reopen()
+        self._pulls += self.state in {State.COMPUTING, State.EXCHANGING, State.HELD}
+        actions = self._hand_on() + self._reopen()
+        return actions + self._go_on(now) if self.state is State.HELD else actions
 
     def _hand_on(self) -> list[Action]:
         """Sends the newest weights along every edge that is idle; when training ends there, too, this ends."""
@@ -169,12 +186,32 @@ class OverlappedLearner(Learner):
         """Pushes the gradient that is ready, and goes on to the next, into the other buffer."""
         gradient, self._waiting = self._waiting, None
         assert gradient is not None
-        self._spent(now - self._pushed_at, 0.0, 0.0)
-        self._sending = GRADIENTS[self._into]
+        self._sending, self._sent_at = GRADIENTS[self._into], now
         self._into = 1 - self._into
+        self._outstanding += 1
         message = Message(Kind.GRADIENT, self.id, gradient.timestamp, -1, None, (gradient,))
+        return [Send(self.server, message, self._sending), *self._go_on(now)]
+
+    def _go_on(self, now: float) -> list[Action]:
+        """Begins the next mini-batch, or leaves, or waits for weights that hold more of what was pushed."""
+        if not self._stopping and self._too_many_outstanding():
+            self.state, self._computing_with = State.HELD, None
+            return self._reopen()
+        self._spent(self._sent_at - self._pushed_at, now - self._sent_at, 0.0)
         after = self._leave(now) if self._stopping else self._next(now)
-        return [Send(self.server, message, self._sending), *after, *self._diary.due(now)]
+        return [*after, *self._diary.due(now)]
+
+    def _too_many_outstanding(self) -> bool:
+        if self.plan.outstanding is None:
+            return False
+        while self._applied and self._applied[0] <= self._stamps[self._newest]:
+            self._applied.popleft()
+            self._outstanding -= 1
+        return self._outstanding >= self.plan.outstanding
+
+    def _hear_of_applied(self, event: Received, now: float) -> list[Action]:
+        self._applied.append(event.message.timestamp)
+        return self._go_on(now) if self.state is State.HELD else []
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.server and event.buffer == self._sending:
@@ -190,6 +227,10 @@ class OverlappedLearner(Learner):
     def _stop_soon(self, event: Received, now: float) -> list[Action]:
         self._stopping = True
         return []
+
+    def _stop_held(self, event: Received, now: float) -> list[Action]:
+        self._stopping = True
+        return self._go_on(now)
 
     def _leave(self, now: float) -> list[Action]:
         self.state = State.LEAVING

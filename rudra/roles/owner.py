@@ -113,6 +113,7 @@ class Owner(Machine):
         self._saving: Position | None = None  # on its way to the disk
         self._stopped = False  # before its time
         self._closing = False  # of a run that was stopped, all is counted
+        self._told_stale = False
         self._kept = position.timestamp if position.steps else -1  # timestamp of the last checkpoint
 
     def _follow(self, plan: Plan, position: Position) -> None:
@@ -199,7 +200,7 @@ class Owner(Machine):
         measured = (now - self._began, *means)
         untested = (*(math.nan,) * 6, b"")
         row = np.array([(self.epoch, 0, self.timestamp, self.samples, *measured, *untested)], records.EPOCH)
-        actions = self._outbox.flush(now)
+        actions = [*self._outbox.flush(now), *self._judge_staleness(means[0])]
         if self.epoch == self.epochs:
             self._final, self._final_lent = row, True
             return actions + self._send_final()
@@ -209,6 +210,20 @@ class Owner(Machine):
         self._snapshot_lent = True
         message = Message(Kind.SNAPSHOT, self.id, self.timestamp, self.epochs, row)
         return [*actions, Copy(WEIGHTS, SNAPSHOT), Send(self.plan.statistics, message, SNAPSHOT)]
+
+    def _judge_staleness(self, mean_staleness: float) -> list[Action]:
+        """Says once where an epoch's gradients were so stale that the rate is too high for them (rudra.txt §5.1)."""
+        n = self.protocol.modulation.assumed_staleness
+        if n is None or mean_staleness <= 2 * n or self._told_stale:
+            return []
+        self._told_stale = True
+        remedy = "modulation = 'mean_staleness' divides it by what is measured"
+        if self.plan.overlapped:
+            remedy += ", [topology] options.outstanding bounds that"
+        text = (
+            f"the gradients of epoch {self.epoch} were stale by {mean_staleness:.1f} updates on average, more than 2n"
+        )
+        return [Warn(f"{text} = {2 * n}, but modulation 'n' divides the rate by {n} alone; {remedy}")]
 
     def _send_final(self) -> list[Action]:
         """Sends the last weights as soon as the statistics server has room; they change no more."""

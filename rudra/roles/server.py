@@ -1,8 +1,8 @@
 """The parameter server: sum gradients, update the weights when the protocol says so, answer pulls.
 
 Source: rudra.txt §2, §3.1, §3.2 and, for the tree that weights come down, §3.3. The server is serial: one message
-after the other. Weights that are being sent are lent out, and an update waits until they are back; what arrives
-meanwhile is handled after the update, as a serial server would. Where learners overlap communication, nobody asks for
+after the other: a gradient is added, and what its sender asked is answered, before the next is. Weights that are being
+sent are lent out, and an update waits until they are back. Where learners overlap communication, nobody asks for
 weights: a copy goes down the weights' tree, on each edge as soon as it is idle and there are newer ones; updates do
 not wait for that.
 
@@ -42,7 +42,6 @@ from rudra.events import (
 )
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
-from rudra.records import Gradient
 from rudra.roles.intake import Intake
 from rudra.roles.learner import DROPPED
 from rudra.roles.machine import States, halt, listed, short
@@ -158,6 +157,7 @@ class ParameterServer(Owner):
         self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
         self._left: dict[int, int] = {}
         self._overlapped = plan.overlapped
+        self._to_tell: list[int] = []  # learners whose gradients are pending, where they want to hear of the update
         self._downcast = dict.fromkeys(DOWNCAST, (-1, 0))  # timestamp, transfers under way
         self._given = dict.fromkeys(self._receivers, position.timestamp)  # down the weights' tree
         self._edges_busy: set[int] = set()
@@ -220,16 +220,7 @@ class ParameterServer(Owner):
 
     def _gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event, now)
-        actions = self._work(now)
-        message = event.message
-        if message.value >= 0 and self.state is TRAINING:
-            child, asked, held = message.sender, message.timestamp, message.value
-            if self._grants_on_push:
-                self._pulls[child] = (asked, held)
-                actions += self._answer_all()
-            else:
-                actions += self._answer(child, asked, held)
-        return actions
+        return self._work(now)
 
     def _take(self, event: Received, now: float) -> None:
         """Counts the gradients that arrived."""
@@ -253,30 +244,35 @@ class ParameterServer(Owner):
     def _work(self, now: float) -> list[Action]:
         """Handles what has arrived, one gradient after the other, as far as the leases allow."""
         actions: list[Action] = []
-        updates, intake = self.timestamp, self.intake
+        intake = self.intake
         while self.state is TRAINING:
             if self._update_due:
                 if self._lent:
-                    return actions
+                    break
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
+                actions += self._answer_all()
             elif intake.arrived and (not self._ordered or intake.bring()):
-                buffer, _, gradients = intake.arrived.popleft()
-                actions += self._add(buffer, gradients)
+                actions += self._add(*intake.arrived.popleft())
             else:
                 break
-        if self.timestamp > updates:
-            actions += self._answer_all()
         if intake.free:
             actions += intake.post(self.state is TRAINING)
         return actions
 
-    def _add(self, buffer: str, gradients: tuple[Gradient, ...]) -> list[Action]:
+    def _add(self, buffer: str, message: Message) -> list[Action]:
+        """Adds a gradient to the average, and answers what was asked with it, or lets it wait for the update."""
+        gradients = message.gradients
         scale = self._gradient_weight(self.timestamp - gradients[0].timestamp)
         samples = self._count(gradients, scale)
         self._units += 1 if self._grouped else len(gradients)
+        if self.plan.outstanding is not None:
+            self._to_tell += [self.plan.learners[self._places[gradient.learner]] for gradient in gradients]
         actions = self.intake.average(buffer, samples, scale)
         self._update_due = self.intake.complete if self._ordered else self.protocol.update_due(self._units)
+        if message.value >= 0:
+            self._pulls[message.sender] = (message.timestamp, message.value)
+            actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions
 
     # Updates out.
@@ -291,7 +287,13 @@ class ParameterServer(Owner):
         self._units, self._update_due = 0, False
         if ended:
             return actions + self._drain()
-        return actions + self._publish() if self._overlapped else actions
+        return actions + self._tell_learners() + self._publish() if self._overlapped else actions
+
+    def _tell_learners(self) -> list[Action]:
+        """Tells learners, where these bound their outstanding gradients, which weights hold them."""
+        told, self._to_tell = self._to_tell, []
+        applied = Message(Kind.APPLIED, self.id, self.timestamp)
+        return [Send(learner, applied) for learner in told]
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]
@@ -313,16 +315,19 @@ class ParameterServer(Owner):
         self._weights = Message(Kind.WEIGHTS, self.id, self.timestamp)
 
     def _pull(self, event: Received, now: float) -> list[Action]:
-        return self._answer(event.message.sender, event.message.timestamp, event.message.value)
+        message = event.message
+        self._pulls[message.sender] = (message.timestamp, message.value)
+        return self._answer(message.sender)
 
-    def _answer(self, child: int, asked: int, held: int) -> list[Action]:
-        """Answers who asks for weights newer than `asked` if no update is due, and the protocol agrees; else it waits.
+    def _answer(self, child: int) -> list[Action]:
+        """Answers who asks for newer weights if no update is due, and the protocol agrees; else it waits.
 
-        Weights themselves are sent if they are newer than what is `held`.
+        Weights themselves are sent if they are newer than what is held there.
         """
+        asked, held = self._pulls[child]
         if self._update_due or not self.protocol.pull_granted(self._worker[child], asked, self._clock):
-            self._pulls[child] = (asked, held)
             return []
+        del self._pulls[child]
         if held == self.timestamp:
             return [Send(child, self._stamp)]
         self._lent += 1
@@ -332,8 +337,7 @@ class ParameterServer(Owner):
         """Answers those that wait, if training goes on."""
         if self.state is not TRAINING:
             return []
-        waiting, self._pulls = self._pulls, {}
-        return [action for child, pull in waiting.items() for action in self._answer(child, *pull)]
+        return [action for child in list(self._pulls) for action in self._answer(child)]
 
     def _publish(self) -> list[Action]:
         """Sends the newest weights down every edge of the weights' tree that is idle."""

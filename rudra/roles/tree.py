@@ -1,9 +1,11 @@
 """The tree server: average the children's gradients, pass one on, and hand weights down.
 
 Source: rudra.txt §3.3. To its children it is a server, to its parent it behaves like a learner. It passes an average on
-when it stands for as many gradients as there are learners below, or as make an update if those are fewer; never before
-the one before was delivered. When a child asks for weights it asks its parent, once for all that ask meanwhile; newer
-ones land in a second buffer, while those of before may still be on their way to a child.
+when it stands for as many gradients as there are learners below, or an even part of these where an update takes fewer;
+never before the one before was delivered. What a child asks with its gradient goes up with the average that holds it,
+and is answered when the root has handled that: so the root knows a learner's last gradient before that learner goes on,
+as on base, and the learner waits for those that share its average. A server asks once for all that wait meanwhile;
+newer weights land in a second buffer, while those of before may still be on their way to a child.
 
     WAITING   first weights, and every child ready -> READY     tell the parent
     READY     training starts                      -> TRAINING  start the children
@@ -87,7 +89,7 @@ class TreeServer(Machine):
         self._receivers = plan.receivers[role]
         self._protocol = job.make_protocol(plan)
         self._ordered = self._protocol.ordered
-        self._together = min(max(1, plan.learners_below(role)), self._protocol.gradients_per_update)
+        self._together = self._share(plan.learners_below(role))
         self._below = {child: plan.learners_below(child) for child in plan.children[role]}
         self._lost = 0  # learners, of all
         self.intake = Intake(self._children, 3, self._ordered)
@@ -100,8 +102,11 @@ class TreeServer(Machine):
         self._ready: set[int] = set()
         self._current, self._spare = WEIGHTS
         self._lent = dict.fromkeys(WEIGHTS, 0)  # transfers under way
-        self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
-        self._asking = False  # the parent, for weights
+        # What children ask for, as timestamp asked about and held: with gradients that are here; not asked of the
+        # parent yet; asked of it, and not answered.
+        self._with_gradients: dict[int, tuple[int, int]] = {}
+        self._pulls: dict[int, tuple[int, int]] = {}
+        self._asked: dict[int, tuple[int, int]] = {}
         self._fetching = False  # newer weights are announced or coming
         self._left: dict[int, int] = {}
 
@@ -172,11 +177,8 @@ class TreeServer(Machine):
 
     def _gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event)
-        message = event.message
-        self._heard[message.sender] = now
-        if message.value >= 0:
-            self._pulls[message.sender] = (message.timestamp, message.value)
-        return self._work() + self._ask()
+        self._heard[event.message.sender] = now
+        return self._work()
 
     def _take(self, event: Received) -> None:
         self.received += len(event.message.gradients) - self.intake.take(event)
@@ -203,6 +205,14 @@ class TreeServer(Machine):
             return self.intake.complete and bool(self._pending)
         return len(self._pending) >= self._together
 
+    def _share(self, learners: int) -> int:
+        """For how many gradients an average stands: one of each learner below, or of an even part of them.
+
+        As their learners wait for each other, parts that are not even would let some wait for a whole mini-batch.
+        """
+        parts = -(-learners // self._protocol.gradients_per_update)  # of which none is more than an update takes
+        return max(1, learners // max(1, parts))
+
     def _may_add(self) -> bool:
         """Whether a gradient has arrived whose turn it is; once training has ended, that is anyone's."""
         if not self._ordered or self.state is State.STOPPING:
@@ -210,27 +220,31 @@ class TreeServer(Machine):
         return self.intake.bring()
 
     def _add(self) -> list[Action]:
-        buffer, _, gradients = self.intake.arrived.popleft()
-        self._pending += gradients
-        return self.intake.average(buffer, sum(g.samples for g in gradients), 1.0)
+        buffer, message = self.intake.arrived.popleft()
+        self._pending += message.gradients
+        if message.value >= 0:
+            self._with_gradients[message.sender] = (message.timestamp, message.value)
+        return self.intake.average(buffer, sum(g.samples for g in message.gradients), 1.0)
 
     def _relay(self) -> Action:
         """Passes the average on; if children wait for weights, with the question for them."""
         gradients, self._pending = tuple(self._pending), []
         self.relayed += len(gradients)
         buffer = self.intake.lent = self.intake.give()
+        self._pulls |= self._with_gradients
+        self._with_gradients.clear()
         asked, held = self._question() if self._may_ask() else (self.timestamp, -1)
         return Send(self.parent, Message(Kind.GRADIENT, self.id, asked, held, None, gradients), buffer)
 
     # Weights down.
 
     def _may_ask(self) -> bool:
-        return bool(self._pulls) and not self._asking and self.state is State.TRAINING
+        return bool(self._pulls) and not self._asked and self.state is State.TRAINING
 
     def _question(self) -> tuple[int, int]:
         """What to ask the parent: the oldest timestamp that a child asks about, and the one that is here."""
-        self._asking = True
-        return min(asked for asked, _ in self._pulls.values()), self.timestamp
+        self._asked, self._pulls = self._pulls, {}
+        return min(asked for asked, _ in self._asked.values()), self.timestamp
 
     def _pull(self, event: Received, now: float) -> list[Action]:
         self._pulls[event.message.sender] = (event.message.timestamp, event.message.value)
@@ -261,13 +275,16 @@ class TreeServer(Machine):
 
     def _answer_all(self, now: float) -> list[Action]:
         """Answers the children to whom the protocol grants these weights, and asks again for the others."""
-        self._asking = False
+        answered, self._asked = self._asked, {}
         clock = Clock(self.timestamp, ())
         stamp = Message(Kind.TIMESTAMP, self.id, self.timestamp)
         actions: list[Action] = []
-        for child, (asked, held) in list(self._pulls.items()):
-            if self._protocol.pull_granted(-1, asked, clock):
-                del self._pulls[child]
+        for child, (asked, held) in answered.items():
+            if child not in self._children:  # it has died
+                continue
+            if not self._protocol.pull_granted(-1, asked, clock):
+                self._pulls[child] = (asked, held)
+            else:
                 self._heard[child] = now
                 actions.append(Send(child, stamp))
                 if held < self.timestamp:
@@ -301,11 +318,12 @@ class TreeServer(Machine):
             if child != role and not self._below[child]:
                 dropped, actions = self.intake.silence(child)
                 self.received -= dropped
-        self._together = max(1, min(sum(self._below.values()), self._protocol.gradients_per_update))
+        self._together = self._share(sum(self._below.values()))
         if child == role:
             dropped = self.intake.lose(role)
             self.received -= dropped
             self._children.remove(role)
+            self._with_gradients.pop(role, None)
             self._pulls.pop(role, None)
             self._left.pop(role, None)
         if self.state is State.TRAINING:
@@ -324,7 +342,7 @@ class TreeServer(Machine):
         silence_s = overdue_s(self._job, self.plan, child, self._heard, now)
         if self.state is not State.TRAINING or child is None or silence_s is None:
             return []
-        if child in self._pulls:  # it waits for weights itself
+        if child in self._pulls or child in self._asked:  # it waits for weights itself
             return []
         return [Send(self.plan.server, Message(Kind.LATE, self.id, round(silence_s), child))]
 

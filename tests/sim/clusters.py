@@ -19,6 +19,8 @@ from rudra.roles import Machine
 from topologies import Plan
 from topologies.plan import LEARNER
 
+SIZE_BYTES = 350_000
+"""Of a tensor on the wire."""
 SAMPLES = 4
 
 
@@ -116,7 +118,7 @@ def timing(job_: Job, training_samples: int, after: Callable[[Machine], None] = 
     seed = job_.training.seed
     costs = CostModel(job_.simulation, plan, job_.training.minibatch_size)
     simulation = sim.Simulation(
-        plan, machines, hands, rows, costs, size_bytes=350_000, seed=seed, check=after, make=make
+        plan, machines, hands, rows, costs, size_bytes=SIZE_BYTES, seed=seed, check=after, make=make
     )
     rows.time_s = simulation.run()
     rows.code = simulation.code

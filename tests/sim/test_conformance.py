@@ -79,7 +79,10 @@ def check(run: Job, rows: Rows, samples: int) -> None:
     assert totals["samples"] >= needed > totals["samples"] - updates["gradients"][-1] * SAMPLES
     assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
     assert epochs["evaluated"][-1] == 1
-    assert (np.diff(updates["time_s"]) >= 0).all()
+    apart_s = np.diff(updates["time_s"])
+    assert (apart_s >= 0).all()
+    if run.topology.name == "base" and not run.make_protocol().waits:
+        assert (apart_s > 0).all(), "whose gradient made an update is answered before the next"
     assert (updates["update_s"] == run.simulation.update_s).all()
     tested = epochs[epochs["evaluated"] == 1]
     assert (tested["evaluation_began_s"] >= tested["time_s"]).all()
@@ -219,14 +222,14 @@ def test_a_gradient_that_makes_no_update_may_release_others() -> None:
 
 @pytest.mark.parametrize("learners", [2, 6])
 def test_hardsync_waits_for_the_slowest_and_async_does_not(learners: int) -> None:
-    slow = {"slowdown": {0: 10.0}, "jitter": 0.0}
+    slow = {"slowdown": {0: 10.0}, "jitter": 0.0, "latency_jitter_s": 1e-3}  # with more, the server is the bound
     samples = 240
     hardsync = timing(conform({"name": "hardsync"}, learners, **slow), samples)
     async_ = timing(conform({"name": "async"}, learners, **slow), samples)
     assert hardsync.learners is not None
     assert async_.learners is not None
     assert np.ptp(hardsync.learners["pushed"]) == 0
-    assert async_.learners["pushed"][0] < async_.learners["pushed"][1:].min() / 4
+    assert async_.learners["pushed"][0] < async_.learners["pushed"][1:].min() / 5
     assert hardsync.totals["time_s"] > 2 * async_.totals["time_s"]
 
 

@@ -17,7 +17,9 @@ def options(draw: st.DrawFn, topology: str, learners: int) -> dict[str, Any]:
     if topology == "groups":
         return {"groups": draw(st.integers(1, learners)), "reduction": draw(st.sampled_from(["ordered", "mpi"]))}
     drawn: dict[str, Any] = {} if topology == "base" else {"fan_out": draw(FAN_OUTS)}
-    return drawn | ({"weight_fan_out": draw(st.integers(1, 4))} if topology == "adv*" else {})
+    if topology == "adv*":
+        drawn |= {"weight_fan_out": draw(st.integers(1, 4)), "outstanding": draw(st.sampled_from([None, 1, 2, 3]))}
+    return drawn
 
 
 @st.composite
@@ -92,6 +94,8 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data:
         mine = gradients[gradients["learner"] == learner]
         assert np.array_equal(mine["step"], np.arange(len(mine))), "each learner's gradients are applied once, in order"
         assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
+        if bound := run.topology.options.get("outstanding"):
+            assert (mine["timestamp"][bound:] >= mine["update"][:-bound]).all(), "it computes with weights that hold it"
         assert len(mine) <= account["pushed"]
     if run.protocol.name == "hardsync":
         assert totals["discarded"] == 0

@@ -266,11 +266,11 @@ def snapshot(epoch: int) -> Received:
 
 PLAIN = job("async", training={"epochs": 1})
 TREE = job("async", 4, topology={"name": "adv", "options": {"fan_out": 2}})
-OVERLAPPED = job("async", topology={"name": "adv*"})
+OVERLAPPED = job("async", topology={"name": "adv*", "options": {"outstanding": 2}})
 GROUPS = job("async", 4, topology={"name": "groups", "options": {"groups": 2}})
 REPLICAS = job("async", topology={"name": "groups"}, training={"epochs": 1}).with_(cluster={"learners": 3})
-NEVER_LEAVES = {learner_.State.LEAVING}
-"""Of a learner that does not overlap."""
+OVERLAPS = {learner_.State.HELD, learner_.State.LEAVING}
+"""Of a learner that overlaps alone."""
 
 
 def from_(sender: int, kind: Kind, buffer: str | None = None, value: int = 0) -> Received:
@@ -286,7 +286,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "learner": (
         PLAIN,
         FIRST_LEARNER,
-        {*learner_.State} - NEVER_LEAVES,
+        {*learner_.State} - OVERLAPS,
         [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE],
     ),
     "overlapped learner": (
@@ -295,13 +295,13 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         {*learner_.State},
         [
             *(Started(), weights(0), HASHED, START, computed(0), computed(1), Sent("gradient 0", SERVER), STOP),
-            *(computed(2), Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
+            *(Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
         ],
     ),
     "group learner": (
         GROUPS,
         FIRST_LEARNER,
-        {*learner_.State} - NEVER_LEAVES,
+        {*learner_.State} - OVERLAPS,
         [
             *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),

@@ -18,9 +18,9 @@ DONE = Received(Message(Kind.DONE, STATISTICS))
 LEAVES = ["MINIBATCHES@0 to T", "LEARNERS@0 to T", "BYE@0 to S"]
 
 
-def new() -> OverlappedLearner:
+def new(**options: int) -> OverlappedLearner:
     """Learner 0 of three on a node: it gets weights from the root and hands them on to two."""
-    role = machine(SELF, job("async", 3, topology={"name": "adv*"}))
+    role = machine(SELF, job("async", 3, topology={"name": "adv*", "options": options}))
     assert isinstance(role, OverlappedLearner)
     return role
 
@@ -41,9 +41,9 @@ def handed_on(buffer: str, *learners: int) -> list[Sent]:
     return [Sent(buffer, SELF + i) for i in learners]
 
 
-def computing() -> OverlappedLearner:
+def computing(**options: int) -> OverlappedLearner:
     """It computes its first gradient, and has handed on the first weights."""
-    role = new()
+    role = new(**options)
     feed(role, Started(), weights(0, W0), HASHED, START, *handed_on(W0, 1, 2))
     return role
 
@@ -74,6 +74,32 @@ def test_no_push_begins_before_the_one_before_is_delivered() -> None:
     assert feed(role, computed(1)) == []
     assert role.waiting_for == "the parameter server to take gradient 0"
     assert feed(role, delivered(G0)) == ["GRADIENT@0 to S [gradient 1]", "compute 2 weights gradient 0"]
+
+
+def applied(timestamp: int) -> Received:
+    return Received(Message(Kind.APPLIED, ROOT, timestamp))
+
+
+def test_a_learner_with_too_many_outstanding_gradients_waits_for_weights_that_hold_them() -> None:
+    role = computing(outstanding=1)
+    assert feed(role, computed(0)) == ["GRADIENT@0 to S [gradient 0]"]
+    assert role.waiting_for == "weights from the parameter server that hold more of its gradients (it has timestamp 0)"
+    assert feed(role, delivered(G0)) == []
+    assert "compute" not in " ".join(feed(role, weights(1, W1))), "these hold another learner's"
+    assert feed(role, applied(2), *handed_on(W1, 1, 2)) == []
+    assert feed(role, weights(2, W2))[-1] == "compute 1 weights 2 gradient 1"
+    feed(role, *handed_on(W2, 1, 2))
+    assert feed(role, computed(1), delivered(G1), weights(5, W0)) == []
+    assert feed(role, applied(4)) == ["compute 2 weights gradient 0", "receive weights 1 from S"]
+    minibatch = rows_sent(role._diary.flush(0.0), Kind.MINIBATCHES)
+    assert len(minibatch) == 2
+
+
+def test_a_learner_that_is_held_stops_at_once() -> None:
+    role = computing(outstanding=1)
+    feed(role, computed(0), delivered(G0))
+    assert feed(role, STOP) == LEAVES
+    assert role.state is State.STOPPED
 
 
 def test_a_minibatch_begins_with_the_newest_weights() -> None:

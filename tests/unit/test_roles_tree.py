@@ -114,7 +114,7 @@ def test_in_order_gradients_are_let_in_by_turns() -> None:
 
 def test_an_average_is_passed_on_when_it_stands_for_all_below() -> None:
     role = training("softsync")
-    assert feed(role, gradient(0, 0, 0, G0)) == ["PULL@0 to S"], "learner 0 is not to wait for learner 1"
+    assert feed(role, gradient(0, 0, 0, G0)) == [], "learner 0 is answered when the root has its gradient"
     actions = role.handle(gradient(1, 0, 0, G1), 0.0)
     assert [brief(a, names_of(role.plan)) for a in actions] == [
         "gradient 0 takes 0.5 of 1 * gradient 1",
@@ -123,7 +123,7 @@ def test_an_average_is_passed_on_when_it_stands_for_all_below() -> None:
     ]
     (push,) = (a.message for a in actions if isinstance(a, Send))
     assert push.gradients == (sent_gradient(0, 0, 0), sent_gradient(1, 0, 0))
-    assert push.value == -1, "it has asked already"
+    assert push.value == 0, "it asks for both"
     assert (role.received, role.relayed) == (2, 2)
 
 
@@ -152,7 +152,7 @@ def test_no_gradient_is_passed_on_before_the_one_before_is_delivered() -> None:
 
 def test_in_order_learners_are_added_in_order_whoever_comes_first() -> None:
     role = training("hardsync")
-    assert feed(role, gradient(1, 0, 0, G1)) == ["PULL@0 to S"]
+    assert feed(role, gradient(1, 0, 0, G1)) == []
     actions = feed(role, gradient(0, 0, 0, G0))
     assert actions[:2] == ["gradient 0 takes 0.5 of 1 * gradient 1", "GRADIENT@0 to S [gradient 0]"]
 
@@ -162,8 +162,8 @@ def test_in_order_learners_are_added_in_order_whoever_comes_first() -> None:
 
 def test_the_parent_is_asked_once_for_all_that_ask() -> None:
     role = training("softsync")
-    assert feed(role, gradient(0, 0, 0, G0)) == ["PULL@0 to S"]
-    assert "PULL@0 to S" not in feed(role, gradient(1, 0, 0, G1))
+    feed(role, gradient(0, 0, 0, G0))
+    assert sent(role, gradient(1, 0, 0, G1)) == [("GRADIENT@0 to S [gradient 0]", 0, 2)]
     assert feed(role, stamp(3)) == ["receive weights 1 from S"]
     assert feed(role, weights(3, W1)) == [
         "TIMESTAMP@3 to L0",
@@ -179,13 +179,24 @@ def test_nothing_newer_is_an_answer_to_all() -> None:
     assert feed(role, stamp(0)) == ["TIMESTAMP@0 to L0", "TIMESTAMP@0 to L1"]
 
 
+def test_who_pushes_while_the_parent_is_asked_is_asked_for_afterwards() -> None:
+    """Its own gradient is not in the weights that come first."""
+    role = training("async")
+    feed(role, gradient(0, 0, 0, G0), Sent(G0, ROOT))
+    assert sent(role, gradient(1, 0, 0, G1)) == [("GRADIENT@0 to S [gradient 1]", -1, 1)]
+    feed(role, stamp(1))
+    assert feed(role, weights(1, W1)) == ["TIMESTAMP@1 to L0", "WEIGHTS@1 to L0 [weights 1]", "PULL@0 to S"]
+    assert feed(role, stamp(2)) == ["receive weights 0 from S"]
+
+
 def test_who_holds_what_came_meanwhile_gets_a_timestamp_alone() -> None:
     role = training("softsync")
     feed(role, pull(0, 0, 0), stamp(3), weights(3, W1))
     assert sent(role, pull(1, 0, 0)) == [("PULL@0 to S", 3, 0)], "asked about 0; 3 is here"
     assert feed(role, stamp(3)) == ["TIMESTAMP@3 to L1", "WEIGHTS@3 to L1 [weights 1]"]
     assert sent(role, pull(0, 3, 3)) == [("PULL@3 to S", 3, 0)]
-    assert feed(role, pull(1, 2, 3), stamp(3)) == ["TIMESTAMP@3 to L0", "TIMESTAMP@3 to L1"]
+    assert feed(role, pull(1, 2, 3), stamp(3)) == ["TIMESTAMP@3 to L0", "PULL@2 to S"], "asked after that question"
+    assert feed(role, stamp(3)) == ["TIMESTAMP@3 to L1"]
 
 
 def test_who_must_wait_is_asked_for_again() -> None:
@@ -207,7 +218,7 @@ def test_a_question_goes_with_a_gradient_that_is_complete() -> None:
 
 def test_newer_weights_wait_for_a_buffer_that_is_back_from_all_children() -> None:
     role = training("softsync")
-    feed(role, pull(0, 0, 0), pull(1, 0, 0), stamp(1), weights(1, W1))
+    feed(role, gradient(0, 0, 0, G0), gradient(1, 0, 0, G1), stamp(1), weights(1, W1))
     feed(role, *returned(W1, 0), pull(0, 1, 1))
     assert feed(role, stamp(2)) == ["receive weights 0 from S"], "weights 0 are back for long"
     assert feed(role, weights(2, W0)) == ["TIMESTAMP@2 to L0", "WEIGHTS@2 to L0 [weights 0]"]
