@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Guarded, train
+from clusters import Guarded, Rows, train
 from torch import nn
 from torch.nn import functional
 
@@ -217,25 +217,64 @@ def test_recorded_gradients_explain_the_weights(
     """The record says which gradients, of which weights, went into which update: redo them by hand."""
     job = make_job(protocol, learners, 30, protocol={"n": n} if n else {}, topology=topology, simulation={"nodes": 2})
     trained = train(job)
-    gradients, updates = trained.rows["gradients"], trained.rows["updates"]
-    assert gradients["staleness"].max() > 0
+    assert trained.rows["gradients"]["staleness"].max() > 0
+    assert (trained.weights - redone(job, trained.rows)).abs().max() <= 1e-5
+
+
+def redone(job: Job, rows: Rows, form: str = "torch", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The weights that a record leads to, with momentum by hand in one form or the other."""
     split, _, info, _ = data.load(job.data, test=False)
     assert split is not None
     flat = FlatModel(models.build(job.model, info, job.training.seed))
     weights = torch.empty(flat.size)
     flat.read_into(weights)
-    versions, velocity = [weights.clone()], torch.zeros(flat.size)
-    for update in updates:
-        total = torch.zeros(flat.size)
+    versions, velocity = [weights.to(dtype)], torch.zeros(flat.size, dtype=dtype)
+    gradients, m, decay = rows["gradients"], job.optimizer.momentum, job.optimizer.weight_decay
+    for update in rows["updates"]:
+        total = torch.zeros(flat.size, dtype=dtype)
         for row in gradients[gradients["update"] == update["timestamp"]]:
-            flat.bind(versions[row["timestamp"]])
+            flat.bind(versions[row["timestamp"]].float())
             sampler = Sampler(job.training.seed, int(row["learner"]), len(split))
             out = torch.empty(flat.size)
             flat.gradient(*split.batch(sampler.indices(int(row["step"]) * MU, MU)), out, 0)
             total += out
-        velocity = 0.9 * velocity + total / int(update["gradients"])
-        versions.append(versions[-1] - float(update["learning_rate"]) * velocity)
-    assert (trained.weights - versions[-1]).abs().max() <= 1e-5
+        mean, rate = total / int(update["gradients"]) + decay * versions[-1], float(update["learning_rate"])
+        velocity = m * velocity + (rate * mean if form == "caffe" else mean)
+        versions.append(versions[-1] - (velocity if form == "caffe" else rate * velocity))
+    return versions[-1].float()
+
+
+CHANGING: dict[str, dict[str, Any]] = {
+    "milestones": {"optimizer": {"milestones": [1, 3]}},
+    "mean staleness": {"protocol": {"modulation": "mean_staleness"}},
+    "warm-up, and down to zero": {"optimizer": {"warm_up": 1.5, "schedule": "cosine"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changing", "topology"),
+    [
+        *((name, topology) for name in CHANGING for topology in ({"name": "base"}, TREES[0])),
+        *((name, GROUPS[0]) for name in CHANGING if name != "mean staleness"),  # nothing is stale in one group
+    ],
+    ids=str,
+)
+def test_momentum_has_the_form_that_the_job_names_where_rates_change(changing: str, topology: dict[str, Any]) -> None:
+    """With one group every learner has a replica that it updates itself."""
+    tables = CHANGING[changing]
+    own = {"weight_decay": 0.01, "learning_rate": 0.05, **tables.get("optimizer", {})}
+    job = make_job("async", 4, 40, topology=topology, protocol={"modulation": "none", **tables.get("protocol", {})})
+    assert job.data.train_limit is not None
+    job = job.with_(training={"epochs": 4}, data={"train_limit": job.data.train_limit // 4})
+    ends = []
+    for form in ("torch", "caffe"):
+        run = job.with_(optimizer={**own, "momentum_form": form})
+        trained = train(run)
+        assert len(set(trained.rows["updates"]["learning_rate"])) > 2
+        for dtype in (torch.float32, torch.float64):
+            assert (trained.weights - redone(run, trained.rows, form, dtype)).abs().max() <= 1e-5
+        ends.append(trained.weights)
+    assert (ends[0] - ends[1]).abs().max() > 0.02
 
 
 class Stamped(Guarded):

@@ -92,6 +92,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"learning_rate": 0}}, "[optimizer] learning_rate must be > 0, not 0"),
     ({"optimizer": {"learning_rate": float("nan")}}, "[optimizer] learning_rate must be a finite number, not nan"),
     ({"optimizer": {"momentum": 1.0}}, "[optimizer] momentum must be < 1, not 1.0"),
+    ({"optimizer": {"momentum_form": "keras"}}, "[optimizer] momentum_form must be 'torch' or 'caffe', not 'keras'"),
+    (
+        {"optimizer": {"momentum_form": "caffe", "name": "adam"}},
+        "[optimizer] momentum_form 'caffe' is for sgd only, not adam",
+    ),
+    (
+        {"optimizer": {"momentum_form": "caffe", "name": "rmsprop", "momentum": 0.9}},
+        "[optimizer] momentum_form 'caffe' is for sgd only, not rmsprop",
+    ),
     ({"optimizer": {"milestones": 3}}, "[optimizer] milestones must be a list, not 3"),
     ({"optimizer": {"milestones": [3, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [3, 3]"),
     ({"optimizer": {"milestones": [0, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [0, 3]"),
