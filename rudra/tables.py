@@ -190,7 +190,8 @@ class OptimizerTable(Table):
         "torch", description="where the rate changes: torch scales the whole velocity, caffe (the papers) what is added"
     )
     momentum_correction: Literal["none", "implicit"] = Field(
-        "none", description="implicit: asynchrony g acts like momentum 1 - 1/g, so that much less is used; a heuristic"
+        "none",
+        description="implicit: staleness g - 1 acts like momentum 1 - 1/g, so that much less is used; a heuristic",
     )
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty, as the torch.optim class applies it")
     groups: tuple[ParameterGroup, ...] = Field(
