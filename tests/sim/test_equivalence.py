@@ -1,6 +1,7 @@
 """Protocols and topologies against plain torch and against each other: same samples, same rate, same weights."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from clusters import Guarded, Rows, train
 from torch import nn
 from torch.nn import functional
 
+import rudra
 from rudra import data, models
 from rudra.config import Job
 from rudra.events import Compute, Computed, Update
@@ -334,6 +336,55 @@ def test_overlapped_learners_use_whole_weights_of_their_timestamp(
 
 def tiny() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize(("learners", "n", "c"), [(5, 3, 1), (7, 3, 2), (5, 2, 2)])
+def test_the_rate_is_divided_by_n_whatever_c_is(learners: int, n: int, c: int) -> None:
+    """λ/n is rounded down: with λ = 5 and n = 3 an update is made of one gradient, as if n were 5."""
+    updates = train(make_job("softsync", learners, 20, protocol={"n": n})).rows["updates"]
+    assert (updates["gradients"] == c).all()
+    assert updates["learning_rate"] == pytest.approx(0.01 / n, rel=1e-12)
+
+
+def tensors(results: rudra.Results) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(value)) for name, value in results.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "topology", [{"name": "base"}, {"name": "adv*", "options": {"fan_out": 2}}, *GROUPS[:2]], ids=str
+)
+def test_a_warm_start_begins_with_the_final_weights_of_another_run(topology: dict[str, Any], tmp_path: Path) -> None:
+    """All of them, buffers too, on every role: what follows is what plain torch makes of them."""
+    job = make_job("async", 2, 6, protocol={"modulation": "none"}).with_(model={"name": Normed})
+    with rudra.simulate(job, output=tmp_path / "first.h5", progress="quiet") as results:
+        final, sha256 = tensors(results), results.summary()["weights_sha256"]
+    warm = job.with_(
+        topology=topology, protocol={"name": "softsync", "n": 1}, training={"warm_start": tmp_path / "first.h5"}
+    )
+    one = warm.with_(training={"epochs": 1}, data={"train_limit": 2 * MU}, optimizer={"momentum": 0.0})
+    if topology["name"] == "groups":  # whose average of all is the one update
+        one = one.with_(protocol={"name": "hardsync", "n": None, "modulation": "none"})
+    with rudra.simulate(one, output=tmp_path / "second.h5", progress="quiet") as results:
+        summary, found, gradients = results.summary(), tensors(results), results.gradients
+    assert summary["initial_weights_sha256"] == sha256
+    assert summary["updates"] == 1
+    split, _, info, _ = data.load(one.data, test=False)
+    assert split is not None
+    module = models.build(one.model, info, 3)
+    total: dict[str, torch.Tensor] = {}
+    for row in gradients:
+        module.load_state_dict(final)
+        module.zero_grad()
+        numbers = Sampler(3, int(row["learner"]), 2 * MU).indices(int(row["step"]) * MU, MU)
+        inputs, labels = split.batch(numbers)
+        loss = functional.cross_entropy(module(inputs), labels)
+        loss.backward()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None
+            total[name] = total.get(name, torch.zeros(())) + parameter.grad / 2
+    for name, gradient in total.items():
+        assert torch.allclose(found[name], final[name] - 0.01 * gradient, atol=1e-7)
 
 
 def test_rate_by_gradient_staleness_weighs_inside_the_average() -> None:
