@@ -112,6 +112,17 @@ def test_an_update_of_hardsync_takes_what_its_messages_and_the_work_take(
     assert between[1:] == pytest.approx(seconds + 2 * LATENCY, abs=1e-9, rel=1e-9)
 
 
+def test_its_links_are_those_of_the_papers_cluster() -> None:
+    """Four learners on two nodes, the server with the first two; it moves one tensor at a time."""
+    job = costs.load(Job(model={"name": "cifar10_full"}, cluster={"learners": 4}, simulation={"costs": "p775"}))
+    plan = job.plan(costs.places(job))
+    model, server, blocking = costs.CostModel(job.simulation, plan, 4), plan.server, (("role", plan.server),)
+    inside, between = (model.link(plan.learners[learner], server) for learner in (1, 3))
+    ports = ("role", plan.learners[1]), ("role", server)
+    assert inside == (LATENCY, INSIDE, *ports, blocking)
+    assert between == (LATENCY, BETWEEN, ("node", 1), ("node", 0), blocking)
+
+
 @pytest.mark.slow
 def test_the_fit_finds_the_constants_of_the_preset() -> None:
     table, imagenet = (
