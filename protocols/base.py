@@ -53,6 +53,15 @@ class Protocol:
         """Whether a learner may have to wait for an update."""
         return type(self).pull_granted is not Protocol.pull_granted
 
+    @property
+    def expected_staleness(self) -> float:
+        """Mean staleness of all gradients where nobody waits, however fast each learner is.
+
+        Every update makes the gradients staler that are under way, λ - 1 of them, and applies c. Where c = ⌊λ/n⌋ was
+        rounded down that is more than n.
+        """
+        return (self.learners - 1) / self.gradients_per_update
+
     def update_due(self, pending: int) -> bool:
         """Whether `pending` gradients, received since the last update, make an update."""
         return pending >= self.gradients_per_update

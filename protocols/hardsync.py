@@ -17,6 +17,10 @@ class Hardsync(Protocol):
         super().__init__(learners)
         self.gradients_per_update = learners
 
+    @property
+    def expected_staleness(self) -> float:
+        return 0.0
+
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
         return clock.timestamp > timestamp
 

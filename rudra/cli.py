@@ -19,8 +19,10 @@ from rudra.jobfiles import shipped_jobs
 from rudra.launch import leave_the_word, world_rank, world_size
 
 if TYPE_CHECKING:
+    from protocols import Protocol
     from rudra.api import ProgressMode
     from rudra.results import Results
+    from topologies import Plan
 
 DESCRIPTION = """\
 Rudra trains a PyTorch model over MPI under any synchronisation protocol, from fully
@@ -592,12 +594,12 @@ def _validate(arguments: argparse.Namespace) -> int:
     rates = [f"{rate * factor:.4g}" for rate in Schedule(job.optimizer, job.training.epochs).rates]
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
-    momentum = job.explicit_momentum(plan)
     lines = {
         "ranks": f"{plan.ranks}, topology {topology.name}, {job.learners} learners (λ)",
         "roles": roles(plan),
         "messages": message(plan, protocol.gradients_per_update),
         "protocol": f"{_protocol_text(job)}, {_count(protocol.gradients_per_update, 'gradient')} per update (c)",
+        "staleness": _staleness_text(protocol, plan, modulation),
         "minibatch": f"{_count(job.training.minibatch_size, 'sample')} per gradient (μ)",
         "learning rate": f"{' then '.join(rates)} = α0 x {factor:.4g} (modulation {modulation})",
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
@@ -611,14 +613,35 @@ def _validate(arguments: argparse.Namespace) -> int:
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each epoch"
     if job.optimizer.warm_up:
         lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
-    if job.optimizer.momentum_correction != "none":
-        lines["momentum"] = f"{momentum:.4g} explicit, of {job.optimizer.momentum:g}: asynchrony acts like the rest"
-        if not momentum:
+    if job.optimizer.momentum:
+        lines["momentum"] = _momentum_text(job, plan, protocol)
+        if not job.explicit_momentum(plan):
             text = "so much asynchrony leaves no explicit momentum, and may act like more than was asked for"
             print(f"rudra: {arguments.job}: [optimizer] momentum_correction: {text}", file=sys.stderr)
     print(f"{arguments.job}: valid")
     print("\n".join(f"  {key:15}{text}" for key, text in lines.items()))
     return 0
+
+
+def _staleness_text(protocol: "Protocol", plan: "Plan", modulation: str) -> str:
+    """What gradients will be like on average, and whether a rate that is divided by n allows for it."""
+    sigma = protocol.expected_staleness
+    if not sigma:
+        return "0"
+    text = f"{'more than' if plan.overlapped else 'about'} {sigma:.3g} on average (⟨σ⟩)"
+    if modulation == "n" and sigma > protocol.n:
+        text += f", not n = {protocol.n}: α0/n is {sigma / protocol.n:.3g} times α0/⟨σ⟩"
+    return text
+
+
+def _momentum_text(job: Job, plan: "Plan", protocol: "Protocol") -> str:
+    table, sigma = job.optimizer, protocol.expected_staleness
+    if table.momentum_correction == "none":
+        return f"{table.momentum:g}, {table.momentum_form}'s form" if table.name == "sgd" else f"{table.momentum:g}"
+    if not sigma:
+        return f"{table.momentum:g}, all of it explicit: nothing is stale"
+    acts = f"⟨σ⟩ of about {sigma:.3g} acts like {sigma / (1 + sigma):.3g}"
+    return f"{job.explicit_momentum(plan):.4g} explicit, of {table.momentum:g}: {acts}"
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

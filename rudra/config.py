@@ -214,13 +214,13 @@ class Job(Table):
         """What is left of the momentum that the job wants, once asynchrony has given its share.
 
         With g workers that update independently, gradients arrive as if there were momentum 1 - 1/g (Omnivore,
-        theorem 1: for step times that are exponential, and no explicit momentum). That the two add up is a rule of
-        thumb.
+        theorem 1: for step times that are exponential, and no explicit momentum). g is what the weights see, ⟨σ⟩ + 1:
+        nearly 2 under 1-softsync, although all workers together make an update. That the two momenta add up is a rule
+        of thumb.
         """
         if self.optimizer.momentum_correction == "none":
             return self.optimizer.momentum
-        protocol = self.make_protocol(plan)
-        asynchrony = max(1, protocol.learners // protocol.gradients_per_update)
+        asynchrony = 1 + self.make_protocol(plan).expected_staleness
         return max(0.0, self.optimizer.momentum - (1 - 1 / asynchrony))
 
     def make_topology(self) -> topologies.Topology:

@@ -30,6 +30,10 @@ class UpdateRule:
 
     Neighbours in the vector that belong to the same group of `[optimizer] groups` are stepped as one.
 
+    Under `momentum_form = "caffe"` the velocity v ← m v + α g is itself what is subtracted from the weights, so that a
+    new rate concerns new gradients alone. That is torch's own step at the rate 1, with the rate in the gradient and in
+    the weight decay: any rate will do, 0 too, and the velocity is all that there is to remember.
+
     Args:
         table: which optimiser, with its options; learning rates are given with each step.
         weights: (P,) float32, contiguous, lent for the lifetime of the rule.
@@ -49,8 +53,10 @@ class UpdateRule:
         parameters = [entry for entry in layout if entry.kind == "parameter"]
         self._sizes = [entry.size for entry in parameters] or [len(weights)]
         self._clip_norm = table.clip_norm
-        self._clipped = None if table.clip_norm is None else torch.zeros_like(weights)
-        self._places: list[tuple[torch.nn.Parameter, slice]] = []
+        self._caffe = table.momentum_form == "caffe" and table.momentum > 0
+        scales = self._caffe or table.clip_norm is not None
+        self._scaled = torch.zeros_like(weights if scales else weights[:0])  # what is lent is only read
+        self._places: dict[torch.nn.Parameter, slice] = {}
         self._factors: list[float] = []  # of each of the optimiser's groups
         groups: list[dict[str, Any]] = []
         tail = _TAIL if table.name == "sgd" else 1
@@ -60,7 +66,7 @@ class UpdateRule:
             own = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
             groups.append({"params": made, **flags, **own})
             self._factors.append(group.rate_factor)
-            self._places += zip(made, parts, strict=True)
+            self._places |= zip(made, parts, strict=True)
         try:
             for fused in {fusible, False}:  # an option may be taken, and fail in the first step
                 trial = torch.nn.Parameter(torch.zeros(_TAIL))
@@ -70,6 +76,7 @@ class UpdateRule:
             self.optimizer: torch.optim.Optimizer = cls(groups, lr=table.learning_rate, foreach=False, **options)
         except Exception as error:  # torch checks some options, and stumbles over others
             raise ConfigError(f"[optimizer] {table.name}: {' '.join(str(error).split())}") from None
+        self._decays = [group["weight_decay"] for group in self.optimizer.param_groups]
 
     def step(self, gradient: torch.Tensor, learning_rate: float) -> None:
         """Updates the weights.
@@ -80,12 +87,14 @@ class UpdateRule:
         """
         if self._clip_norm is not None:
             gradient = self._clip(gradient, self._clip_norm)
-        for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
-            group["lr"] = learning_rate * factor
-        for parameter, part in self._places:
-            parameter.grad = gradient[part]
+        for group, factor, decay in zip(self.optimizer.param_groups, self._factors, self._decays, strict=True):
+            rate = learning_rate * factor
+            group["lr"], group["weight_decay"] = (1.0, decay * rate) if self._caffe else (rate, decay)
+            for parameter in group["params"]:
+                part = self._places[parameter]
+                parameter.grad = self._times(rate, gradient[part], part) if self._caffe else gradient[part]
         self.optimizer.step()
-        for parameter, _ in self._places:
+        for parameter in self._places:
             parameter.grad = None
 
     def _clip(self, gradient: torch.Tensor, most: float) -> torch.Tensor:
@@ -97,11 +106,17 @@ class UpdateRule:
 
         norm = torch.nn.utils.get_total_norm(torch.split(gradient, self._sizes))
         scale = most / (norm + 1e-6)
-        return torch.mul(gradient, scale, out=self._clipped) if norm.isfinite() and scale < 1 else gradient
+        return self._times(scale, gradient, slice(None)) if norm.isfinite() and scale < 1 else gradient
+
+    def _times(self, scale: float | torch.Tensor, gradient: torch.Tensor, part: slice) -> torch.Tensor:
+        """A part of the gradient at another scale, which is good until the next one."""
+        import torch
+
+        return torch.mul(gradient, scale, out=self._scaled[part])
 
     def move(self, weights: torch.Tensor) -> None:
         """Goes on with weights in another place, which hold the same."""
-        for parameter, part in self._places:
+        for parameter, part in self._places.items():
             parameter.data = weights[part]
 
     def prepare(self) -> None:
@@ -122,7 +137,7 @@ class UpdateRule:
         import torch
 
         found = {}
-        for place, (parameter, _) in enumerate(self._places):
+        for place, parameter in enumerate(self._places):
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, torch.Tensor):
                     found[f"{key}.{place}"] = value
@@ -134,11 +149,12 @@ class UpdateRule:
         Raises:
             ValueError: it is not that of this optimiser and these weights.
         """
+        parameters = list(self._places)
         for name, value in state.items():
             key, _, place = name.rpartition(".")
-            if not (place.isdigit() and int(place) < len(self._places)):
+            if not (place.isdigit() and int(place) < len(parameters)):
                 raise ValueError(f"optimiser state {name} does not fit")
-            parameter, _ = self._places[int(place)]
+            parameter = parameters[int(place)]
             if value.numel() not in {1, parameter.numel()}:
                 raise ValueError(f"optimiser state {name} does not fit")
             single = value.numel() == 1 and (key == "step" or parameter.numel() > 1)

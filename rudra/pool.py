@@ -22,7 +22,7 @@ import numpy as np
 
 from rudra.config import Job
 from rudra.errors import ResultsError, RudraError
-from rudra.progress import Bar, duration
+from rudra.progress import Bar, duration, shown
 from rudra.results import open_results
 from rudra.sweep import Driver, Point, Sweep
 
@@ -285,7 +285,10 @@ def summary(sweep: Sweep, directory: Path, failures: Sequence[Failed]) -> str:
         table.append([point.label, *ours, *[""] * (len(table[0]) - 1 - len(ours))])
         for row in sweep.paper:
             if row["file"] == point.file:
-                table[-1][4:] = [_percent(row.get("test_error")), duration(row["time_s"]) if "time_s" in row else "-"]
+                table[-1][4:] = [
+                    shown(row.get("test_error"), ".2%"),
+                    duration(row["time_s"]) if "time_s" in row else "–",
+                ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table]
     sizes = {(row["epochs"], row["training_samples"]) for row in sweep.paper if "epochs" in row}
@@ -298,10 +301,8 @@ def _outcome(file: Path) -> list[str]:
     with open_results(file) as results:
         epochs, totals = results.epochs, results.totals
     tested = epochs["test_error"][epochs["evaluated"] != 0]
-    samples = np.diff(epochs["samples"], prepend=0)
-    staleness = f"{np.average(epochs['mean_staleness'], weights=samples):.2f}" if samples.sum() else "-"
-    return [_percent(tested[-1] if len(tested) else None), staleness, duration(float(totals["time_s"][0]))]
-
-
-def _percent(error: float | None) -> str:
-    return "-" if error is None else f"{error:.2%}"
+    sigma, samples = epochs["mean_staleness"], np.diff(epochs["samples"], prepend=0)
+    known = np.isfinite(sigma) & (samples > 0)
+    staleness = float(np.average(sigma[known], weights=samples[known])) if known.any() else None
+    error = tested[-1] if len(tested) else None
+    return [shown(error, ".2%"), shown(staleness, ".2f"), duration(float(totals["time_s"][0]))]

@@ -1,5 +1,6 @@
 """What a person sees of a run: one bar (or a line for each epoch) while it lasts, a table at its end."""
 
+import math
 import os
 import sys
 import threading
@@ -95,7 +96,8 @@ class Progress:
                 with suppress(BrokenPipeError):  # the launcher is gone, and will have this rank ended
                     print(
                         f"{self._name}: epoch {row['epoch']}/{self._epochs}, {self._tested}, "
-                        f"staleness {row['mean_staleness']:.2f}, {rate:,.0f} samples/s, {duration(row['time_s'])}",
+                        f"staleness {shown(row['mean_staleness'], '.2f')}, {rate:,.0f} samples/s, "
+                        f"{duration(row['time_s'])}",
                         file=self._file,
                         flush=True,
                     )
@@ -141,6 +143,11 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds >= 9.995 else f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+
+
+def shown(value: float | None, form: str) -> str:
+    """A number for people, or a dash where there is none."""
+    return "–" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def summary_table(summary: dict[str, Any]) -> str:
@@ -229,7 +236,7 @@ def _epochs_table(summary: dict[str, Any], most: int = 12) -> list[list[str]]:
     count, times = summary["epochs"], summary["epoch_end_s"]
     if not count:
         return []
-    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+    places = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
     metrics = list(summary["metrics"].get("test", {}).items())[:_METRICS]
     columns = {name.replace("_", " "): (summary[name], form) for name, form in _TESTED.items()}
     columns |= {name: (values, ".4g") for name, values in metrics}
@@ -238,12 +245,12 @@ def _epochs_table(summary: dict[str, Any], most: int = 12) -> list[list[str]]:
     told = {name for name, (values, _) in columns.items() if any(value is not None for value in values)}
     hidden = {"test loss"} if "test error" in told or "test loss" not in told else {"test error"}
     hidden |= {"validation error", "train error"} - told
-    shown = {name: column for name, column in columns.items() if name not in hidden}
+    chosen = {name: column for name, column in columns.items() if name not in hidden}
     rows = [
-        [str(i + 1), *(_number(values[i], form) for values, form in shown.values()), duration(times[i] or 0.0)]
-        for i in map(int, chosen)
+        [str(i + 1), *(shown(values[i], form) for values, form in chosen.values()), duration(times[i] or 0.0)]
+        for i in map(int, places)
     ]
-    return [["epoch", *shown, "time"], *rows]
+    return [["epoch", *chosen, "time"], *rows]
 
 
 def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
@@ -261,16 +268,10 @@ def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
             (name, {key: function(column) for key, column in columns.items()})
             for name, function in (("least", np.min), ("mean", np.mean), ("most", np.max))
         ]
-    return [head, *([name, f"{row['pushed']:,.0f}", *(_share(row, s) for s in shares)] for name, row in rows)]
-
-
-def _share(row: dict[str, Any], share: str) -> str:
-    value = row[f"{share}_share"]
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return [
+        head,
+        *([name, f"{row['pushed']:,.0f}", *(shown(row[f"{s}_share"], ".1%") for s in shares)] for name, row in rows),
+    ]
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

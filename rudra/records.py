@@ -79,7 +79,7 @@ EPOCH = np.dtype(
         ("timestamp", "<i8"),
         ("samples", "<i8"),  # applied since the start of training
         ("time_s", "<f8"),
-        ("mean_staleness", "<f8"),  # over the gradients of this epoch
+        ("mean_staleness", "<f8"),  # over the gradients of this epoch; NaN without any, as the next two means
         ("learning_rate", "<f8"),  # of the epoch's last update
         ("train_loss", "<f8"),  # mean over the samples of the gradients applied in this epoch
         ("train_error", "<f8"),
@@ -92,7 +92,10 @@ EPOCH = np.dtype(
         ("weights_sha256", "S64"),  # of the weights at the epoch's end; empty where the statistics server was behind
     ]
 )
-"""One epoch; errors are fractions in 0…1, and NaN where the task knows none."""
+"""One epoch; errors are fractions in 0…1, and NaN where the task knows none.
+
+Where one update ends several epochs, its gradients are of the first of them, and the others have none.
+"""
 
 METRIC = np.dtype(
     [

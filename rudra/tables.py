@@ -186,8 +186,12 @@ class OptimizerTable(Table):
         0.0, ge=0, description="epochs in which the rate grows to the scheduled one, linearly with the applied samples"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
+    momentum_form: Literal["torch", "caffe"] = Field(
+        "torch", description="where the rate changes: torch scales the whole velocity, caffe (the papers) what is added"
+    )
     momentum_correction: Literal["none", "implicit"] = Field(
-        "none", description="implicit: asynchrony g acts like momentum 1 - 1/g, so that much less is used; a heuristic"
+        "none",
+        description="implicit: staleness g - 1 acts like momentum 1 - 1/g, so that much less is used; a heuristic",
     )
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty, as the torch.optim class applies it")
     groups: tuple[ParameterGroup, ...] = Field(
@@ -201,6 +205,13 @@ class OptimizerTable(Table):
     def _known(cls, value: str) -> str:
         if value not in OPTIMIZERS:
             raise ValueError(f"'{value}' is unknown; valid: {', '.join(OPTIMIZERS)}")
+        return value
+
+    @field_validator("momentum_form")
+    @classmethod
+    def _of_sgd(cls, value: str, info: ValidationInfo) -> str:
+        if value != "torch" and (name := info.data.get("name", "sgd")) != "sgd":
+            raise ValueError(f"'{value}' is for sgd only, not {name}")
         return value
 
     @field_validator("schedule")

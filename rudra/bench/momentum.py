@@ -140,10 +140,10 @@ def run(*, quick: bool) -> Report:
     return report
 
 
-def measure(problem: Problem, groups: int, times: str, *, seeds: int) -> Modulus:
-    """Trains with every seed and fits."""
+def measure(problem: Problem, groups: int, times: str, *, seeds: int, n: int | None = None) -> Modulus:
+    """Trains with every seed and fits; under n-softsync, which is async where n is not given."""
     rate = problem.rate * math.sin(math.pi / (4 * groups - 2))
-    runs = [_train(_job(problem, groups, times, rate, seed)) for seed in range(1, seeds + 1)]
+    runs = [_train(_job(problem, groups, times, rate, seed, n or groups)) for seed in range(1, seeds + 1)]
     steps, gradients = (np.stack([run[i] for run in runs]) for i in (0, 1))
     momentum, coefficient, error = fit(steps, gradients)
     staleness = np.mean([run[2] for run in runs])
@@ -180,12 +180,12 @@ def fit(steps: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> tuple[float, fl
     return float(momentum), float(coefficient), error
 
 
-def _job(problem: Problem, groups: int, times: str, rate: float, seed: int) -> Job:
+def _job(problem: Problem, groups: int, times: str, rate: float, seed: int, n: int) -> Job:
     return Job(
         name="momentum",
         training={"epochs": 1, "minibatch_size": 32, "seed": seed, "evaluate": False},
         optimizer={"learning_rate": rate},
-        protocol={"name": "async", "modulation": "none"},
+        protocol={"name": "softsync", "n": n, "modulation": "none"},
         topology={"name": "groups", "options": {"groups": groups}},
         cluster={"learners": groups, "threads_per_rank": 1, "device": "cpu"},
         simulation={**FREE, **TIMES[times]},
@@ -223,6 +223,7 @@ class _Staleness:
 def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
     """Steps V(1) … V(T), gradients ∇ℓ(W(0)) … ∇ℓ(W(T-1)), both (T, parameters) float64, and the mean staleness."""
     plan, updates = job.plan(), 8 * job.learners + 12
+    per_update = job.make_protocol(plan).gradients_per_update
     with torch_as_in(job):
         loaded = data.load(job.data, seed=job.training.seed)
         train, info = loaded.training, loaded.info
@@ -234,7 +235,7 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
         weights = executors[plan.server].buffer("weights")
         path = [weights.vector.clone()]
         hands.moved = lambda: path.append(executors[plan.server].buffer("weights").vector.clone())
-        samples = updates * job.training.minibatch_size
+        samples = updates * per_update * job.training.minibatch_size
         machines = {i: roles.make(i, job, plan, samples) for i in range(len(plan.roles))}
         costs = CostModel(job.simulation, plan, job.training.minibatch_size)
         Simulation(plan, machines, hands, rows, costs, size_bytes=4, seed=job.training.seed).run()

@@ -55,6 +55,11 @@ def left_over(learners: int) -> str:
     return f"{learners} learner{'s are' if learners > 1 else ' is'} left"
 
 
+def _mean(total: float, count: int) -> float:
+    """Of an epoch's gradients; it has none where the update that ended it ended the one before, too."""
+    return total / count if count else math.nan
+
+
 def outlasts(event: Event, statistics: int) -> bool:
     """Whether an event is for the owner of the weights even if everybody else has begun anew."""
     if isinstance(event, Received):
@@ -191,8 +196,9 @@ class Owner(Machine):
 
     def _end_epoch(self, now: float, rate: float) -> list[Action]:
         self.epoch += 1
-        gradients, samples = max(1, self._epoch_gradients), max(1, self._epoch_samples)
-        means = (self._epoch_staleness / gradients, rate, self._epoch_loss / samples, self._epoch_errors / samples)
+        gradients, samples = self._epoch_gradients, self._epoch_samples
+        trained = (_mean(self._epoch_loss, samples), _mean(self._epoch_errors, samples))
+        means = (_mean(self._epoch_staleness, gradients), rate, *trained)
         self._epoch_loss = self._epoch_errors = 0.0
         self._epoch_staleness = self._epoch_gradients = self._epoch_samples = 0
         if not self._reports:

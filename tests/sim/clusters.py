@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from rudra import data, roles, sim
@@ -86,6 +87,22 @@ def check_updates(run: Job, rows: Rows) -> None:
         assert (sizes < c + max(carried(plan, child, c) for child in plan.children[plan.server])).all()
     if rule.ordered:
         assert np.array_equal(gradients["learner"], np.tile(np.arange(run.learners), len(sizes)))
+
+
+def check_epochs(rows: Rows) -> None:
+    """An epoch's means are over the gradients of its updates; it has none where an update ended several epochs."""
+    gradients, updates = rows["gradients"], rows["updates"]
+    of = updates["epoch"][gradients["update"] - 1]  # completed before their update
+    assert updates["epoch"].max() < len(rows["epochs"])
+    for epoch in rows["epochs"]:
+        mine = gradients[of == epoch["epoch"] - 1]
+        names = ("mean_staleness", "train_loss", "train_error")
+        if not len(mine):
+            assert all(np.isnan(epoch[name]) for name in names)
+            continue
+        total = mine["samples"].sum()
+        means = mine["staleness"].mean(), (mine["loss"] @ mine["samples"]) / total, mine["errors"].sum() / total
+        assert [epoch[name] for name in names] == pytest.approx(means, rel=1e-6)
 
 
 def carried(plan: Plan, role: int, c: int) -> int:

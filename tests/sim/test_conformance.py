@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clusters import SAMPLES, Rows, check_updates, job, timing
+from clusters import SAMPLES, Rows, check_epochs, check_updates, job, timing
 from readme import names_in
 
 import protocols
@@ -73,6 +73,7 @@ def check(run: Job, rows: Rows, samples: int) -> None:
     assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1))
     assert totals["applied"] == len(gradients)
     check_updates(run, rows)
+    check_epochs(rows)
     assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
     assert (gradients["staleness"] >= 0).all()
     needed = run.training.epochs * samples

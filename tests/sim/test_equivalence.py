@@ -1,15 +1,17 @@
 """Protocols and topologies against plain torch and against each other: same samples, same rate, same weights."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from clusters import Guarded, train
+from clusters import Guarded, Rows, train
 from torch import nn
 from torch.nn import functional
 
+import rudra
 from rudra import data, models
 from rudra.config import Job
 from rudra.events import Compute, Computed, Update
@@ -217,25 +219,64 @@ def test_recorded_gradients_explain_the_weights(
     """The record says which gradients, of which weights, went into which update: redo them by hand."""
     job = make_job(protocol, learners, 30, protocol={"n": n} if n else {}, topology=topology, simulation={"nodes": 2})
     trained = train(job)
-    gradients, updates = trained.rows["gradients"], trained.rows["updates"]
-    assert gradients["staleness"].max() > 0
+    assert trained.rows["gradients"]["staleness"].max() > 0
+    assert (trained.weights - redone(job, trained.rows)).abs().max() <= 1e-5
+
+
+def redone(job: Job, rows: Rows, form: str = "torch", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The weights that a record leads to, with momentum by hand in one form or the other."""
     split, _, info, _ = data.load(job.data, test=False)
     assert split is not None
     flat = FlatModel(models.build(job.model, info, job.training.seed))
     weights = torch.empty(flat.size)
     flat.read_into(weights)
-    versions, velocity = [weights.clone()], torch.zeros(flat.size)
-    for update in updates:
-        total = torch.zeros(flat.size)
+    versions, velocity = [weights.to(dtype)], torch.zeros(flat.size, dtype=dtype)
+    gradients, m, decay = rows["gradients"], job.optimizer.momentum, job.optimizer.weight_decay
+    for update in rows["updates"]:
+        total = torch.zeros(flat.size, dtype=dtype)
         for row in gradients[gradients["update"] == update["timestamp"]]:
-            flat.bind(versions[row["timestamp"]])
+            flat.bind(versions[row["timestamp"]].float())
             sampler = Sampler(job.training.seed, int(row["learner"]), len(split))
             out = torch.empty(flat.size)
             flat.gradient(*split.batch(sampler.indices(int(row["step"]) * MU, MU)), out, 0)
             total += out
-        velocity = 0.9 * velocity + total / int(update["gradients"])
-        versions.append(versions[-1] - float(update["learning_rate"]) * velocity)
-    assert (trained.weights - versions[-1]).abs().max() <= 1e-5
+        mean, rate = total / int(update["gradients"]) + decay * versions[-1], float(update["learning_rate"])
+        velocity = m * velocity + (rate * mean if form == "caffe" else mean)
+        versions.append(versions[-1] - (velocity if form == "caffe" else rate * velocity))
+    return versions[-1].float()
+
+
+CHANGING: dict[str, dict[str, Any]] = {
+    "milestones": {"optimizer": {"milestones": [1, 3]}},
+    "mean staleness": {"protocol": {"modulation": "mean_staleness"}},
+    "warm-up, and down to zero": {"optimizer": {"warm_up": 1.5, "schedule": "cosine"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changing", "topology"),
+    [
+        *((name, topology) for name in CHANGING for topology in ({"name": "base"}, TREES[0])),
+        *((name, GROUPS[0]) for name in CHANGING if name != "mean staleness"),  # nothing is stale in one group
+    ],
+    ids=str,
+)
+def test_momentum_has_the_form_that_the_job_names_where_rates_change(changing: str, topology: dict[str, Any]) -> None:
+    """With one group every learner has a replica that it updates itself."""
+    tables = CHANGING[changing]
+    own = {"weight_decay": 0.01, "learning_rate": 0.05, **tables.get("optimizer", {})}
+    job = make_job("async", 4, 40, topology=topology, protocol={"modulation": "none", **tables.get("protocol", {})})
+    assert job.data.train_limit is not None
+    job = job.with_(training={"epochs": 4}, data={"train_limit": job.data.train_limit // 4})
+    ends = []
+    for form in ("torch", "caffe"):
+        run = job.with_(optimizer={**own, "momentum_form": form})
+        trained = train(run)
+        assert len(set(trained.rows["updates"]["learning_rate"])) > 2
+        for dtype in (torch.float32, torch.float64):
+            assert (trained.weights - redone(run, trained.rows, form, dtype)).abs().max() <= 1e-5
+        ends.append(trained.weights)
+    assert (ends[0] - ends[1]).abs().max() > 0.02
 
 
 class Stamped(Guarded):
@@ -295,6 +336,55 @@ def test_overlapped_learners_use_whole_weights_of_their_timestamp(
 
 def tiny() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize(("learners", "n", "c"), [(5, 3, 1), (7, 3, 2), (5, 2, 2)])
+def test_the_rate_is_divided_by_n_whatever_c_is(learners: int, n: int, c: int) -> None:
+    """λ/n is rounded down: with λ = 5 and n = 3 an update is made of one gradient, as if n were 5."""
+    updates = train(make_job("softsync", learners, 20, protocol={"n": n})).rows["updates"]
+    assert (updates["gradients"] == c).all()
+    assert updates["learning_rate"] == pytest.approx(0.01 / n, rel=1e-12)
+
+
+def tensors(results: rudra.Results) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(value)) for name, value in results.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "topology", [{"name": "base"}, {"name": "adv*", "options": {"fan_out": 2}}, *GROUPS[:2]], ids=str
+)
+def test_a_warm_start_begins_with_the_final_weights_of_another_run(topology: dict[str, Any], tmp_path: Path) -> None:
+    """All of them, buffers too, on every role: what follows is what plain torch makes of them."""
+    job = make_job("async", 2, 6, protocol={"modulation": "none"}).with_(model={"name": Normed})
+    with rudra.simulate(job, output=tmp_path / "first.h5", progress="quiet") as results:
+        final, sha256 = tensors(results), results.summary()["weights_sha256"]
+    warm = job.with_(
+        topology=topology, protocol={"name": "softsync", "n": 1}, training={"warm_start": tmp_path / "first.h5"}
+    )
+    one = warm.with_(training={"epochs": 1}, data={"train_limit": 2 * MU}, optimizer={"momentum": 0.0})
+    if topology["name"] == "groups":  # whose average of all is the one update
+        one = one.with_(protocol={"name": "hardsync", "n": None, "modulation": "none"})
+    with rudra.simulate(one, output=tmp_path / "second.h5", progress="quiet") as results:
+        summary, found, gradients = results.summary(), tensors(results), results.gradients
+    assert summary["initial_weights_sha256"] == sha256
+    assert summary["updates"] == 1
+    split, _, info, _ = data.load(one.data, test=False)
+    assert split is not None
+    module = models.build(one.model, info, 3)
+    total: dict[str, torch.Tensor] = {}
+    for row in gradients:
+        module.load_state_dict(final)
+        module.zero_grad()
+        numbers = Sampler(3, int(row["learner"]), 2 * MU).indices(int(row["step"]) * MU, MU)
+        inputs, labels = split.batch(numbers)
+        loss = functional.cross_entropy(module(inputs), labels)
+        loss.backward()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None
+            total[name] = total.get(name, torch.zeros(())) + parameter.grad / 2
+    for name, gradient in total.items():
+        assert torch.allclose(found[name], final[name] - 0.01 * gradient, atol=1e-7)
 
 
 def test_rate_by_gradient_staleness_weighs_inside_the_average() -> None:

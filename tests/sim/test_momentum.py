@@ -40,6 +40,17 @@ def test_four_groups_act_like_momentum_of_three_quarters() -> None:
     assert found.rate == pytest.approx(1.0, abs=0.3), "the gradient enters at η/g"
 
 
+@pytest.mark.parametrize(("learners", "n"), [(4, 1), (5, 3)])
+def test_under_softsync_it_is_the_staleness_that_acts_like_momentum(learners: int, n: int) -> None:
+    """Also where all learners together make an update: ⟨σ⟩ is nearly 1 then, and so acts like a half."""
+    run = job("softsync", learners, n=n, optimizer={"momentum": 0.95, "momentum_correction": "implicit"})
+    taken = 0.95 - run.explicit_momentum()
+    found = bench.measure(bench.PROBLEMS["least squares"], learners, "exponential", seeds=24, n=n)
+    assert found.momentum == pytest.approx(taken, abs=0.05)
+    assert found.momentum == pytest.approx(found.staleness / (1 + found.staleness), abs=0.05)
+    assert found.error < 0.02
+
+
 def test_the_fit_finds_the_momentum_of_momentum() -> None:
     """Steps made by the recursion itself, with noise that means over few seeds do not remove."""
     source = np.random.default_rng(1)

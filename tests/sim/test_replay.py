@@ -46,6 +46,9 @@ OWN = {
 }
 
 
+CAFFE = {"momentum_form": "caffe"}
+
+
 class Hogwild(Async):
     replayable = False
 
@@ -97,6 +100,7 @@ def simulate(job: rudra.Job, path: Path) -> dict[str, Any]:
         make_job("async", 1, optimizer={"name": "adam"}),
         make_job("softsync", 3, results={"minibatches": False}, optimizer={"milestones": [1], "momentum": 0.5}),
         make_job("softsync", 4, protocol={"n": 2}, optimizer=OWN),
+        make_job("softsync", 4, protocol={"n": 4, "modulation": "mean_staleness"}, optimizer={**OWN, **CAFFE}),
         make_job(Bounded, 4),
         make_job(Eager, 3),
         make_job("async", 6, data={"train_limit": 50}),

@@ -64,6 +64,8 @@ SETTINGS = {
     "allreduce": make_job("hardsync", topology=ALONE),
     "groups": make_job("hardsync", topology=GROUPS),
     "schedule": make_job("hardsync", optimizer=OWN),
+    "caffe": make_job("hardsync", optimizer={**OWN, "momentum_form": "caffe"}),
+    "allreduce, caffe": make_job("hardsync", topology=ALONE, optimizer={"momentum_form": "caffe"}),
     "allreduce, schedule": make_job("hardsync", topology=ALONE, optimizer=OWN),
     "bfloat16": make_job("hardsync").with_(training={"precision": "bfloat16"}),
 }

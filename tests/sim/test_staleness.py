@@ -25,6 +25,17 @@ def test_mean_staleness_is_n_and_hardly_any_exceeds_2n(n: int) -> None:
     assert (sigma > 2 * n).mean() < 1e-4
 
 
+@pytest.mark.parametrize(("learners", "n"), [(30, 11), (30, 16), (5, 3), (4, 1), (1, 1)])
+@pytest.mark.parametrize("simulation", [{}, {"jitter": 0.9, "slowdown": {0: 4.0}}], ids=["alike", "one slow"])
+def test_mean_staleness_is_what_a_protocol_expects(learners: int, n: int, simulation: dict[str, Any]) -> None:
+    """Not n where λ/n was rounded down: with n > λ/2 all learners but one are under way at each update."""
+    costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 1e9, **simulation}
+    run = job("softsync", learners, n=n, epochs=1, simulation=costs)
+    expected = run.make_protocol().expected_staleness
+    assert expected == (learners - 1) / (learners // n)
+    assert timing(run, 2000 * SAMPLES)["gradients"]["staleness"].mean() == pytest.approx(expected, rel=0.02)
+
+
 def test_async_is_softsync_with_n_of_all_learners() -> None:
     assert np.array_equal(staleness("async"), staleness("softsync", 30))
 

@@ -92,6 +92,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"learning_rate": 0}}, "[optimizer] learning_rate must be > 0, not 0"),
     ({"optimizer": {"learning_rate": float("nan")}}, "[optimizer] learning_rate must be a finite number, not nan"),
     ({"optimizer": {"momentum": 1.0}}, "[optimizer] momentum must be < 1, not 1.0"),
+    ({"optimizer": {"momentum_form": "keras"}}, "[optimizer] momentum_form must be 'torch' or 'caffe', not 'keras'"),
+    (
+        {"optimizer": {"momentum_form": "caffe", "name": "adam"}},
+        "[optimizer] momentum_form 'caffe' is for sgd only, not adam",
+    ),
+    (
+        {"optimizer": {"momentum_form": "caffe", "name": "rmsprop", "momentum": 0.9}},
+        "[optimizer] momentum_form 'caffe' is for sgd only, not rmsprop",
+    ),
     ({"optimizer": {"milestones": 3}}, "[optimizer] milestones must be a list, not 3"),
     ({"optimizer": {"milestones": [3, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [3, 3]"),
     ({"optimizer": {"milestones": [0, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [0, 3]"),
@@ -462,20 +471,21 @@ def test_a_pair_may_work_on_one_node_alone() -> None:
         (4, {"name": "async"}, None, 4),
         (64, {"name": "async"}, None, 64),
         (4, {"name": "hardsync"}, None, 1),
-        (4, {"n": 1}, None, 1),
-        (4, {"n": 2}, None, 2),
+        (4, {"n": 1}, None, 1.75),
+        (4, {"n": 2}, None, 2.5),
+        (4, {"n": 3}, None, 4),
         (4, {"n": 4}, None, 4),
         (4, {"name": "async"}, 1, 1),
         (4, {"name": "async"}, 2, 2),
         (5, {"name": "async"}, 4, 4),
-        (8, {"n": 2}, 4, 2),
+        (8, {"n": 2}, 4, 2.5),
     ],
 )
 @pytest.mark.parametrize("wanted", [0.3, 0.5, 0.9])
 def test_asynchrony_gives_its_share_of_the_momentum(
-    learners: int, protocol: dict[str, Any], groups: int | None, asynchrony: int, wanted: float
+    learners: int, protocol: dict[str, Any], groups: int | None, asynchrony: float, wanted: float
 ) -> None:
-    """Omnivore, theorem 1: g workers that update independently act like momentum 1 - 1/g."""
+    """Omnivore, theorem 1: g workers that update independently act like momentum 1 - 1/g; g is ⟨σ⟩ + 1."""
     topology = {"name": "base"} if groups is None else {"name": "groups", "options": {"groups": groups}}
     tables: dict[str, Any] = {"topology": topology, "protocol": protocol, "cluster": {"learners": learners}}
     corrected = Job(optimizer={"momentum": wanted, "momentum_correction": "implicit"}, **tables)

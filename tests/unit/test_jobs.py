@@ -64,6 +64,7 @@ def test_every_point_of_a_study_can_be_run(file: Path, quick: bool) -> None:
     for point in study.points:
         check(point.job)
         optimizer, epochs = point.job.optimizer, point.job.training.epochs
+        assert optimizer.momentum_form == "caffe" or not optimizer.momentum, "the papers' form"
         if file.parent.name != "rudra":
             continue
         if point.job.model.name == "cifar10_full" and optimizer.name == "sgd":

@@ -55,6 +55,26 @@ def test_a_gradient_depends_on_learner_and_step_alone() -> None:
     assert all(outcome.samples == 4 for outcome, _ in once.values())
 
 
+def mask(learner: int, step: int, seed: int = 5) -> list[bool]:
+    """Which inputs dropout lets through, of samples that are all alike."""
+    split = Split(Dense(np.full((10, 1, 4, 16), 9, np.uint8)), Dense(np.zeros(10, np.int64)))
+    model = FlatModel(nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 3)))
+    job = JOB.with_(training={"minibatch_size": 1, "seed": seed})
+    out = torch.empty(model.size)
+    GradientSource(job, learner, model, split, prefetch=False).compute(step, torch.linspace(-1, 1, model.size), out)
+    return [value != 0 for value in out[:64].tolist()]
+
+
+def test_dropout_has_a_mask_of_its_own_for_each_learner_and_step_and_seed() -> None:
+    asked = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 7), (0, 0, 6)]
+    masks = [mask(*which) for which in asked]
+    for i, one in enumerate(masks):
+        assert 10 < sum(one) < 54
+        assert one == mask(*asked[i])
+        for other in masks[:i]:
+            assert 10 < sum(a != b for a, b in zip(one, other, strict=True)) < 54, "half of two masks differ"
+
+
 class Fragile:
     """Samples of the user's, who knows where from: fails at one, and remembers how often it was asked."""
 

@@ -78,6 +78,12 @@ def test_the_tail_behind_a_tensor_holds_what_comes_with_tensors(gradients: int) 
     assert len(Message(Kind.WEIGHTS, 0).encode()) <= room
 
 
+@pytest.mark.parametrize(("gradients", "room"), [(1, 256), (2, 256), (3, 256), (4, 320), (30, 1984)])
+def test_the_tail_is_as_small_as_what_it_holds_allows(gradients: int, room: int) -> None:
+    """A simulated tensor is as long as a real one, tail and all."""
+    assert tail_bytes(gradients) == room
+
+
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("count", [0, 1, 17, 48, 500])
 def test_split_keeps_every_row_in_messages_of_limited_size(kind: Kind, count: int) -> None:

@@ -45,6 +45,8 @@ def test_fresh_gradients_never_raise_the_rate(staleness: int) -> None:
         ("softsync", 30, 1, 4, 1.0),
         ("softsync", 30, 4, 128, 1 / 4),
         ("softsync", 30, 30, 128, 1 / 30),
+        ("softsync", 5, 3, 16, 1 / 3),  # n, although c = 1 and all five push between two updates
+        ("softsync", 30, 11, 16, 1 / 11),
         ("async", 30, None, 128, 1 / 30),
         ("async", 1, None, 4, 1.0),
     ],

@@ -100,6 +100,100 @@ def test_steps_equal_torchs_over_separate_parameters(
     torch.testing.assert_close(weights, expected, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}))
 
 
+RATES = [0.02, 0.02, 0.02, 0.0, 0.002, 0.002, 0.01, 0.0, 0.03]
+"""Falls, rises, and is zero, where the weights coast."""
+
+
+def caffe(
+    weights: torch.Tensor, gradients: torch.Tensor, table: OptimizerTable, own: list[dict[str, float]]
+) -> torch.Tensor:
+    """Caffe's solver by hand: v = m v + α (g + d w), and w -= v; Nesterov's w -= (1 + m) v - m times v before."""
+    m, nesterov, dampening = table.momentum, table.options.get("nesterov"), table.options.get("dampening", 0.0)
+    done = []
+    for place, keys in enumerate(own):
+        w = weights.split(SIZES)[place].clone()
+        v = torch.zeros_like(w)
+        for step, (gradient, rate) in enumerate(zip(gradients, RATES, strict=True)):
+            before = v.clone()
+            whole = gradient.to(w.dtype).split(SIZES)[place] + keys.get("weight_decay", table.weight_decay) * w
+            new = rate * keys.get("lr", 1.0) * whole
+            v = m * v + (1 - dampening if step else 1.0) * new  # torch dampens no first step
+            w -= new + m * v if nesterov and dampening else (1 + m) * v - m * before if nesterov else v
+        done.append(w)
+    return torch.cat(done)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("groups", "own"),
+    [([], [{}, {}, {}, {}]), ([NO_DECAY, SLOW], [{"lr": 0.1}, {"weight_decay": 0.0}, {}, {"weight_decay": 0.0}])],
+    ids=["one", "several"],
+)
+@pytest.mark.parametrize(
+    ("weight_decay", "options"),
+    [(0.0, {}), (0.05, {}), (0.05, {"nesterov": True}), (0.05, {"dampening": 0.3}), (0.05, {"maximize": False})],
+    ids=str,
+)
+def test_in_caffes_form_a_new_rate_concerns_new_gradients_alone(
+    weight_decay: float,
+    options: dict[str, Any],
+    groups: list[dict[str, Any]],
+    own: list[dict[str, float]],
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    begun, gradients = torch.randn(SIZE, generator=generator), torch.randn(len(RATES), SIZE, generator=generator)
+    table = OptimizerTable(
+        momentum=0.9, momentum_form="caffe", weight_decay=weight_decay, options=options, groups=groups
+    )
+    ends = {}
+    for form in ("caffe", "torch"):
+        weights = begun.clone()
+        rule = UpdateRule(table.model_copy(update={"momentum_form": form}), weights, layout())
+        rule.prepare()
+        for gradient, rate in zip(gradients, RATES, strict=True):
+            lent = gradient.clone()
+            rule.step(lent, rate)
+            assert torch.equal(lent, gradient)
+        ends[form] = weights.to(dtype)
+    expected = caffe(begun.to(dtype), gradients, table, own)
+    assert (ends["caffe"] - expected).abs().max() <= 2e-6
+    assert (ends["torch"] - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.3}], ids=str)
+def test_at_one_rate_both_forms_are_the_same(options: dict[str, Any]) -> None:
+    ends = []
+    for form in ("caffe", "torch"):
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(SIZE, generator=generator)
+        table = OptimizerTable(momentum=0.9, momentum_form=form, weight_decay=0.1, options=options, groups=[SLOW])
+        rule = UpdateRule(table, weights, layout())
+        for _ in range(6):
+            rule.step(torch.randn(SIZE, generator=generator), 0.1)
+        ends.append(weights)
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_in_caffes_form_gradients_are_clipped_before_the_rate_is_in_them() -> None:
+    weights = torch.ones(SIZE)
+    rule = UpdateRule(OptimizerTable(momentum=0.5, momentum_form="caffe", clip_norm=1.0), weights, layout())
+    for rate in (0.5, 0.25):
+        rule.step(torch.full((SIZE,), 3.0), rate)
+    torch.testing.assert_close(weights, torch.full((SIZE,), 1 - (0.5 + 0.5 * 0.5 + 0.25) / SIZE**0.5))
+
+
+def test_without_momentum_there_is_no_form() -> None:
+    ends = []
+    for form in ("caffe", "torch"):
+        weights = torch.ones(SIZE)
+        rule = UpdateRule(OptimizerTable(momentum_form=form, weight_decay=0.1), weights)
+        for rate in RATES:
+            rule.step(torch.full((SIZE,), 0.3), rate)
+        ends.append(weights)
+    assert torch.equal(*ends)
+
+
 def test_neighbours_of_one_group_are_stepped_as_one() -> None:
     """So a job without groups is as fast as one vector, and its checkpoints have the names that they always had."""
     table = {"name": "sgd", "momentum": 0.9}
@@ -115,26 +209,26 @@ def test_neighbours_of_one_group_are_stepped_as_one() -> None:
 
 
 @pytest.mark.parametrize("groups", [[], [NO_DECAY, SLOW]], ids=["one", "several"])
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "rmsprop"])
+@pytest.mark.parametrize("name", ["sgd", "caffe", "adam", "adamw", "adagrad", "rmsprop"])
 def test_from_its_state_a_rule_goes_on_bit_for_bit_and_elsewhere(name: str, groups: list[dict[str, Any]]) -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(6, SIZE, generator=generator)
-    momentum = {"momentum": 0.9} if name == "sgd" else {}
-    table = OptimizerTable(name=name, weight_decay=0.1, groups=groups, **momentum)
+    momentum = {"sgd": {"momentum": 0.9}, "caffe": {"name": "sgd", "momentum": 0.9, "momentum_form": "caffe"}}
+    table = OptimizerTable(**{"name": name, "weight_decay": 0.1, "groups": groups, **momentum.get(name, {})})
     weights = torch.randn(SIZE, generator=generator)
     rule = UpdateRule(table, weights, layout())
     rule.prepare()
-    for gradient in gradients[:3]:
-        rule.step(gradient, 0.1)
+    for step, gradient in enumerate(gradients[:3]):
+        rule.step(gradient, 0.1 / (1 + step))
     state = {key: value.reshape(-1).clone() for key, value in rule.state().items()}  # as a checkpoint has it
     copy, moved = weights.clone(), weights.clone()
     resumed = UpdateRule(table, copy, layout())
     resumed.prepare()
     resumed.restore(state)
     rule.move(moved)
-    for gradient in gradients[3:]:
-        rule.step(gradient, 0.1)
-        resumed.step(gradient, 0.1)
+    for step, gradient in enumerate(gradients[3:]):
+        rule.step(gradient, 0.1 * step)
+        resumed.step(gradient, 0.1 * step)
     assert torch.equal(copy, moved)
     assert not torch.equal(copy, weights)
 
@@ -203,9 +297,10 @@ def test_prepared_momentum_is_counted_and_no_step_allocates_more() -> None:
     assert rule.state_bytes() == 4 * SIZE
 
 
-def test_a_step_of_sgd_needs_no_memory_of_the_models_size() -> None:
+@pytest.mark.parametrize("form", ["torch", "caffe"])
+def test_a_step_of_sgd_needs_no_memory_of_the_models_size(form: Literal["torch", "caffe"]) -> None:
     weights = torch.zeros(SIZE)
-    rule = UpdateRule(OptimizerTable(name="sgd", momentum=0.9, weight_decay=0.1), weights)
+    rule = UpdateRule(OptimizerTable(name="sgd", momentum=0.9, momentum_form=form, weight_decay=0.1), weights)
     rule.prepare()
     gradient = torch.ones(SIZE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

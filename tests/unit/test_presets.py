@@ -1,9 +1,13 @@
 """The preset p775: its constants are what the fit finds, and what it is claimed to predict."""
 
 from functools import cache
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import rudra
 from rudra import costs
 from rudra.bench import paper
 from rudra.bench.paper import FITTED, Row
@@ -52,6 +56,71 @@ def test_table_4_comes_out_within_a_fifth_and_in_order() -> None:
     assert len(times) == 5
     assert times == pytest.approx([row.time_s for row in paper.table4()], rel=0.2)
     assert sorted(times, reverse=True) == times
+
+
+LATENCY, BETWEEN, INSIDE = 2e-6, 1 / 3.54e9, 1 / 256e9
+"""Of a message between nodes or inside one, and of each byte there."""
+
+CIFAR10, ALEXNET = (4 * parameters + 256 for parameters in (89_578, 72_221_944))
+"""Bytes of a gradient and of the weights, with what travels behind them."""
+
+DATA: dict[str, dict[str, Any]] = {
+    "cifar10_full": {"name": "cifar10"},
+    "alexnet": {
+        "name": "rudra.bench.prediction:noise",
+        "classes": 1000,
+        "options": {"shape": [3, 224, 224], "pool": 1},
+    },
+}
+APART = {"servers_on_first_node": False}
+
+
+@pytest.mark.parametrize(
+    ("model", "minibatch_size", "learners", "tables", "seconds"),
+    [
+        ("cifar10_full", 128, 1, {}, 0.4086 + 2 * CIFAR10 * INSIDE + 0.00082),
+        ("cifar10_full", 32, 1, {"simulation": APART}, 0.1271 + 2 * CIFAR10 * BETWEEN + 0.00082),
+        (
+            "cifar10_full",
+            32,
+            1,
+            {"simulation": APART, "cluster": {"wire": "float16"}},
+            0.1271 + 1.5 * CIFAR10 * BETWEEN + 0.00082,
+        ),
+        # One pulls while the other has begun, so three of four transfers follow each other; one gradient is added.
+        ("cifar10_full", 128, 2, {}, 0.4086 * 1.11 + 3 * CIFAR10 * INSIDE + 0.000308 + 0.00082),
+        ("cifar10_full", 128, 2, {"simulation": APART}, 0.4086 * 1.11 + 3 * CIFAR10 * BETWEEN + 0.000308 + 0.00082),
+        ("alexnet", 4, 1, {}, 1.042 + 2 * ALEXNET * INSIDE + 0.0054),
+        ("alexnet", 16, 1, {"simulation": APART}, 2.592 + 2 * ALEXNET * BETWEEN + 0.0054),
+        ("alexnet", 256, 2, {"simulation": {"nodes": 2, **APART}}, 41.47 + 3 * ALEXNET * BETWEEN + 0.002 + 0.0054),
+    ],
+)
+def test_an_update_of_hardsync_takes_what_its_messages_and_the_work_take(
+    model: str, minibatch_size: int, learners: int, tables: dict[str, Any], seconds: float, tmp_path: Path
+) -> None:
+    """Sizes and constants are written out here, so that none changes unseen; to the last microsecond."""
+    job = Job(
+        model={"name": model},
+        data={**DATA[model], "train_limit": 4 * learners * minibatch_size},
+        training={"epochs": 1, "minibatch_size": minibatch_size, "evaluate": False},
+        protocol={"name": "hardsync"},
+        cluster={"learners": learners, **tables.get("cluster", {})},
+        simulation={"costs": "p775", "jitter": 0.0, "tensors": False, **tables.get("simulation", {})},
+    )
+    with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        between = np.diff(results.updates["time_s"])
+    assert between[1:] == pytest.approx(seconds + 2 * LATENCY, abs=1e-9, rel=1e-9)
+
+
+def test_its_links_are_those_of_the_papers_cluster() -> None:
+    """Four learners on two nodes, the server with the first two; it moves one tensor at a time."""
+    job = costs.load(Job(model={"name": "cifar10_full"}, cluster={"learners": 4}, simulation={"costs": "p775"}))
+    plan = job.plan(costs.places(job))
+    model, server, blocking = costs.CostModel(job.simulation, plan, 4), plan.server, (("role", plan.server),)
+    inside, between = (model.link(plan.learners[learner], server) for learner in (1, 3))
+    ports = ("role", plan.learners[1]), ("role", server)
+    assert inside == (LATENCY, INSIDE, *ports, blocking)
+    assert between == (LATENCY, BETWEEN, ("node", 1), ("node", 0), blocking)
 
 
 @pytest.mark.slow

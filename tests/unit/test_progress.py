@@ -126,7 +126,7 @@ def test_summary_table_of_a_finished_run(tmp_path):
         "  epoch  test error  train error  train loss  staleness    time",
         "      1      10.00%        5.00%      0.5000       1.25  1.00 s",
         "      2      20.00%        5.00%      0.5000       1.25  2.00 s",
-        "      3           -        5.00%      0.5000       1.25  3.00 s",
+        "      3           –        5.00%      0.5000       1.25  3.00 s",
         "",
         "  learner  gradients  compute   push   wait  pull",
         "        0        750    50.0%  10.0%  20.0%  5.0%",

@@ -243,13 +243,58 @@ def test_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == shown + "\n"
 
 
-def test_validate_says_what_is_left_of_the_momentum(capsys: pytest.CaptureFixture[str]) -> None:
-    momentum = ["optimizer.momentum=0.9", "optimizer.momentum_correction=implicit", "protocol.name=async"]
-    asked = ["validate", "digits", *(word for key in momentum for word in ("--set", key)), "--learners"]
-    assert main([*asked, "2"]) == 0
+@pytest.mark.parametrize(
+    ("learners", "keys", "line"),
+    [
+        (2, {"protocol.name": "async"}, "0.4 explicit, of 0.9: ⟨σ⟩ of about 1 acts like 0.5"),
+        (30, {"protocol.n": "1"}, "0.4085 explicit, of 0.9: ⟨σ⟩ of about 0.967 acts like 0.492"),
+        (8, {"protocol.n": "2"}, "0.2636 explicit, of 0.9: ⟨σ⟩ of about 1.75 acts like 0.636"),
+        (4, {"protocol.name": "hardsync"}, "0.9, all of it explicit: nothing is stale"),
+        (4, {"protocol.name": "async", "topology.name": "groups"}, "0.9, all of it explicit: nothing is stale"),
+        (4, {"optimizer.momentum_correction": "none"}, "0.9, torch's form"),
+        (4, {"optimizer.momentum_correction": "none", "optimizer.momentum_form": "caffe"}, "0.9, caffe's form"),
+        (4, {"optimizer.momentum_correction": "none", "optimizer.name": "rmsprop"}, "0.9"),
+    ],
+)
+def test_validate_says_what_is_left_of_the_momentum(
+    learners: int, keys: dict[str, str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"optimizer.momentum": "0.9", "optimizer.momentum_correction": "implicit", **keys}
+    asked = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    assert main(["validate", "digits", *asked, "--learners", str(learners)]) == 0
     said = capsys.readouterr()
-    assert "momentum       0.4 explicit, of 0.9: asynchrony acts like the rest\n" in said.out
-    assert "roles          1 parameter server, 1 statistics server, 2 learners (λ); 2 workers" in said.out
+    assert f"  momentum       {line}\n" in said.out
     assert said.err == ""
-    assert main([*asked, "10"]) == 0
-    assert "momentum_correction: so much asynchrony leaves no explicit momentum" in capsys.readouterr().err
+
+
+def test_validate_warns_where_nothing_is_left_of_the_momentum(capsys: pytest.CaptureFixture[str]) -> None:
+    momentum = ["optimizer.momentum=0.9", "optimizer.momentum_correction=implicit", "protocol.name=async"]
+    asked = [word for key in momentum for word in ("--set", key)]
+    assert main(["validate", "digits", *asked, "--learners", "10"]) == 0
+    said = capsys.readouterr()
+    assert "roles          1 parameter server, 1 statistics server, 10 learners (λ); 10 workers" in said.out
+    assert "momentum_correction: so much asynchrony leaves no explicit momentum" in said.err
+
+
+@pytest.mark.parametrize(
+    ("learners", "keys", "line"),
+    [
+        (30, {"protocol.n": "16"}, "about 29 on average (⟨σ⟩), not n = 16: α0/n is 1.81 times α0/⟨σ⟩"),
+        (5, {"protocol.n": "3"}, "about 4 on average (⟨σ⟩), not n = 3: α0/n is 1.33 times α0/⟨σ⟩"),
+        (30, {"protocol.n": "11"}, "about 14.5 on average (⟨σ⟩), not n = 11: α0/n is 1.32 times α0/⟨σ⟩"),
+        (30, {"protocol.n": "29"}, "about 29 on average (⟨σ⟩)"),
+        (30, {"protocol.n": "2"}, "about 1.93 on average (⟨σ⟩)"),
+        (30, {"protocol.name": "async"}, "about 29 on average (⟨σ⟩)"),
+        (5, {"protocol.n": "3", "protocol.modulation": "mean_staleness"}, "about 4 on average (⟨σ⟩)"),
+        (5, {"protocol.n": "3", "topology.name": "adv*"}, "more than 4 on average (⟨σ⟩), not n = 3: "),
+        (8, {"protocol.n": "3", "topology.name": "groups", "topology.options.groups": "4"}, "about 3 on average (⟨σ⟩)"),
+        (30, {"protocol.name": "hardsync"}, "0"),
+    ],
+)
+def test_validate_says_how_stale_gradients_will_be(
+    learners: int, keys: dict[str, str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    assert main(["validate", "digits", *asked, "--learners", str(learners)]) == 0
+    (said,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("  staleness ")]
+    assert said == f"  staleness      {line}" or (line.endswith(": ") and line in said)
