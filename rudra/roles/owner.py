@@ -220,7 +220,7 @@ class Owner(Machine):
     def _judge_staleness(self, mean_staleness: float) -> list[Action]:
         """Says once where an epoch's gradients were so stale that the rate is too high for them (rudra.txt §5.1)."""
         n = self.protocol.modulation.assumed_staleness
-        if n is None or mean_staleness <= 2 * n or self._told_stale:
+        if n is None or self._told_stale or not mean_staleness > 2 * n:  # it may be NaN
             return []
         self._told_stale = True
         remedy = "modulation = 'mean_staleness' divides it by what is measured"
