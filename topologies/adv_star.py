@@ -23,7 +23,7 @@ def plan(nodes: Sequence[int], fan_out: FanOut = None, weight_fan_out: int = 2, 
             no overlap, 2 hides one exchange behind one computation. None: it never waits, as in the paper.
     """
     for name, value in {"weight_fan_out": weight_fan_out, "outstanding": outstanding}.items():
-        if value is not None and not whole(value):
+        if not whole(value) and (name, value) != ("outstanding", None):
             raise ValueError(f"[topology] options.{name} = {value!r}: must be a whole number >= 1")
     width = weight_fan_out
     roles = server_tree(nodes, fan_out)

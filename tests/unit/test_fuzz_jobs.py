@@ -18,7 +18,10 @@ TABLES = {
     if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
 }
 KEYS = [(table, key) for table, keys in TABLES.items() for key in keys]
-OPTIONS = ("groups", "reduction", "fan_out", "weight_fan_out", "hidden", "channels", "width", "nesterov", "betas", "n")
+OPTIONS = (
+    *("groups", "reduction", "fan_out", "weight_fan_out", "outstanding"),
+    *("hidden", "channels", "width", "nesterov", "betas", "n"),
+)
 FITTING: dict[str, Any] = {
     "training": {"epochs": 1, "minibatch_size": 8, "warm_start": "nowhere.h5"},
     "model": {"name": "mlp", "options": {"hidden": [4]}},

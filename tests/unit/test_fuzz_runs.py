@@ -27,7 +27,7 @@ LONG |= {("cluster", "threads_per_rank"), ("data", "name")}  # threads stay as m
 ODD = st.integers(0, 9) | st.floats(0, 3) | VALUES.filter(lambda v: not isinstance(v, str) or ":" not in v) | NAMES
 OPTIONS = {
     ("topology", "adv"): ["fan_out"],
-    ("topology", "adv*"): ["fan_out", "weight_fan_out"],
+    ("topology", "adv*"): ["fan_out", "weight_fan_out", "outstanding"],
     ("topology", "groups"): ["groups", "reduction"],
     ("model", "mlp"): ["hidden", "activation"],
     ("model", "lenet"): ["hidden", "channels"],

@@ -444,6 +444,7 @@ WHOLE = "must be a whole number >= 1"
             ("adv*", {"weight_fan_out": value}, f"weight_fan_out = {value!r}: {WHOLE}")
             for value in (0, 1.5, "2", True, None, [], [2])
         ),
+        *(("adv*", {"outstanding": value}, f"outstanding = {value!r}: {WHOLE}") for value in (0, 1.5, "2", True, [])),
         *(
             ("groups", {"groups": value}, f"groups = {value!r}, with 4 learners; valid: 1 to 4")
             for value in (0, 5, -1, 1.5, "2", True, None, [2])
