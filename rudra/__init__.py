@@ -6,31 +6,41 @@
 >>> results.summary()["final_test_error"]
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"] or (sys.argv and sys.argv[0].endswith("/rudra")):  # this process is the command
+    from rudra import interrupts
+
+    interrupts.leave_at_once()
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from rudra import siblings as _siblings  # noqa: F401  first: makes sure that protocols and topologies are ours
-from rudra.config import Job
-from rudra.errors import RudraError
-from rudra.jobfiles import shipped_jobs
 
 if TYPE_CHECKING:
     from rudra.api import run, simulate
+    from rudra.config import Job
+    from rudra.errors import RudraError
     from rudra.hooks import Moment
+    from rudra.jobfiles import shipped_jobs
     from rudra.replayer import replay
     from rudra.results import Results, open_results
 
 __all__ = ["Job", "Moment", "Results", "RudraError", "open_results", "replay", "run", "shipped_jobs", "simulate"]
 
 _LATE = {
+    "Job": "config",
     "Moment": "hooks",
     "Results": "results",
+    "RudraError": "errors",
     "open_results": "results",
     "replay": "replayer",
     "run": "api",
+    "shipped_jobs": "jobfiles",
     "simulate": "api",
 }
-"""What needs NumPy, torch or h5py, which `import rudra` does not load."""
+"""Where names are that are loaded when somebody asks for them; some need torch or h5py."""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,12 +3,16 @@
 import io
 import sys
 
-from rudra.cli import main as run
-from rudra.failures import leave
+from rudra import interrupts
 
 
 def main() -> int:
     """Runs the command line of this process and returns its exit code."""
+    interrupts.leave_at_once()
+    from rudra.cli import main as run
+    from rudra.failures import leave
+
+    interrupts.raise_again()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files can be what no encoding knows
     return leave(run(sys.argv[1:]))

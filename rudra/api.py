@@ -28,6 +28,7 @@ def run(
     force: bool = False,
     resume: bool | str | Path = False,
     progress: ProgressMode | None = None,
+    verbose: bool = False,
 ) -> Results:
     """Runs a job on MPI ranks.
 
@@ -41,6 +42,7 @@ def run(
         resume: go on from a checkpoint: True from that of `output`, if there is one; or its path, or that of a result
             file. The results of before stay.
         progress: how to show progress; by default a bar on a terminal and plain lines elsewhere.
+        verbose: if mpirun is started here and the run does not end well, what it and MPI have said is shown too.
 
     Returns:
         The results, open for reading. On ranks that did not write them too.
@@ -67,13 +69,13 @@ def run(
         if begin.finished:
             return open_results(path)
         check_output(path, begin.overwrite or begin.checkpoint is not None)
-        code = _launched(job, begin, shown, quiet=progress == "quiet")
+        code = _launched(job, begin, shown, verbose=verbose)
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
 
 
-def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, quiet: bool) -> int:
+def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool) -> int:
     """Starts the ranks, and again where the job says so; the exit code."""
     path, job = begin.output, job.with_(cluster=begin.cluster or {}).resolved(cores=cores())
     plan = job.plan()
@@ -81,7 +83,7 @@ def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, quiet: bool) 
     for restart in range(job.faults.restarts + 1):
         more = {"overwrite": begin.overwrite, "resume": begin.checkpoint or False, "launched": True}
         payload = {"job": job, "output": path, "progress": shown, **more}
-        outcome = launch.launch(job, path, roles=names, payload=payload, quiet=quiet, survivable=True)
+        outcome = launch.launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
         if outcome.code:
             _wait_for_results(path)
         if not outcome.lost or restart == job.faults.restarts:

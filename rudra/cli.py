@@ -119,10 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="go on from the checkpoint of --output, if it has one, or of that result file or checkpoint",
     )
+    _verbose_option(run)
     resume = add("resume", _resume, "go on with a run that was stopped or failed", RESUME_MORE)
     resume.add_argument("file", type=Path, metavar="FILE", help="its result file (.h5) or a checkpoint of it (.ckpt)")
     _set_option(resume, "where something is, or how the run is reported: data.path, and the tables faults and results")
     resume.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
+    _verbose_option(resume)
     _job_options(add("simulate", _simulate, "run a job in one process and virtual time", SIMULATE_MORE), runs=True)
     _sweep_options(add("sweep", _sweep, "run a grid of jobs, or the study that a job describes", SWEEP_MORE))
     batch = add("slurm", _slurm, "write or submit the batch script of a job", submit.MORE)
@@ -306,6 +308,11 @@ def _force_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--force", action="store_true", help=f"replace {what} if it exists")
 
 
+def _verbose_option(parser: argparse.ArgumentParser) -> None:
+    text = "where a run does not end well, also show what MPI and mpirun said"
+    parser.add_argument("--verbose", action="store_true", help=text)
+
+
 def _set_option(parser: argparse.ArgumentParser, about: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides", help=about)
 
@@ -326,7 +333,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _run(arguments: argparse.Namespace) -> int:
     import rudra
 
-    return _report(arguments, partial(rudra.run, resume=arguments.resume))
+    return _report(arguments, partial(rudra.run, resume=arguments.resume, verbose=arguments.verbose))
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -335,7 +342,8 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     _find_modules(arguments.file)
     job, path, output = resumable(arguments.file, arguments.overrides)
-    return _finished(arguments, rudra.run(job, output=output, resume=path, progress=_mode(arguments)))
+    results = rudra.run(job, output=output, resume=path, progress=_mode(arguments), verbose=arguments.verbose)
+    return _finished(arguments, results)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

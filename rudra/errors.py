@@ -5,7 +5,7 @@ A user's mistake exits with 2, a run that failed with 1; neither shows a traceba
 
 import traceback
 
-EXIT_FAILED = 1
+EXIT_FAILED, EXIT_MISTAKE = 1, 2
 EXIT_STOPPED = 3
 """A run was stopped as somebody asked, and left a checkpoint to resume from."""
 

@@ -17,6 +17,7 @@ from rudra.devices import CPU, Placing, Stage, finish, page_locked
 from rudra.errors import CheckpointError, ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
+from rudra.half import from_half, to_half
 from rudra.hooks import RoleHooks, hooks_of
 from rudra.learning import GradientSource, Outcome, check_gradient, evaluate
 from rudra.messages import Message, tail_bytes
@@ -26,6 +27,9 @@ from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 CACHE_LINE = 64
+EXPONENT = 2
+"""Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
+
 WEIGHTS = "weights"
 DOWNCAST = "downcast"
 """How the names of buffers begin that go down the weights' tree."""
@@ -122,22 +126,29 @@ class Buffer:
 
     @cached_property
     def half(self) -> npt.NDArray[np.uint8]:
-        """Room for the tensor as float16, and for a message: (size * 2 + tail,) uint8."""
-        return np.full(len(self.vector) * 2 + len(self._tail), 0, np.uint8)
+        """Room for the tensor as float16, its exponent, and a message: (size * 2 + 2 + tail,) uint8."""
+        return np.full(len(self.vector) * 2 + EXPONENT + len(self._tail), 0, np.uint8)
+
+    @cached_property
+    def _halves(self) -> tuple[torch.Tensor, npt.NDArray[np.int16], memoryview]:
+        """The three parts of `half`."""
+        floats = len(self.vector) * 2
+        numbers = torch.from_numpy(self.half[:floats].view(np.float16))
+        return numbers, self.half[floats : floats + EXPONENT].view(np.int16), self.half[floats + EXPONENT :].data
 
     def write_half(self, message: Message) -> npt.NDArray[np.uint8]:
         """As `write`, with the tensor as float16."""
-        floats, data_ = len(self.vector) * 2, message.encode()
-        torch.from_numpy(self.half[:floats].view(np.float16)).copy_(self.vector)
-        self.half[floats : floats + len(data_)] = np.frombuffer(data_, np.uint8)
-        return self.half[: floats + len(data_)]
+        (numbers, exponent, tail), data_ = self._halves, message.encode()
+        exponent[0] = to_half(self.vector, numbers)
+        tail[: len(data_)] = data_
+        return self.half[: len(self.half) - len(tail) + len(data_)]
 
     def read_half(self) -> Message:
         """Takes over what came as float16."""
         self.version += 1
-        floats = len(self.vector) * 2
-        self.vector.copy_(torch.from_numpy(self.half[:floats].view(np.float16)))
-        return Message.decode(self.half[floats:].data)
+        numbers, exponent, tail = self._halves
+        from_half(numbers, int(exponent[0]), self.vector)
+        return Message.decode(tail)
 
 
 class DirectBuffer(Buffer):

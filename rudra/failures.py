@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from rudra.relay import DIED
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -30,6 +32,9 @@ TCP_FLAGS = ("--mca", "btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-r
 
 WATCH_S, APPEAR_S = 0.5, 5.0
 """How often the ranks of a node are looked after while MPI starts, and how long all of them may take to appear."""
+
+SPEAKS_S = 2.0
+"""How long a rank leaves it to the one before it to say who has died, and to end the job."""
 
 Outcome = Literal["done", "no", "failed"]
 
@@ -118,7 +123,7 @@ def _watch(launcher: int, started: int, patience_s: float) -> None:
 
     Others may do so before; they have this much time.
     """
-    known: dict[int, int] = {}
+    known = {int(os.environ["OMPI_COMM_WORLD_RANK"]): os.getppid()}  # which may have died before it was looked for
     count = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
     began = time.monotonic()
     while not _begins(started, WATCH_S):
@@ -133,8 +138,8 @@ def _watch(launcher: int, started: int, patience_s: float) -> None:
             os.kill(launcher, 0)  # has the job ended already?
             if not gone and os.environ["OMPI_COMM_WORLD_SIZE"] == str(count):
                 gone = set(range(count)) - known.keys()
-            who = _listed(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
-            print(f"rudra: {who} died before training began", file=sys.stderr, flush=True)
+            who = listed(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
+            print(f"rudra: {who} {DIED}", file=sys.stderr, flush=True)
             os.kill(launcher, signal.SIGTERM)
             return
 
@@ -165,14 +170,25 @@ def ranks_below(pid: int) -> dict[int, int]:
 
 def _rank_of(pid: int) -> int | None:
     """Which rank a process is; None: none, or it has ended."""
+    return _told(pid, b"OMPI_COMM_WORLD_RANK")
+
+
+def neighbours(pid: int) -> int | None:
+    """How many ranks there are on the node of a process that is one; None: it has ended."""
+    return _told(pid, b"OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def _told(pid: int, name: bytes) -> int | None:
+    """A number in a process's environment."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if line.startswith(b"OMPI_COMM_WORLD_RANK="):
+            if line.startswith(name + b"="):
                 return int(line.partition(b"=")[2])
     return None
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks, for people."""
     return ", ".join(f"rank {rank}" for rank in sorted(ranks))
 
 
@@ -188,8 +204,10 @@ def end_with_the_dead() -> Iterator[None]:
             raise
         losses = Losses(MPI.COMM_WORLD)
         losses.look()
-        if MPI.COMM_WORLD.rank == min(set(range(MPI.COMM_WORLD.size)) - losses.dead):
-            print(f"rudra: {_listed(losses.dead)} died before training began", file=sys.stderr, flush=True)
+        left = sorted(set(range(MPI.COMM_WORLD.size)) - losses.dead)
+        place = left.index(MPI.COMM_WORLD.rank)
+        time.sleep(SPEAKS_S * min(place, 3))  # the first says it, and ends the others; it may be busy elsewhere
+        print(f"rudra: {listed(losses.dead)} {DIED}", file=sys.stderr, flush=True)
         end_everybody(MPI.COMM_WORLD, 1)
 
 

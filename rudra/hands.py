@@ -30,6 +30,7 @@ from rudra.executor import (
     make_executors,
 )
 from rudra.flat import Entry, FlatModel
+from rudra.half import from_half, to_half
 from rudra.learning import Outcome, check_batching, joint_gradient, mapped_gradients
 from rudra.statedict import Named
 from topologies import Plan
@@ -72,7 +73,8 @@ class TensorHands:
         if self._halves and source_buffer.startswith("gradient"):
             self._make_own((to, to_buffer))
             vector = self._held((to, to_buffer)).vector
-            vector.copy_(vector.half())
+            rounded = torch.empty_like(vector, dtype=torch.float16)
+            from_half(rounded, to_half(vector, rounded), vector)
 
     def sent(self, role: int, buffer: str) -> None:
         if buffer == "snapshot" or buffer.startswith("gradient"):

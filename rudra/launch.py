@@ -3,51 +3,28 @@
 This side of a launch never imports mpi4py: the launching process is no rank. The other side is `rudra.worker`.
 """
 
-import ctypes
 import io
 import os
 import pickle
-import re
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import cloudpickle
 
 from rudra.checkpoint import how_to_resume, path_of
 from rudra.config import Job
-from rudra.errors import EXIT_STOPPED, LaunchError, ResultsError
-from rudra.failures import TCP_FLAGS, ULFM
-
-MORE = b"\x1e\n"
-"""Ends a piece of a rank's output that does not end its line; the relay takes it out again.
-
-mpirun holds back what a rank writes until a newline comes, and a progress bar writes none.
-"""
-
-GRACE_S = 30.0
-"""How long the ranks may take to stop in order after Ctrl-C, and to write a checkpoint, before they are ended."""
-
-ENDS_S = 6.0
-"""How long mpirun may take to end after a rank has ended the run; it hangs now and then when ranks have died."""
-
-_EXIT = b"\x1eexit "
-"""Begins a line in which a rank that ends the run gives the exit code; the relay takes it out."""
-
-
-def exit_line(code: int, *, lost: bool = False) -> bytes:
-    """What a rank writes so that the launcher ends with this code, and knows if a rank was lost."""
-    return _EXIT + b"%d %d\n" % (code, lost)
+from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError
+from rudra.failures import TCP_FLAGS, ULFM, listed
+from rudra.mpirun import Mpirun
+from rudra.relay import DIED, explain, signal_name
 
 
 class Outcome(NamedTuple):
@@ -65,16 +42,8 @@ class Outcome(NamedTuple):
 WORD_S = 2.0
 """How long ranks that end before MPI has started wait for rank 0 to say why."""
 
-_RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
-_NOISE = re.compile(  # now and then, while it ends or a rank has died
-    rb"NBC_Progress: an error |\[warn\] Epoll |\[[^]]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH |pmix_ptl_base: send_msg: )"
-)
 _COLLISION = "listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
 STARTS = 3
-_BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
-_SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
-_EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
-_ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
 
 
 def world_size(env: Mapping[str, str] = os.environ) -> int | None:
@@ -163,7 +132,7 @@ def mpirun_command(
 
 
 def launch(
-    job: Job, output: Path, *, roles: Sequence[str], payload: object, quiet: bool = False, survivable: bool = False
+    job: Job, output: Path, *, roles: Sequence[str], payload: object, verbose: bool = False, survivable: bool = False
 ) -> Outcome:
     """Runs `payload` on one rank for each of `roles` and waits until all of them have ended.
 
@@ -173,7 +142,7 @@ def launch(
         roles: what each world rank is, for messages: `["statistics server", "parameter server", "learner 0", …]`.
         payload: arguments of `rudra.session.run_ranks`, or something to call on every rank that returns its exit code;
             cloudpickle takes what stands in `__main__` by value.
-        quiet: leave out the launcher's own warnings.
+        verbose: if it does not end well, what mpirun and MPI have said beside is shown too.
         survivable: the ranks know what to do when one of them dies; else mpirun ends the others.
 
     Raises:
@@ -187,114 +156,70 @@ def launch(
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
         command = mpirun_command(mpirun, len(roles), worker, **about)
         for _ in range(STARTS):
-            relay = Relay(_write_stderr, quiet=quiet)
-            code, interrupted = _run(command, relay)
-            if not (code and _COLLISION in " ".join(relay.banners)):
+            run = Mpirun(command, len(roles), _write_stderr)
+            code = run.wait()
+            if not (code and _COLLISION in " ".join(run.relay.banners)):
                 break
-    code = code if relay.code is None else relay.code
+    outcome = _outcome(run, code, job, output, roles)
+    if outcome.code and verbose:
+        _write_stderr(b"".join(run.relay.withheld))
+    return outcome
+
+
+def _outcome(run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[str]) -> Outcome:
+    """What to make of mpirun's exit status, and of what was seen and heard; says it where no rank did."""
+    relay, code = run.relay, _code(run, status)
     if code in {0, EXIT_STOPPED}:
         return Outcome(code)
-    if interrupted:
-        _say(f"rudra: {job.name}: interrupted; {how_to_resume(output)}")
-        return Outcome(1)
-    if code < 0:
-        reason: str | None = f"{mpirun} was killed by signal {-code} ({_signal_name(-code)})"
-    else:
-        reason = explain(relay.banners, roles)
-    if reason is None and not relay.reported:
-        said = " ".join(" ".join(relay.banners).split()) or "it gave no reason"
-        raise LaunchError(f"{mpirun} could not run the ranks (exit code {code}): {said}")
-    if reason is not None and (not relay.reported or "signal" in reason):
-        _say(f"rudra: {reason}")
-    if code != 2 and path_of(output).is_file():
+    cause, said = explain(relay.banners, roles), relay.reported
+    if cause is None and not relay.explained:
+        cause, said = _cause(run, status), False
+    if stopped := _stopped(run, status, known=bool(cause) or relay.explained):
+        _say(f"rudra: {job.name}: {stopped}; {how_to_resume(output)}")
+        return Outcome(EXIT_STOPPED if path_of(output).is_file() else EXIT_FAILED, lost="killed" in stopped)
+    if cause is None and not said:
+        text = " ".join(" ".join(relay.banners).split()) or "it gave no reason"
+        raise LaunchError(f"mpirun could not run the ranks (exit code {code}): {text}")
+    if cause is not None and (not said or "signal" in cause):
+        _say(f"rudra: {cause}")
+    if code != EXIT_MISTAKE and path_of(output).is_file():
         _say(f"rudra: {job.name}: {how_to_resume(output)}")
-    return Outcome(2 if code == 2 else 1, lost=bool(relay.lost) or "was killed by signal" in (reason or ""))
+    lost = bool(relay.lost) or "was killed by signal" in (cause or "")
+    return Outcome(EXIT_MISTAKE if code == EXIT_MISTAKE else EXIT_FAILED, lost)
 
 
-class Relay:
-    """Passes on what the ranks write, byte for byte and at once, without mpirun's own banners.
-
-    Attributes:
-        banners: text of the banners that were taken out, one string each.
-        reported: whether a rank wrote a line that begins with `rudra: `.
-        code: that a rank said is the run's; None: none did.
-        lost: it said that this is because another one died.
-    """
-
-    def __init__(self, write: Callable[[bytes], None], *, quiet: bool = False) -> None:
-        self.banners: list[str] = []
-        self.reported = False
-        self.code: int | None = None
-        self.lost = 0
-        self._write = write
-        self._quiet = quiet
-        self._rest = b""
-        self._noise = False  # in the last line
-        self._banner: list[bytes] | None = None  # its lines so far, while one is open
-
-    def feed(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        out = b"".join(map(self._line, lines))
-        if out:
-            self._write(out)
-
-    def close(self) -> None:
-        """Passes on what is left at the end of the output."""
-        rest = b"".join(line + b"\n" for line in [_RULE, *self._banner]) if self._banner is not None else b""
-        rest += self._rest.strip(b"\0")
-        self._banner, self._rest = None, b""
-        if rest:
-            self._write(rest)
-
-    def _line(self, line: bytes) -> bytes:
-        """What of one line of mpirun's standard error is for the user."""
-        before, rule, after = line.partition(_RULE)
-        if self._banner is None:
-            if rule and not after:  # a rank's unfinished line may stand before it
-                self._banner = []
-                return before
-            noise, self._noise = self._noise, bool(_NOISE.match(line))
-            if self._noise or (noise and not line):  # an empty line may follow
-                return b""
-            said, exits, numbers = line.partition(_EXIT)
-            if exits:
-                self.code, self.lost = (int(number) for number in numbers.split())
-                return said
-            self.reported |= line.lstrip(b"\r\0").startswith(b"rudra: ")
-            return (line + b"\n").strip(b"\0").replace(MORE, b"")
-        if not rule and (self._banner or _BANNER.match(line)):
-            self._banner.append(line)
-            return b""
-        lines, self._banner = self._banner, None
-        if lines:
-            self.banners.append(b"\n".join(lines).decode(errors="replace"))
-            return b""
-        return _RULE + b"\n" + (line + b"\n").replace(MORE, b"")  # not the launcher's: a rank drew a line
+def _code(run: Mpirun, status: int) -> int:
+    """The run's exit code: as ranks have said it, else mpirun's, who says 0 even when it has lost all of them."""
+    if run.relay.code is not None:
+        return run.relay.code
+    if run.relay.ends and (status == 0 or run.ended_it):
+        return max(run.relay.ends)
+    return status or EXIT_FAILED
 
 
-def explain(banners: Sequence[str], roles: Sequence[str]) -> str | None:
-    """One line that says which rank ended the job and how, from mpirun's banners; None where they name none."""
-    text = " ".join(" ".join(banners).split())
-
-    def named(rank: str) -> str:
-        return f"rank {rank} ({roles[int(rank)]})" if int(rank) < len(roles) else f"rank {rank}"
-
-    if found := _SIGNALLED.search(text):
-        number = int(found[2])
-        hint = "; is there enough memory?" if number == signal.SIGKILL else ""
-        return f"{named(found[1])} was killed by signal {number} ({_signal_name(number)}){hint}"
-    if found := _ABORTED.search(text):
-        return f"{named(found[1])} ended the run"
-    if found := _EXITED.search(text):
-        return f"{named(found[1])} exited with code {found[2]}"
+def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
+    """How somebody ended the run from outside; None: nobody did, or the cause is known and another."""
+    if run.stopped_at is not None:
+        return "interrupted"
+    if status < 0 and not run.ended_it:
+        return f"mpirun was killed by signal {-status} ({signal_name(-status)})"
+    if not known and not run.relay.banners and (run.relay.started or run.seen):
+        return "mpirun was ended from outside"
     return None
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
+def _cause(run: Mpirun, status: int) -> str | None:
+    """Why a run ended of which neither a rank nor mpirun says so, as far as it was seen."""
+    relay, all_died = run.relay, status == 0 or run.ended_it
+    if run.dead and (all_died or len(run.dead) < run.ranks):  # else mpirun has ended them, and then itself
+        return f"{'all ranks' if len(run.dead) == run.ranks else listed(run.dead)} {DIED}"
+    if relay.unstarted:
+        return "MPI did not start; --verbose shows what it said"
+    if relay.started and relay.banners:
+        return "mpirun ended the run: " + " ".join(" ".join(relay.banners).split())
+    if all_died:
+        return "all ranks died" if relay.started else f"all ranks {DIED}"
+    return None
 
 
 @contextmanager
@@ -317,117 +242,6 @@ def _payload_file(output: Path, payload: object) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             os.unlink(name)
-
-
-def _run(command: Sequence[str], relay: Relay) -> tuple[int, bool]:
-    """Runs mpirun to its end.
-
-    Returns:
-        Its exit code, and whether it was ended by a signal to this process.
-    """
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C of the terminal comes to this process only, which ends the run in order
-            preexec_fn=_die_with_parent,
-        )
-    except OSError as error:
-        raise LaunchError(f"{command[0]} does not start: {error.strerror}") from None
-    stopper = _Stopper(process)
-    try:
-        with stopper.on_signals():
-            _pump(process, relay, stopper)
-            while (code := process.poll()) is None:
-                time.sleep(0.05)
-                stopper.escalate(told=relay.code is not None)
-    finally:
-        if process.poll() is None:  # an error of ours: leave nothing running
-            process.kill()
-            process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
-    return code, stopper.stopped_at is not None
-
-
-def _pump(process: subprocess.Popen[bytes], relay: Relay, stopper: "_Stopper") -> None:
-    """Relays until mpirun has closed its standard error or ended."""
-    assert process.stderr is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stderr, selectors.EVENT_READ)
-        while True:
-            if selector.select(timeout=0.5):
-                data = os.read(process.stderr.fileno(), 1 << 16)
-                if not data:
-                    break
-                relay.feed(data)
-            elif process.poll() is not None:  # something that outlived mpirun holds the pipe
-                break
-            stopper.escalate(told=relay.code is not None)
-    relay.close()
-
-
-class _Stopper:
-    """Ends a run from outside: first asks, then insists, so that the result file is closed in order."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.stopped_at: float | None = None
-        self._told_at: float | None = None
-        self._process = process
-        self._sent: list[int] = []
-
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGHUP to this process stop the run; needs the main thread, does nothing elsewhere."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {
-            number: signal.signal(number, self._stop)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stopped_at is None:
-            self.stopped_at = time.monotonic()
-            self._send(signal.SIGUSR1)  # mpirun forwards it to every rank
-        else:  # a second Ctrl-C: now
-            self._send(signal.SIGTERM)
-
-    def escalate(self, *, told: bool) -> None:
-        """Insists, if it is time; `told`: a rank has ended the run, after which mpirun ends, unless it hangs."""
-        if told:
-            self._told_at = self._told_at or time.monotonic()
-            if time.monotonic() - self._told_at > ENDS_S:
-                self._send(signal.SIGKILL)
-        if self.stopped_at is None:
-            return
-        waited = time.monotonic() - self.stopped_at
-        if waited > GRACE_S:
-            self._send(signal.SIGTERM)
-        if waited > GRACE_S + 3:
-            self._send(signal.SIGKILL)  # the ranks follow: they die with their parent
-
-    def _send(self, number: int) -> None:
-        if number not in self._sent:
-            self._sent.append(number)
-            self._process.send_signal(number)
-
-
-_libc = ctypes.CDLL(None)
-
-
-def _die_with_parent() -> None:
-    """Linux: the kernel sends mpirun SIGTERM if this process is killed, so that no rank is left over."""
-    if sys.platform == "linux":
-        _libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _write_stderr(data: bytes) -> None:

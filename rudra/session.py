@@ -26,11 +26,11 @@ from rudra.config import Job, cores
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import end_everybody, end_with_the_dead, outlive
-from rudra.launch import exit_line
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
 from rudra.position import Position
 from rudra.progress import Progress
 from rudra.recorder import Recorder, arithmetic, make_writer, python_objects
+from rudra.relay import exit_line
 from rudra.results import default_output, open_results
 from rudra.resume import Carried, Decision, carried, decide
 from rudra.roles import Machine

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,14 @@ def main(file: str) -> int:
     """
     if sys.platform == "linux":  # when mpirun itself is killed it cannot end its ranks
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # the launcher's Ctrl-C: KeyboardInterrupt on every rank
+    stops = (signal.SIGUSR1, signal.SIGINT)  # the first one is the launcher's Ctrl-C
+    for number in stops:
+        signal.signal(number, signal.SIG_DFL)  # nothing has begun that needs an end in order
     with Path(file).open("rb") as stream:
         sys.path[:] = pickle.load(stream)
         from rudra.errors import LaunchError
-        from rudra.launch import MORE, leave_the_word, world_rank
+        from rudra.launch import leave_the_word, world_rank
+        from rudra.relay import MORE, START_LINE
         from rudra.start import start_mpi
 
         buffer = io.BufferedWriter(PromptOutput(2, MORE))
@@ -59,7 +63,10 @@ def main(file: str) -> int:
                 print(f"rudra: {error}", file=sys.stderr)
             leave_the_word(error.exit_code)
             return error.exit_code
+        os.write(2, START_LINE)
         run = _load(stream)
+    for number in stops:
+        signal.signal(number, signal.default_int_handler)
     return 1 if run is None else run()
 
 
@@ -85,6 +92,9 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
         report += traceback.format_exc()
     with end_with_the_dead():
         reports = MPI.COMM_WORLD.allgather(report)
+    if MPI.COMM_WORLD.rank == 0:  # all have read it; the launcher may be killed
+        with suppress(OSError):
+            os.unlink(stream.name)
     first = next((rank for rank, text in enumerate(reports) if text), None)
     if first == MPI.COMM_WORLD.rank:
         print(report, end="", file=sys.stderr)
@@ -95,7 +105,9 @@ if __name__ == "__main__":
     try:
         code = main(sys.argv[1])
         from rudra.failures import leave
+        from rudra.relay import end_line
 
+        os.write(2, end_line(code))
         sys.exit(leave(code))
     except KeyboardInterrupt:  # before or after the run itself: nobody may wait for this rank in MPI_Finalize
         os._exit(1)

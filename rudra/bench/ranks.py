@@ -52,7 +52,7 @@ def on_ranks(measure: Measure, learners: int = 1, **arguments: Any) -> list[dict
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
         directory = Path(name)
         payload = partial(_rank, measure, directory, arguments)
-        if launch(Job(name="bench"), directory / "bench", roles=roles, payload=payload, quiet=True).code:
+        if launch(Job(name="bench"), directory / "bench", roles=roles, payload=payload).code:
             raise RunError("the benchmark failed on its ranks")
         results: list[dict[str, Any]] = json.loads((directory / "figures.json").read_text())
         return results

@@ -20,6 +20,12 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 RUNS: dict[str, dict[str, Any]] = {
     "hardsync": {"protocol": {"name": "hardsync"}},
     "async": {"protocol": {"name": "async"}, "cluster": {"wire": "float16"}},
+    "too large for float16": {
+        "protocol": {"name": "async"},
+        "cluster": {"wire": "float16"},
+        "task": {"name": user_code.Steep},
+        "optimizer": {"learning_rate": 0.02 / user_code.STEEP},
+    },
     "adv*": {"protocol": {"name": "async"}, "topology": {"name": "adv*"}},
     "one group": {"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}},
     "two groups": {"protocol": {"name": "async"}, "topology": {"name": "groups", "options": {"groups": 2}}},
@@ -34,7 +40,7 @@ def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
         model={"name": user_code.everything},
         data={"name": user_code.delayed},
         training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
-        optimizer={"learning_rate": 0.02, "momentum": 0.9},
+        optimizer={"learning_rate": 0.02, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"reference_batch_size": 16, **protocol},
         cluster={"threads_per_rank": 1, **tables.pop("cluster", {})},
         **tables,

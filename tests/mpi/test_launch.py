@@ -7,10 +7,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from processes import gone
+from processes import below, gone
+
+from rudra.failures import ranks_below
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(90)]
 
@@ -37,17 +41,20 @@ def rank_main():
     return 0
 
 try:
-    sys.exit(launch(Job(name="demo"), Path("out.h5"), roles={roles!r}, payload=rank_main).code)
+    sys.exit(launch(Job(name="demo"), Path("out.h5"), roles={roles!r}, payload=rank_main, survivable={survivable}).code)
 except RudraError as error:
     print(f"rudra: {{error}}", file=sys.stderr)
     sys.exit(error.exit_code)
 """
 
 
-def start(directory: Path, body: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    directory: Path, body: str, env: dict[str, str] | None = None, *, survivable: bool = False
+) -> subprocess.Popen[bytes]:
     """Launches three ranks that run `body`, from a script as a user would write it."""
     script = directory / "script.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), body=textwrap.indent(body, " " * 4), roles=ROLES))
+    body = textwrap.indent(body, " " * 4)
+    script.write_text(SCRIPT.format(root=str(ROOT), body=body, roles=ROLES, survivable=survivable))
     return subprocess.Popen(
         [sys.executable, script.name],
         cwd=directory,
@@ -170,19 +177,106 @@ def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
     assert gone(pids)
 
 
-@pytest.mark.parametrize("victim", ["launcher", "mpirun"])
-def test_nothing_outlives_a_killed_launcher_or_mpirun(tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "number", "checkpoint"),
+    [
+        ("launcher", signal.SIGKILL, False),
+        ("mpirun", signal.SIGKILL, False),
+        ("mpirun", signal.SIGTERM, True),
+        ("mpirun", signal.SIGINT, False),
+        ("mpirun", signal.SIGHUP, True),
+    ],
+)
+def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
+    tmp_path: Path, victim: str, number: signal.Signals, checkpoint: bool
+) -> None:
     process = start(tmp_path, "time.sleep(60)")
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
         said += read_until(process, b"\n")
+    if checkpoint:
+        (tmp_path / "out.ckpt").touch()
+    os.kill(process.pid if victim == "launcher" else below(process.pid)[0], number)
+    code, lines, pids = finish(process, said)
+    how = "killed by signal 9 (SIGKILL)" if number == signal.SIGKILL else "ended from outside"
+    then = "to go on from its last checkpoint: rudra resume out.h5" if checkpoint else "it had no results yet"
     if victim == "launcher":
-        process.kill()
+        assert (code, lines) == (-number, ["ready"])
     else:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
-    code, _, pids = finish(process, said)
-    assert code == (-signal.SIGKILL if victim == "launcher" else 1)
+        assert (code, lines) == (3 if checkpoint else 1, ["ready", f"rudra: demo: mpirun was {how}; {then}"])
+    assert gone(pids)
+    assert {file.name for file in tmp_path.iterdir()} <= {"script.py", "out.ckpt"}, "ranks have read what was for them"
+
+
+def imports(library: str, process: subprocess.Popen[bytes]) -> bool:
+    """Whether a rank has loaded a library."""
+    found = False
+    for pid in ranks_below(process.pid).values():
+        with suppress(OSError):
+            found |= library in Path(f"/proc/{pid}/maps").read_text()
+    return found
+
+
+MOMENTS: dict[str, Callable[[subprocess.Popen[bytes]], bool]] = {
+    "before import": lambda process: True,
+    "in MPI_Init": lambda process: imports("libmpi", process),
+    "later in MPI_Init": lambda process: imports("mca_btl", process) or imports("libfabric", process),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "moment"),
+    [
+        ([0, 1, 2], "before import"),
+        ([0, 1, 2], "in MPI_Init"),
+        ([0, 1, 2], "later in MPI_Init"),
+        ([0, 1], "before import"),
+        ([0, 1], "in MPI_Init"),
+        ([2], "later in MPI_Init"),
+    ],
+)
+def test_ranks_that_are_killed_while_mpi_starts_are_not_waited_for(
+    tmp_path: Path, ranks: list[int], moment: str
+) -> None:
+    process = start(tmp_path, "time.sleep(60)", survivable=True)
+    while len(ranks_below(process.pid)) < len(ROLES) or not MOMENTS[moment](process):
+        time.sleep(0.005)  # another process's progress can only be polled
+    pids = ranks_below(process.pid)
+    for rank in ranks:
+        os.kill(pids[rank], signal.SIGKILL)
+    began = time.monotonic()
+    code, lines, _ = finish(process)
+    assert time.monotonic() - began < 30
+    assert code == 1
+    (line,) = lines
+    if len(ranks) < len(ROLES):
+        assert line == f"rudra: {', '.join(f'rank {rank}' for rank in ranks)} died before training began"
+    else:  # mpirun may end before all were found dead
+        assert line.endswith(" died before training began")
+    assert gone(list(pids.values()))
+
+
+def test_when_all_ranks_are_killed_at_once_somebody_says_so(tmp_path: Path) -> None:
+    process = start(tmp_path, "time.sleep(60)", survivable=True)
+    said = b""
+    while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
+        said += read_until(process, b"\n")
+    for pid in ranks_below(process.pid).values():
+        os.kill(pid, signal.SIGKILL)
+    code, lines, pids = finish(process, said)
+    assert (code, lines) == (1, ["ready", "rudra: all ranks died"])
+    assert gone(pids)
+
+
+def test_an_interrupt_before_mpi_has_started_ends_the_run_at_once(tmp_path: Path) -> None:
+    process = start(tmp_path, "time.sleep(60)", survivable=True)
+    while not ranks_below(process.pid):
+        time.sleep(0.005)
+    pids = below(process.pid)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert finish(process)[:2] == (1, ["rudra: demo: interrupted; it had no results yet"])
+    assert time.monotonic() - began < 15
     assert gone(pids)
 
 
@@ -195,7 +289,7 @@ def test_an_mpi_library_that_does_not_load_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_job_that_the_ranks_cannot_load_is_shown_once(tmp_path: Path) -> None:
-    script = SCRIPT.format(root=str(ROOT), body="    pass", roles=ROLES).replace(
+    script = SCRIPT.format(root=str(ROOT), body="    pass", roles=ROLES, survivable=False).replace(
         "payload=rank_main", "payload=Broken()"
     )
     broken = "class Broken:\n    def __reduce__(self): return (int, ('abc',))\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import finish, gone, ranks_of, start, wait_for_updates
+from processes import below, finish, gone, ranks_of, start, wait_for_updates
 
 import rudra
 
@@ -147,10 +147,24 @@ def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(
     ]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_that_dies_while_mpi_starts_ends_the_job_soon(tmp_path: Path, rank: int) -> None:
+def test_mpirun_that_is_ended_from_outside_leaves_a_run_to_go_on_with(tmp_path: Path) -> None:
+    job, output = job_file(tmp_path, "softsync", results='checkpoint_every = "2 updates"'), tmp_path / "out.h5"
+    process = start("run", job, "--output", output)
+    wait_for_updates(process, output, 10)
+    pids = below(process.pid)
+    os.kill(pids[0], signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 3
+    how = f"to go on from its last checkpoint: rudra resume {output}"
+    assert ours(err) == [f"rudra: job: mpirun was ended from outside; {how}"]
+    assert gone(pids)
+    assert finish(start("resume", output))[0] == 0
+
+
+@pytest.mark.parametrize(("rank", "library"), [(0, ""), (3, ""), (0, "libtorch")])
+def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Path, rank: int, library: str) -> None:
     process = start("run", job_file(tmp_path, "softsync"), "--output", tmp_path / "out.h5")
-    while rank not in ranks_of(process):
+    while rank not in (pids := ranks_of(process)) or library not in Path(f"/proc/{pids[rank]}/maps").read_text():
         time.sleep(0.01)  # another process's progress can only be polled
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process, 60)

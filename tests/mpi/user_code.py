@@ -17,8 +17,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import rudra
+from rudra import tasks
 
 CLASSES = 10
+STEEP = 1e8
 
 
 class Digits(Dataset[Any]):
@@ -201,6 +203,13 @@ def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
 
     origin = clock_origin(comm, 3, clock, comm.Split(comm.rank // 2))
     return {"origin": origin - 3600.0 * (comm.rank // 2)}
+
+
+class Steep(tasks.Classification):
+    """Gradients have numbers that float16 has no room for."""
+
+    def loss(self, output: Any, target: Any, reduction: tasks.Reduction = "mean") -> torch.Tensor:
+        return STEEP * super().loss(output, target, reduction)
 
 
 class Anew(nn.Module):

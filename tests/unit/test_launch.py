@@ -1,11 +1,16 @@
 """Launching without ranks: environments, the command, the relay and the sentences."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rudra.config import Job
 from rudra.errors import LaunchError
-from rudra.launch import MORE, Relay, explain, find_mpirun, is_open_mpi, mpirun_command, world_rank, world_size
+from rudra.launch import find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
+from rudra.relay import DIED, MORE, START_LINE, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + RULE
@@ -97,10 +102,111 @@ def test_relay(raw: bytes, shown: bytes, banners: int, reported: bool, size: int
     """However the bytes are cut into pieces, mpirun's banners are taken out and all else is passed on."""
     out: list[bytes] = []
     relay = Relay(out.append)
+    relay.feed(START_LINE)
     for start in range(0, len(raw), size):
         relay.feed(raw[start : start + size])
     relay.close()
     assert (b"".join(out), len(relay.banners), relay.reported) == (shown, banners, reported)
+
+
+UNSTARTED = RULE + b"It looks like MPI_INIT failed for some reason\n" + RULE
+UNSTARTED_TOO = b"[vm:00000] *** An error occurred in MPI_Init_thread\n"
+WARNING = RULE + b"No OpenFabrics connection schemes reported\n" + RULE
+WARNING_TOO = b"[vm:00123] mca_base_component_repository_open: unable to open\n"
+
+
+def test_what_mpi_says_while_it_starts_is_shown_if_it_has_started() -> None:
+    out: list[bytes] = []
+    relay = Relay(out.append)
+    relay.feed(WARNING + b"a rank's own line\n" + WARNING_TOO + b"[warn] Epoll MOD(4) on fd 24 failed.\n")
+    assert out == [b"a rank's own line\n"]
+    relay.feed(START_LINE + UNSTARTED[: len(RULE)] + START_LINE + UNSTARTED[len(RULE) :] + UNSTARTED_TOO + START_LINE)
+    assert b"".join(out[1:]) == WARNING + WARNING_TOO
+    assert b"".join(relay.withheld).count(b"\n") == 9
+    relay.feed(WARNING)
+    relay.close()
+    assert b"".join(out[2:]) == WARNING
+
+
+def test_ranks_have_words_for_the_launcher() -> None:
+    out: list[bytes] = []
+    relay = Relay(out.append)
+    relay.feed(START_LINE + b"\rbar" + MORE + START_LINE + b"unfinished" + end_line(0) + b"rudra: so slow\n")
+    assert (relay.started, relay.ends, relay.code, relay.explained) == (2, [0], None, False)
+    relay.feed(b"rudra: rank 2 " + DIED.encode() + b"\n")
+    assert relay.explained
+    relay.feed(exit_line(3, lost=True))
+    assert (relay.code, relay.lost) == (3, 1)
+    assert b"".join(out) == b"\rbarunfinishedrudra: so slow\nrudra: rank 2 died before training began\n"
+
+
+ENDED, KILLED_BY = "demo: mpirun was ended from outside; ", "demo: mpirun was killed by signal 9 (SIGKILL); "
+LOST = RULE + b"prted lost a node\n" + RULE
+RESULTLESS, RESUMABLE = "it had no results yet", "to go on from its last checkpoint: rudra resume "
+STAND_IN = """#!{python}
+import os, signal, sys, time
+if sys.argv[1:] == ["--version"]: print("mpirun (Open MPI) 5"); sys.exit()
+def say(text): os.write(2, text)
+{deed}
+"""
+
+
+@pytest.mark.parametrize(
+    ("deed", "checkpoint", "code", "said"),
+    [
+        (f"say({UNSTARTED + UNSTARTED_TOO!r}); sys.exit(14)", False, 1, "MPI did not start; --verbose shows what it"),
+        (f"say({START_LINE!r}); sys.exit(1)", False, 1, ENDED + RESULTLESS),
+        (f"say({START_LINE!r}); sys.exit(1)", True, 3, ENDED + RESUMABLE),
+        ("os.kill(os.getpid(), 9)", True, 3, KILLED_BY + RESUMABLE),
+        ("pass", False, 1, "all ranks died before training began"),
+        (f"say({START_LINE!r})", False, 1, "all ranks died"),
+        (f"say({START_LINE + end_line(0)!r})", False, 0, ""),
+        (f"say({START_LINE + end_line(0) + exit_line(3)!r}); sys.exit(1)", False, 3, ""),
+        (f"say({START_LINE + end_line(0)!r}); time.sleep(60)", False, 0, ""),
+        (f"say({START_LINE + LOST!r}); sys.exit(1)", False, 1, "mpirun ended the run: prted lost a node"),
+        (f"say({LOST!r}); sys.exit(1)", False, None, "mpirun could not run the ranks .*: prted lost a node"),
+    ],
+)  # fmt: skip
+def test_how_a_launch_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    deed: str,
+    checkpoint: bool,
+    code: int | None,
+    said: str,
+) -> None:
+    mpirun, output = tmp_path / "mpirun", tmp_path / "out.h5"
+    mpirun.write_text(STAND_IN.format(python=sys.executable, deed=deed))
+    mpirun.chmod(0o755)
+    monkeypatch.setattr("rudra.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpirun.ENDS_S", 0.3)
+    if checkpoint:
+        output.with_suffix(".ckpt").touch()
+    if code is None:
+        with pytest.raises(LaunchError, match=said):
+            launch(Job(name="demo"), output, roles=["server"], payload=None)
+        return
+    for verbose in (False, True):
+        assert launch(Job(name="demo"), output, roles=["server"], payload=None, verbose=verbose).code == code
+        err = capfd.readouterr().err
+        assert err.startswith(f"rudra: {said}" if said else "")
+        assert ("MPI_INIT" in err) == (verbose and "MPI_INIT" in deed)
+        assert verbose or err.count("\n") == bool(said)
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "rudra"], ["-c", "import sys; sys.argv[0] = '/bin/rudra'; import rudra.cli"]]
+)
+def test_an_interrupt_while_python_imports_is_quiet(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "pydantic.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
+    command = [sys.executable, *command, "jobs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
 @pytest.mark.parametrize(

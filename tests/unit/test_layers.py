@@ -30,6 +30,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/sampling.py": LEARNING,
     "rudra/networks.py": LEARNING,
     "rudra/flat.py": LEARNING,
+    "rudra/half.py": LEARNING,
     "rudra/optim.py": LEARNING,
     "rudra/schedule.py": LEARNING,
     "rudra/learning.py": LEARNING,
