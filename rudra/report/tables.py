@@ -146,8 +146,16 @@ def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         theirs = paper.get(key)
         if isinstance(theirs, int | float):
             name, theirs, ours, remark = _pair(study, run, paper, key, name, float(theirs))
+            remark = "; ".join(filter(None, (remark, _fitted(run, paper, key))))
             rows.append((*where, name, _shown(key, theirs), _shown(key, ours), _difference(key, theirs, ours), remark))
     return rows
+
+
+def _fitted(run: Run, paper: Mapping[str, Any], key: str) -> str:
+    """Says it where the paper's time, or what follows from it, fixed a constant of the preset that the run used."""
+    timed = key in {"time_s", "minutes_per_epoch", "speed_up", "overlap"}
+    used = timed and "fitted" in paper and run.job.get("simulation.costs") == "p775"
+    return f"fitted ({paper['fitted']}): no evidence" if used else ""
 
 
 _QUANTITIES = {

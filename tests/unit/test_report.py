@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -126,6 +127,24 @@ def test_equal_work_is_compared_directly(study: Path, paper: dict[str, float], d
     run = read(study / "hardsync-None-4-10.h5")
     table = comparison(Study("x", (run,), paper=({"file": run.file.name, **paper},)))
     assert (table and difference and table.rows[0][5].endswith(difference)) or table is difference
+
+
+def test_what_a_preset_was_fitted_to_is_marked(study: Path) -> None:
+    run = read(study / "hardsync-None-4-10.h5")
+    paper = {"file": run.file.name, "test_error": 0.2, "time_s": 2.0, "epochs": 6, "training_samples": 3200}
+    for costs, fitted, marked in [
+        ("p775", "a", True),
+        (None, "a", False),
+        ("here.toml", "a", False),
+        ("p775", "", False),
+    ]:
+        used = dataclasses.replace(run, job={**run.job, "simulation.costs": costs})
+        row = {**paper, "fitted": fitted} if fitted else paper
+        table = comparison(Study("x", (used,), paper=(row,)))
+        assert table is not None
+        remarks = {quantity: remark for _, _, quantity, *_, remark in table.rows}
+        assert ("fitted (a): no evidence" in remarks["training time (s)"]) is marked
+        assert "fitted" not in remarks["test error (%)"], "errors are not"
 
 
 @pytest.mark.parametrize(
