@@ -39,7 +39,12 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "2-softsync": {"name": "softsync", "n": 2},
     "async": {"name": "async"},
 }
-REFUSED = {("adv*", "hardsync"), ("adv* with servers", "hardsync"), ("one group", "2-softsync")}
+REFUSED = {
+    ("adv*", "hardsync"),
+    ("adv* with servers", "hardsync"),
+    ("one group", "2-softsync"),
+    ("one group and a server", "2-softsync"),
+}
 PAIRS = [pair for pair in itertools.product(TOPOLOGIES, PROTOCOLS) if pair not in REFUSED]
 
 
