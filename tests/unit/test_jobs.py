@@ -75,6 +75,16 @@ def test_every_point_of_a_study_can_be_run(file: Path, quick: bool) -> None:
     assert any(row["file"] for row in study.paper), "a study is compared with what the paper prints"
 
 
+@pytest.mark.parametrize(("name", "steps"), [("figure5", 90), ("table2", 75)])
+def test_quick_studies_of_errors_are_longer_than_the_network_stands_still(name: str, steps: int) -> None:
+    """cifar10_full begins to learn after some 60 updates at α0 = 0.001, or 60 n at α0/n: before, errors are chance."""
+    for point in sweep.plan(f"rudra/{name}", quick=True).points:
+        job, protocol = point.job, point.job.make_protocol()
+        samples = (job.data.train_limit or 0) * job.training.epochs
+        updates = samples / (protocol.gradients_per_update * job.training.minibatch_size)
+        assert updates / (protocol.n or 1) >= steps
+
+
 @pytest.mark.parametrize("file", JOBS, ids=lambda f: f.stem)
 def test_a_shipped_job_says_what_it_is_for(file: Path) -> None:
     first = file.read_text(encoding="utf-8").splitlines()[0]
