@@ -237,7 +237,7 @@ def _difference(key: str, theirs: float, ours: float | None) -> str | None:
         return None
     if key in ("staleness_max", "beyond_max") and ours <= theirs:
         return "within"
-    if key in ("time_s", "minutes_per_epoch", "speed_up") and theirs:
+    if key in ("time_s", "minutes_per_epoch", "speed_up", "best_learning_rate") and theirs:
         return f"{100 * (ours / theirs - 1):+.0f} %".replace("-", "−")
     return signed(ours - theirs) + (" points" if key in ("test_error", "overlap") else "")
 
