@@ -257,8 +257,8 @@ class TopologyTable(Table):
     name: Named = Field("base", description="base, adv, adv*, groups, or package.module:object")
     options: dict[str, Any] = Field(
         {},
-        description="adv, adv*: fan_out; adv*: weight_fan_out, outstanding; groups: groups, reduction; "
-        "or those of the user's own",
+        description="adv, adv*: fan_out; adv*: weight_fan_out, outstanding; groups: groups, reduction, server; "
+        "or the user's own",
     )
 
 

@@ -1,7 +1,7 @@
 """Compute groups: synchronous inside a group, asynchronous between groups.
 
 Source: omnivore.txt §IV-A and appendix D-A3. The learners of a group add their gradients on a communicator of their own
-and act as one learner of batch kμ; the group's first learner pushes and pulls for all. With one group there is no
+and act as one learner of batch kμ; the group's first learner pushes and pulls for all. With one group there need be no
 parameter server: every learner updates weights of its own by the same sum, which is hardsync by allreduce.
 """
 
@@ -11,7 +11,7 @@ from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Plan, 
 from topologies.tree import whole
 
 
-def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered") -> Plan:
+def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered", server: bool = False) -> Plan:
     """Learners in blocks that differ by one at most; block i is group i.
 
     Args:
@@ -19,13 +19,16 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
         groups: g, 1 to λ.
         reduction: "ordered": slices are exchanged and added in group_rank order, which a replay can repeat; "mpi": the
             library's allreduce, which it cannot.
+        server: that there is one with one group, too, as the paper has it; several always have one.
     """
     learners = len(nodes)
     if not whole(groups) or groups > learners:
         raise ValueError(f"[topology] options.groups = {groups!r}, with {learners} learners; valid: 1 to {learners}")
     if reduction not in ("ordered", "mpi"):
         raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: ordered, mpi")
-    served = groups > 1
+    if not isinstance(server, bool):
+        raise ValueError(f"[topology] options.server = {server!r}; valid: true, false")
+    served = server or groups > 1
     roles = [Role(PARAMETER_SERVER, 0, 0)] if served else []
     roles.append(Role(STATISTICS_SERVER, 0, len(roles)))
     first = len(roles)

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rudra.bench.paper import FITTED, GRADIENTS, Row, imagenet, paper_tables, table4
+from rudra.bench.paper import GRADIENTS, Row, imagenet, paper_tables, table4
 from rudra.bench.report import Goal, Report
 from rudra.predict import Prediction
 
@@ -28,19 +28,24 @@ def run(*, quick: bool) -> Report:
     epochs = _table_4(report, gradients)
     report.notes = [
         'predicted: [simulation] costs = "p775", timing only, 72 M parameters; shares are of the learners\' time',
-        "fitted rows are in no goal for their times; of Table 1 nothing is fitted",
+        "fitted rows are in no goal for their times",
+        "Table 1's adv is none either: 125 min / 212 min of Table 4, both fitted, have it compute 59 % of the time",
     ]
-    base, adv, star = overlaps
+    base, _, star = overlaps
     report.goals = [
-        Goal("Table 1: overlap of base < adv < adv*", [float(base[1] < adv[1] < star[1])], at_least=1.0),
-        Goal("Table 1: base and adv within 10 points", [abs(a - b) * 100 for a, b in (base, adv)], at_most=10),
+        Goal("Table 1: overlap of base < adv*", [float(base[1] < star[1])], at_least=1.0),
+        Goal("Table 1: base within 10 points", [abs(base[0] - base[1]) * 100], at_most=10),
         Goal("Table 1: adv* >= 99.5 %", [star[1] * 100], at_least=99.5),
         Goal(
             "Table 4: rows that are not fitted within 20 %",
-            [abs(p.epoch_s / row.time_s - 1) for row, p in epochs if row.key not in FITTED],
+            [abs(p.epoch_s / row.time_s - 1) for row, p in epochs if not row.fitted],
             at_most=0.2,
         ),
-        Goal("Table 4: order of times", [float(_falls([p.epoch_s for _, p in epochs[:4]]))], at_least=1.0),
+        Goal(
+            "Table 4: order of times that are not fitted",
+            [float(_falls([p.epoch_s for row, p in epochs if not row.fitted]))],
+            at_least=1.0,
+        ),
         Goal(
             "Table 4: staleness of softsync on base and adv within 0.15 of 1 (§5.5: close to 1)",
             [abs(p.mean_staleness - 1) for _, p in epochs[1:3]],
@@ -53,19 +58,17 @@ def run(*, quick: bool) -> Report:
 
 def _table_1(report: Report, gradients: int) -> list[tuple[float, float]]:
     """Adds the rows; returns the paper's overlap and ours, both as fractions."""
-    rows = [
-        (Row("Table 1", r["sigma"], r["minibatch_size"], r["learners"], 0.0, r.get("topology", "base")), r["overlap"])
-        for r in paper_tables()["table1"]["rows"]
-    ]
     pairs = []
     for variant, constants in VARIANTS.items():
         report.rows.append((f"Table 1, overlap in %, {variant}", *[""] * 9))
-        for row, theirs in rows:
+        for told in paper_tables()["table1"]["rows"]:
+            row = Row("", told["sigma"], told["minibatch_size"], told["learners"], 0.0, told.get("topology", "base"))
             prediction = imagenet(row, gradients, **constants)
-            cells = f"{theirs:.2%}"[:-1], f"{prediction.shares['compute']:.2%}"[:-1]
-            report.rows.append((f"  {_name(row)}", *cells, *_details(prediction), ""))
-            pairs.append((theirs, prediction.shares["compute"]))
-    return pairs[: len(rows)]
+            cells = f"{told['overlap']:.2%}"[:-1], f"{prediction.shares['compute']:.2%}"[:-1]
+            note = f"fitted: {told['fitted']}" if "fitted" in told else ""
+            report.rows.append((f"  {_name(row)}", *cells, *_details(prediction), note))
+            pairs.append((told["overlap"], prediction.shares["compute"]))
+    return pairs[:3]
 
 
 def _table_4(report: Report, gradients: int) -> list[tuple[Row, Prediction]]:
@@ -73,7 +76,7 @@ def _table_4(report: Report, gradients: int) -> list[tuple[Row, Prediction]]:
     report.rows.append(("Table 4 and §5.5, min/epoch", *[""] * 9))
     for row, prediction in found:
         cells = f"{row.time_s / 60:,.0f}", f"{prediction.epoch_s / 60:,.0f}"
-        note = f"fitted: {FITTED[row.key]}" if row.key in FITTED else f"{prediction.epoch_s / row.time_s - 1:+.1%}"
+        note = f"fitted: {row.fitted}" if row.fitted else f"{prediction.epoch_s / row.time_s - 1:+.1%}"
         report.rows.append((f"  {_name(row)}", *cells, *_details(prediction), note))
     return found
 

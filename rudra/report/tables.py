@@ -146,8 +146,16 @@ def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         theirs = paper.get(key)
         if isinstance(theirs, int | float):
             name, theirs, ours, remark = _pair(study, run, paper, key, name, float(theirs))
+            remark = "; ".join(filter(None, (remark, _fitted(run, paper, key))))
             rows.append((*where, name, _shown(key, theirs), _shown(key, ours), _difference(key, theirs, ours), remark))
     return rows
+
+
+def _fitted(run: Run, paper: Mapping[str, Any], key: str) -> str:
+    """Says it where the paper's time, or what follows from it, fixed a constant of the preset that the run used."""
+    timed = key in {"time_s", "minutes_per_epoch", "speed_up", "overlap"}
+    used = timed and "fitted" in paper and run.job.get("simulation.costs") == "p775"
+    return f"fitted ({paper['fitted']}): no evidence" if used else ""
 
 
 _QUANTITIES = {
@@ -161,7 +169,9 @@ _QUANTITIES = {
     "beyond_max": "share of larger σ (%)",
     "he_penalty": "P_HE",
     "iteration_s": "time per iteration (s)",
-    "implicit_momentum": "implicit momentum",
+    "best_momentum": "best explicit momentum",
+    "best_learning_rate": "best η",
+    "implicit_momentum": "⟨σ⟩ / (1 + ⟨σ⟩)",
 }
 
 
@@ -199,9 +209,15 @@ def _pair(
             return name, theirs, _penalty(run, study.known), clock + "against one compute group"
         case "iteration_s":
             return name, theirs, _iteration_s(run), clock.strip()
+        case "best_momentum" | "best_learning_rate":
+            best = _best(run, study.known)
+            ours = None if best is None else best.job.get(f"optimizer.{key.removeprefix('best_')}")
+            return name, theirs, ours, "of the run with the smallest test error at this g"
         case "implicit_momentum":
             sigma = run.summary["mean_staleness"]
-            return name, theirs, None if sigma is None else sigma / (1 + sigma), "⟨σ⟩ / (1 + ⟨σ⟩), if σ is geometric"
+            # Of the momentum itself a run of one seed tells nothing.
+            remark = "staleness alone, geometric if 1 - 1/g; rudra bench momentum measures momentum"
+            return name, theirs, None if sigma is None else sigma / (1 + sigma), remark
         case "staleness_max":
             ours = run.summary["max_staleness"]
             return name, theirs, None if ours is None else float(ours), ""
@@ -221,7 +237,7 @@ def _difference(key: str, theirs: float, ours: float | None) -> str | None:
         return None
     if key in ("staleness_max", "beyond_max") and ours <= theirs:
         return "within"
-    if key in ("time_s", "minutes_per_epoch", "speed_up") and theirs:
+    if key in ("time_s", "minutes_per_epoch", "speed_up", "best_learning_rate") and theirs:
         return f"{100 * (ours / theirs - 1):+.0f} %".replace("-", "−")
     return signed(ours - theirs) + (" points" if key in ("test_error", "overlap") else "")
 
@@ -232,10 +248,25 @@ def _iteration_s(run: Run) -> float | None:
 
 
 def _penalty(run: Run, runs: Sequence[Run]) -> float | None:
-    """Omnivore's P_HE: time per iteration against that of as many learners in one group, if that was run."""
-    alike = [r for r in runs if r.finished and r.n == 1 and r.learners == run.learners and _same_work(r, run)]
+    """Omnivore's P_HE: time per iteration against that of as many learners in one group, if that was run.
+
+    One group without a server is no base for several with one.
+    """
+    one = [r for r in runs if r.finished and r.n == 1 and r.learners == run.learners and _same_work(r, run)]
+    alike = [r for r in one if _served(r) == _served(run)]
     ours, base = _iteration_s(run), _iteration_s(alike[0]) if alike else None
     return ours / base if ours and base else None
+
+
+def _best(run: Run, runs: Sequence[Run]) -> Run | None:
+    """The one with the smallest test error among those with as many learners in as many groups."""
+    alike = [r for r in runs if r.finished and (r.n, r.learners) == (run.n, run.learners) and r.error is not None]
+    return min(alike, key=lambda r: r.error or 0.0, default=None)
+
+
+def _served(run: Run) -> bool | None:
+    """Whether it has a parameter server, as far as its file says."""
+    return None if run.cast is None else run.cast.plan.served
 
 
 def base_of(run: Run, runs: Sequence[Run]) -> Run | None:

@@ -29,6 +29,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {  # and how many learners a
     "adv*": ({"name": "adv*"}, 5),
     "adv* with servers": (HIDDEN, 3),
     "one group": ({"name": "groups"}, 6),
+    "one group and a server": ({"name": "groups", "options": {"server": True}}, 5),
     "two groups": ({"name": "groups", "options": {"groups": 2}}, 5),
     "as many groups as learners": ({"name": "groups", "options": {"groups": 5}}, 5),
 }
@@ -38,7 +39,12 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "2-softsync": {"name": "softsync", "n": 2},
     "async": {"name": "async"},
 }
-REFUSED = {("adv*", "hardsync"), ("adv* with servers", "hardsync"), ("one group", "2-softsync")}
+REFUSED = {
+    ("adv*", "hardsync"),
+    ("adv* with servers", "hardsync"),
+    ("one group", "2-softsync"),
+    ("one group and a server", "2-softsync"),
+}
 PAIRS = [pair for pair in itertools.product(TOPOLOGIES, PROTOCOLS) if pair not in REFUSED]
 
 

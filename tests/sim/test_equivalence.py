@@ -99,7 +99,10 @@ def references() -> tuple[torch.Tensor, torch.Tensor]:
     return train(job).weights, plain_sgd(job, 40, union(job), 0.01 * (7 * MU / 32) ** 0.5)
 
 
-@pytest.mark.parametrize("topology", [*TREES, *GROUPS], ids=str)
+SERVED = {"name": "groups", "options": {"groups": 1, "server": True}}
+
+
+@pytest.mark.parametrize("topology", [*TREES, *GROUPS, SERVED], ids=str)
 def test_hardsync_is_one_large_batch_on_every_topology(
     topology: dict[str, Any], references: tuple[torch.Tensor, torch.Tensor]
 ) -> None:

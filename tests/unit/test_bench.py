@@ -69,6 +69,9 @@ def test_topologies_are_compared_with_the_papers_tables() -> None:
     assert all(len(row) == len(report.columns) for row in report.rows)
     assert [str(goal) for goal in report.goals if not goal.reached and "staleness" not in goal.text] == []
     assert len(report.rows) == 3 * 4 + 6
+    fitted = {str(row[0]).split(",")[0].strip() for row in report.rows if str(row[-1]).startswith("fitted")}
+    assert fitted == {"adv", "adv*"}
+    assert not any(" adv " in f"{goal.text} " for goal in report.goals if goal.text.startswith("Table 1"))
 
 
 @pytest.mark.parametrize(

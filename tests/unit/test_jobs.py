@@ -69,10 +69,21 @@ def test_every_point_of_a_study_can_be_run(file: Path, quick: bool) -> None:
             continue
         if point.job.model.name == "cifar10_full" and optimizer.name == "sgd":
             assert (optimizer.learning_rate, optimizer.momentum) == (0.001, 0.9)
-        if not quick and point.job.simulation.tensors and file.stem != "figure9":
-            assert (optimizer.milestones, epochs) == ((120, 130), 140)
+        if not quick and point.job.simulation.tensors:
+            imagenet = file.stem == "figure9"
+            assert (optimizer.milestones, epochs) == (((15, 25), 30) if imagenet else ((120, 130), 140))
     assert study.title
     assert any(row["file"] for row in study.paper), "a study is compared with what the paper prints"
+
+
+@pytest.mark.parametrize(("name", "steps"), [("figure5", 90), ("table2", 75)])
+def test_quick_studies_of_errors_are_longer_than_the_network_stands_still(name: str, steps: int) -> None:
+    """cifar10_full begins to learn after some 60 updates at α0 = 0.001, or 60 n at α0/n: before, errors are chance."""
+    for point in sweep.plan(f"rudra/{name}", quick=True).points:
+        job, protocol = point.job, point.job.make_protocol()
+        samples = (job.data.train_limit or 0) * job.training.epochs
+        updates = samples / (protocol.gradients_per_update * job.training.minibatch_size)
+        assert updates / (protocol.n or 1) >= steps
 
 
 @pytest.mark.parametrize("file", JOBS, ids=lambda f: f.stem)
@@ -134,7 +145,7 @@ def test_a_study_has_the_papers_points(name: str, points: int, matched: int) -> 
 
 @pytest.mark.parametrize(
     ("name", "points", "matched"),
-    [("figure6", 24, 6), ("figure17", 2, 2), ("figure18", 2, 2), ("figure20", 6, 2), ("figure21", 3, 3)],
+    [("figure6", 48, 8), ("figure17", 2, 2), ("figure18", 2, 2), ("figure20", 6, 2), ("figure21", 3, 3)],
 )
 def test_a_study_of_omnivore_has_its_groups_and_one_batch_for_each(name: str, points: int, matched: int) -> None:
     study = sweep.plan(f"omnivore/{name}")
@@ -146,6 +157,8 @@ def test_a_study_of_omnivore_has_its_groups_and_one_batch_for_each(name: str, po
         assert point.job.plan().workers == row["n"] == row["sigma"] + 1
     batches = {p.job.training.minibatch_size * p.job.learners // p.job.plan().workers for p in study.points}
     assert len(batches) == 1
+    if name == "figure20":
+        assert all(point.job.plan().served for point in study.points), "like with like"
 
 
 def test_the_papers_numbers_are_consistent() -> None:

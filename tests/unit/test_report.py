@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -126,6 +127,69 @@ def test_equal_work_is_compared_directly(study: Path, paper: dict[str, float], d
     run = read(study / "hardsync-None-4-10.h5")
     table = comparison(Study("x", (run,), paper=({"file": run.file.name, **paper},)))
     assert (table and difference and table.rows[0][5].endswith(difference)) or table is difference
+
+
+def test_what_a_preset_was_fitted_to_is_marked(study: Path) -> None:
+    run = read(study / "hardsync-None-4-10.h5")
+    paper = {"file": run.file.name, "test_error": 0.2, "time_s": 2.0, "epochs": 6, "training_samples": 3200}
+    for costs, fitted, marked in [
+        ("p775", "a", True),
+        (None, "a", False),
+        ("here.toml", "a", False),
+        ("p775", "", False),
+    ]:
+        used = dataclasses.replace(run, job={**run.job, "simulation.costs": costs})
+        row = {**paper, "fitted": fitted} if fitted else paper
+        table = comparison(Study("x", (used,), paper=(row,)))
+        assert table is not None
+        remarks = {quantity: remark for _, _, quantity, *_, remark in table.rows}
+        assert ("fitted (a): no evidence" in remarks["training time (s)"]) is marked
+        assert "fitted" not in remarks["test error (%)"], "errors are not"
+
+
+def test_the_best_of_what_was_tuned_stands_beside_the_papers(study: Path) -> None:
+    run = read(study / "softsync-10-4-10.h5")
+    error = run.test_error
+    tried = [
+        dataclasses.replace(
+            run,
+            file=Path(f"{momentum}-{rate}.h5"),
+            job={**run.job, "optimizer.momentum": momentum, "optimizer.learning_rate": rate},
+            test_error=error + worse,
+        )
+        for momentum, rate, worse in [(0.0, 0.1, 2.0), (0.6, 0.1, 1.0), (0.9, 0.1, 5.0), (0.6, 0.01, 0.5)]
+    ]
+    others = read(study / "softsync-1-4-10.h5")  # not of as many groups
+    paper = {"file": "0.0-0.1.h5", "sigma": 9, "best_momentum": 0.9, "best_learning_rate": 0.01}
+    table = comparison(Study("x", (*tried, others), paper=(paper,)))
+    assert table is not None
+    assert [(quantity, ours) for _, _, quantity, _, ours, *_ in table.rows] == [
+        ("best explicit momentum", "0.6"),
+        ("best η", "0.01"),
+    ]
+
+
+def test_staleness_is_not_called_momentum(study: Path) -> None:
+    run = read(study / "softsync-10-4-10.h5")
+    table = comparison(Study("x", (run,), paper=({"file": run.file.name, "implicit_momentum": 0.9},)))
+    assert table is not None
+    ((_, _, quantity, _, _, _, remark),) = table.rows
+    assert quantity == "⟨σ⟩ / (1 + ⟨σ⟩)"
+    assert "staleness alone" in remark
+
+
+@pytest.mark.parametrize(("server", "known"), [(True, True), (False, False)])
+def test_p_he_is_against_one_group_with_a_server_where_there_is_one(tmp_path: Path, server: bool, known: bool) -> None:
+    for groups in (1, 2):
+        options = {"groups": groups, "server": server}
+        write_point(
+            tmp_path / f"{groups}.h5", protocol="softsync", n=groups, mu=4, lam=4, topology="groups", options=options
+        )
+    one, two = (read(tmp_path / f"{groups}.h5") for groups in (1, 2))
+    table = comparison(Study("x", (one, two), paper=({"file": "2.h5", "he_penalty": 0.5},)))
+    assert table is not None
+    ((*_, ours, _, _),) = table.rows
+    assert (ours is not None) is known
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,15 @@ def test_groups(learners: int, groups: int, sizes: list[int]) -> None:
     assert [len(members) for members in plan.groups] == sizes
     assert plan.served is (groups > 1)
     assert plan.records == max(sizes)
+    served = drawn("groups", [0] * learners, groups=groups, server=True)
+    assert served.served
+    assert served.groups[0][0] == (2 if groups == 1 else plan.groups[0][0]), "after both servers"
+    assert [served.roles[members[0]].parent for members in served.groups] == [0] * groups
+
+
+def test_whether_one_group_has_a_server_is_yes_or_no() -> None:
+    with pytest.raises(ValueError, match=r"options.server = 1; valid: true, false"):
+        drawn("groups", [0, 0], groups=1, server=1)
 
 
 @given(NODES, st.integers(1, 12), st.sampled_from(["ordered", "mpi"]))
