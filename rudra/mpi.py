@@ -538,7 +538,9 @@ class Rank:
         waits = [f"{self._who(role)} for {self._machines[role].waiting_for}" for role in sorted(self._running)]
         others = {role.world_rank for role in self._plan.roles} - self._losses.dead - {self._comm.rank}
         if all_wait := self._standstill.wait(", ".join(waits), others, self._now()):
-            failure = RunError(f"a rank has died, and all that are left wait since {LEFT_S:.0f} s: {listed(all_wait)}")
+            failure = RunError(
+                f"a rank has died, and for {LEFT_S:.0f} s all that are left have waited: {listed(all_wait)}"
+            )
             failure.lost = True
             raise failure
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -376,14 +376,14 @@ class _Session:
             weights = _floats_of(self._executors)
             about = {"before": self._before, "hooks": self._executors[self._plan.statistics].hooks}
             recorder = Recorder(self._writer, self._progress, weights, wall_clock=True, **about)
-        signal.signal(signal.SIGALRM, self._press)
+        alarm = signal.signal(signal.SIGALRM, self._press)
         with _on_stops(self._interrupt):
             self._meet()
             self._rank = rank = self._make_rank(recorder)
             if self._keeps_results:
                 _end_softly_with_launcher()
             try:
-                return self._serve(rank)
+                code = self._serve(rank)
             except Ended:
                 if self._keeps_results:
                     reason = "somebody stopped it" if self._asked else ENDED
@@ -403,7 +403,9 @@ class _Session:
             except BaseException as error:
                 line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
                 self._give_up(1, f"{line}\n{traceback.format_exc()}")
-        return 1
+        signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
+        signal.signal(signal.SIGALRM, alarm)
+        return code
 
     def _make_rank(self, recorder: Recorder | None) -> Rank:
         faults = self._job.faults
@@ -439,7 +441,6 @@ class _Session:
             self._part(code)
         if rank.lost or not self._depart(rank) or (self._launched and survivable()):
             outlive()
-        signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
         return code
 
     def _depart(self, rank: Rank) -> bool:
@@ -530,7 +531,7 @@ class _Session:
         with suppress(Exception):
             self._writer.fail(status, reason)
 
-    def _give_up(self, code: int, text: str, *, lost: bool = False) -> None:
+    def _give_up(self, code: int, text: str, *, lost: bool = False) -> NoReturn:
         """Ends every rank. The statistics server saves the results and speaks; others leave that to it for a while."""
         if self._keeps_results:
             self._save("failed", text.partition("\n")[0].removeprefix("rudra: "))

@@ -6,9 +6,10 @@ before there is MPI the launching process does, by what the kernel tells of the 
 """
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,21 @@ def _has_mpi(process: int) -> bool:
     with suppress(OSError):
         return "libmpi.so" in Path(f"/proc/{process}/maps").read_text()
     return False
+
+
+def command(victim: str, phase: str, number: int, mark: Path, argv: Sequence[str]) -> list[str]:
+    """The command line of `rudra`, of which the first launch is hit."""
+    code = "import sys; from rudra.bench.strikes import main; sys.exit(main(sys.argv[1:]))"
+    return [sys.executable, "-c", code, victim, phase, str(int(number)), str(mark), *argv]
+
+
+def main(argv: Sequence[str]) -> int:
+    """What `command` runs."""
+    from rudra import cli
+
+    victim, phase, number, mark, *rest = argv
+    Strike(victim, phase, int(number), Path(mark)).arm()
+    return cli.main(rest)
 
 
 @dataclass(frozen=True)

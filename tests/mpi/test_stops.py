@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, finish, gone, ranks_of, start
+from processes import ROOT
 
 import rudra
 from rudra.bench.strikes import DURING, Armed, Strike
