@@ -34,6 +34,9 @@ WATCH_S, APPEAR_S = 0.5, 5.0
 PAUSE_S = 50e-6
 """Between two looks at a request that is to end now."""
 
+SPEAK_S = 0.5
+"""How much longer each rank holds back what others may know, too: who speaks first ends them."""
+
 Outcome = Literal["done", "no", "failed"]
 
 
@@ -198,8 +201,9 @@ def end_with_the_dead() -> Iterator[None]:
             raise
         losses = Losses(MPI.COMM_WORLD)
         losses.look()
-        if MPI.COMM_WORLD.rank == min(set(range(MPI.COMM_WORLD.size)) - losses.dead):
-            print(f"rudra: {_listed(losses.dead)} died before training began", file=sys.stderr, flush=True)
+        left = sorted(set(range(MPI.COMM_WORLD.size)) - losses.dead)
+        time.sleep(SPEAK_S * min(left.index(MPI.COMM_WORLD.rank), 10))
+        print(f"rudra: {_listed(losses.dead)} died before training began", file=sys.stderr, flush=True)
         end_everybody(MPI.COMM_WORLD, 1)
 
 

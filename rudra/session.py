@@ -244,7 +244,7 @@ class _Session:
         if learns:
             keep_freed_memory()
         if self._keeps_results and not learns:
-            os.nice(10)  # training goes first
+            os.nice(max(0, 10 - os.nice(0)))  # training goes first; a run before this one may have said so
         self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         self._needs = learns, self._keeps_results
         needs: list[tuple[bool, bool]] = self._node.allgather(self._needs)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from processes import ROOT
 import rudra
 from rudra.bench.strikes import DURING, Armed, Strike
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 PHASES = [*DURING, "last epoch", "accounts", "done", "close"]
@@ -29,6 +31,14 @@ WHERE = {
     "replicas": ('name = "groups"', ["statistics server", "learner 0", "learner 2"]),
 }
 """Topology, and who is hit; groups of two learners, elsewhere there are three learners."""
+
+
+def hits_of(victims: list[str], *, everybody: bool) -> Iterator[tuple[str, str, int]]:
+    """Victim, phase and signal: everybody at every phase, or one after the other; signals take turns."""
+    for number, phase in enumerate(PHASES):
+        for place, victim in enumerate(victims):
+            if everybody or place == number % len(victims):
+                yield victim, phase, SIGNALS[(number + place) % len(SIGNALS)]
 
 
 def job_file(directory: Path, topology: str, learners: int = 3, protocol: str = "async") -> Path:
@@ -79,15 +89,7 @@ def test_a_stop_of_one_rank_stops_all_in_order(tmp_path: Path, where: str) -> No
     topology, victims = WHERE[where]
     learners, protocol = (4 if where == "groups" else 3), "hardsync" if where == "replicas" else "async"
     job = rudra.Job.load(job_file(tmp_path, topology, learners, protocol)).resolved(cores=1)
-    hits: list[tuple[str, str, int]] = [
-        (victim, phase, SIGNALS[(place + number) % len(SIGNALS)])
-        for number, phase in enumerate(PHASES)
-        for place, victim in enumerate(victims)
-    ]
-    if where == "base":  # every signal for everybody in the middle
-        hits += [(victim, "mid", number) for victim in victims for number in SIGNALS]
-    import pickle
-
+    hits = list(hits_of(victims, everybody=where == "base"))
     file = tmp_path / "series"
     file.write_bytes(pickle.dumps(Series(job, hits, tmp_path)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
@@ -95,7 +97,7 @@ def test_a_stop_of_one_rank_stops_all_in_order(tmp_path: Path, where: str) -> No
         [sys.executable, "-c", LAUNCH, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
     try:
-        _, err = process.communicate(timeout=180)
+        _, err = process.communicate(timeout=270)
     except subprocess.TimeoutExpired:
         done = len(list(tmp_path.glob("*.json")))
         pytest.fail(f"{hits[done]} hung, after {done} others")
