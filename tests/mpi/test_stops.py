@@ -14,6 +14,7 @@ import pytest
 from processes import ROOT
 
 import rudra
+from rudra.bench.phases import PLACES, kill
 from rudra.bench.strikes import DURING, Armed, Strike
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
@@ -119,3 +120,12 @@ def test_a_stop_of_one_rank_stops_all_in_order(tmp_path: Path, where: str) -> No
         if found != (stopped if phase in DURING else finished):
             wrong.append(((victim, phase, signal.Signals(number).name), found))
     assert not wrong, "\n".join(map(str, wrong)) + err
+
+
+EARLY = [("import", signal.SIGTERM), ("start", signal.SIGUSR1), ("load", signal.SIGINT), ("set-up", signal.SIGHUP)]
+
+
+@pytest.mark.parametrize(("phase", "number"), EARLY)
+def test_a_stop_of_one_rank_before_training_ends_the_job_in_one_line(tmp_path: Path, phase: str, number: int) -> None:
+    found = kill(tmp_path, PLACES["base"][0], "learner 1", phase, number)
+    assert (found.code, found.left, found.wrong) == (1, 0, "")
