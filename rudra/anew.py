@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rudra.events import Event, Lost, Received, Regroup, Started
-from rudra.messages import Message
+from rudra.events import Event, Lost, Received, Regroup, Started, Stopped
+from rudra.messages import Kind, Message
 from rudra.position import Position
 from rudra.roles import Machine
 from rudra.roles.owner import outlasts
@@ -121,6 +121,9 @@ class Anew:
     def hear(self, role: int, generation: int, message: Message) -> None:
         """Lets a control message in, unless it was said before all began anew; if its sender did earlier than this
         rank, it waits."""
+        if message.kind is Kind.INTERRUPT:
+            self._rank._events.append((role, Stopped()))
+            return
         now = generation == self.generation and self._position is None
         if now or self._rank._plan.statistics in (role, message.sender):
             self._rank._events.append((role, Received(message)))

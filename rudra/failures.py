@@ -33,6 +33,9 @@ TCP_FLAGS = ("--mca", "btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-r
 WATCH_S, APPEAR_S = 0.5, 5.0
 """How often the ranks of a node are looked after while MPI starts, and how long all of them may take to appear."""
 
+PAUSE_S = 50e-6
+"""Between two looks at a request that is to end now."""
+
 SPEAKS_S = 2.0
 """How long a rank leaves it to the one before it to say who has died, and to end the job."""
 
@@ -73,6 +76,13 @@ class Losses:
         found = [rank for rank in ranks if rank not in self.dead]
         self.dead.update(found)
         return found
+
+    def wait(self, request: "MPI.Request") -> None:
+        """Until a request is over, or a rank has died, with whom it may wait for ever."""
+        while outcome(request) == "no" and not self.dead:
+            time.sleep(PAUSE_S)
+            if self.active:
+                self.look()
 
 
 def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> Outcome:

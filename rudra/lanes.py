@@ -74,13 +74,21 @@ class _Carried:
 
 
 class Lane(Worker):
-    """A thread that carries out transfers, any number at a time."""
+    """A thread that carries out transfers, any number at a time.
 
-    def __init__(self, name: str, post: Post) -> None:
+    Args:
+        name: as shown to people.
+        post: as of a `Worker`.
+        wait: does so until a request is over that was cancelled.
+    """
+
+    def __init__(
+        self, name: str, post: Post, wait: "Callable[[MPI.Request], object]" = lambda request: request.Wait()
+    ) -> None:
         self._carried: list[_Carried] = []
         self._forgotten: list[_Carried] = []  # receives that may still write
         self._quiet: Callable[[], None] | None = None  # to be told when none does
-        self._lost = False
+        self._wait = wait
         super().__init__(name, post)
 
     def carry(self, start: Callable[[], "MPI.Request"], done: Callable[[], None], *, receives: bool = False) -> None:
@@ -99,7 +107,7 @@ class Lane(Worker):
                 carried.request.Cancel()
             self._forgotten += receives
             self._carried = [carried for carried in self._carried if not carried.receives]
-            self._quiet, self._lost = quiet, True
+            self._quiet = quiet
 
         self.submit(forget)
 
@@ -120,8 +128,7 @@ class Lane(Worker):
                 self._quiet = None
         for carried in self._carried:  # receives that nobody will send to any more
             carried.request.Cancel()
-            if not self._lost:  # else it may wait for ever
-                carried.request.Wait()
+            self._wait(carried.request)
 
     def _over(self, carried: _Carried) -> bool:
         """Whether a transfer is over, which is told if it has not failed; then a rank has died, and all begin anew."""

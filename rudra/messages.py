@@ -32,6 +32,7 @@ class Kind(IntEnum):
     LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `timestamp` seconds
     DROP = auto()  # server -> tree servers above it: learner `value` is no more
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
+    INTERRUPT = auto()  # any rank -> owner: somebody asks the run to stop; may come at any time
     ENOUGH = auto()  # statistics -> owner: the target is reached; end with the epoch under way
     CREDIT = auto()  # statistics -> server: room for one more snapshot
     CHECKPOINT = auto()  # owner -> statistics: one of `timestamp` is written, after `value` epochs; are its rows safe?

@@ -73,6 +73,8 @@ from rudra.position import Position
 from rudra.recorder import Recorder
 from rudra.reduction import GroupReduction, library_comm, make_reduction
 from rudra.roles import Machine
+from rudra.roles.machine import listed
+from rudra.standstill import LEFT_S, Standstill
 from rudra.transfers import Going, Transfers, Wanted
 from topologies import Plan
 from topologies.plan import LEARNER
@@ -80,7 +82,7 @@ from topologies.plan import LEARNER
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FAILURE_TAG, CLOCK_TAG, FIRST_TAG = 0, 1, REGROUP_TAG + 1
+FAILURE_TAG, CLOCK_TAG, STANDSTILL_TAG, FIRST_TAG = 0, 1, REGROUP_TAG + 1, REGROUP_TAG + 2
 CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, CHANNELS = 0, 1, 2, 3, 4
 """Tags from the first on: of each role these channels, tensors' once more each time that roles begin anew."""
 
@@ -122,10 +124,10 @@ class _Ring:
         self._head = (self._head + 1) % RING
         return found
 
-    def close(self) -> None:
+    def close(self, losses: Losses) -> None:
         for request in self._requests:
             request.Cancel()
-            request.Wait()
+            losses.wait(request)
             request.Free()
 
 
@@ -179,6 +181,9 @@ class Rank:
         self._lent: Counter[tuple[int, str]] = Counter()  # transfers under way, by role and buffer
         self._rings = {role: _Ring(comm, role) for role in machines}
         self._losses = losses = Losses(comm)
+        statistics = plan.roles[plan.statistics].world_rank
+        self._standstill = Standstill(comm, statistics, STANDSTILL_TAG, self._tell)
+        self._beside = 0  # computations and checkpoints under way in other threads
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent)
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
@@ -198,6 +203,7 @@ class Rank:
         self._stop_asked = False
         self._ticked = 0.0
         self.apart = False  # some rank may never end by itself
+        self.urgent: Callable[[], None] | None = None  # for a signal's handler: to be done as soon as possible
         self.ended = False  # set when the launcher is ending this rank
 
     @property
@@ -205,9 +211,29 @@ class Rank:
         """Ranks that have died: with any of them, nothing collective works any more."""
         return self._losses.dead
 
+    def look(self) -> bool:
+        """Looks, once the roles here have halted, whether a rank has died."""
+        if self._losses.active:
+            self._losses.look()
+        return bool(self._losses.dead)
+
     def stop(self) -> None:
-        """Asks the run to end in order, if the weights' owner lives here; signal handlers may call this."""
-        self._stop_asked = self._plan.server in self._machines
+        """Asks the run to end in order; signal handlers may call this."""
+        self._stop_asked = True
+
+    def pass_on_stop(self) -> None:
+        """Tells the weights' owner, wherever it lives, if this rank was asked to stop: it stops everybody."""
+        if not self._stop_asked:
+            return
+        self._stop_asked = False
+        server = self._plan.server
+        if server in self._machines:
+            self._events.append((server, Stopped()))
+            return
+        to = self._plan.roles[server].world_rank
+        asked = Message(Kind.INTERRUPT, next(iter(self._machines), server))
+        self._tell(asked.encode(), to, FIRST_TAG + server * CHANNELS + CONTROL)
+        self._doorbell.ring(to)
 
     def run(self) -> int:
         """Serves until every role here has halted.
@@ -224,9 +250,10 @@ class Rank:
         while self._running:
             if self.ended:
                 raise Ended
-            if self._stop_asked:
-                self._stop_asked = False
-                self._events.append((self._plan.server, Stopped()))
+            if self.urgent is not None:
+                urgent, self.urgent = self.urgent, None
+                urgent()
+            self.pass_on_stop()
             if self._step():
                 idle_since, warned_s = None, self._stall_warning
                 continue
@@ -237,6 +264,8 @@ class Rank:
             if waited >= warned_s:
                 self._report_wait(waited)
                 warned_s *= 2
+            if waited >= LEFT_S and self._losses.dead and not self._beside:
+                self._stand_still()
             if self._recorder is not None:
                 self._recorder.idle()
             if waited >= self._spin_s:
@@ -330,11 +359,15 @@ class Rank:
         self._results.append(result)
         self._doorbell.ring(self._comm.rank)
 
-    def _compute_beside(self, role: int, action: Compute, computed: Callable[[tuple[int, Event]], None]) -> None:
-        """Computes in the computing thread."""
-        executor = self._executors[role]
-        assert isinstance(executor, LearnerExecutor)
-        self._post(partial(computed, (role, executor.compute(action))))
+    def _do_beside(self, thread: Worker, work: Callable[[], Event], done: Callable[[Event], None]) -> None:
+        """Has another thread do something, and takes in what has become of it."""
+
+        def take(event: Event) -> None:
+            self._beside -= 1
+            done(event)
+
+        self._beside += 1
+        thread.submit(lambda: self._post(partial(take, work())))
 
     def _compute(self) -> bool:
         if not self._computations:
@@ -365,8 +398,10 @@ class Rank:
                 if self._computer is None:
                     self._computations.append((role, action))
                 else:
-                    computed = self._anew.in_time(self._events.append)
-                    self._computer.submit(partial(self._compute_beside, role, action, computed))
+                    learner = self._executors[role]
+                    assert isinstance(learner, LearnerExecutor)
+                    computed = self._anew.in_time(lambda event: self._events.append((role, event)))
+                    self._do_beside(self._computer, lambda: learner.compute(action), computed)
             case Reduce():
                 self._reductions[role].begin(action, self._executors[role].buffer(action.buffer))
             case Accumulate():
@@ -473,7 +508,7 @@ class Rank:
         writer = self._checkpoints
         assert writer is not None
 
-        def work() -> None:
+        def work() -> Event:
             error = ""
             try:
                 if event is Saved:
@@ -483,10 +518,10 @@ class Rank:
             except OSError as problem:
                 error = f"{writer.path}: {problem.strerror or problem}"
             timestamp = what[0].timestamp if event is Saved else what[0]
-            self._post(lambda: self._events.append((role, event(timestamp, error))))
+            return event(timestamp, error)
 
         self._saver = self._saver or Worker("checkpoint", self._post)
-        self._saver.submit(work)
+        self._do_beside(self._saver, work, lambda event: self._events.append((role, event)))
 
     def _who(self, role: int) -> str:
         return f"{self._plan.roles[role].name} (rank {self._plan.roles[role].world_rank})"
@@ -497,6 +532,17 @@ class Rank:
             if self._stall_limit is not None and waited >= self._stall_limit:
                 raise RunError(line)
             print(f"rudra: {self._who(role)} {line}", file=sys.stderr, flush=True)
+
+    def _stand_still(self) -> None:
+        """Ends the run if all others that are left wait, too."""
+        waits = [f"{self._who(role)} for {self._machines[role].waiting_for}" for role in sorted(self._running)]
+        others = {role.world_rank for role in self._plan.roles} - self._losses.dead - {self._comm.rank}
+        if all_wait := self._standstill.wait(", ".join(waits), others, self._now()):
+            failure = RunError(
+                f"a rank has died, and for {LEFT_S:.0f} s all that are left have waited: {listed(all_wait)}"
+            )
+            failure.lost = True
+            raise failure
 
     def _look_for_failures(self) -> None:
         status = self._mpi.Status()
@@ -511,20 +557,23 @@ class Rank:
 
     def _close(self) -> None:
         """Leaves nothing posted; what was sent is delivered, because every role has said that it is done."""
-        while self._sending and not self._losses.dead:
-            self._sending.popleft()[0].Wait()
+        while self._sending:
+            self._losses.wait(self._sending.popleft()[0])
         self._transfers.close()
         for thread in (*self._lanes.values(), *filter(None, (self._computer, self._saver))):
             thread.close()
         for reduction in self._reductions.values():
             reduction.close()
         for ring in self._rings.values() if not self._losses.dead else ():
-            ring.close()
+            ring.close(self._losses)
         self._doorbell.close()
 
     def _start_threads(self) -> None:
         """A learner that overlaps communication has a thread to push, one to pull, and one to compute."""
-        self._lanes = {GRADIENTS: Lane("push", self._post), WEIGHTS: Lane("pull", self._post)}
+        self._lanes = {
+            channel: Lane(name, self._post, self._losses.wait)
+            for channel, name in ((GRADIENTS, "push"), (WEIGHTS, "pull"))
+        }
         self._computer = Worker("compute", self._post)
         self._computer.submit(arithmetic_of_thread())
 

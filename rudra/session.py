@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -25,7 +25,7 @@ from rudra.checkpoint import CheckpointWriter
 from rudra.config import Job, cores
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
-from rudra.failures import end_everybody, end_with_the_dead, outlive
+from rudra.failures import end_everybody, end_with_the_dead, outcome, outlive, survivable
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
 from rudra.position import Position
 from rudra.progress import Progress
@@ -54,8 +54,14 @@ SEEN_S = 60.0
 """How long a file that one rank has replaced may look as before to another."""
 
 SAVE_S = 0.4
-"""When mpirun is ending everybody, the statistics server saves the results after this time: ranks are killed a second
-after they were told. SLURM leaves those of srun longer."""
+"""mpirun may be ending everybody, who are killed a second after they were told; so the statistics server brings what
+there is to the disk after this time."""
+
+ENDED = "the launcher ended it: a rank died, or it was cancelled"
+"""Why a run has ended that was not left the time to stop in order."""
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What asks a run to stop, on whichever rank; before there are roles it ends the rank, which the others notice."""
 
 
 def run_ranks(
@@ -85,7 +91,7 @@ def run_ranks(
     """
     from mpi4py import MPI
 
-    with end_with_the_dead():
+    with end_with_the_dead(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
         return _run_ranks(job, output, progress, overwrite, resume, launched, (comm or MPI.COMM_WORLD).Dup())
 
 
@@ -188,7 +194,10 @@ class _Session:
         self._rank: Rank | None = None
         self._checkpoints: CheckpointWriter | None = None
         self._before: Any = None  # the learners' account of an earlier part
-        self._asked = False  # to stop
+        self._told = False  # to stop
+        self._asked = False  # by somebody, who is not the launcher
+        self._secured = False  # what there is, should this rank be killed in a moment
+        self._launcher = os.getppid()
 
     def prepare(self, progress: dict[str, Any]) -> int | None:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
@@ -235,7 +244,7 @@ class _Session:
         if learns:
             keep_freed_memory()
         if self._keeps_results and not learns:
-            os.nice(10)  # training goes first
+            os.nice(max(0, 10 - os.nice(0)))  # training goes first; a run before this one may have said so
         self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         self._needs = learns, self._keeps_results
         needs: list[tuple[bool, bool]] = self._node.allgather(self._needs)
@@ -367,11 +376,42 @@ class _Session:
             weights = _floats_of(self._executors)
             about = {"before": self._before, "hooks": self._executors[self._plan.statistics].hooks}
             recorder = Recorder(self._writer, self._progress, weights, wall_clock=True, **about)
-        self._meet()
+        alarm = signal.signal(signal.SIGALRM, self._press)
+        with _on_stops(self._interrupt):
+            self._meet()
+            self._rank = rank = self._make_rank(recorder)
+            if self._keeps_results:
+                _end_softly_with_launcher()
+            try:
+                code = self._serve(rank)
+            except Ended:
+                if self._keeps_results:
+                    reason = "somebody stopped it" if self._asked else ENDED
+                    self._save("interrupted", reason)
+                    if not self._launched:
+                        text = f"rudra: {self._job.name}: {reason}; {checkpoint.how_to_resume(self._begin.output)}"
+                        with suppress(BrokenPipeError):
+                            print(text, file=sys.stderr, flush=True)
+                os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
+            except Reported as error:
+                self._give_up(error.exit_code, error.text, lost=error.lost)
+            except HookError as error:
+                self._give_up(error.exit_code, error.report)
+            except RudraError as error:
+                lost = isinstance(error, RunError) and error.lost
+                self._give_up(error.exit_code, f"rudra: {self._name}: {error}", lost=lost)
+            except BaseException as error:
+                line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
+                self._give_up(1, f"{line}\n{traceback.format_exc()}")
+        signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
+        signal.signal(signal.SIGALRM, alarm)
+        return code
+
+    def _make_rank(self, recorder: Recorder | None) -> Rank:
         faults = self._job.faults
         computes = any(self._plan.roles[i].kind != "statistics server" for i in self._roles)
         busy = _sum_on_node(self._comm, int(computes))  # the statistics server gives way
-        self._rank = rank = Rank(
+        return Rank(
             self._comm,
             self._plan,
             self._machines,
@@ -384,51 +424,42 @@ class _Session:
             spins=busy <= cores(),
             halves=self._job.cluster.wire == "float16",
         )
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)
-        handlers = {number: signal.signal(number, self._interrupt) for number in numbers}
-        if self._keeps_results:
-            _end_softly_with_launcher()
+
+    def _serve(self, rank: Rank) -> int:
+        """Does this rank's part, to the end; returns the exit code."""
+        if self._told:  # while it was made
+            rank.stop()
+        code = rank.run()
+        if self._checkpoints is not None and not code:
+            self._checkpoints.discard()
+        if self._keeps_results and code:
+            text = f"rudra: {self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}"
+            print(text, file=sys.stderr, flush=True)
+        for executor in self._executors.values():
+            executor.close()
+        if rank.apart:
+            self._part(code)
+        if rank.lost or not self._depart(rank) or (self._launched and survivable()):
+            outlive()
+        return code
+
+    def _depart(self, rank: Rank) -> bool:
+        """Waits until all ranks have done their part; False: one has died, and what it left undone nobody waits for."""
+        from mpi4py import MPI
+
+        if rank.look():
+            return False
         try:
-            code = rank.run()
-            signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
-            if self._checkpoints is not None and not code:
-                self._checkpoints.discard()
-            if self._keeps_results and code:
-                text = f"rudra: {self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}"
-                print(text, file=sys.stderr, flush=True)
-            for executor in self._executors.values():
-                executor.close()
-            if rank.apart:
-                self._part(code)
-            elif rank.lost:
-                outlive()
-            else:
-                self._meet()
-                if not self._launched:  # the user's program goes on
-                    for number, handler in handlers.items():
-                        signal.signal(number, handler)
-            return code
-        except Ended:
-            if self._keeps_results:
-                asked = "somebody stopped it"
-                reason = asked if self._asked else "the launcher ended it: a rank died, or it was cancelled"
-                self._save("interrupted", reason)
-                if not self._launched:
-                    text = f"rudra: {self._job.name}: {reason}; {checkpoint.how_to_resume(self._begin.output)}"
-                    with suppress(BrokenPipeError):
-                        print(text, file=sys.stderr, flush=True)
-            os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
-        except Reported as error:
-            self._give_up(error.exit_code, error.text, lost=error.lost)
-        except HookError as error:
-            self._give_up(error.exit_code, error.report)
-        except RudraError as error:
-            lost = isinstance(error, RunError) and error.lost
-            self._give_up(error.exit_code, f"rudra: {self._name}: {error}", lost=lost)
-        except BaseException as error:
-            line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
-            self._give_up(1, f"{line}\n{traceback.format_exc()}")
-        return 1
+            request = self._comm.Ibarrier()
+        except MPI.Exception:  # one that has died since
+            return False
+
+        def over() -> bool:
+            rank.pass_on_stop()  # of a rank without a role, which waits here all the time
+            return rank.look() or outcome(request) != "no"
+
+        self._wait(over)
+        return not rank.lost
 
     def _part(self, code: int) -> None:
         """Ends without those that were dropped, and who may be stopped: the statistics server ends them."""
@@ -453,9 +484,11 @@ class _Session:
 
     def _meet(self) -> None:
         """Waits for all ranks without burning a core, and not in silence."""
-        request = self._comm.Ibarrier()
+        self._wait(self._comm.Ibarrier().Test)
+
+    def _wait(self, over: Callable[[], bool]) -> None:
         began, warn_s = time.monotonic(), self._job.faults.stall_warning
-        while not request.Test():
+        while not over():
             time.sleep(1e-3)
             waited = time.monotonic() - began
             if waited >= warn_s:
@@ -465,17 +498,32 @@ class _Session:
                     print(text, file=sys.stderr, flush=True)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Stops the run in order; where the launcher will soon kill everybody, in what time is left."""
-        assert self._rank is not None
-        if number == signal.SIGALRM:
-            self._rank.ended = True
-            return
-        self._rank.stop()
+        """Stops the run in order; where the launcher may soon kill everybody, what there is is saved before."""
+        self._told = True
+        self._asked |= number != signal.SIGTERM
+        if self._rank is not None:
+            self._rank.stop()
         if number == signal.SIGTERM:
-            by_srun = os.environ.get("SLURM_MPI_TYPE", "none") != "none"
-            signal.setitimer(signal.ITIMER_REAL, SAVE_S if self._keeps_results and not by_srun else GRACE_S)
-        else:
-            self._asked = True
+            signal.setitimer(signal.ITIMER_REAL, SAVE_S if self._keeps_results else GRACE_S)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        """Some time has passed since the launcher, or somebody, told this rank to end."""
+        alone = os.getppid() != self._launcher
+        if self._rank is None:
+            return
+        if self._keeps_results and not self._secured and not alone:
+            self._secured, self._rank.urgent = True, self._secure
+            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+        elif alone or not survivable():  # else the others go on to stop in order, or notice who is killed
+            self._rank.ended = True
+
+    def _secure(self) -> None:
+        """Leaves the file as it is to be found if this rank is killed now; the run may go on, and stop in order."""
+        self._writer.note("interrupted", ENDED)
+        if not self._launched:
+            text = f"rudra: {self._job.name}: told to end; if there is no time to stop in order, "
+            with suppress(BrokenPipeError):
+                print(text + checkpoint.how_to_resume(self._begin.output), file=sys.stderr, flush=True)
 
     def _save(self, status: str, reason: str) -> None:
         with suppress(Exception):
@@ -483,7 +531,7 @@ class _Session:
         with suppress(Exception):
             self._writer.fail(status, reason)
 
-    def _give_up(self, code: int, text: str, *, lost: bool = False) -> None:
+    def _give_up(self, code: int, text: str, *, lost: bool = False) -> NoReturn:
         """Ends every rank. The statistics server saves the results and speaks; others leave that to it for a while."""
         if self._keeps_results:
             self._save("failed", text.partition("\n")[0].removeprefix("rudra: "))
@@ -494,12 +542,25 @@ class _Session:
             heard = self._rank is None or to not in self._rank.lost
             deadline = time.monotonic() + (GRACE_S if heard else 0.0)
             while time.monotonic() < deadline:
-                request.Test()
+                outcome(request)
                 time.sleep(1e-3)
         print(text, file=sys.stderr, flush=True)
         if self._launched:  # mpirun does not tell its parent
             os.write(2, exit_line(code, lost=lost))
         end_everybody(self._comm, code)
+
+
+@contextmanager
+def _on_stops(handler: Any, *, after: Any = None) -> Iterator[None]:
+    """What a rank does when it is asked to stop; then `after`, or what it did before. What is ignored stays so."""
+    before = {number: signal.getsignal(number) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual if after is None else after)
 
 
 def _floats_of(executors: dict[int, Executor]) -> Callable[[int, str], Any]:

@@ -422,7 +422,11 @@ class FaultsTable(Table):
         description="seconds; hardsync without groups drops a learner of which nothing came for so long while all wait",
     )
     stall_warning: float = Field(60.0, gt=0, description="seconds; a rank that waits longer says for whom and for what")
-    stall_limit: float | None = Field(None, gt=0, description="seconds; a rank that waits longer ends the run")
+    stall_limit: float | None = Field(
+        None,
+        gt=0,
+        description="seconds; a rank that waits longer ends the run; once one has died, 30 s of waiting by all do",
+    )
 
 
 class ResultsTable(Table):

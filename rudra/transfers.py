@@ -264,8 +264,7 @@ class Transfers:
         """Leaves nothing posted."""
         for coming in self._coming:
             coming.request.Cancel()
-            if not self._losses.dead:  # else it may wait for ever
-                coming.request.Wait()
+            self._losses.wait(coming.request)
 
 
 def _wire(buffer: Buffer, wanted: Wanted) -> npt.NDArray[np.uint8]:

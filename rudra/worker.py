@@ -109,5 +109,6 @@ if __name__ == "__main__":
 
         os.write(2, end_line(code))
         sys.exit(leave(code))
-    except KeyboardInterrupt:  # before or after the run itself: nobody may wait for this rank in MPI_Finalize
-        os._exit(1)
+    except KeyboardInterrupt:  # before the run itself: not by MPI's door, and so that the others notice
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -195,6 +195,12 @@ class ResultsWriter:
             self._flush(time.monotonic())
             self._to_disk()
 
+    def note(self, status: Status, reason: str) -> None:
+        """Brings everything to the disk, and how the run has ended if this should be the last word of it."""
+        if not self._ended:
+            self._state["status"], self._state["reason"] = status.encode(), reason.encode()
+            self.sync()
+
     def _to_disk(self) -> None:
         os.fsync(self._file.id.get_vfd_handle())
 

@@ -92,17 +92,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="which to run; without one they are listed")
     parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that it works, not how fast")
     parser.add_argument("--json", action="store_true", help="one JSON object per benchmark and line, for scripts")
+    parser.add_argument("--phases", action="store_true", help="of faults: kill every role at every phase of a run")
     arguments = parser.parse_args(argv)
+    if arguments.phases and arguments.names != ["faults"]:
+        parser.error("--phases is an option of faults alone")
     for name in arguments.names:
         if name not in BENCHMARKS:
             parser.error(f"no benchmark '{name}'; valid: {', '.join(BENCHMARKS)}")
     if not arguments.names:
         print(listed)
+    more = {"phases": True} if arguments.phases else {}
     for name in arguments.names:
         load = os.getloadavg()[0]
         if load > 0.3 * cores() and not arguments.quick:
             print(f"rudra: warning: the machine is busy (load {load:.1f}); figures may be off", file=sys.stderr)
-        report: Report = importlib.import_module(f"rudra.bench.{name}").run(quick=arguments.quick)
+        report: Report = importlib.import_module(f"rudra.bench.{name}").run(quick=arguments.quick, **more)
         if arguments.json:
             print(json.dumps({"benchmark": name, "quick": arguments.quick, **_machine(load), **report.as_dict()}))
         else:

@@ -67,8 +67,12 @@ class Tally:
     texts: list[str] = field(default_factory=list)  # of what went wrong
 
 
-def run(*, quick: bool) -> Report:
+def run(*, quick: bool, phases: bool = False) -> Report:
     """Runs the campaign; a seed that the notes give tells every moment again, as far as a machine repeats itself."""
+    if phases:
+        from rudra.bench import phases as campaign_by_phases
+
+        return campaign_by_phases.run(quick=quick)
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
     learners, servers, jobs = (2, 1, 1) if quick else (100, 50, 20)
@@ -157,7 +161,7 @@ class _Campaign:
             tally.faults += len(victims)
             with suppress(RudraError), open_results(output) as results:
                 lost = results.events[results.events["kind"] == b"lost"]
-                if code == 0 and len(lost) == len(victims) and _adds_up(results):
+                if code == 0 and len(lost) == len(victims) and adds_up(results):
                     tally.survived += len(victims)
                     tally.seconds += [float(row["wall_s"]) - began for row, began in zip(lost, killed, strict=True)]
                     tally.errors.append(_final_error(output))
@@ -192,7 +196,7 @@ class _Campaign:
             try:
                 with open_results(output) as results:
                     back = results.events[results.events["kind"] == b"restart"]["timestamp"]
-                    if code == 0 and len(back) == 1 and back[0] >= kept and _adds_up(results):
+                    if code == 0 and len(back) == 1 and back[0] >= kept and adds_up(results):
                         tally.survived += 1
                     else:
                         text = f"exit code {code}, back to {list(back)}, had checkpoint {kept}"
@@ -230,7 +234,7 @@ class _Campaign:
         codes = [_finish(self._start(output, settings, "--resume"))[0], _finish(self._start(calm, settings))[0]]
         with open_results(output) as killed, open_results(calm) as whole:
             same = killed.state["weights_sha256"] == whole.state["weights_sha256"] != ""
-            if codes == [0, 0] and same and _adds_up(killed):
+            if codes == [0, 0] and same and adds_up(killed):
                 tally.survived = kills
             else:
                 tally.texts.append(f"exit codes {codes}, the same weights: {same}")
@@ -296,7 +300,7 @@ def _checkpoints(output: Path) -> int:
     return 0
 
 
-def _adds_up(results: Results) -> bool:
+def adds_up(results: Results) -> bool:
     """Whether a run is complete: every gradient accounted for, none applied twice."""
     if results.status != "finished":
         return False

@@ -10,6 +10,7 @@ import pytest
 from processes import below, finish, gone, ranks_of, start, wait_for_updates
 
 import rudra
+from rudra.bench.phases import PLACES, kill
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -216,3 +217,30 @@ def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
     assert "parameter server (rank 0) has waited 1 s for a gradient from learner 1" in err
     with rudra.open_results(output) as results:
         assert set(results.events["kind"]) <= {b"straggler"}
+
+
+LAST = [
+    ("base", "learner 1", "done"),
+    ("base", "statistics server", "close"),
+    ("adv*", "learner 0", "accounts"),
+    ("groups", "learner 1", "exit"),
+]
+
+
+@pytest.mark.parametrize(("topology", "victim", "phase"), LAST)
+def test_a_rank_that_dies_in_the_last_moments_is_missed_by_nobody(
+    tmp_path: Path, topology: str, victim: str, phase: str
+) -> None:
+    found = kill(tmp_path, PLACES[topology][0], victim, phase)
+    assert (found.code, found.left, found.wrong) == (0, 0, "")
+
+
+def test_when_all_that_are_left_wait_the_run_ends(tmp_path: Path) -> None:
+    process = start("run", job_file(tmp_path, "hardsync", "deaf"), "--output", tmp_path / "out.h5")
+    code, _, err = finish(process, 100)
+    assert code == 1
+    (line,) = ours(err)
+    assert line.startswith(
+        "rudra: statistics server (rank 1): a rank has died, and for 2 s all that are left have waited"
+    )
+    assert "parameter server (rank 0) for a gradient from" in line

@@ -113,6 +113,16 @@ def dying_3() -> nn.Module:
     return Trap(15, "kill", 3)
 
 
+def deaf() -> nn.Module:
+    """Nobody makes anything of the death of learner 1, and what it had promised never comes."""
+    from rudra import mpi
+    from rudra.roles.server import ParameterServer
+
+    mpi.LEFT_S = 2.0
+    ParameterServer.lose = lambda *about: []  # type: ignore[method-assign]
+    return dying_3()
+
+
 def dying_5() -> nn.Module:
     return Trap(15, "kill", 5)
 

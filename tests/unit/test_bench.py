@@ -29,6 +29,13 @@ def test_an_unknown_benchmark_is_refused_before_any_runs(capsys: pytest.CaptureF
     assert "no benchmark 'updates'; valid: overhead, ddp" in said.err
 
 
+def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["update", "--phases"])
+    assert end.value.code == 2
+    assert "--phases is an option of faults alone" in capsys.readouterr().err
+
+
 def test_ratios_are_of_neighbours() -> None:
     assert ratios([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == (2.0, 1.0, 3.0)
     assert str(spread([0.5, 4.0, 1.25])) == "1.25 (0.5–4)"

@@ -46,6 +46,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/anew.py": CORE | {"mpi4py"},
     "rudra/lanes.py": CORE | {"mpi4py"},
     "rudra/failures.py": CORE | {"mpi4py"},
+    "rudra/standstill.py": CORE | {"mpi4py"},
     "rudra/transfers.py": LEARNING | {"mpi4py"},
     "rudra/reduction.py": LEARNING | {"mpi4py"},
     "rudra/session.py": LEARNING | {"mpi4py"},

@@ -1,0 +1,187 @@
+"""A campaign on real ranks: every role is killed at every phase of a run, and nothing may hang or be left over."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rudra.bench.faults import adds_up
+from rudra.bench.report import Goal, Report
+from rudra.bench.strikes import PHASES, command
+from rudra.errors import RudraError
+from rudra.results import open_results
+
+TIMES = 5
+"""How often each role is killed at each phase."""
+
+BEGIN_S, HANG_S, LEFT_S = 300.0, 90.0, 10.0
+"""How long a run may take to come to the phase, and to end after it, and its processes after that."""
+
+JOB = """
+[model]
+name = "mlp"
+options.hidden = [16]
+[data]
+name = "rudra.bench.strikes:points"
+[training]
+epochs = 4
+minibatch_size = 4
+[optimizer]
+learning_rate = 0.01
+[protocol]
+name = "async"
+[cluster]
+learners = 4
+[results]
+checkpoint_every = "8 updates"
+report_s = 0.0
+flush_s = 0.1
+[topology]
+"""
+
+PLACES = {
+    "base": ('name = "base"', ("parameter server", "statistics server", "learner 1")),
+    "adv": (
+        'name = "adv"\noptions.fan_out = 2',
+        ("parameter server", "statistics server", "tree server 1", "learner 2"),
+    ),
+    "adv*": ('name = "adv*"\noptions.fan_out = 2', ("parameter server", "statistics server", "learner 0", "learner 3")),
+    "groups": (
+        'name = "groups"\noptions.groups = 2',
+        ("parameter server", "statistics server", "learner 0", "learner 1"),
+    ),
+}
+"""Topology, and who is killed there: of learners of several kinds, one of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What became of a run.
+
+    Attributes:
+        code: exit code; None: it hung.
+        seconds: from the kill to the end.
+        left: processes that were there later than they may be.
+        wrong: what must not be, for people; empty if all is well.
+    """
+
+    code: int | None
+    seconds: float
+    left: int
+    wrong: str
+
+
+def run(*, quick: bool) -> Report:
+    """Runs the campaign; each cell of its table has the exit codes, `-` for a run that hung."""
+    report = Report(["killed", *PHASES])
+    places = {"base": (PLACES["base"][0], ("learner 1",))} if quick else PLACES
+    phases, times = (("mid", "accounts"), 1) if quick else (PHASES, TIMES)
+    kills = times * len(phases) * sum(len(victims) for _, victims in places.values())
+    every: list[Found] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
+        tqdm(total=kills, unit=" kills", leave=False, disable=None) as bar,
+    ):
+        for topology, (table, victims) in places.items():
+            for victim in victims:
+                cells = []
+                for phase in phases:
+                    found = []
+                    for _ in range(times):
+                        found.append(kill(Path(name), table, victim, phase))
+                        bar.update()
+                    report.notes += [f"{topology}, {victim}, {phase}: {one.wrong}" for one in found if one.wrong]
+                    cells.append(" ".join("-" if one.code is None else str(one.code) for one in found))
+                    every += found
+                shown = dict(zip(phases, cells, strict=True))
+                report.rows.append([f"{topology}, {victim}", *(shown.get(phase, "") for phase in PHASES)])
+    report.goals += [
+        Goal("hangs = 0", [float(sum(one.code is None for one in every))], at_most=0.0),
+        Goal("processes left over after 10 s = 0", [float(sum(one.left for one in every))], at_most=0.0),
+        Goal("else wrong = 0", [float(sum(bool(one.wrong) for one in every))], at_most=0.0),
+        Goal("ended within 60 s", [max(one.seconds for one in every)], at_most=60.0),
+    ]
+    return report
+
+
+def kill(directory: Path, topology: str, victim: str, phase: str, number: int = signal.SIGKILL) -> Found:
+    """Runs a job and kills one of its roles.
+
+    Args:
+        directory: for what belongs to the run.
+        topology: lines of the job's table.
+        victim: name of the role.
+        phase: one of `PHASES`.
+        number: the signal.
+    """
+    with tempfile.TemporaryDirectory(dir=directory) as name:
+        home = Path(name)
+        (home / "job.toml").write_text(JOB + topology)
+        output, mark = home / "out.h5", home / "mark"
+        run = ("run", str(home / "job.toml"), "--output", str(output), "--quiet")
+        process = subprocess.Popen(
+            command(victim, phase, number, mark, run), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            deadline = time.monotonic() + BEGIN_S
+            while process.poll() is None and not mark.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            began = time.monotonic()
+            _, said = process.communicate(timeout=HANG_S)
+            code: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            code, said = None, ""
+        finally:
+            process.kill()
+            process.wait()
+        seconds, hit = time.monotonic() - began, mark.exists()
+        left = _left(name, LEFT_S) if code is not None else 0
+        return Found(code, seconds, left, _wrong(output, code, said, left, hit=hit))
+
+
+def _wrong(output: Path, code: int | None, said: str, left: int, *, hit: bool) -> str:
+    """What is wrong about the end of a run."""
+    lines = [line for line in said.splitlines() if line]
+    if code is None:
+        return "it hung"
+    if not hit:
+        return f"it ended before it was killed, with code {code}: {' | '.join(lines)[-300:]}"
+    if left:
+        return f"{left} processes were left over"
+    if code not in {0, 1, 3} or "Traceback" in said or (code and not any(line.startswith("rudra: ") for line in lines)):
+        return f"it ended with code {code}, and said: {' | '.join(lines)[-300:] or 'nothing'}"
+    try:
+        with open_results(output) as results:
+            if code == 0 and not adds_up(results):
+                return "its accounts do not add up"
+    except RudraError as error:
+        return str(error) if code == 0 else ""  # it may have ended before there was a file
+    return ""
+
+
+def _left(name: str, within_s: float) -> int:
+    """How many processes of a run are there when that time is over."""
+    deadline = time.monotonic() + within_s
+    while (left := _processes(name)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return len(left)
+
+
+def _processes(name: str) -> Sequence[int]:
+    """Those whose command line names a directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if name.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found

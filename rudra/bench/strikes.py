@@ -1,0 +1,232 @@
+"""Signals that hit one rank of a run at a known moment, for campaigns and tests.
+
+`arm` is called in the process that launches. What the ranks run is then wrapped: one of them notices the moment, by an
+event or an action of a role that marks it, and signals the victim. Before there are roles the victim does it itself;
+before there is MPI the launching process does, by what the kernel tells of the rank.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from rudra import launch
+from rudra.checkpoint import CheckpointWriter
+from rudra.events import Action, Event, Halt, Hashed, Received, Updated
+from rudra.failures import ranks_below
+from rudra.launch import Outcome
+from rudra.messages import Kind
+
+MID = 12
+"""Updates that have been made in the middle of a run."""
+
+BEFORE = ("import", "start", "load", "set-up", "roles")
+DURING = ("first update", "mid", "checkpoint", "evaluation")
+ENDING = ("last epoch", "accounts", "done", "close", "exit")
+PHASES = (*BEFORE, *DURING, *ENDING)
+"""When a rank can be hit: while Python imports, MPI starts, data is loaded, the model is built, or roles are made; at
+the first update, the `MID`-th, while the first checkpoint is written, or the weights are first tested; when all samples
+are applied, the first account arrives, all is recorded, MPI's requests are closed, or the rank has done its part."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Who is hit, when, and by what; in a rank it knows the payload, too.
+
+    Attributes:
+        victim: name of the role, as in the plan.
+        phase: one of `PHASES`.
+        number: the signal.
+        mark: file that gets the time when it happens.
+    """
+
+    victim: str
+    phase: str
+    number: int
+    mark: Path
+
+    def fall(self, process: int) -> None:
+        """Hits."""
+        self.mark.write_text(str(time.time()))
+        with suppress(ProcessLookupError):
+            os.kill(process, self.number)
+
+    def arm(self) -> None:
+        """Lets it hit the next run that this process launches."""
+        plain = launch.launch
+
+        def armed(*about: Any, payload: dict[str, Any], **more: Any) -> Outcome:
+            launch.launch = plain
+            rank = next(i for i, names in enumerate(more["roles"]) if self.victim in names.split(", "))
+            if self.phase in {"import", "start"}:
+                threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
+                return plain(*about, payload=payload, **more)
+            return plain(*about, payload=Armed(self, rank, payload), **more)
+
+        launch.launch = armed  # type: ignore[assignment]
+
+    def _watch(self, rank: int) -> None:
+        """Hits a rank as soon as it is there, or has loaded MPI's library, which starts then."""
+        while True:
+            process = ranks_below(os.getpid()).get(rank)
+            if process is not None and (self.phase == "import" or _has_mpi(process)):
+                self.fall(process)
+                return
+            time.sleep(0.005)
+
+
+def _has_mpi(process: int) -> bool:
+    with suppress(OSError):
+        return "libmpi.so" in Path(f"/proc/{process}/maps").read_text()
+    return False
+
+
+def command(victim: str, phase: str, number: int, mark: Path, argv: Sequence[str]) -> list[str]:
+    """The command line of `rudra`, of which the first launch is hit."""
+    code = "import sys; from rudra.bench.strikes import main; sys.exit(main(sys.argv[1:]))"
+    return [sys.executable, "-c", code, victim, phase, str(int(number)), str(mark), *argv]
+
+
+def main(argv: Sequence[str]) -> int:
+    """What `command` runs."""
+    from rudra import cli
+
+    victim, phase, number, mark, *rest = argv
+    Strike(victim, phase, int(number), Path(mark)).arm()
+    return cli.main(rest)
+
+
+@dataclass(frozen=True)
+class Armed:
+    """What a rank runs in place of its part alone.
+
+    Attributes:
+        strike: what is to happen.
+        rank: of the victim.
+        payload: arguments of `run_ranks`.
+    """
+
+    strike: Strike
+    rank: int
+    payload: dict[str, Any]
+
+    def __call__(self) -> int:
+        from rudra.session import run_ranks
+
+        with ExitStack() as until:
+            self._set(until)
+            code: int = run_ranks(**self.payload)[0]
+        if self.strike.phase == "exit" and self._own:
+            self._fall()
+        return code
+
+    @property
+    def _own(self) -> bool:
+        return int(os.environ["OMPI_COMM_WORLD_RANK"]) == self.rank
+
+    def _set(self, until: ExitStack) -> None:
+        """Looks out for the moment, on the rank that notices it."""
+        from rudra import session
+        from rudra.mpi import Rank
+
+        phase = self.strike.phase
+        places: dict[str, tuple[type, str]] = {
+            "load": (session._Session, "_load"),
+            "set-up": (session._Session, "_restore"),
+            "roles": (Rank, "__init__"),
+            "close": (Rank, "_close"),
+        }
+        if phase in MOMENTS:
+            self._before(Rank, "_handle", MOMENTS[phase], until)
+        elif phase == "checkpoint":
+            self._before(CheckpointWriter, "save", _at_once, until)
+        elif phase == "done" and self._own:
+            self._before(Rank, "_do", _halts, until)
+        elif phase in places and self._own:
+            self._before(*places[phase], _at_once, until)
+
+    def _before(self, kind: type, name: str, due: Callable[..., bool], until: ExitStack) -> None:
+        """Hits when a method is first called with what is due."""
+        plain, waiting = getattr(kind, name), [True]
+
+        def call(*about: Any, **more: Any) -> Any:
+            if waiting and due(*about):
+                waiting.clear()
+                self._fall()
+            return plain(*about, **more)
+
+        setattr(kind, name, call)
+        until.callback(setattr, kind, name, plain)
+
+    def _fall(self) -> None:
+        self.strike.fall(ranks_below(os.getppid())[self.rank])
+
+
+def _at_once(*about: Any) -> bool:
+    return True
+
+
+def _halts(rank: Any, role: int, action: Action) -> bool:
+    return isinstance(action, Halt)
+
+
+def _at_update(timestamp: int) -> Callable[[Any, int, Event], bool]:
+    def due(rank: Any, role: int, event: Event) -> bool:
+        return bool(role == rank._plan.server and isinstance(event, Updated) and event.timestamp == timestamp)
+
+    return due
+
+
+def _all_applied(rank: Any, role: int, event: Event) -> bool:
+    machine = rank._machines[role]
+    return bool(role == rank._plan.server and machine.epoch == machine.epochs)
+
+
+def _first_account(rank: Any, role: int, event: Event) -> bool:
+    return isinstance(event, Received) and event.message.kind is Kind.LEARNERS
+
+
+def _first_test(rank: Any, role: int, event: Event) -> bool:
+    return role == rank._plan.statistics and isinstance(event, Hashed)
+
+
+MOMENTS = {
+    "first update": _at_update(1),
+    "mid": _at_update(MID),
+    "evaluation": _first_test,
+    "last epoch": _all_applied,
+    "accounts": _first_account,
+}
+
+
+class Points(Dataset[Any]):
+    """Two clusters; a mini-batch takes a moment, as in life."""
+
+    classes = 2
+
+    def __init__(self, samples: int) -> None:
+        self.inputs = torch.arange(samples * 8.0).reshape(samples, 8).sin()
+        self.labels = (self.inputs[:, 0] > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.inputs[index], int(self.labels[index])
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        time.sleep(0.003)
+        return [self[index] for index in indices]
+
+
+def points() -> tuple[Points, Points]:
+    """Data that is there at once."""
+    return Points(320), Points(40)

@@ -1,0 +1,131 @@
+"""A stop that reaches one rank stops the whole run in order: every signal, role and phase, on real ranks."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ROOT
+
+import rudra
+from rudra.bench.phases import PLACES, kill
+from rudra.bench.strikes import DURING, Armed, Strike
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+PHASES = [*DURING, "last epoch", "accounts", "done", "close"]
+"""Once there are roles; before, see below."""
+
+TREE = 'name = "adv"\noptions.fan_out = 2'
+WHERE = {
+    "base": ('name = "base"', ["parameter server", "statistics server", "learner 1"]),
+    "adv": (TREE, ["parameter server", "statistics server", "tree server 1", "learner 2"]),
+    "adv*": ('name = "adv*"', ["parameter server", "learner 0", "learner 2"]),
+    "groups": ('name = "groups"\noptions.groups = 2', ["statistics server", "learner 0", "learner 1"]),
+    "replicas": ('name = "groups"', ["statistics server", "learner 0", "learner 2"]),
+}
+"""Topology, and who is hit; groups of two learners, elsewhere there are three learners."""
+
+
+def hits_of(victims: list[str], *, everybody: bool) -> Iterator[tuple[str, str, int]]:
+    """Victim, phase and signal: everybody at every phase, or one after the other; signals take turns."""
+    for number, phase in enumerate(PHASES):
+        for place, victim in enumerate(victims):
+            if everybody or place == number % len(victims):
+                yield victim, phase, SIGNALS[(number + place) % len(SIGNALS)]
+
+
+def job_file(directory: Path, topology: str, learners: int = 3, protocol: str = "async") -> Path:
+    path = directory / "job.toml"
+    path.write_text(
+        '[model]\nname = "mlp"\noptions.hidden = [16]\n[data]\nname = "rudra.bench.strikes:points"\n'
+        "[training]\nepochs = 3\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.01\n"
+        f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = {learners}\n[topology]\n{topology}\n'
+        '[results]\ncheckpoint_every = "8 updates"\nreport_s = 0.0\nflush_s = 0.1\n'
+    )
+    return path
+
+
+class Series:
+    """Runs of one job, one after the other on the same ranks, each of them hit otherwise."""
+
+    def __init__(self, job: rudra.Job, hits: list[tuple[str, str, int]], directory: Path) -> None:
+        self.job, self.hits, self.directory = job, hits, directory
+
+    def __call__(self) -> int:
+        from mpi4py import MPI
+
+        plan = self.job.plan()
+        ranks = {role.name: role.world_rank for role in plan.roles}
+        for place, (victim, phase, number) in enumerate(self.hits):
+            strike = Strike(victim, phase, number, self.directory / f"{place}.mark")
+            payload = {"job": self.job, "output": self.directory / f"{place}.h5", "progress": {"mode": "quiet"}}
+            code = Armed(strike, ranks[victim], {**payload, "overwrite": False})()
+            codes = MPI.COMM_WORLD.gather(code)
+            if codes is not None:
+                (self.directory / f"{place}.json").write_text(json.dumps(codes))
+        return 0
+
+
+LAUNCH = """
+import pickle, sys
+from pathlib import Path
+from rudra.launch import launch
+series = pickle.loads(Path(sys.argv[1]).read_bytes())
+plan = series.job.plan()
+roles = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
+sys.exit(launch(series.job, series.directory / "all.h5", roles=roles, payload=series, survivable=True).code)
+"""
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_stop_of_one_rank_stops_all_in_order(tmp_path: Path, where: str) -> None:
+    topology, victims = WHERE[where]
+    learners, protocol = (4 if where == "groups" else 3), "hardsync" if where == "replicas" else "async"
+    job = rudra.Job.load(job_file(tmp_path, topology, learners, protocol)).resolved(cores=1)
+    hits = list(hits_of(victims, everybody=where == "base"))
+    file = tmp_path / "series"
+    file.write_bytes(pickle.dumps(Series(job, hits, tmp_path)))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+    try:
+        _, err = process.communicate(timeout=270)
+    except subprocess.TimeoutExpired:
+        done = len(list(tmp_path.glob("*.json")))
+        pytest.fail(f"{hits[done]} hung, after {done} others")
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    wrong: list[Any] = []
+    for place, (victim, phase, number) in enumerate(hits):
+        codes = json.loads((tmp_path / f"{place}.json").read_text())
+        hit = (tmp_path / f"{place}.mark").exists()
+        with rudra.open_results(tmp_path / f"{place}.h5") as results:
+            totals = results.totals[0]
+            adds_up = totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
+            kept = (tmp_path / f"{place}.ckpt").exists()
+            found = (hit, set(codes), results.status, results.state["reason"], kept, bool(adds_up))
+        stopped = (True, {3}, "interrupted", "somebody stopped it", True, True)
+        finished = (True, {0}, "finished", "", False, True)
+        if found != (stopped if phase in DURING else finished):
+            wrong.append(((victim, phase, signal.Signals(number).name), found))
+    assert not wrong, "\n".join(map(str, wrong)) + err
+
+
+EARLY = [("import", signal.SIGTERM), ("start", signal.SIGUSR1), ("load", signal.SIGINT), ("set-up", signal.SIGHUP)]
+
+
+@pytest.mark.parametrize(("phase", "number"), EARLY)
+def test_a_stop_of_one_rank_before_training_ends_the_job_in_one_line(tmp_path: Path, phase: str, number: int) -> None:
+    found = kill(tmp_path, PLACES["base"][0], "learner 1", phase, number)
+    assert (found.code, found.left, found.wrong) == (1, 0, "")
