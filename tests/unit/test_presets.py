@@ -151,7 +151,7 @@ def test_what_hardsync_costs_comes_out_where_computing_cancels() -> None:
 
 
 def test_the_stall_of_lambda_softsync_lies_between_two_readings_of_the_paper() -> None:
-    """A known gap: p775 has 1.06 where the paper has 1.32."""
+    """A known gap: p775 has 1.05 where the paper has 1.32."""
     many, one = (ROWS[key] for key in paper.STALLED)
     theirs = many.time_s / one.time_s
     again = paper.VARIANTS["computing at μ = 4 and gradient_s fitted again"]
