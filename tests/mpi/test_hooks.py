@@ -105,7 +105,8 @@ def test_what_a_hook_raises_ends_the_run_as_the_users(
     tmp_path: Path, hook: str, topology: str, said: str, kept: int
 ) -> None:
     output = tmp_path / "out.h5"
-    more = f'[topology]\nname = "{topology}"\n' + ("options.fan_out = 2\n" if topology == "adv*" else "")
+    options = "options.fan_out = 2\noptions.outstanding = 1\n" if topology == "adv*" else ""
+    more = f'[topology]\nname = "{topology}"\n{options}'
     job = job_file(tmp_path, [f'{hook}\ncall = "user_code:fail"'], more=more)
     code, _, err = finish(start("run", job, "--quiet", "--output", output))
     assert code == 1, err

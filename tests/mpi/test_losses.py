@@ -64,7 +64,7 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
 
 ANEW = {
     "a tree server": ("hardsync", 'name = "adv"\noptions.fan_out = 2', 3, "tree server 1"),
-    "a learner that others get weights from": ("async", 'name = "adv*"', 2, "learner 0"),
+    "a learner that others get weights from": ("async", 'name = "adv*"\noptions.outstanding = 1', 2, "learner 0"),
     "the first of a group": ("async", 'name = "groups"\noptions.groups = 2', 4, "learner 2"),
     "another of a group": ("softsync", 'name = "groups"\noptions = {groups = 2, reduction = "mpi"}', 3, "learner 1"),
     "a replica": ("hardsync", 'name = "groups"', 4, "learner 3"),
