@@ -101,7 +101,7 @@ def test_figure_5_rate_divided_by_n_is_what_lets_30_softsync_learn(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_table_2_errors_rise_with_the_product_of_minibatch_and_learners(tmp_path: Path) -> None:
-    few = [f"data.path={DATA}", "data.train_limit=5000", "training.epochs=3", "optimizer.milestones=[2]"]
+    few = [f"data.path={DATA}", "data.train_limit=5000", "training.epochs=4", "optimizer.milestones=[3]"]
     study = sweep.plan("rudra/table2", quick=True, overrides=[*few, f"cluster.threads_per_rank={cores()}"])
     groups = {128: [(4, 30), (32, 4)], 1024: [(32, 30), (128, 10)]}
     sizes = [size for group in groups.values() for size in group]
