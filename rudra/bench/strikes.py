@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
-
 from rudra import launch
 from rudra.checkpoint import CheckpointWriter
 from rudra.events import Action, Event, Halt, Hashed, Received, Updated
@@ -205,28 +202,3 @@ MOMENTS = {
     "last epoch": _all_applied,
     "accounts": _first_account,
 }
-
-
-class Points(Dataset[Any]):
-    """Two clusters; a mini-batch takes a moment, as in life."""
-
-    classes = 2
-
-    def __init__(self, samples: int) -> None:
-        self.inputs = torch.arange(samples * 8.0).reshape(samples, 8).sin()
-        self.labels = (self.inputs[:, 0] > 0).long()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.inputs[index], int(self.labels[index])
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
-        time.sleep(0.003)
-        return [self[index] for index in indices]
-
-
-def points() -> tuple[Points, Points]:
-    """Data that is there at once."""
-    return Points(320), Points(40)

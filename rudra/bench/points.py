@@ -1,0 +1,32 @@
+"""Data for campaigns on real ranks; apart, so that what launches them needs no torch."""
+
+import time
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+
+class Points(Dataset[Any]):
+    """Two clusters; a mini-batch takes a moment, as in life."""
+
+    classes = 2
+
+    def __init__(self, samples: int) -> None:
+        self.inputs = torch.arange(samples * 8.0).reshape(samples, 8).sin()
+        self.labels = (self.inputs[:, 0] > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.inputs[index], int(self.labels[index])
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        time.sleep(0.003)
+        return [self[index] for index in indices]
+
+
+def points() -> tuple[Points, Points]:
+    """Data that is there at once."""
+    return Points(320), Points(40)
