@@ -1,6 +1,7 @@
 """One rank of a run that `rudra.launch` started; runs as a script, and finds Rudra where the launching process did."""
 
 import ctypes
+import gc
 import io
 import os
 import pickle
@@ -42,6 +43,8 @@ def main(file: str) -> int:
     Returns:
         Exit code of this rank.
     """
+    gc.disable()  # imports make hundreds of thousands of objects that stay: until all are there, and then no more
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, which spin on cores that other ranks need
     if sys.platform == "linux":  # when mpirun itself is killed it cannot end its ranks
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     stops = (signal.SIGUSR1, signal.SIGINT)  # the first one is the launcher's Ctrl-C
@@ -65,6 +68,8 @@ def main(file: str) -> int:
             return error.exit_code
         os.write(2, START_LINE)
         run = _load(stream)
+    gc.freeze()
+    gc.enable()
     for number in stops:
         signal.signal(number, signal.default_int_handler)
     return 1 if run is None else run()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from rudra.bench.phases import PLACES
 from rudra.bench.report import Report
 from rudra.config import cores
 
@@ -92,16 +93,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="which to run; without one they are listed")
     parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that it works, not how fast")
     parser.add_argument("--json", action="store_true", help="one JSON object per benchmark and line, for scripts")
-    parser.add_argument("--phases", action="store_true", help="of faults: kill every role at every phase of a run")
+    about = "of faults: kill every role at every phase of a run, on these topologies, or on all"
+    parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
     arguments = parser.parse_args(argv)
-    if arguments.phases and arguments.names != ["faults"]:
+    if arguments.phases is not None and arguments.names != ["faults"]:
         parser.error("--phases is an option of faults alone")
+    if unknown := set(arguments.phases or ()) - PLACES.keys():
+        parser.error(f"--phases: no topology '{min(unknown)}'; valid: {', '.join(PLACES)}")
     for name in arguments.names:
         if name not in BENCHMARKS:
             parser.error(f"no benchmark '{name}'; valid: {', '.join(BENCHMARKS)}")
     if not arguments.names:
         print(listed)
-    more = {"phases": True} if arguments.phases else {}
+    more = {} if arguments.phases is None else {"phases": arguments.phases}
     for name in arguments.names:
         load = os.getloadavg()[0]
         if load > 0.3 * cores() and not arguments.quick:

@@ -41,28 +41,37 @@ minibatch_size = 4
 learning_rate = 0.01
 [protocol]
 name = "async"
-[cluster]
-learners = 3
 [results]
 checkpoint_every = "8 updates"
 report_s = 0.0
 flush_s = 0.1
-[topology]
 """
 
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where roles are killed: a topology of few ranks, and who there; of learners of several kinds, one of each."""
+
+    topology: str
+    options: str
+    learners: int
+    victims: tuple[str, ...]
+
+    def job(self) -> str:
+        return f'{JOB}[topology]\nname = "{self.topology}"\n{self.options}\n[cluster]\nlearners = {self.learners}\n'
+
+
+SERVERS = ("parameter server", "statistics server")
+
 PLACES = {
-    "base": ('name = "base"', ("parameter server", "statistics server", "learner 1")),
-    "adv": (
-        'name = "adv"\noptions.fan_out = 2',
-        ("parameter server", "statistics server", "tree server 1", "learner 2"),
-    ),
-    "adv*": ('name = "adv*"\noptions.fan_out = 2', ("parameter server", "statistics server", "learner 0", "learner 2")),
-    "groups": (
-        'name = "groups"\noptions.groups = 2',
-        ("parameter server", "statistics server", "learner 0", "learner 1"),
-    ),
+    place.topology: place
+    for place in (
+        Place("base", "", 2, (*SERVERS, "learner 1")),
+        Place("adv", "options.fan_out = 2", 3, (*SERVERS, "tree server 1", "learner 2")),
+        Place("adv*", "options.fan_out = 2", 3, (*SERVERS, "learner 0", "learner 2")),
+        Place("groups", "options.groups = 2", 3, (*SERVERS, "learner 0", "learner 1")),
+    )
 }
-"""Topology, and who is killed there: of learners of several kinds, one of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +91,18 @@ class Found:
     wrong: str
 
 
-def run(*, quick: bool) -> Report:
-    """Runs the campaign; each cell of its table has the exit codes, `-` for a run that hung."""
+def run(topologies: Sequence[str] = (), *, quick: bool) -> Report:
+    """Runs the campaign; each cell of its table has the exit codes, `-` for a run that hung.
+
+    Args:
+        topologies: on which; none: on all.
+        quick: a few kills of one learner.
+    """
     report = Report(["killed", *PHASES])
-    places = {"base": (PLACES["base"][0], ("learner 1",))} if quick else PLACES
-    phases, times = (("mid", "accounts"), 1) if quick else (PHASES, TIMES)
-    kills = [
-        (topology, table, victim, phase)
-        for topology, (table, victims) in places.items()
-        for victim in victims
-        for phase in phases
-        for _ in range(times)
-    ]
+    places = [PLACES[name] for name in topologies or PLACES]
+    kills = [(place, victim, phase) for place in places for victim in place.victims for phase in PHASES] * TIMES
+    if quick:
+        kills = [(places[0], places[0].victims[-1], phase) for phase in ("mid", "accounts")]
     every: list[Found] = []
     rows: dict[str, dict[str, str]] = {}
     with (
@@ -101,12 +110,12 @@ def run(*, quick: bool) -> Report:
         ThreadPoolExecutor(AT_ONCE) as pool,
         tqdm(total=len(kills), unit=" kills", leave=False, disable=None) as bar,
     ):
-        found = pool.map(lambda each: kill(Path(name), *each[1:]), kills)
-        for (topology, _, victim, phase), one in zip(kills, found, strict=True):
-            row = rows.setdefault(f"{topology}, {victim}", dict.fromkeys(PHASES, ""))
+        found = pool.map(lambda each: kill(Path(name), *each), kills)
+        for (place, victim, phase), one in zip(kills, found, strict=True):
+            row = rows.setdefault(f"{place.topology}, {victim}", dict.fromkeys(PHASES, ""))
             row[phase] = f"{row[phase]} {'-' if one.code is None else one.code}".lstrip()
             if one.wrong:
-                report.notes.append(f"{topology}, {victim}, {phase}: {one.wrong}")
+                report.notes.append(f"{place.topology}, {victim}, {phase}: {one.wrong}")
                 bar.write(report.notes[-1])
             every.append(one)
             bar.update()
@@ -120,19 +129,19 @@ def run(*, quick: bool) -> Report:
     return report
 
 
-def kill(directory: Path, topology: str, victim: str, phase: str, number: int = signal.SIGKILL) -> Found:
+def kill(directory: Path, place: Place, victim: str, phase: str, number: int = signal.SIGKILL) -> Found:
     """Runs a job and kills one of its roles.
 
     Args:
         directory: for what belongs to the run.
-        topology: lines of the job's table.
+        place: where.
         victim: name of the role.
         phase: one of `PHASES`.
         number: the signal.
     """
     with tempfile.TemporaryDirectory(dir=directory) as name:
         home = Path(name)
-        (home / "job.toml").write_text(JOB + topology)
+        (home / "job.toml").write_text(place.job())
         output, mark = home / "out.h5", home / "mark"
         run = ("run", str(home / "job.toml"), "--output", str(output), "--quiet")
         process = subprocess.Popen(

@@ -231,7 +231,7 @@ LAST = [
 def test_a_rank_that_dies_in_the_last_moments_is_missed_by_nobody(
     tmp_path: Path, topology: str, victim: str, phase: str
 ) -> None:
-    found = kill(tmp_path, PLACES[topology][0], victim, phase)
+    found = kill(tmp_path, PLACES[topology], victim, phase)
     assert (found.code, found.left, found.wrong) == (0, 0, "")
 
 

@@ -127,5 +127,5 @@ EARLY = [("import", signal.SIGTERM), ("start", signal.SIGUSR1), ("load", signal.
 
 @pytest.mark.parametrize(("phase", "number"), EARLY)
 def test_a_stop_of_one_rank_before_training_ends_the_job_in_one_line(tmp_path: Path, phase: str, number: int) -> None:
-    found = kill(tmp_path, PLACES["base"][0], "learner 1", phase, number)
+    found = kill(tmp_path, PLACES["base"], "learner 1", phase, number)
     assert (found.code, found.left, found.wrong) == (1, 0, "")

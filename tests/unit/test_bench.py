@@ -34,6 +34,9 @@ def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
         main(["update", "--phases"])
     assert end.value.code == 2
     assert "--phases is an option of faults alone" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["faults", "--phases", "base", "ring"])
+    assert "--phases: no topology 'ring'; valid: base, adv, adv*, groups" in capsys.readouterr().err
 
 
 def test_ratios_are_of_neighbours() -> None:
