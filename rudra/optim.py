@@ -49,6 +49,7 @@ class UpdateRule:
         self.scale_invariant = table.scale_invariant
         cls: Any = getattr(torch.optim, OPTIMIZERS[table.name])
         options = _options(table, cls)
+        cls = _uncompiled(cls)
         fusible = "fused" in inspect.signature(cls).parameters
         parameters = [entry for entry in layout if entry.kind == "parameter"]
         self._sizes = [entry.size for entry in parameters] or [len(weights)]
@@ -166,6 +167,14 @@ class UpdateRule:
 
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def _uncompiled(cls: Any) -> Any:
+    """An optimiser without what torch wraps around its methods for a compiler, whose import takes over a second."""
+    import torch
+
+    step, add = inspect.unwrap(cls.step), inspect.unwrap(cls.add_param_group)
+    return type(cls.__name__, (cls,), {"step": torch.no_grad()(step), "add_param_group": add})
 
 
 _REST = ParameterGroup(parameters=("*",))
