@@ -25,6 +25,9 @@ TIMES = 5
 AT_ONCE = 2
 """Runs side by side, because each waits now and then; more of them would only be slow."""
 
+SAID = 1500
+"""Of a run that did not end well, so many characters of what it said, and MPI."""
+
 BEGIN_S, HANG_S, LEFT_S = 300.0, 90.0, 10.0
 """How long a run may take to come to the phase, and to end after it, and its processes after that."""
 
@@ -143,7 +146,7 @@ def kill(directory: Path, place: Place, victim: str, phase: str, number: int = s
         home = Path(name)
         (home / "job.toml").write_text(place.job())
         output, mark = home / "out.h5", home / "mark"
-        run = ("run", str(home / "job.toml"), "--output", str(output), "--quiet")
+        run = ("run", str(home / "job.toml"), "--output", str(output), "--quiet", "--verbose")
         process = subprocess.Popen(
             command(victim, phase, number, mark, run), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
@@ -170,11 +173,11 @@ def _wrong(output: Path, code: int | None, said: str, left: int, *, hit: bool) -
     if code is None:
         return "it hung"
     if not hit:
-        return f"it ended before it was killed, with code {code}: {' | '.join(lines)[-300:]}"
+        return f"it ended before it was killed, with code {code}: {' | '.join(lines)[-SAID:]}"
     if left:
         return f"{left} processes were left over"
     if code not in {0, 1, 3} or "Traceback" in said or (code and not any(line.startswith("rudra: ") for line in lines)):
-        return f"it ended with code {code}, and said: {' | '.join(lines)[-300:] or 'nothing'}"
+        return f"it ended with code {code}, and said: {' | '.join(lines)[-SAID:] or 'nothing'}"
     try:
         with open_results(output) as results:
             if code == 0 and not adds_up(results):
