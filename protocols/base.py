@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -101,7 +102,10 @@ def make(
     if isinstance(name, str):
         known = shipped()
         if name not in known:
-            raise ValueError(f"[protocol] name: '{name}' is unknown; valid: {', '.join(known)} or package.module:class")
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            valid = f"{', '.join(known)} or package.module:class{hint}"
+            raise ValueError(f"[protocol] name: '{name}' is unknown; valid: {valid}")
         module = importlib.import_module(f"protocols.{known[name]}")
         factory: Callable[..., Protocol] = module.PROTOCOL
     else:
@@ -142,6 +146,8 @@ def _check_arguments(name: str, factory: object, learners: int, arguments: Mappi
         takes = list(signature.parameters)[1:]
         unknown = sorted(set(arguments) - set(takes))
         valid = f"; valid: {', '.join(takes)}" if takes else ""
+        if name in shipped() and unknown == ["n"]:
+            valid = "; leave it out, or take it away with --set protocol.n="
         text = f" takes no {', '.join(unknown)}{valid}" if unknown else f": {error}"
         raise ValueError(f"[protocol] {name}{text}") from None
 

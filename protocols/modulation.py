@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,10 @@ class Modulation:
         minibatch_size: μ.
         n: splitting parameter of n-softsync; λ for async.
         reference_batch_size: B, the batch size that the base rate was tuned for.
+        name: in a job.
     """
+
+    name: ClassVar[str] = "none"
 
     learners: int
     minibatch_size: float
@@ -48,12 +52,16 @@ class Modulation:
 class Sqrt(Modulation):
     """α0 · sqrt(λμ/B): the larger the joint batch, the larger the rate (hardsync, §3.2)."""
 
+    name = "sqrt"
+
     def rate_factor(self, mean_staleness: float) -> float:
         return math.sqrt(self.learners * self.minibatch_size / self.reference_batch_size)
 
 
 class ByN(Modulation):
     """α0 / n: the nominal staleness of n-softsync (eq. 6)."""
+
+    name = "n"
 
     @property
     def assumed_staleness(self) -> int | None:
@@ -66,6 +74,8 @@ class ByN(Modulation):
 class ByMeanStaleness(Modulation):
     """α0 / max(1, ⟨σ⟩): the measured staleness of the very gradients that are applied (eq. 6, measured)."""
 
+    name = "mean_staleness"
+
     def rate_factor(self, mean_staleness: float) -> float:
         return 1.0 / max(1.0, mean_staleness)
 
@@ -76,16 +86,12 @@ class ByGradientStaleness(Modulation):
     An optimiser whose step does not depend on the gradient's scale would undo this: `make` refuses it.
     """
 
+    name = "gradient_staleness"
+
     def gradient_weight(self, staleness: int) -> float:
         return 1.0 / max(1, staleness)
 
 
 MODULATIONS: Mapping[str, type[Modulation]] = MappingProxyType(
-    {
-        "none": Modulation,
-        "sqrt": Sqrt,
-        "n": ByN,
-        "mean_staleness": ByMeanStaleness,
-        "gradient_staleness": ByGradientStaleness,
-    }
+    {kind.name: kind for kind in (Modulation, Sqrt, ByN, ByMeanStaleness, ByGradientStaleness)}
 )

@@ -5,16 +5,17 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rudra import submit
 from rudra.config import Job, cores
-from rudra.errors import EXIT_STOPPED, ConfigError, RudraError, printable
+from rudra.errors import EXIT_STOPPED, ConfigError, RudraError, meant, printable
 from rudra.jobfiles import shipped_jobs
 from rudra.launch import leave_the_word, world_rank, world_size
 
@@ -40,9 +41,9 @@ first steps:
   rudra plot digits-*.h5              test error and staleness as a picture
   rudra resume digits-*.h5            go on with a run that was stopped
 
-comparing protocols:
-  rudra run digits --set protocol.name=hardsync --output hard.h5
-  rudra run digits --set protocol.name=softsync --set protocol.n=2 --output soft.h5
+comparing protocols (each changes the learning rate in its own way; modulation=none keeps α0 in all):
+  rudra run digits --set protocol.name=hardsync --set protocol.modulation=none --output hard.h5
+  rudra run digits --set protocol.n=2 --set protocol.modulation=none --output soft.h5
   rudra simulate digits --learners 30 --output many.h5     30 learners in one process
   rudra plot hard.h5 soft.h5 many.h5 --output compare.png
 
@@ -95,9 +96,18 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what a misspelt command may mean."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            message += meant(found[1], re.findall(r"[\w-]+", found[2]))
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("rudra", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
+    parser = _Parser("rudra", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"rudra {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -136,6 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("file", type=Path, metavar="FILE.h5")
     show.add_argument("--json", action="store_true", help="as one JSON object, for scripts")
     show.add_argument("--target", metavar="TEXT", help="when was it reached? such as 'accuracy >= 0.98'")
+    about = "by the median of so many tests; default: the job's training.target_window"
+    show.add_argument("--target-window", type=_at_least(1), metavar="N", help=about)
     plot = add("plot", _plot, "draw test error and staleness of one or more runs")
     plot.add_argument("files", type=Path, nargs="+", metavar="FILE.h5")
     plot.add_argument("-o", "--output", type=Path, help=".png, .svg or .pdf; default: the first file's name with .png")
@@ -216,7 +228,7 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TABLE.KEY=V1,V2",
-        help="values of a key; several make all combinations; default: the job's [study]",
+        help="values of a key, nothing for its default; several make all combinations; default: the job's [study]",
     )
     parser.add_argument("--quick", action="store_true", help="the study's quick variant: minutes on two cores")
     parser.add_argument("--mpi", action="store_true", help="run on real ranks, one point after the other")
@@ -314,7 +326,10 @@ def _verbose_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _set_option(parser: argparse.ArgumentParser, about: str) -> None:
-    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides", help=about)
+    more = "; without a value: its default again"
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides", help=about + more
+    )
 
 
 def _load(arguments: argparse.Namespace) -> Job:
@@ -477,7 +492,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from rudra.progress import summary_table
 
     with rudra.open_results(arguments.file) as results:
-        summary = results.summary(arguments.target)
+        summary = results.summary(arguments.target, arguments.target_window)
     print(json.dumps(summary, indent=2) if arguments.json else summary_table(summary))
     return 0
 
@@ -601,7 +616,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     factor = protocol.modulation.rate_factor(0.0)
     rates = [f"{rate * factor:.4g}" for rate in Schedule(job.optimizer, job.training.epochs).rates]
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
-    modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
+    modulation = protocol.modulation.name
     lines = {
         "ranks": f"{plan.ranks}, topology {topology.name}, {job.learners} learners (λ)",
         "roles": roles(plan),
@@ -617,6 +632,10 @@ def _validate(arguments: argparse.Namespace) -> int:
         role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
         lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
+    if job.training.target is not None:
+        window = job.training.target_window
+        few = "" if window <= job.training.epochs else f": never reached, there are {job.training.epochs} epochs"
+        lines["target"] = f"{job.training.target}, by the median of {_count(window, 'test')}{few}"
     if job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each epoch"
     if job.optimizer.warm_up:

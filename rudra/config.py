@@ -6,6 +6,7 @@ rules that span them stand together in `Job._check_across_tables`.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -106,15 +107,27 @@ class Job(Table):
 
         Args:
             job: path of a TOML file, or a name that `shipped_jobs` lists.
-            overrides: texts `table.key=value`; a value is TOML, or a plain string where it is no TOML.
+            overrides: texts `table.key=value`; a value is TOML, or a plain string where it is no TOML; without a value
+                the key has its default.
 
         Raises:
             ConfigError: no such job, no TOML, an unknown key, a wrong type or a contradiction.
         """
         path, tables = read_job(job)
+        stages = [tables]
         for override in overrides:
-            apply(tables, *parsed(override), said=f"--set {override}")
-        return cls.of(path, tables)
+            key, value = parsed(override)
+            if "." not in key and (places := [f"{table}.{key}" for table in _tables_with(cls, key)]):
+                raise ConfigError(f"--set {override}: must read table.key=value; did you mean {' or '.join(places)}?")
+            stages.append(copy.deepcopy(stages[-1]))
+            apply(stages[-1], key, value, said=f"--set {override}")
+        try:
+            return cls(**{"name": path.stem, **stages[-1]})
+        except ConfigError as error:
+            valid = [_is_valid(cls, stage) for stage in stages]
+            last = max((i for i, good in enumerate(valid) if good), default=None)
+            where = path if last is None else f"--set {overrides[last]}"
+            raise ConfigError(f"{where}: {error}") from None
 
     @classmethod
     def of(cls, path: Path, tables: Mapping[str, Any]) -> Job:
@@ -232,6 +245,20 @@ class Job(Table):
         return json.dumps(self.model_dump(exclude={"study"}), default=_name_of, sort_keys=True)
 
 
+def _tables_with(job: type[Job], key: str) -> list[str]:
+    """Tables that have a key."""
+    kinds = {name: field.annotation for name, field in job.model_fields.items()}
+    return [name for name, kind in kinds.items() if isinstance(kind, type) and key in getattr(kind, "model_fields", ())]
+
+
+def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
+    try:
+        job(**{"name": "job", **tables})
+    except ConfigError:
+        return False
+    return True
+
+
 def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: Named) -> None:
     """Raises ValueError where a protocol cannot work on a topology."""
     name, on = type(protocol).__name__.lower(), f"[topology] name: {topology}"
@@ -276,6 +303,11 @@ def find(key: str, name: Named) -> Any:
 
 def _as_dict(table: Table) -> dict[str, Any]:
     return {key: getattr(table, key) for key in table.model_fields_set}
+
+
+def named(value: Named) -> str:
+    """What a job names, as a text: the name itself, or `module:name` of a Python object."""
+    return value if isinstance(value, str) else _name_of(value)
 
 
 def _name_of(value: Any) -> str:

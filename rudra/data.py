@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from rudra import trees
-from rudra.errors import ConfigError, DataError
+from rudra.errors import ConfigError, DataError, meant
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
 from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
@@ -325,7 +325,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
     if isinstance(table.name, str) and ":" not in table.name:
         if table.name not in READERS:
             valid = f"{', '.join(READERS)} or package.module:callable"
-            raise ConfigError(f"[data] unknown name '{table.name}'; valid: {valid}")
+            raise ConfigError(f"[data] unknown name '{table.name}'; valid: {valid}{meant(table.name, READERS)}")
         found = _load_shipped(table, train, test, seed)
     else:
         found = _load_users(table, seed)

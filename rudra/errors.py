@@ -4,6 +4,8 @@ A user's mistake exits with 2, a run that failed with 1; neither shows a traceba
 """
 
 import traceback
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 EXIT_FAILED, EXIT_MISTAKE = 1, 2
 EXIT_STOPPED = 3
@@ -13,6 +15,13 @@ EXIT_STOPPED = 3
 def printable(text: str) -> str:
     """The text with escapes in the place of line ends and control characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def meant(word: str, valid: Iterable[str]) -> str:
+    """The end of a line about an unknown word: which of the valid ones it may be a slip for; perhaps empty."""
+    cased = {each.casefold(): each for each in valid}
+    near = get_close_matches(word.casefold(), cased, n=1)
+    return f"; did you mean {cased[near[0]]}?" if near else ""
 
 
 def one_line(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from rudra.learning import GradientSource, Outcome, check_gradient, evaluate
 from rudra.messages import Message, tail_bytes
 from rudra.optim import UpdateRule
 from rudra.statedict import Named
+from rudra.target import Target
 from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
@@ -501,7 +502,13 @@ def make_executors(
 
     flat = model(len(roles))
     if kinds - {PARAMETER_SERVER, TREE_SERVER}:
-        models.check_output(flat.module, task, data.info)
+        output = models.check_output(flat.module, task, data.info)
+        if job.training.target is not None and data.test is not None:
+            measured = tasks.measured(task, output, data.info.sample[1])
+            try:
+                Target.parse(job.training.target).check(measured, data.tests)
+            except ConfigError as error:
+                raise ConfigError(f"[training] {error}") from None
     lonely = job.training.minibatch_size == 1 and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
     if LEARNER in kinds and (lonely or job.training.precision != "float32"):
         check_gradient(job.training, model(), data.info.sample)

@@ -1,6 +1,5 @@
 """Job files: finding, reading and overriding them, before anything is validated."""
 
-import difflib
 import importlib.metadata
 import os
 import re
@@ -8,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, meant
 
 PAPER = "paper.toml"
 """Among job files: no job, but the numbers that a paper prints."""
@@ -48,9 +47,8 @@ def _find(job: str | Path) -> Path:
         return path
     shipped = shipped_jobs()
     if str(job) not in shipped:
-        near = difflib.get_close_matches(str(job), shipped, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{job}: no such job; {hint}give a TOML file or one of: {', '.join(shipped)}")
+        valid = f"give a TOML file or one of: {', '.join(shipped)}{meant(str(job), shipped)}"
+        raise ConfigError(f"{job}: no such job; {valid}")
     return shipped[str(job)]
 
 
@@ -89,10 +87,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parsed(override: str) -> tuple[str, Any]:
-    """Key and value of `table.key=value`; a value is TOML, or a plain string where it is no TOML."""
+    """Key and value of `table.key=value`; a value is TOML, a plain string where it is none, None where it is empty."""
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"--set {override}: must read table.key=value")
+    if not text.strip():
+        return key, None
     try:
         return key, tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -100,7 +100,17 @@ def parsed(override: str) -> tuple[str, Any]:
 
 
 def apply(tables: dict[str, Any], key: str, value: Any, *, said: str) -> None:
-    """Sets `table.key` of a job's tables; `said` is where the user asked for it."""
+    """Sets `table.key` of a job's tables, or takes it away where the value is None.
+
+    Args:
+        tables: are changed.
+        key: dotted.
+        value: None stands for the default.
+        said: where the user asked for it.
+
+    Raises:
+        ConfigError: it is no key of a table.
+    """
     *tables_, last = (part.strip() for part in key.split("."))
     if not (tables_ and last and all(tables_)):
         raise ConfigError(f"{said}: must read table.key=value")
@@ -109,7 +119,10 @@ def apply(tables: dict[str, Any], key: str, value: Any, *, said: str) -> None:
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
             raise ConfigError(f"{said}: {'.'.join(tables_[: depth + 1])} is not a table")
-    place[last] = value
+    if value is None:
+        place.pop(last, None)
+    else:
+        place[last] = value
 
 
 def possible(key: str, value: Any) -> bool:

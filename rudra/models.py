@@ -4,6 +4,7 @@ Weights are a pure function of the seed: every rank builds the same ones without
 """
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from rudra import trees
 from rudra.buffers import tried
 from rudra.data import DataInfo
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, meant
 from rudra.networks import MODELS
 from rudra.plugins import call, resolve
 from rudra.sampling import seeded
@@ -36,7 +37,7 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
     if isinstance(table.name, str):
         if ":" not in table.name and table.name not in MODELS:
             valid = f"{', '.join(MODELS)} or package.module:callable"
-            raise ConfigError(f"[model] unknown name '{table.name}'; valid: {valid}")
+            raise ConfigError(f"[model] unknown name '{table.name}'; valid: {valid}{meant(table.name, MODELS)}")
         factory = MODELS.get(table.name) or resolve(table.name)
     if not callable(factory):
         raise ConfigError(f"[model] {name} is a {type(factory).__name__} and cannot be called")
@@ -56,10 +57,13 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
     return module
 
 
-def check_output(module: nn.Module, task: Task, info: DataInfo) -> None:
+def check_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
     """Makes sure that model, task and data fit: the model takes the inputs and gives what the task compares.
 
     Weights belong to whoever updates them, and so a model that changes its own is refused.
+
+    Returns:
+        What it gave for one sample.
 
     Raises:
         ConfigError: they do not; the text has both shapes.
@@ -86,10 +90,11 @@ def check_output(module: nn.Module, task: Task, info: DataInfo) -> None:
             )
     wanted = task.output_shape(target)
     if wanted is None:
-        return
+        return output
     if not isinstance(output, torch.Tensor):
         raise ConfigError(f"[model] gives a {type(output).__name__}, not a tensor of shape {wanted}")
     if output.dim() == len(wanted) and output.shape[:-1] == wanted[:-1] and output.shape[-1] != wanted[-1]:
         raise ConfigError(f"[model] has {output.shape[-1]} outputs, and {info.name} has {wanted[-1]} classes")
     if tuple(output.shape) != wanted:
         raise ConfigError(f"[model] gives shape {tuple(output.shape)} for one sample; {info.name} needs {wanted}")
+    return output

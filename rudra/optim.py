@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, meant
 from rudra.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
 
 if TYPE_CHECKING:
@@ -219,7 +219,8 @@ def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:
     valid = [key for key in inspect.signature(cls).parameters if key not in _NOT_OPTIONS]
     for key in table.options:
         if key not in valid:
-            raise ConfigError(f"[optimizer] unknown option '{key}' of {table.name}; valid: {', '.join(valid)}")
+            hint = meant(key, valid)
+            raise ConfigError(f"[optimizer] unknown option '{key}' of {table.name}; valid: {', '.join(valid)}{hint}")
     if table.momentum and table.name not in _WITH_MOMENTUM:
         with_momentum = " and ".join(sorted(_WITH_MOMENTUM))
         raise ConfigError(f"[optimizer] momentum = {table.momentum} is for {with_momentum} only, not {table.name}")

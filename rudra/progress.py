@@ -6,16 +6,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from rudra.summary import protocol_label
-
-if TYPE_CHECKING:
-    from rudra.config import Job
+from rudra.config import Job, named
+from rudra.summary import protocol_label, rate_text
 
 _REDRAW_S = 0.1
 _SHORTEST_BAR = 10
@@ -43,7 +41,7 @@ class Progress:
 
     def __init__(
         self,
-        job: "Job",
+        job: Job,
         training_samples: int,
         *,
         mode: Literal["bar", "lines", "quiet"],
@@ -62,6 +60,8 @@ class Progress:
         self._drawn = -np.inf
         self._columns = columns or _terminal_columns(self._file)
         self._bar: Any = None
+        if mode != "quiet":
+            self._say(headline(job, training_samples))
         if mode == "bar":
             self._bar = Bar(
                 total=self._epochs * training_samples,
@@ -93,14 +93,11 @@ class Progress:
             self._tested = tested(row)
             if self._mode == "lines":
                 rate = row["samples"] / row["time_s"] if row["time_s"] > 0 else 0.0
-                with suppress(BrokenPipeError):  # the launcher is gone, and will have this rank ended
-                    print(
-                        f"{self._name}: epoch {row['epoch']}/{self._epochs}, {self._tested}, "
-                        f"staleness {shown(row['mean_staleness'], '.2f')}, {rate:,.0f} samples/s, "
-                        f"{duration(row['time_s'])}",
-                        file=self._file,
-                        flush=True,
-                    )
+                self._say(
+                    f"{self._name}: epoch {row['epoch']}/{self._epochs}, {self._tested}, "
+                    f"staleness {shown(row['mean_staleness'], '.2f')}, {rate:,.0f} samples/s, "
+                    f"{duration(row['time_s'])}"
+                )
         if self._mode == "bar" and len(rows):
             self._draw()
 
@@ -110,6 +107,10 @@ class Progress:
             self._draw(force=True)
             self._bar.close()
             self._bar = None
+
+    def _say(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # the launcher is gone, and will have this rank ended
+            print(line, file=self._file, flush=True)
 
     def _draw(self, force: bool = False) -> None:
         now = time.monotonic()
@@ -135,6 +136,16 @@ class Progress:
         while len(facts) > 1 and len(", ".join(facts)) > room:
             facts.pop()
         return ", ".join(facts)
+
+
+def headline(job: Job, training_samples: int) -> str:
+    """What a run is, before it begins; with the rate that its protocol makes of α0."""
+    protocol, table = job.make_protocol(), job.training
+    label = protocol_label({"protocol": named(job.protocol.name), "n": protocol.n})
+    factor = protocol.modulation.rate_factor(0.0)
+    rate = rate_text(job.optimizer.learning_rate, factor, protocol.modulation.name)
+    size = f"λ = {job.learners}, μ = {table.minibatch_size}, α = {rate}"
+    return f"{job.name}: {label}, {size}, {job.optimizer.name}, {table.epochs} epochs of {training_samples:,} samples"
 
 
 def duration(seconds: float) -> str:
@@ -172,7 +183,9 @@ def tested(row: np.void) -> str:
 def _title(summary: dict[str, Any]) -> str:
     learners, size = summary["learners"], summary["minibatch_size"]
     where = {"mpi": "MPI", "simulation": "virtual time"}.get(summary["driver"], summary["driver"])
-    title = f"{summary['name']}: {protocol_label(summary)}, λ = {learners}, μ = {size}, {where}: {summary['status']}"
+    rate = "" if summary["learning_rate"] is None else f"α = {summary['learning_rate']:.4g}, "
+    about = f"{protocol_label(summary)}, λ = {learners}, μ = {size}, {rate}{where}"
+    title = f"{summary['name']}: {about}: {summary['status']}"
     if summary["status"] == "running":
         ago = duration(max(0.0, time.time() - summary["flushed_s"]))
         title += f" (or killed; last written {ago} ago)"
@@ -189,6 +202,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *_tests(summary),
         ("target", _target(summary)),
+        ("learning rate", _rate(summary)),
         ("epochs", f"{summary['epochs']}" + (f" of {planned}" if planned not in (None, summary["epochs"]) else "")),
         ("training time", duration(summary["wall_time_s"]) + rate),
         ("updates", f"{summary['updates']:,}"),
@@ -218,11 +232,22 @@ def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return found if any(summary[f"test_{name}"] for name in ("error", "loss")) else [("test error", "not tested")]
 
 
+def _rate(summary: dict[str, Any]) -> str:
+    """What the protocol made of α0, and where that led."""
+    first, last = summary["learning_rate"], summary["last_learning_rate"]
+    if first is None:
+        return ""
+    text = rate_text(summary["base_learning_rate"], summary["rate_factor"], summary["modulation"])
+    return text if last is None or math.isclose(first, last, rel_tol=1e-3) else f"{text}, {last:.4g} at the end"
+
+
 def _target(summary: dict[str, Any]) -> str:
     if summary["target"] is None:
         return ""
     if summary["target_epoch"] is None:
-        return f"{summary['target']}: not reached"
+        tests = sum(value is not None for value in summary["test_loss"])
+        few = f": that takes the median of {summary['target_window']} tests, and there were {tests}"
+        return f"{summary['target']}: not reached" + (few if tests < summary["target_window"] else "")
     return f"{summary['target']}: after {duration(summary['time_to_target_s'])}, epoch {summary['target_epoch']}"
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from rudra import plugins, roster
-from rudra.config import Job
+from rudra.config import Job, named
 from rudra.errors import ConfigError
 from rudra.events import Finish, Keep, Record
 from rudra.files import NETWORK, file_system
@@ -176,10 +176,12 @@ def attributes(
         "name": job.name,
         "job": job.to_json(),
         "driver": driver,
-        "protocol": _text(job.protocol.name),
+        "protocol": named(job.protocol.name),
         "n": protocol.n,
         "gradients_per_update": protocol.gradients_per_update,
-        "topology": _text(job.topology.name),
+        "modulation": protocol.modulation.name,
+        "rate_factor": protocol.modulation.rate_factor(0.0),
+        "topology": named(job.topology.name),
         **roster.about(plan),
         "learners": job.learners,
         "momentum": job.explicit_momentum(plan),
@@ -217,9 +219,9 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
         driver: "mpi" or "simulation".
     """
     if not job.make_protocol(plan).replayable:
-        return f"protocol {_text(job.protocol.name)} declares that it is not replayable"
+        return f"protocol {named(job.protocol.name)} declares that it is not replayable"
     if not plan.replayable:
-        return f"topology {_text(job.topology.name)} declares that it is not replayable"
+        return f"topology {named(job.topology.name)} declares that it is not replayable"
     if job.cluster.device != "cpu":
         return f"device {job.cluster.device}, whose kernels may add in another order each time"
     if driver == "simulation" and not job.simulation.tensors:
@@ -232,8 +234,8 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
 def python_objects(job: Job) -> list[str]:
     """Keys of the job whose values cannot be found again by the names that its JSON gives them."""
     found = []
-    named = ("model", "data", "augment", "task", "optimizer", "protocol", "topology")
-    tables = {table: getattr(job, table) for table in named}
+    with_names = ("model", "data", "augment", "task", "optimizer", "protocol", "topology")
+    tables = {table: getattr(job, table) for table in with_names}
     tables |= {f"hooks.{place}": hook for place, hook in enumerate(job.hooks)}
     for table, keys in tables.items():
         names = ("name", "collate", "schedule", "call")
@@ -254,7 +256,7 @@ def _is_found_by_name(value: Any) -> bool:
     if not hasattr(value, "__qualname__") or value.__module__ == "__main__":
         return False
     try:
-        return plugins.resolve(_text(value)) is value
+        return plugins.resolve(named(value)) is value
     except ConfigError:
         return False
 
@@ -265,10 +267,6 @@ def _processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _text(name: Any) -> str:
-    return name if isinstance(name, str) else f"{name.__module__}:{name.__qualname__}"
 
 
 def _version(name: str) -> str:

@@ -64,6 +64,7 @@ INDIFFERENT = (
     "training.evaluation_batch_size",
     "task.metrics",
     "training.target",
+    "training.target_window",
     "training.stop_at_target",
 )
 """Keys of the `DECISIVE` tables that do not decide what the weights become."""

@@ -313,15 +313,16 @@ class Results:
 
         return frame(self, table)
 
-    def summary(self, target: str | None = None) -> dict[str, Any]:
+    def summary(self, target: str | None = None, window: int | None = None) -> dict[str, Any]:
         """The run in numbers that fit into JSON; None stands for what is not known (yet).
 
-        `time_to_target_s` and `target_epoch` say when `target`, by default the job's, was reached (see `rudra.target`).
+        `time_to_target_s` and `target_epoch` say when `target`, by default the job's, was reached (see `rudra.target`)
+        by the median of `window` tests, by default as many as the job says.
 
         `mean_staleness`, `max_staleness` and `staleness_histogram` (counts for σ = 0, 1, …) are over the gradients
         applied; `test_error` has one entry for each epoch, `final_test_error` is the last one that was tested.
         """
-        return summarise(self, target)
+        return summarise(self, target, window)
 
     def applied_samples(self) -> int:
         """Samples trained on so far, as if all updates had as many as the last: cheap enough to be asked often."""

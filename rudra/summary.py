@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import printable
-from rudra.target import Target, Watch
+from rudra.target import WINDOW, Target, Watch
 
 if TYPE_CHECKING:
     from rudra.results import Results
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _TIMES = ("compute_s", "push_s", "wait_s", "pull_s")
 
 
-def summarise(results: "Results", target: str | None = None) -> dict[str, Any]:
+def summarise(results: "Results", target: str | None = None, window: int | None = None) -> dict[str, Any]:
     """See `Results.summary`."""
     attributes, job, state = results.attributes, results.job, results.state
     updates, gradients, epochs, totals = results.updates, results.gradients, results.epochs, results.totals
@@ -27,7 +27,10 @@ def summarise(results: "Results", target: str | None = None) -> dict[str, Any]:
     test_error = _numbers(epochs, "test_error")
     tested = [error for error in test_error if error is not None]
     metrics = _metrics(results.metrics, epochs["epoch"])
+    if target is not None:
+        _check_target(target, results)
     target = target or job.get("training", {}).get("target")
+    window = window or job.get("training", {}).get("target_window", WINDOW)
     return {
         "name": attributes.get("name"),
         "driver": attributes.get("driver"),
@@ -39,6 +42,7 @@ def summarise(results: "Results", target: str | None = None) -> dict[str, Any]:
         "n": attributes.get("n"),
         "topology": attributes.get("topology"),
         "learners": attributes.get("learners"),
+        **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, epochs["learning_rate"]),
         "minibatch_size": attributes.get("minibatch_size"),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "epochs": len(epochs),
@@ -54,7 +58,8 @@ def summarise(results: "Results", target: str | None = None) -> dict[str, Any]:
         "validation_loss": _numbers(epochs, "validation_loss"),
         "metrics": metrics,
         "target": target,
-        **_time_to_target(target, epochs, metrics),
+        "target_window": window,
+        **_time_to_target(target, window, epochs, metrics),
         "train_error": _numbers(epochs, "train_error"),
         "train_loss": _numbers(epochs, "train_loss"),
         "epoch_end_s": _numbers(epochs, "time_s"),
@@ -80,6 +85,23 @@ def protocol_label(summary: dict[str, Any]) -> str:
     return f"{n}-softsync" if protocol == "softsync" and n is not None else str(protocol)
 
 
+def rate_text(base: float, factor: float, modulation: str) -> str:
+    """A learning rate, and what the protocol made it of, such as `0.025 = α0 x 0.5 (modulation sqrt)`."""
+    return f"{base * factor:.4g} = α0 x {factor:.4g} (modulation {modulation})"
+
+
+def _rates(base: float | None, attributes: dict[str, Any], rates: NDArray[np.float64]) -> dict[str, Any]:
+    """α0; what the protocol makes of it before anything is stale; and the rate of the last epoch's last update."""
+    factor = attributes.get("rate_factor")  # which older files lack
+    return {
+        "base_learning_rate": base,
+        "modulation": attributes.get("modulation"),
+        "rate_factor": factor,
+        "learning_rate": None if factor is None or base is None else base * factor,
+        "last_learning_rate": float(rates[-1]) if len(rates) and math.isfinite(rates[-1]) else None,
+    }
+
+
 def _numbers(rows: NDArray[np.void], name: str) -> list[float | None]:
     """A column for JSON, which knows no NaN; errors and losses of the test count only where it was made."""
     valid = rows["evaluated"] != 0 if name.startswith(("test_", "validation_")) else np.ones(len(rows), bool)
@@ -98,12 +120,26 @@ def _metrics(rows: NDArray[np.void], epochs: NDArray[np.int32]) -> dict[str, dic
     return found
 
 
+def _check_target(target: str, results: "Results") -> None:
+    """Raises ConfigError where the tests of a run, if there were any, do not tell what a target is about."""
+    epochs = results.epochs
+    measured: dict[str, list[str]] = {}
+    for split, name in ((split, name) for split in ("test", "validation") for name in ("loss", "error")):
+        if any(value is not None for value in _numbers(epochs, f"{split}_{name}")):
+            measured.setdefault(split, []).append(name)
+    for split, metrics in _metrics(results.metrics, epochs["epoch"]).items():
+        measured.setdefault(split, []).extend(metrics)
+    if measured:
+        wanted = Target.parse(target)
+        wanted.check(measured.get(wanted.split, measured["test"]), measured)
+
+
 def _time_to_target(
-    target: str | None, epochs: NDArray[np.void], metrics: dict[str, dict[str, list[float | None]]]
+    target: str | None, window: int, epochs: NDArray[np.void], metrics: dict[str, dict[str, list[float | None]]]
 ) -> dict[str, Any]:
     """When the target was reached, if it was: seconds of training, and the epoch."""
     if target is not None:
-        watch = Watch(Target.parse(target))
+        watch = Watch(Target.parse(target), window)
         for epoch, value in zip(epochs, _tests(watch.target, epochs, metrics), strict=True):
             if watch.reached(value):
                 return {"time_to_target_s": float(epoch["time_s"]), "target_epoch": int(epoch["epoch"])}

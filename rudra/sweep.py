@@ -165,15 +165,19 @@ def plan(
 def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
     """Key -> values of options `table.key=v1,v2`; values are TOML, or plain strings where they are no TOML.
 
+    Between commas there may be nothing: that is the key's default, None.
+
     Raises:
         ConfigError: an option does not read so, or repeats a key or a value.
     """
     grid: dict[str, list[Any]] = {}
     for option in options:
         key, equals, text = (part.strip() for part in option.partition("="))
-        if not (equals and text and "." in key):
+        if not equals or "." not in key:
             raise ConfigError(f"--grid {option}: must read table.key=v1,v2")
         try:
+            if not all(part.strip() for part in text.split(",")):  # one that stands for the default
+                raise ValueError
             values = tomllib.loads(f"values = [{text}]")["values"]
         except (ValueError, RecursionError):
             values = [parsed(f"value={value}")[1] for value in text.split(",")]
@@ -219,7 +223,7 @@ def _file_name(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if isinstance(value, str) else "default" if value is None else json.dumps(value, default=str)
 
 
 def _copied(value: Any) -> Any:

@@ -21,9 +21,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, meant
 from rudra.jobfiles import flattened
-from rudra.target import Target
+from rudra.target import WINDOW, Target
 from topologies import Plan
 
 Named = str | Callable[..., Any]
@@ -136,8 +136,9 @@ class TrainingTable(Table):
         "float32", description="of forward, loss and backward, by torch.autocast; weights and gradients stay float32"
     )
     target: str | None = Field(
-        None, description="such as `accuracy >= 0.98`: what the median of the last 5 epochs' tests is to reach"
+        None, description="such as `accuracy >= 0.98`: what the median of the last tests is to reach"
     )
+    target_window: int = Field(WINDOW, ge=1, description="how many tests that median is of, one for each epoch")
     stop_at_target: bool = Field(False, description="end the training with the epoch after which it is reached")
 
     @field_validator("target")
@@ -200,11 +201,16 @@ class OptimizerTable(Table):
     clip_norm: float | None = Field(None, gt=0, description="an update's gradient with a larger norm is scaled to this")
     options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
 
+    @field_validator("name", mode="before")
+    @classmethod
+    def _in_any_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in OPTIMIZERS:
-            raise ValueError(f"'{value}' is unknown; valid: {', '.join(OPTIMIZERS)}")
+            raise ValueError(f"'{value}' is unknown; valid: {', '.join(OPTIMIZERS)}{meant(value, OPTIMIZERS)}")
         return value
 
     @field_validator("momentum_form")
@@ -218,7 +224,8 @@ class OptimizerTable(Table):
     @classmethod
     def _known_schedule(cls, value: Named) -> Named:
         if isinstance(value, str) and value not in {"step", "cosine"} and ":" not in value:
-            raise ValueError(f"'{value}' is unknown; valid: step, cosine or package.module:callable")
+            hint = meant(value, ("step", "cosine"))
+            raise ValueError(f"'{value}' is unknown; valid: step, cosine or package.module:callable{hint}")
         return value
 
     @field_validator("milestones")
@@ -555,7 +562,7 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     where += " as a key" if "[key]" in error["loc"] else ""
     if error["type"] == "extra_forbidden":
         place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
-        return f"{place} '{key}'; valid: {', '.join(model.model_fields)}"
+        return f"{place} '{key}'; valid: {', '.join(model.model_fields)}{meant(key, model.model_fields)}"
     if error["type"] == "value_error":
         return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
     if error["type"] == "missing":

@@ -7,16 +7,18 @@ Source: CROSSBOW §5.1.
 import math
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, meant
 
-EPOCHS = 5
-"""Tests whose median counts."""
+WINDOW = 5
+"""Tests whose median counts, unless a job says otherwise."""
 
-_FORM = re.compile(r"(?:(test|validation) +)?([^\s<>=]+) *(>=|<=) *(\S+)")
+_FORM = re.compile(r"(?:(test|validation) +)?([^\s<>=]+) *(>=|<=) *(\S+)", re.IGNORECASE)
+_SHARES = re.compile(r"accuracy|error|top5_error|precision@[0-9]+")
+"""Metrics of Rudra's own that are a part of the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Target:
 
     Attributes:
         split: "test" or "validation".
-        metric: "accuracy", "error", "loss", or one that the task measures.
+        metric: "accuracy", "error", "loss", or one that the task measures; in any case.
         at_least: whether more is better.
         value: of the metric.
     """
@@ -40,7 +42,7 @@ class Target:
         """Reads a text such as "accuracy >= 0.98" or "validation perplexity <= 6".
 
         Raises:
-            ConfigError: it is no such text.
+            ConfigError: it is no such text, or wants a share of the samples that is none.
         """
         found = _FORM.fullmatch(text.strip())
         try:
@@ -50,22 +52,50 @@ class Target:
             value = math.nan
         if not math.isfinite(value):
             raise ConfigError(f"'{text}' is not of the form 'accuracy >= 0.98' or 'validation loss <= 0.1'")
-        return cls(split or "test", metric, sign == ">=", value)
+        if _SHARES.fullmatch(metric.casefold()) and not 0 <= value <= 1:
+            percent = f"; {value:g} % is {value / 100:g}" if 1 < value <= 100 else ""
+            raise ConfigError(f"'{text}' can never be decided: {metric} is a share of the samples, 0 to 1{percent}")
+        return cls((split or "test").lower(), metric, sign == ">=", value)
 
     def of(self, scores: Mapping[str, float | None]) -> float | None:
         """The metric's value among those of one test: "loss", "error", and what the task measures."""
-        found = scores.get(self.metric)
-        if found is None and self.metric == "accuracy" and (error := scores.get("error")) is not None:
+        named = {name.casefold(): value for name, value in scores.items()}
+        wanted = self.metric.casefold()
+        found = named.get(wanted)
+        if found is None and wanted == "accuracy" and (error := named.get("error")) is not None:
             return 1 - error
         return found
 
+    def check(self, measured: Iterable[str], splits: Iterable[str]) -> None:
+        """Makes sure that it can be decided.
+
+        Args:
+            measured: metrics of a test: "loss", "error" where the task knows one, and others.
+            splits: that are tested.
+
+        Raises:
+            ConfigError: no test tells.
+        """
+        valid = [*measured]
+        valid += ["accuracy"] if "error" in valid and "accuracy" not in valid else []
+        if self.metric.casefold() not in {name.casefold() for name in valid}:
+            hint = meant(self.metric, valid)
+            raise ConfigError(f"target: no test measures '{self.metric}'; valid: {', '.join(valid)}{hint}")
+        if self.split not in (tested := [*splits]):
+            raise ConfigError(f"target: there is no {self.split} set; valid: {', '.join(tested)}")
+
 
 class Watch:
-    """Looks at one test after the other."""
+    """Looks at one test after the other.
 
-    def __init__(self, target: Target) -> None:
+    Args:
+        target: what is to be reached.
+        window: tests whose median counts.
+    """
+
+    def __init__(self, target: Target, window: int = WINDOW) -> None:
         self.target = target
-        self._last: deque[float] = deque(maxlen=EPOCHS)
+        self._last: deque[float] = deque(maxlen=window)
 
     def reached(self, value: float | None) -> bool:
         """Takes note of a test; an epoch that was not tested counts for nothing."""
@@ -73,4 +103,5 @@ class Watch:
             return False
         self._last.append(value)
         middle, wanted = median(self._last), self.target.value
-        return len(self._last) == EPOCHS and (middle >= wanted if self.target.at_least else middle <= wanted)
+        enough = len(self._last) == self._last.maxlen
+        return enough and (middle >= wanted if self.target.at_least else middle <= wanted)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from rudra.errors import ConfigError, DataError
+from rudra import trees
+from rudra.errors import ConfigError, DataError, meant
 from rudra.plugins import call, resolve
 from rudra.tables import TaskTable
 
@@ -238,6 +239,19 @@ class OwnLoss(Task):
         return loss
 
 
+def measured(task: Task, output: Any, target: Any) -> list[str]:
+    """Names of all that a test measures: the loss, perhaps an error, and metrics.
+
+    Args:
+        task: in question.
+        output: of the model for a sample or more, as it is compared.
+        target: of these samples.
+    """
+    there = trees.moved(target, trees.first(output).device)
+    names = ["loss"] if task.wrong(output, target) is None else ["loss", "error"]
+    return [*names, *task.measure(output, there), *task.derived(0.0)]
+
+
 TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (Classification, MultiLabel, Language, Regression)}
 
 
@@ -273,7 +287,8 @@ def _found(key: str, named: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
     if named in known:
         return named, known[named]
     if ":" not in named:
-        raise ConfigError(f"[task] {key}: unknown '{named}'; valid: {', '.join([*known, 'package.module:callable'])}")
+        valid = ", ".join([*known, "package.module:callable"])
+        raise ConfigError(f"[task] {key}: unknown '{named}'; valid: {valid}{meant(named, known)}")
     found = resolve(named)
     if not callable(found):
         raise ConfigError(f"[task] {key}: {named} is a {type(found).__name__}, and cannot be called")

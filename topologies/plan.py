@@ -6,6 +6,7 @@ import pkgutil
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -347,9 +348,10 @@ def load(name: Any, options: Mapping[str, Any] | None = None) -> Topology:
     if isinstance(name, str):
         known = shipped()
         if name not in known:
-            raise ValueError(
-                f"[topology] name: '{name}' is unknown; valid: {', '.join(known)} or package.module:object"
-            )
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            valid = f"{', '.join(known)} or package.module:object{hint}"
+            raise ValueError(f"[topology] name: '{name}' is unknown; valid: {valid}")
         source = importlib.import_module(f"topologies.{known[name]}")
     bound = dict(options or {})
     text = name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)

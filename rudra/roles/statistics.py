@@ -90,7 +90,7 @@ class StatisticsServer(Machine):
         self._totals: Rows | None = None
         self._rows: dict[int, Rows] = {}  # epoch -> its row, until those before it are recorded
         target = job.training.target
-        self._watch = None if target is None else Watch(Target.parse(target))
+        self._watch = None if target is None else Watch(Target.parse(target), job.training.target_window)
         self._target, self._stops_at_target = target, job.training.stop_at_target
         self._enough = False  # the target was reached before the run began anew
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`

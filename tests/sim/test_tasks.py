@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 import rudra
-from rudra.errors import RudraError
+from rudra.errors import ConfigError, RudraError
+from rudra.progress import summary_table
 
 ANY = torch.Generator().manual_seed(1)
 POINTS = torch.rand(240, 3, generator=ANY)
@@ -236,7 +237,38 @@ def test_a_target_alone_ends_nothing(tmp_path: Path) -> None:
         assert results.summary()["epochs"] == 12
         assert results.summary()["target_epoch"] is not None
         assert results.summary("loss <= 0")["target_epoch"] is None
-        assert results.summary("nothing >= 1")["time_to_target_s"] is None
+        with pytest.raises(ConfigError, match=r"no test measures 'lost'; valid: loss, .*; did you mean loss"):
+            results.summary("lost >= 1")
+        assert results.summary("loss <= 0.2", window=1)["target_epoch"] < results.summary("loss <= 0.2")["target_epoch"]
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "message"),
+    [
+        ("regression", "accuracy >= 0.9", "'accuracy'; valid: loss, mean_absolute_error"),
+        ("multi-label", "precision@2 >= 0.9", "'precision@2'; valid: loss, error, precision@1, accuracy; did you mean"),
+        (
+            "language",
+            "perplexty <= 6",
+            "'perplexty'; valid: loss, error, perplexity, accuracy; did you mean perplexity?",
+        ),
+        ("own", "hit >= 0.5", "'hit'; valid: loss, hits; did you mean hits?"),
+    ],
+)
+def test_a_target_that_no_test_tells_is_refused_at_the_start(
+    case: str, target: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        rudra.simulate(job(case, training={"target": target}), output=tmp_path / "run.h5", progress="quiet")
+    assert str(error.value).startswith(f"[training] target: no test measures {message}")
+    assert not (tmp_path / "run.h5").exists()
+
+
+def test_too_few_tests_for_a_target_are_said(tmp_path: Path) -> None:
+    made = job("regression", training={"target": "loss <= 9", "epochs": 3})
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        text = summary_table(results.summary())
+    assert "loss <= 9: not reached: that takes the median of 5 tests, and there were 3\n" in text
 
 
 def unlucky(output: Any, target: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ def new_writer(path: Path, *, flush_s: float = 0.0, **extra: Any) -> ResultsWrit
     arguments |= {"state_dict": (), "carried": None, "carried_weights": (), "roles": None}
     arguments |= {key: extra.pop(key) for key in list(extra) if key in arguments}
     attributes = {"name": "digits", "job": job.to_json(), "driver": "mpi", "protocol": "softsync", "n": 2}
+    attributes |= {"modulation": "n", "rate_factor": 0.5}
     attributes |= {"topology": "base", "learners": 4, "minibatch_size": 16, "epochs": 10}
     attributes |= {"hosts": ["köln", "b"], **extra}
     return ResultsWriter(path, attributes=attributes, flush_s=flush_s, **arguments)

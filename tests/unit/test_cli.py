@@ -34,6 +34,7 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
     [
         ("validate nope", r"rudra: nope: no such job; .*one of: .*digits"),
         ("validate digit", r"rudra: digit: .*did you mean digits\?"),
+        ("validate digits --set protocol.n=2 --set protocol.name=hardsync", r"rudra: --set .*=hardsync: .*takes no n"),
         ("validate nope.toml", r"rudra: nope.toml: no such job file"),
         ("validate digits --set training.epoch=3", r"rudra: .*\[training\] unknown key 'epoch'; valid: epochs, "),
         ("validate digits --set training.epochs=many", r"rudra: .*\[training\] epochs .* not 'many'"),
@@ -223,6 +224,7 @@ def test_a_simulation_that_is_told_to_end_says_so_in_its_file(tmp_path: Path) ->
     process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
+        assert "500 epochs of" in process.stderr.readline()
         assert "epoch 1/500" in process.stderr.readline()
         process.terminate()
         _, said = process.communicate(timeout=60)

@@ -16,7 +16,7 @@ from topologies import Plan, base
 
 TRAINING = (
     "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, compile, precision, target, "
-    "stop_at_target"
+    "target_window, stop_at_target"
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, hooks, "
@@ -59,12 +59,13 @@ NO_FACTOR = "] faults.1 has mean_time_to_slowdown_s, and no factor"
 STEPS = "[optimizer] milestones are those of schedule 'step', not of 'cosine'"
 PATTERNS = "must be names of parameters or patterns such as '*.bias'"
 NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none"
+AWAY = "; leave it out, or take it away with --set protocol.n="
 WEIGHED = {"name": "async", "modulation": "gradient_staleness"}
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"trainning": {}}, f"unknown table or key 'trainning'; valid: name, {TABLES}"),
-    ({"training": {"epoch": 1}}, f"[training] unknown key 'epoch'; valid: {TRAINING}"),
+    ({"trainning": {}}, f"unknown table or key 'trainning'; valid: name, {TABLES}; did you mean training?"),
+    ({"training": {"epoch": 1}}, f"[training] unknown key 'epoch'; valid: {TRAINING}; did you mean epochs?"),
     (
         {"protocol": {"nsoft": 2}},
         "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options",
@@ -138,10 +139,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"protocol": {"n": 5}, "cluster": FOUR}, "[protocol] n = 5, with 4 learners; valid: 1 to 4"),
     ({"protocol": {"n": 0}}, "[protocol] n must be >= 1, not 0"),
-    ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, "[protocol] hardsync takes no n"),
+    ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, f"[protocol] hardsync takes no n{AWAY}"),
     (
         {"protocol": {"name": "sync"}, "cluster": FOUR},
-        "[protocol] name: 'sync' is unknown; valid: async, hardsync, softsync or package.module:class",
+        "[protocol] name: 'sync' is unknown; valid: async, hardsync, softsync or package.module:class"
+        "; did you mean async?",
     ),
     (
         {"protocol": {"name": "no_such_module:Rule"}, "cluster": FOUR},
@@ -225,7 +227,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             (
                 [{"lerner": 1, "dies_at_s": 1.0}],
                 ".faults.0] unknown key 'lerner'; valid: learner, tree_server, dies_at_s, mean_time_to_failure_s, "
-                "slows_at_s, mean_time_to_slowdown_s, factor, for_s",
+                "slows_at_s, mean_time_to_slowdown_s, factor, for_s; did you mean learner?",
             ),
         ]
     ),
@@ -253,15 +255,20 @@ def test_long_values_are_shortened() -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("epochs=3", "--set epochs=3: must read table.key=value"),
+        ("epochs=3", "--set epochs=3: must read table.key=value; did you mean training.epochs?"),
+        (
+            "name=adv",
+            "--set name=adv: must read table.key=value; did you mean model.name or data.name or augment.name or "
+            "task.name or optimizer.name or protocol.name or topology.name?",
+        ),
         ("training.epochs", "--set training.epochs: must read table.key=value"),
         ("training.=3", "--set training.=3: must read table.key=value"),
         (".epochs=3", "--set .epochs=3: must read table.key=value"),
         ("model..x=3", "--set model..x=3: must read table.key=value"),
         ("training.seed.x=3", "--set training.seed.x=3: training.seed is not a table"),
         ("name.x=3", "--set name.x=3: name is not a table"),
-        ("training.epochs=x", "{file}: [training] epochs must be a whole number, not 'x'"),
-        ("speed.x=1", "{file}: unknown table or key 'speed'; valid: name, " + TABLES),
+        ("training.epochs=x", "--set training.epochs=x: [training] epochs must be a whole number, not 'x'"),
+        ("speed.x=1", "--set speed.x=1: unknown table or key 'speed'; valid: name, " + TABLES),
     ],
 )
 def test_a_mistake_in_an_override(tmp_path: Path, override: str, text: str) -> None:
@@ -296,7 +303,7 @@ def test_a_damaged_job_file_is_named(tmp_path: Path, content: bytes, text: str) 
     ("name", "text"),
     [
         ("nowhere/mine.toml", "nowhere/mine.toml: no such job file"),
-        ("digit", "digit: no such job; did you mean digits? give a TOML file or one of: delicious, digits, "),
+        ("digit", "digit: no such job; give a TOML file or one of: delicious, digits, "),
         ("zzzzz", "zzzzz: no such job; give a TOML file or one of: delicious, digits, "),
         ("jobs", "jobs: no such job; give a TOML file or one of: "),
     ],
@@ -305,6 +312,35 @@ def test_a_job_that_does_not_exist(name: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         Job.load(name)
     assert str(error.value).startswith(text)
+
+
+def test_the_override_is_named_that_brings_a_mistake_in(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[cluster]\nlearners = 4\n[protocol]\nn = 2\n")
+    for overrides, where in (
+        (["training.seed=1", "protocol.name=hardsync", "training.epochs=2"], "--set protocol.name=hardsync"),
+        (["protocol.n=9", "training.seed=1"], "--set protocol.n=9"),
+        (["protocol.n=9", "cluster.learners=9", "training.seed=-1"], "--set training.seed=-1"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            Job.load(file, overrides)
+        assert str(error.value).startswith(f"{where}: [")
+    file.write_text("[protocol]\nm = 2\n")
+    with pytest.raises(ConfigError, match=r"mine\.toml: .*unknown key 'm'"):
+        Job.load(file, ["training.seed=1"])
+
+
+def test_an_override_without_a_value_takes_a_key_away(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[cluster]\nlearners = 4\n[protocol]\nn = 2\n[training]\nseed = 7\n")
+    job = Job.load(file, ["protocol.name=hardsync", "protocol.n=", "training.seed= ", "data.path="])
+    assert (job.protocol.name, job.protocol.n, job.training.seed, job.data.path) == ("hardsync", None, 0, None)
+
+
+def test_names_of_optimisers_are_known_in_any_case() -> None:
+    assert Job(optimizer={"name": "AdamW"}) == Job(optimizer={"name": "adamw"})
+    with pytest.raises(ConfigError, match=r"'adan' is unknown; valid: .*; did you mean adam\?"):
+        Job(optimizer={"name": "Adan"})
 
 
 def test_what_a_file_and_overrides_make(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def test_bar_says_what_fits(columns, said, unsaid):
     shown, file = progress("bar", columns)
     half_way(shown)
     shown.close()
-    lines = file.getvalue().split("\r")
+    head, drawn = file.getvalue().split("\n", 1)
+    assert head.startswith("digits: 1-softsync, λ = 4")
+    lines = drawn.split("\r")
     assert all(len(line.rstrip("\n")) <= columns for line in lines)
     assert [text for text in said if text not in lines[-1]] == []
     assert [text for text in unsaid if text in lines[-1]] == []
@@ -75,6 +77,7 @@ def test_lines_for_a_batch_log():
     shown.epochs(rows(EPOCH, epoch=2, samples=2000, test_error=np.nan, mean_staleness=3.0, time_s=75.0))
     shown.close()
     assert file.getvalue().splitlines() == [
+        "digits: 1-softsync, λ = 4, μ = 16, α = 0.01 = α0 x 1 (modulation n), sgd, 2 epochs of 1,000 samples",
         "digits: epoch 1/2, test error 12.50%, staleness 1.50, 500 samples/s, 2.00 s",
         "digits: epoch 2/2, test error not tested, staleness 3.00, 27 samples/s, 1:15 min",
     ]
@@ -106,16 +109,20 @@ def test_duration(seconds, text):
 def test_summary_table_of_a_finished_run(tmp_path):
     with new_writer(tmp_path / "run.h5") as writer:
         described = {"epoch": [1, 2, 3], "evaluated": [1, 1, 0], "test_error": [0.1, 0.2, 0.0], "time_s": [1, 2, 3]}
-        writer.append("epochs", rows(EPOCH, 3, train_error=0.05, train_loss=0.5, mean_staleness=1.25, **described))
+        writer.append(
+            "epochs",
+            rows(EPOCH, 3, train_error=0.05, train_loss=0.5, mean_staleness=1.25, learning_rate=5e-4, **described),
+        )
         totals = rows(TOTALS, timestamp=1500, samples=6000, pushed=3001, applied=3000, pending=1, time_s=3.0)
         learners = rows(LEARNER, 4, learner=range(4), pushed=750, compute_s=1.5, push_s=0.3, wait_s=0.6, pull_s=0.15)
         writer.finish(totals, learners, WEIGHTS, sha256(WEIGHTS))
     with open_results(tmp_path / "run.h5") as results:
         lines = summary_table(results.summary()).splitlines()
     assert lines == [
-        "digits: 2-softsync, λ = 4, μ = 16, MPI: finished",
+        "digits: 2-softsync, λ = 4, μ = 16, α = 0.005, MPI: finished",
         "",
         "  test error     20.00% after epoch 2 (best 10.00% after epoch 1)",
+        "  learning rate  0.005 = α0 x 0.5 (modulation n), 0.0005 at the end",
         "  epochs         3 of 10",
         "  training time  3.00 s, 2,000 samples/s",
         "  updates        1,500",

@@ -112,11 +112,15 @@ class Fussy(Protocol):
     ("name", "arguments", "text"),
     [
         ("fast", {}, "name: 'fast' is unknown; valid: async, hardsync, softsync or package.module:class"),
-        ("async_", {}, "name: 'async_' is unknown; valid: async, hardsync, softsync or package.module:class"),
+        (
+            "async_",
+            {},
+            "name: 'async_' is unknown; valid: async, hardsync, softsync or package.module:class; did you mean async?",
+        ),
         ("softsync", {"n": 0}, "n = 0, with 4 learners; valid: 1 to 4"),
         ("softsync", {"n": 5}, "n = 5, with 4 learners; valid: 1 to 4"),
-        ("hardsync", {"n": 1}, "hardsync takes no n"),
-        ("async", {"n": 4}, "async takes no n"),
+        ("hardsync", {"n": 1}, "hardsync takes no n; leave it out, or take it away with --set protocol.n="),
+        ("async", {"n": 4}, "async takes no n; leave it out, or take it away with --set protocol.n="),
         ("softsync", {"options": {"m": 2, "k": 1}}, "softsync takes no k, m; valid: n"),
         ("softsync", {"options": {"n": 2}}, "options.n is not possible; n is a key of [protocol] itself"),
         ("hardsync", {"modulation": "n"}, "modulation 'n' does not fit hardsync; valid: none, sqrt"),

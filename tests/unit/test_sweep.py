@@ -166,6 +166,16 @@ def test_values_on_the_command_line(options: list[str], grid: dict[str, list[Any
     assert sweep.parse_grid(options) == grid
 
 
+def test_an_empty_value_of_a_grid_is_the_default(here: Path) -> None:
+    grid = sweep.parse_grid(["protocol.n=,2"])
+    assert grid == {"protocol.n": [None, 2]}
+    made = sweep.plan("job.toml", grid=grid, overrides=["training.minibatch_size=4"])
+    assert [(p.job.protocol.n, p.label, p.file) for p in made.points] == [
+        (None, "n = default", "n=default.h5"),
+        (2, "n = 2", "n=2.h5"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("nested", "flat"),
     [
@@ -203,7 +213,10 @@ def test_files_are_named_safely_and_differently(grid: dict[str, list[Any]], here
         ("job.toml --grid training.seed", r"--grid training.seed: must read table.key=v1,v2"),
         ("job.toml --grid seed=1", r"--grid seed=1: must read table.key=v1,v2"),
         ("job.toml --grid training.seed=1,1", r"--grid training.seed=1,1: each key once, .*"),
-        ("job.toml --grid training.sed=1,2", r"point sed=1: job.toml: \[training\] unknown key 'sed'; valid: .*"),
+        (
+            "job.toml --grid training.sed=1,2",
+            r"point sed=1: job.toml: \[training\] unknown key 'sed'; valid: .*; did you mean seed\?",
+        ),
         (
             "job.toml --grid protocol.n=1,9",
             r"point n=9: job.toml: .*\[protocol\] n = 9, with 2 learners; valid: 1 to 2",

@@ -17,6 +17,8 @@ from rudra.target import Target, Watch
         ("test error<=2e-2", Target("test", "error", False, 0.02)),
         ("validation  perplexity <= 6", Target("validation", "perplexity", False, 6.0)),
         ("precision@3 >= .5", Target("test", "precision@3", True, 0.5)),
+        ("Validation Accuracy >= 1", Target("validation", "Accuracy", True, 1.0)),
+        ("f1@9 >= 95", Target("test", "f1@9", True, 95.0)),  # somebody's own may be anything
     ],
 )
 def test_targets_are_read(text: str, expected: Target) -> None:
@@ -29,6 +31,50 @@ def test_targets_are_read(text: str, expected: Target) -> None:
 def test_what_is_no_target_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not of the form 'accuracy >= 0"):
         Target.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("accuracy >= 95", "; 95 % is 0.95"), ("Error <= -0.1", ""), ("validation top5_error <= 2", "; 2 % is 0.02")],
+)
+def test_a_share_that_cannot_be_is_refused(text: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Target.parse(text)
+    assert str(error.value).startswith(f"'{text}' can never be decided: ")
+    assert str(error.value).endswith(f" is a share of the samples, 0 to 1{hint}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("accuracy >= 0.9", None),
+        ("ACCURACY >= 0.9", None),
+        ("F1 >= 3", None),
+        ("acuracy >= 0.9", "no test measures 'acuracy'; valid: loss, error, f1, accuracy; did you mean accuracy?"),
+        ("perplexity <= 6", "no test measures 'perplexity'; valid: loss, error, f1, accuracy"),
+        ("validation loss <= 6", "there is no validation set; valid: test"),
+    ],
+)
+def test_what_no_test_tells_is_refused(text: str, message: str | None) -> None:
+    target = Target.parse(text)
+    if message is None:
+        target.check(["loss", "error", "f1"], ["test"])
+    else:
+        with pytest.raises(ConfigError) as error:
+            target.check(["loss", "error", "f1"], ["test"])
+        assert str(error.value) == f"target: {message}"
+
+
+def test_case_does_not_matter() -> None:
+    assert Target.parse("ACCURACY >= 0.9").of({"error": 0.25}) == 0.75
+    assert Target.parse("mymetric >= 0.9").of({"MyMetric": 2.0}) == 2.0
+
+
+@pytest.mark.parametrize(("window", "epoch"), [(1, 1), (2, 4), (3, 3), (5, None)])
+def test_a_window_says_how_many_tests_count(window: int, epoch: int | None) -> None:
+    watch = Watch(Target.parse("error <= 0.2"), window)
+    reached = [place for place, error in enumerate([0.1, 0.9, 0.1, 0.2], 1) if watch.reached(error)]
+    assert (reached[0] if reached else None) == epoch
 
 
 @pytest.mark.parametrize(
