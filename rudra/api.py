@@ -106,6 +106,7 @@ def simulate(
     from rudra.sim import Simulation
 
     path = _output(job, output, force)
+    measured = costs.source(job)
     job = costs.load(job.resolved(cores=cores()))
     if job.simulation.tensors:
         job = job.with_(cluster={"device": hands.find_device(job).type})
@@ -131,6 +132,7 @@ def simulate(
             plan=plan,
             state_dict=cluster.state_dict,
             driver="simulation",
+            costs=measured or costs.DEFAULTS,
             training_samples=samples,
             classes=cluster.info.classes,
             hosts=[socket.gethostname()],

@@ -8,8 +8,10 @@ measured in this process.
 import json
 import math
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -22,9 +24,12 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from rudra.config import Job, cores
+from rudra.errors import RunError
 from rudra.events import Accumulate, Compute
+from rudra.launch import launch
 from rudra.predict import outline
 from rudra.recorder import arithmetic
+from rudra.results import open_results
 
 if TYPE_CHECKING:
     from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor
@@ -37,6 +42,12 @@ SECONDS = 4.0
 
 STEPS = 40
 """Mini-batches of each learner in a run, at least."""
+
+HARDLY = 1e-12
+"""The learning rate of runs that are timed: a model that diverges, or learns, would be another."""
+
+SERVERS = 2
+"""Ranks of topology base beside the learners."""
 
 _WARM = 5  # first mini-batches of each learner, which do not count
 _KEPT = 0.98  # of the times, the quickest
@@ -129,38 +140,94 @@ def calibrate(
     own = job.training.minibatch_size
     sizes = sorted(set(sizes or (max(1, own // 4), own, own * 4)))
     threads = job.cluster.threads_per_rank or max(1, cores() // learners)
-    job = job.resolved(learners=1, threads_per_rank=threads).with_(
-        protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
-        training={"epochs": 1, "evaluate": False},
-        results={"minibatches": True},
-    )
-    counts = sorted({1, learners})
-    with tqdm(total=1 + len(sizes) * len(counts), desc="calibrating", disable=not show, leave=False) as bar:
+    job = _timed(job.resolved(learners=1, threads_per_rank=threads))
+    cases = [(size, count) for size in sizes for count in sorted({1, learners})]
+    with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
         bar.update()
-        probes = []
-        for size in sizes:
-            for count in counts:
-                bar.set_description(f"calibrating: μ = {size}, λ = {count}")
-                probes.append(_probe(job, size, count, alone, seconds))
-                bar.update()
+        probes = _probe(job, cases, alone, seconds, bar)
     return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners)
 
 
-def _probe(job: Job, size: int, learners: int, alone: Alone, seconds: float) -> Probe:
-    from rudra.api import run
-
-    wanted = max(STEPS, math.ceil(seconds / alone.compute_s[size])) * size * learners
-    job = job.with_(
-        cluster={"learners": learners},
-        training={"minibatch_size": size, "epochs": math.ceil(wanted / alone.samples)},
-        data={"train_limit": min(wanted, alone.samples)},
+def _timed(job: Job) -> Job:
+    """The job as it is timed: whatever becomes of its weights, which hardly change, and without what else it does."""
+    rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
+    return job.with_(
+        hooks=(),
+        topology={"name": "base", "options": {}},
+        protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
+        optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
+        training={"epochs": 1, "evaluate": False, "target": None, "stop_at_target": False, "warm_start": None},
+        results={"minibatches": True, "checkpoint_every": "never", "keep_every": None},
+        faults={"non_finite_loss": "warn", "straggler_timeout": None},
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="rudra-") as directory,
-        run(job, output=Path(directory) / "probe.h5", progress="quiet") as results,
-    ):
-        return Probe(size, learners, results.minibatches, results.updates)
+
+
+def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: float, bar: Any) -> list[Probe]:
+    """The runs of all (μ, λ), one after the other on the same ranks."""
+    with tempfile.TemporaryDirectory(prefix="rudra-") as name:
+        directory, runs = Path(name), []
+        for place, (size, learners) in enumerate(cases):
+            wanted = max(STEPS, math.ceil(seconds / alone.compute_s[size])) * size * learners
+            about = {"minibatch_size": size, "epochs": math.ceil(wanted / alone.samples)}
+            limit = {"train_limit": min(wanted, alone.samples)}
+            own = job.with_(cluster={"learners": learners}, training=about, data=limit)
+            runs.append((own, directory / f"{place}.h5"))
+        most = max(learners for _, learners in cases)
+        roles = ["parameter server", "statistics server", *(f"learner {i}" for i in range(most))]
+        with _followed(directory, cases, bar):
+            code = launch(job, directory / "runs", roles=roles, payload=partial(_run_all, runs)).code
+        if code:
+            raise RunError(f"{job.name}: the runs that are timed ended with exit code {code}; stderr says why")
+        found = []
+        for (size, learners), (_, path) in zip(cases, runs, strict=True):
+            with open_results(path) as results:
+                found.append(Probe(size, learners, results.minibatches, results.updates))
+        return found
+
+
+def _run_all(runs: Sequence[tuple[Job, Path]]) -> int:
+    """What each rank does: its part in the runs that need so many ranks."""
+    from mpi4py import MPI
+
+    from rudra.session import rest, run_ranks
+
+    world = MPI.COMM_WORLD
+    for job, path in runs:
+        comm = world.Split(0 if world.rank < SERVERS + job.learners else MPI.UNDEFINED)
+        code = 0
+        if comm != MPI.COMM_NULL:
+            code = run_ranks(job, output=path, progress={"mode": "quiet"}, overwrite=False, comm=comm)[0]
+            comm.Free()
+        rest(world)
+        if code := int(world.allreduce(code, MPI.MAX)):
+            return code
+        if world.rank == 0:
+            path.with_suffix(".done").touch()
+    return 0
+
+
+@contextmanager
+def _followed(directory: Path, cases: Sequence[tuple[int, int]], bar: Any) -> Iterator[None]:
+    """Shows which of the runs is under way."""
+    over = threading.Event()
+
+    def follow() -> None:
+        done = -1
+        while not over.wait(0.1):
+            if (now := len(list(directory.glob("*.done")))) != done:
+                bar.update(now - max(done, 0))
+                done = now
+                if now < len(cases):
+                    bar.set_description("calibrating: μ = {}, λ = {}".format(*cases[now]))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
@@ -321,7 +388,8 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int) -> str:
     }
     about = "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in measured.items())
     return f"""\
-# Measured by `rudra calibrate`; a job uses it with: [simulation] costs = "THIS FILE"
+# Measured by `rudra calibrate`. A job of this model finds it by itself in ~/.cache/rudra, on such a machine; another
+# place, or another job, has to be named: [simulation] costs = "THIS FILE"
 # One node. For a cluster of such nodes set `nodes`, `latency_s` and `bandwidth_bytes_per_s` of its network too.
 
 nodes = 1

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from rudra.results import Results
     from topologies import Plan
 
+ROOTS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
+"""One of these is at the root of a project."""
+
 DESCRIPTION = """\
 Rudra trains a PyTorch model over MPI under any synchronisation protocol, from fully
 synchronous to fully asynchronous, and measures what each choice costs: time per epoch,
@@ -243,8 +246,9 @@ Simulates the job's roles without tensors and data, for as long as a steady rate
 its table [simulation]: `costs = "p775"` (the paper's cluster), a file of `rudra calibrate`, or your own keys."""
 
 CALIBRATE_MORE = """\
-Short runs on real ranks, with one learner and with several, at several μ: a minute or two, in which the
-machine should have nothing else to do. A job uses the file with [simulation] costs = "FILE.toml"."""
+Short runs on real ranks, with one learner and with several, at several μ: about a minute, in which the
+machine should have nothing else to do. `predict` and `simulate` then find what was measured, for this model
+on this machine; a job uses a file that was written elsewhere with [simulation] costs = "FILE.toml"."""
 
 
 def _predict_options(parser: argparse.ArgumentParser) -> None:
@@ -261,7 +265,8 @@ def _predict_options(parser: argparse.ArgumentParser) -> None:
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.toml", required=True)
+    about = "default: where `predict` and `simulate` find it for this model on this machine; replaced if it is there"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.toml", help=about)
     parser.add_argument("--learners", type=_at_least(1), default=2, metavar="N", help="how many compute at once; 2")
     parser.add_argument("--sizes", metavar="N,N,…", help="μ to measure at; default: the job's, a quarter, 4 times")
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="that each run trains; 4")
@@ -293,7 +298,7 @@ REPLAY_MORE = """\
 The same roles are fed the recorded gradients in the recorded order. Ends with exit code 0 if every
 update and the final weights are the same bits, else with 1 and the first update that differs.
 --until leaves the weights of one moment as a state dict for torch.load. Modules of your own are
-found beside FILE.h5 and in the current directory."""
+found beside FILE.h5, at the root of its project and in the current directory."""
 
 EXPORT_MORE = """\
 All that `load_state_dict` of the model takes, whether it is trained or not, under the names that it has there.
@@ -338,11 +343,23 @@ def _load(arguments: argparse.Namespace) -> Job:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """What the command line changes; a job file's own directory is where its `package.module:callable` may lie."""
-    if os.path.isfile(arguments.job):
-        sys.path.append(str(Path(arguments.job).resolve().parent))  # last: its files stand in for nobody else's modules
+    """What the command line changes."""
+    _search_beside(arguments.job)
     learners = [] if arguments.learners is None else [f"cluster.learners={arguments.learners}"]
     return [*arguments.overrides, *learners]
+
+
+def _search_beside(file: str | Path) -> None:
+    """Where the `package.module:callable` of a job or result file may lie: beside it, at its project's root, or here.
+
+    These places come last, so that what is there stands in for nobody else's modules.
+    """
+    places = [Path.cwd()]
+    if os.path.isfile(file):
+        directory = Path(file).resolve().parent
+        roots = (place for place in (directory, *directory.parents) if any((place / mark).exists() for mark in ROOTS))
+        places = [directory, next(roots, directory), *places]
+    sys.path += [place for place in dict.fromkeys(map(str, places)) if place not in sys.path]
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -355,7 +372,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     import rudra
     from rudra.resume import resumable
 
-    _find_modules(arguments.file)
+    _search_beside(arguments.file)
     job, path, output = resumable(arguments.file, arguments.overrides)
     results = rudra.run(job, output=output, resume=path, progress=_mode(arguments), verbose=arguments.verbose)
     return _finished(arguments, results)
@@ -372,7 +389,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from rudra import predict
+    from rudra import costs, predict
 
     counts: Sequence[int | None] = _numbers("--learners", arguments.counts) or [None]
     overrides = _overrides(arguments)
@@ -383,26 +400,34 @@ def _predict(arguments: argparse.Namespace) -> int:
         print("\n".join(json.dumps(p.as_dict()) for p in found))
         return 0
     job = found[0].job
-    source = job.simulation.costs or "[simulation]"
+    source = found[0].costs or f"defaults ({costs.UNMEASURED} {arguments.job})"
     print(f"{job.name}: {_protocol_text(job)}, μ = {job.training.minibatch_size}, costs: {source}")
     print(predict.as_text(found))
     return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from rudra import calibrate, files
+    from rudra import calibrate, costs, files
 
-    files.check_output(arguments.output, arguments.force)
+    if world_size() is not None:
+        raise ConfigError("rudra calibrate starts mpirun itself: start it plainly")
+    _search_beside(arguments.job)
+    job = Job.load(arguments.job, arguments.overrides)
+    output: Path = arguments.output or costs.measured_path(job)
+    if arguments.output is None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        files.check_output(output, arguments.force)
     text = calibrate.calibrate(
-        Job.load(arguments.job, arguments.overrides),
+        job,
         learners=arguments.learners,
         sizes=_numbers("--sizes", arguments.sizes),
         seconds=arguments.seconds,
         show=not arguments.quiet and sys.stderr.isatty(),
     )
-    with files.written(arguments.output) as file:
+    with files.written(output) as file:
         file.write(text.encode())
-    print(f"wrote {arguments.output}")
+    print(f"wrote {output}" + ("" if arguments.output else "; predict and simulate find it there"))
     return 0
 
 
@@ -509,7 +534,7 @@ def _plot(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     import rudra
 
-    _find_modules(arguments.file)
+    _search_beside(arguments.file)
     replayed = rudra.replay(
         arguments.file,
         until=arguments.until,
@@ -557,11 +582,6 @@ def _beside(file: Path, suffix: str) -> Path:
     if not file.name:
         raise ConfigError(f"{file}: is a directory; give a result file")
     return file.with_suffix(suffix)
-
-
-def _find_modules(file: Path) -> None:
-    """The user's `package.module:callable` of a result file may lie beside it, or where the user is."""
-    sys.path += [str(file.resolve().parent), str(Path.cwd())]  # last, so that they stand in for nobody else's modules
 
 
 def _page(arguments: argparse.Namespace) -> int:

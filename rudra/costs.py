@@ -7,16 +7,20 @@ learners send it; and a server handles one message after the other.
 Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ); Omnivore §4 (hardware efficiency).
 """
 
+import hashlib
 import itertools
+import json
 import math
 import os
+import platform
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra.config import Job
+from rudra.config import Job, cores, named
 from rudra.errors import ConfigError
 from rudra.jobfiles import read_toml
 from rudra.tables import SimulationTable
@@ -24,6 +28,15 @@ from topologies import Plan
 from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 
 PRESETS = Path(__file__).parent / "presets"
+
+MEASURED = Path.home() / ".cache" / "rudra"
+"""Where files of `rudra calibrate` are found without being named."""
+
+DEFAULTS = "defaults"
+"""Names the costs that stand in `rudra.tables`, also where others were measured."""
+
+UNMEASURED = "not measured here: run rudra calibrate"
+"""What is to be said of times that come from these."""
 
 
 class Link(NamedTuple):
@@ -115,18 +128,50 @@ class CostModel:
         return 2 * (latency_s + share * size_bytes * slowest.seconds_per_byte) + table.gradient_s * (k - 1) / k
 
 
+def source(job: Job) -> str | None:
+    """Where a job's costs come from: a preset, a file, or "the job"; None: from defaults, which nobody has measured."""
+    table = job.simulation
+    if table.costs is not None:
+        return None if table.costs == DEFAULTS else table.costs
+    if "compute_s" in table.model_fields_set:
+        return "the job"
+    path = measured_path(job)
+    return str(path) if path.is_file() else None
+
+
+def measured_path(job: Job) -> Path:
+    """Where `rudra calibrate` leaves what a job's model costs on this machine, and where it is looked for.
+
+    Named after the model, with a digest of what decides how long a mini-batch takes, but for μ.
+    """
+    name, data, training = named(job.model.name), job.data, job.training
+    decides = [job.model.options, named(data.name), data.options, training.precision, training.compile]
+    decides += [job.cluster.device, job.optimizer.name, processor(), cores()]
+    digest = hashlib.sha256(json.dumps(decides, default=str, sort_keys=True).encode()).hexdigest()[:12]
+    return MEASURED / f"{re.sub('[^0-9A-Za-z_.]', '-', name)}-{digest}.toml"
+
+
+def processor() -> str:
+    """This machine's, as the kernel names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 def load(job: Job) -> Job:
     """The job with its cost file read in: keys that the job does not give itself come from there.
 
     Raises:
         ConfigError: there is no such preset or file, it is none, or does not know the job's model.
     """
-    table = job.simulation
-    if table.costs is None:
+    table, found = job.simulation, source(job)
+    if found is None or (found == "the job" and table.costs is None):
         return job
-    path = PRESETS / f"{table.costs}.toml"
+    path = PRESETS / f"{found}.toml"
     if not os.path.isfile(path):
-        path = Path(table.costs)
+        path = Path(found)
     if not os.path.isfile(path):
         raise ConfigError(
             f"[simulation] costs: '{table.costs}' is neither a file nor a preset; presets: {', '.join(presets())}"
@@ -137,7 +182,7 @@ def load(job: Job) -> Job:
         raise ConfigError(f"{path}: models must be tables [models.NAME], of keys of [simulation]")
     keys.pop("measured", None)  # what a calibration says of itself
     model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
-    own = {key: getattr(table, key) for key in table.model_fields_set}
+    own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found}
     if models and model not in models and "compute_s" not in keys | own:
         raise ConfigError(f"{path}: knows no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
     try:

@@ -2,10 +2,15 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rudra.errors import ConfigError
+
+OURS = {"rudra", "protocols", "topologies"}
+"""Modules that a user's may not be named like."""
 
 
 def resolve(name: str) -> object:
@@ -27,9 +32,18 @@ def resolve(name: str) -> object:
         raise ConfigError(f"{name}: no module {missing!r} on the Python path") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{name}: {module_name} has no attribute {attribute!r}")
+            raise ConfigError(f"{name}: {module_name} has no attribute {attribute!r}{_mistaken(module_name)}")
         found = getattr(found, part)
     return found
+
+
+def _mistaken(module: str) -> str:
+    """The end of a line about a module of Rudra's that somebody has a file of that name beside."""
+    if module not in OURS:
+        return ""
+    files = [Path(place) / f"{module}.py" for place in sys.path]
+    theirs = "".join(f", not {file}" for file in dict.fromkeys(files) if file.is_file())
+    return f": it is Rudra's own{theirs}; a module of yours needs another name"
 
 
 def call(function: Callable[..., Any], name: str, options: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:

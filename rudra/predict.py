@@ -7,7 +7,7 @@ start and end are left out: they are off the training path, or do not grow with 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,7 @@ class Prediction:
 
     Attributes:
         job: resolved, with its costs read in.
+        costs: where they come from; None: nobody has measured them.
         updates: that were simulated.
         epoch_s: duration of an epoch.
         samples_per_s: all learners together.
@@ -63,6 +64,7 @@ class Prediction:
     """
 
     job: Job
+    costs: str | None
     updates: int
     epoch_s: float
     samples_per_s: float
@@ -104,6 +106,7 @@ def predict(
     Raises:
         RudraError: a mistake in the job.
     """
+    measured = costs.source(job)
     job = costs.load(job).resolved(learners=job.cluster.learners)
     job = job.with_(
         training={"epochs": 1, "evaluate": False},
@@ -122,7 +125,8 @@ def predict(
     seed = job.training.seed
     share, size = job.cluster.gradient_share, known.size_bytes
     Simulation(plan, machines, meter, rows, model, size_bytes=size, seed=seed, gradient_share=share).run()
-    return _evaluate(job, plan, model, meter, rows, training_samples, known.size_bytes)
+    found = _evaluate(job, plan, model, meter, rows, training_samples, known.size_bytes)
+    return replace(found, costs=measured)
 
 
 def _enough(job: Job, per_update: int) -> int:
@@ -200,6 +204,7 @@ def _evaluate(
     bound = max(bounds, key=lambda name: bounds[name])
     return Prediction(
         job=job,
+        costs=None,
         updates=len(updates),
         epoch_s=training_samples / per_s,
         samples_per_s=per_s,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from rudra.config import Job, named
+from rudra.costs import DEFAULTS, UNMEASURED
 from rudra.summary import protocol_label, rate_text
 
 _REDRAW_S = 0.1
@@ -198,13 +199,14 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["mean_staleness"] is not None:
         staleness = f"mean {summary['mean_staleness']:.2f}, max {summary['max_staleness']}"
     rate = f", {summary['samples_per_s']:,.0f} samples/s" if summary["samples_per_s"] else ""
+    unmeasured = f" ({UNMEASURED})" if summary["costs"] == DEFAULTS else ""
     unused = [f"{summary[name]:,} {name}" for name in ("pending", "discarded", "lost") if summary[name]]
     return [
         *_tests(summary),
         ("target", _target(summary)),
         ("learning rate", _rate(summary)),
         ("epochs", f"{summary['epochs']}" + (f" of {planned}" if planned not in (None, summary["epochs"]) else "")),
-        ("training time", duration(summary["wall_time_s"]) + rate),
+        ("training time", duration(summary["wall_time_s"]) + rate + unmeasured),
         ("updates", f"{summary['updates']:,}"),
         ("gradients", ", ".join([f"{summary['gradients']:,} applied", *unused])),
         ("staleness", staleness),

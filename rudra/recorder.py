@@ -16,6 +16,7 @@ import torch
 
 from rudra import plugins, roster
 from rudra.config import Job, named
+from rudra.costs import processor
 from rudra.errors import ConfigError
 from rudra.events import Finish, Keep, Record
 from rudra.files import NETWORK, file_system
@@ -207,7 +208,7 @@ def attributes(
 def arithmetic() -> dict[str, str]:
     """What of this machine may decide the last bit of a result."""
     versions = {f"{name}_version": _version(name) for name in ("rudra", "torch", "numpy")}
-    return {**versions, "processor": _processor(), "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    return {**versions, "processor": processor(), "cpu_capability": torch.backends.cpu.get_cpu_capability()}
 
 
 def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
@@ -259,14 +260,6 @@ def _is_found_by_name(value: Any) -> bool:
         return plugins.resolve(named(value)) is value
     except ConfigError:
         return False
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _version(name: str) -> str:

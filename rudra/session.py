@@ -583,6 +583,13 @@ def _end_softly_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+def rest(comm: "MPI.Comm") -> None:
+    """Waits for all ranks, and leaves the core to those that work meanwhile."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
 def keep_freed_memory() -> None:
     """Lets glibc keep what a step frees for the next step, instead of faulting hundreds of pages in again each time."""
     with suppress(AttributeError, OSError):

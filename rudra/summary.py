@@ -34,6 +34,7 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
     return {
         "name": attributes.get("name"),
         "driver": attributes.get("driver"),
+        "costs": attributes.get("costs"),
         "status": state["status"],
         "reason": state["reason"] or None,
         "live": results.live,

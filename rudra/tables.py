@@ -345,7 +345,8 @@ _WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slow
 class SimulationTable(Table):
     costs: str | None = Field(
         None,
-        description="preset (p775) or file of `rudra calibrate` that gives the keys below which are not given here",
+        description="preset (p775), file of `rudra calibrate`, or defaults: gives those keys below that the job does "
+        "not; default: what `rudra calibrate` has measured here for this model",
     )
     compute_s: float | dict[int, float] = Field(
         0.1, description="time that a learner takes for one mini-batch: a number, or a table of μ = seconds"

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from rudra import costs
+
 settings.register_profile("fuzz", max_examples=2000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
@@ -28,6 +30,12 @@ def _without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if "gpu" not in request.keywords:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody has measured on this machine is no part of a test."""
+    monkeypatch.setattr(costs, "MEASURED", tmp_path_factory.getbasetemp() / "no such directory")
 
 
 @pytest.hookimpl(wrapper=True)

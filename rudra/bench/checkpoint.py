@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rudra.bench.ranks import SERVER, alexnet_job, lenet_job, on_ranks, rest, train, write_images
+from rudra.bench.ranks import SERVER, alexnet_job, lenet_job, on_ranks, train, write_images
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.config import Job
+from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,13 +16,13 @@ from rudra.bench.ranks import (
     alexnet_job,
     lenet_job,
     on_ranks,
-    rest,
     step_s,
     train,
     write_images,
 )
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.config import Job
+from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

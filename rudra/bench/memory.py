@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import TensorDataset
 
-from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, rest, train
+from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, train
 from rudra.bench.report import Goal, Report
 from rudra.config import Job
+from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from rudra import networks
-from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, lenet_job, on_ranks, rest, step_s, train, write_images
+from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, lenet_job, on_ranks, step_s, train, write_images
 from rudra.bench.report import Goal, Report, spread
 from rudra.config import Job
 from rudra.flat import FlatModel
 from rudra.optim import UpdateRule
+from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

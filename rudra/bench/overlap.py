@@ -21,11 +21,12 @@ import torch
 
 from rudra import data
 from rudra.bench.hosts import missing, two_hosts
-from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, rest, train
+from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.bench.report import Goal, Report, Spread, ratios, spread
 from rudra.config import Job
 from rudra.events import Compute
 from rudra.executor import LearnerExecutor, make_executors
+from rudra.session import rest
 from topologies import Plan, base
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks, rest
+from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.bench.standins import Learner, Server, Statistics, drive
 from rudra.config import Job
+from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -22,6 +22,7 @@ from rudra.config import Job
 from rudra.errors import RunError
 from rudra.launch import launch
 from rudra.results import Results, open_results
+from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,13 +73,6 @@ def _rank(measure: Measure, directory: Path, arguments: dict[str, Any]) -> int:
         print(f"rudra: rank {comm.rank} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         comm.Abort(1)
     return 0
-
-
-def rest(comm: "MPI.Comm") -> None:
-    """Waits for all ranks, and leaves the core to those that measure meanwhile."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(1e-3)
 
 
 def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:

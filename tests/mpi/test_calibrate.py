@@ -1,26 +1,43 @@
-"""Measuring this machine, on real ranks: it ends with a cost file that a job can name."""
+"""Measuring this machine, on real ranks: it ends with a cost file that a job can name, or finds by itself."""
 
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from rudra import cli
+from rudra import cli, costs
 from rudra.config import Job
+from rudra.jobfiles import shipped_jobs
 from rudra.predict import predict
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
 
+MODULE = """
+from rudra.networks import lenet
 
-def test_a_calibration_leaves_a_file_that_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "costs.toml"
-    assert cli.main(["calibrate", "digits", "-o", str(path), "--sizes", "8,16", "--seconds", "0.1", "--quiet"]) == 0
+def network(input_shape, classes):
+    return lenet(input_shape, classes)
+"""
+
+
+def test_a_calibration_leaves_a_file_that_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a job that names a module beside it, and would diverge at once."""
+    (tmp_path / "beside_job.py").write_text(MODULE)
+    job = tmp_path / "mine.toml"
+    job.write_text(shipped_jobs()["digits"].read_text().replace('"lenet"', '"beside_job:network"'))
+    monkeypatch.setattr(costs, "MEASURED", tmp_path / "measured")
+    measure = ["calibrate", str(job), "--sizes", "8,16", "--seconds", "0.1", "--quiet"]
+    assert cli.main([*measure, "--set", "optimizer.learning_rate=1e30"]) == 0
     said = capsys.readouterr()
-    assert (said.out, said.err) == (f"wrote {path}\n", "")
-    lenet = tomllib.loads(path.read_text(encoding="utf-8"))["models"]["lenet"]
-    assert list(lenet["compute_s"]) == ["8", "16"]
-    found = predict(Job.load("digits", [f"simulation.costs={path}", "cluster.learners=1"]))
+    (path,) = (tmp_path / "measured").iterdir()
+    assert (said.out, said.err) == (f"wrote {path}; predict and simulate find it there\n", "")
+    (model,) = tomllib.loads(path.read_text(encoding="utf-8"))["models"].values()
+    assert list(model["compute_s"]) == ["8", "16"]
+    found = predict(Job.load(job, ["cluster.learners=1"]))
+    assert found.costs == str(path)
     steps = 1438 / 16
-    assert found.epoch_s > steps * lenet["compute_s"]["16"]
+    assert found.epoch_s > steps * model["compute_s"]["16"]
     assert found.shares["compute"] > 0.1
-    assert list(tmp_path.iterdir()) == [path]
+    assert predict(Job.load(job, ["simulation.costs=defaults"])).costs is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rudra import costs
+from rudra import cli, costs
 from rudra.config import Job
 from rudra.costs import CostModel, Link, at, load, presets
 from rudra.errors import ConfigError
@@ -306,3 +306,43 @@ def test_presets_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(costs, "PRESETS", tmp_path)
     assert presets() == ["slow"]
     assert load(job(costs="slow")).simulation.latency_s == 1.0
+
+
+def test_where_costs_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured here counts where a job says nothing itself, for the model that it is of."""
+    monkeypatch.setattr(costs, "MEASURED", tmp_path)
+    job = Job(model={"name": "mlp"})
+    assert costs.source(job) is None
+    assert costs.load(job) == job
+    path = costs.measured_path(job)
+    path.write_text("message_s = 0.5\n[models.mlp]\ncompute_s = 7.0\n")
+    assert costs.source(job) == str(path)
+    loaded = costs.load(job.with_(simulation={"message_s": 0.25}))
+    table = loaded.simulation
+    assert (table.compute_s, table.message_s, table.costs) == (7.0, 0.25, str(path))
+    assert costs.source(loaded) == str(path)
+    for other in (
+        job.with_(model={"name": "lenet"}),
+        job.with_(model={"options": {"hidden": [3]}}),
+        job.with_(data={"name": "cifar10"}),
+        job.with_(training={"precision": "bfloat16"}),
+        job.with_(simulation={"costs": "defaults"}),
+    ):
+        assert costs.source(other) is None
+    assert costs.source(job.with_(simulation={"costs": "p775"})) == "p775"
+    own = job.with_(simulation={"compute_s": 0.2})
+    assert costs.source(own) == "the job"
+    assert costs.load(own) == own
+    assert costs.measured_path(job.with_(training={"minibatch_size": 4, "epochs": 3})) == path
+
+
+@pytest.mark.parametrize(("options", "labelled"), [([], True), (["--set", "simulation.compute_s=0.5"], False)])
+def test_times_that_nobody_measured_are_labelled(
+    options: list[str], labelled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["digits", "--set", "training.epochs=1", "--set", "data.train_limit=64", *options]
+    assert cli.main(["simulate", *job, "--output", str(tmp_path / "run.h5")]) == 0
+    assert cli.main(["predict", *job]) == 0
+    assert cli.main(["show", str(tmp_path / "run.h5")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("not measured here: run rudra calibrate") == 3 * labelled
