@@ -189,7 +189,9 @@ def _parser() -> argparse.ArgumentParser:
     _topology_options(
         add("topology", _topology, "show who is who in a job or a run, and who talks to whom", TOPOLOGY_MORE)
     )
-    _job_options(add("validate", _validate, "check a job and say what it would run"), runs=False)
+    check = add("validate", _validate, "check a job and say what it would run", VALIDATE_MORE)
+    _job_options(check, runs=False)
+    check.add_argument("--syntax", action="store_true", help="only the job's keys; read no data, build nothing")
     doctor = add("doctor", _doctor, "check this machine, and say what to do about what is wrong")
     doctor.add_argument("--json", action="store_true", help="as one JSON object, for scripts")
     commands.add_parser("bench", help="measure Rudra itself against the bounds; bench --help lists them")
@@ -307,6 +309,11 @@ Weights of epochs before the last are in a file where the job says [results] kee
 TIMELINE_MORE = """\
 Open it at https://ui.perfetto.dev: when each learner computed, pushed, waited and pulled, and when
 the servers updated and tested, on one clock."""
+
+
+VALIDATE_MORE = """\
+Loads the data, builds model, loss, metrics, optimiser and hooks, and tries one mini-batch and one batch of
+the test in this process, so that what a run would stumble over is found here. Predicts memory from that."""
 
 
 def _job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
@@ -665,9 +672,31 @@ def _validate(arguments: argparse.Namespace) -> int:
         if not job.explicit_momentum(plan):
             text = "so much asynchrony leaves no explicit momentum, and may act like more than was asked for"
             print(f"rudra: {arguments.job}: [optimizer] momentum_correction: {text}", file=sys.stderr)
+    if not arguments.syntax:
+        lines |= _rehearsed(job, plan)
     print(f"{arguments.job}: valid")
     print("\n".join(f"  {key:15}{text}" for key, text in lines.items()))
     return 0
+
+
+def _rehearsed(job: Job, plan: "Plan") -> dict[str, str]:
+    """What came of one mini-batch, tried in this process."""
+    from rudra.rehearsal import rehearse
+
+    found = rehearse(job, plan)
+    tested = ", ".join(found.metrics)
+    kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
+    return {
+        "data": f"{found.samples.training:,} training and {found.samples.test:,} test samples",
+        "model": f"{found.parameters:,} parameters; a gradient of {_count(job.training.minibatch_size, 'sample')} "
+        f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
+        **({"metrics": tested} if tested else {}),
+        "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",
+    }
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
 
 
 def _staleness_text(protocol: "Protocol", plan: "Plan", modulation: str) -> str:

@@ -293,6 +293,10 @@ class OwnerExecutor(Executor):
     def prepare(self) -> None:
         self._rule.prepare()
 
+    def state_bytes(self) -> int:
+        """Memory that the optimiser's state takes now."""
+        return self._rule.state_bytes()
+
     @cached_property
     def _copies(self) -> dict[str, npt.NDArray[np.float32]]:
         return {}
@@ -429,6 +433,13 @@ class StatisticsExecutor(Executor):
     def test(self, job: Job, flat: FlatModel, splits: Mapping[str, Samples]) -> None:
         """What to test, on which samples."""
         self._flat, self._splits, self._batch_size = flat, splits, job.training.evaluation_batch_size
+
+    def try_out(self, buffer: str) -> tuple[str, ...]:
+        """Tests one batch; what it measures beside loss and error."""
+        split = next(iter(self._splits.values()))
+        self._flat.bind(self.buffer(buffer).vector)
+        batch = split.batch(np.arange(min(self._batch_size, len(split))))
+        return (*self._flat.evaluate_batch(*batch)[2], *self._flat.task.derived(0.0))
 
     def evaluate(self, buffer: str) -> Iterator[Evaluated | None]:
         """Yields None after each batch but the last, then the result."""

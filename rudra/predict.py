@@ -120,7 +120,7 @@ def predict(
     plan = job.plan(costs.places(job))
     model = costs.CostModel(job.simulation, plan, job.training.minibatch_size)
     minibatch_size = job.training.minibatch_size
-    meter, rows = _Meter(minibatch_size, updates, plan.server), _Rows()
+    meter, rows = _Meter(minibatch_size, updates, plan.server), Rows()
     machines = {i: roles.make(i, job, plan, updates * per_update * minibatch_size) for i in range(len(plan.roles))}
     seed = job.training.seed
     share, size = job.cluster.gradient_share, known.size_bytes
@@ -168,7 +168,7 @@ class _Meter(TimingOnly):
         return 0
 
 
-class _Rows:
+class Rows:
     """Keeps what the statistics server records, in memory."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class _Rows:
 
 
 def _evaluate(
-    job: Job, plan: Plan, model: costs.CostModel, meter: _Meter, rows: _Rows, training_samples: int, size_bytes: int
+    job: Job, plan: Plan, model: costs.CostModel, meter: _Meter, rows: Rows, training_samples: int, size_bytes: int
 ) -> Prediction:
     updates, gradients, minibatches = rows["updates"], rows["gradients"], rows["minibatches"]
     first, per_s = steady_rate(updates)

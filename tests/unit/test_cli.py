@@ -95,6 +95,12 @@ def test_validate_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"ranks +8, topology base, 6 learners", said)
     assert re.search(r"protocol +2-softsync, 3 gradients per update", said)
     assert re.search(r"learning rate +0.02 then 0.002 = α0 x 0.5 \(modulation n\)", said)
+    assert re.search(r"data +1,4\d\d training and 3\d\d test samples\n", said)
+    assert re.search(r"model +\d+,\d+ parameters; a gradient of 8 samples takes [\d.e+]+ ms here, loss 2\.\d+ at", said)
+    assert re.search(r"metrics +top5_error\n", said)
+    assert re.search(
+        r"memory .*: parameter server \d+ MB, statistics server \d+ MB, learner \d+ MB; data, .*MB\n", said
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ def test_validate_says_which_rates_there_will_be(
     overrides: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rate = ["optimizer.learning_rate=0.04", "protocol.modulation=none"]
-    assert main(["validate", "digits", *(f"--set={text}" for text in [*rate, *overrides])]) == 0
+    assert main(["validate", "--syntax", "digits", *(f"--set={text}" for text in [*rate, *overrides])]) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in said)
 
@@ -128,7 +134,33 @@ def test_jobs_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("name", sorted(shipped_jobs()))
 def test_every_shipped_job_is_valid(name: str) -> None:
-    assert main(["validate", name]) == 0
+    assert main(["validate", "--syntax", name]) == 0
+
+
+@pytest.mark.parametrize("cwd", [".", "package/jobs", "elsewhere"])
+def test_modules_of_a_project_are_found_from_everywhere(tmp_path: Path, cwd: str) -> None:
+    """Those beside the job file, and at the root of the project that it is part of."""
+    jobs = tmp_path / "project" / "package" / "jobs"
+    jobs.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "project" / "pyproject.toml").write_text("")
+    (tmp_path / "project" / "package" / "rules.py").write_text("from protocols.softsync import Softsync as Rule\n")
+    (jobs / "beside.py").write_text("from topologies.base import plan\n")
+    (jobs / "mine.toml").write_text('[protocol]\nname = "package.rules:Rule"\n[topology]\nname = "beside"\n')
+    text = (jobs / "mine.toml").read_text().replace('"beside"', '"base"')
+    (jobs / "mine.toml").write_text(text + '[[hooks]]\nat = "end"\ncall = "beside:plan"\n')
+    start = tmp_path / "elsewhere" if cwd == "elsewhere" else tmp_path / "project" / cwd
+    for command in ("validate", "topology", "predict"):
+        done = run(command, os.path.relpath(jobs / "mine.toml", start), cwd=start)
+        assert (done.returncode, done.stderr) == (0, ""), command
+
+
+def test_a_module_that_is_named_like_one_of_rudras_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "protocols.py").write_text("class Mine: pass\n")
+    (tmp_path / "mine.toml").write_text('[protocol]\nname = "protocols:Mine"\n')
+    done = run("validate", "mine.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"protocols has no attribute 'Mine': it is Rudra's own, not {tmp_path / 'protocols.py'}; " in done.stderr
 
 
 def test_modules_beside_a_job_file_are_found(tmp_path: Path) -> None:

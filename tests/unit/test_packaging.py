@@ -77,7 +77,7 @@ def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) 
     assert {path.partition("/rudra/jobs/")[2].removesuffix(".toml") for path in paths} == set(shipped_jobs())
     assert all(Path(path).is_relative_to(installed.parent.resolve()) for path in paths)
     for job in ("digits", "rudra/figure4"):
-        assert output(installed / "rudra", "validate", job, cwd=tmp_path).startswith(f"{job}: valid\n")
+        assert output(installed / "rudra", "validate", "--syntax", job, cwd=tmp_path).startswith(f"{job}: valid\n")
 
 
 def test_a_batch_script_is_made_from_the_wheel(installed: Path, tmp_path: Path) -> None:
@@ -90,7 +90,9 @@ def test_packages_of_our_names_in_the_working_directory_do_no_harm(installed: Pa
     for name in PACKAGES[1:]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('somebody else')")
-    assert output(installed / "python", "-m", "rudra", "validate", "digits", cwd=tmp_path).startswith("digits: valid\n")
+    assert output(installed / "python", "-m", "rudra", "validate", "--syntax", "digits", cwd=tmp_path).startswith(
+        "digits: valid\n"
+    )
 
 
 def test_packages_of_our_names_that_are_loaded_already_are_refused(installed: Path, tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_validate_says_what_is_left_of_the_momentum(
 ) -> None:
     keys = {"optimizer.momentum": "0.9", "optimizer.momentum_correction": "implicit", **keys}
     asked = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    assert main(["validate", "digits", *asked, "--learners", str(learners)]) == 0
+    assert main(["validate", "digits", "--syntax", *asked, "--learners", str(learners)]) == 0
     said = capsys.readouterr()
     assert f"  momentum       {line}\n" in said.out
     assert said.err == ""
@@ -270,7 +270,7 @@ def test_validate_says_what_is_left_of_the_momentum(
 def test_validate_warns_where_nothing_is_left_of_the_momentum(capsys: pytest.CaptureFixture[str]) -> None:
     momentum = ["optimizer.momentum=0.9", "optimizer.momentum_correction=implicit", "protocol.name=async"]
     asked = [word for key in momentum for word in ("--set", key)]
-    assert main(["validate", "digits", *asked, "--learners", "10"]) == 0
+    assert main(["validate", "digits", "--syntax", *asked, "--learners", "10"]) == 0
     said = capsys.readouterr()
     assert "roles          1 parameter server, 1 statistics server, 10 learners (λ); 10 workers" in said.out
     assert "momentum_correction: so much asynchrony leaves no explicit momentum" in said.err
@@ -295,6 +295,6 @@ def test_validate_says_how_stale_gradients_will_be(
     learners: int, keys: dict[str, str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    assert main(["validate", "digits", *asked, "--learners", str(learners)]) == 0
+    assert main(["validate", "digits", "--syntax", *asked, "--learners", str(learners)]) == 0
     (said,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("  staleness ")]
     assert said == f"  staleness      {line}" or (line.endswith(": ") and line in said)

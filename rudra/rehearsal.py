@@ -1,0 +1,209 @@
+"""What a job's own parts make of one mini-batch, in this process, before ranks are started for it.
+
+The data is loaded, the model built, loss, optimiser, metrics and hooks are made; one gradient is computed and one batch
+is tested. Which buffers each role needs is counted in virtual time, without tensors.
+"""
+
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rudra import costs, data, roles
+from rudra.config import Job
+from rudra.errors import ConfigError
+from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
+from rudra.executor import Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor, make_executors, torch_as_in
+from rudra.messages import tail_bytes
+from rudra.predict import Rows
+from rudra.sim import Simulation, TimingOnly
+from topologies import Plan
+from topologies.plan import LEARNER, STATISTICS_SERVER
+
+ROUNDS = 6
+"""Mini-batches of each learner in the simulation that counts buffers."""
+
+
+class Sample(NamedTuple):
+    """One split of the data, in samples."""
+
+    training: int
+    test: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """How it went.
+
+    Attributes:
+        parameters: that are trained.
+        size: floats of a message: parameters, and the model's buffers behind them.
+        samples: of the data.
+        loss: of the first mini-batch, at the initial weights.
+        gradient_s: seconds that its gradient took, the second time.
+        metrics: that each test measures, beside loss and error.
+        memory: kind of role -> bytes that its rank will take, about, with Python and torch.
+        data_bytes: of the data, once on every node.
+    """
+
+    parameters: int
+    size: int
+    samples: Sample
+    loss: float
+    gradient_s: float
+    metrics: tuple[str, ...]
+    memory: dict[str, int]
+    data_bytes: int
+
+
+def rehearse(job: Job, plan: Plan) -> Rehearsal:
+    """Tries all that a run would do on its ranks, with one mini-batch.
+
+    Args:
+        job: resolved; where it asks for a GPU, which another machine may have, this is done on the CPU.
+        plan: who is who.
+
+    Raises:
+        RudraError: a mistake in the job, as a run would find it. What the user's own code raises comes through.
+    """
+    job = job.with_(cluster={"device": "cpu", "gpu_aware_mpi": False}, simulation={"batching": "none"})
+    taking = dict.fromkeys((plan.server, plan.statistics, plan.learners[0]))
+    for hook in job.hooks:
+        taking |= dict.fromkeys(hook.roles(plan)[:1])
+    with torch_as_in(job):
+        alone = _resident()
+        loaded = data.load(job.data, seed=job.training.seed)
+        with_data = _resident()
+        _restart_peak()
+        made = make_executors(job, plan, tuple(taking), loaded, prefetch=False)
+        for executor in made.values():
+            executor.hooks = None  # made, and called by nobody: what they do may last
+            executor.prepare()
+        loss, gradient_s = _gradient(made[plan.server], made[plan.learners[0]])
+        of_model = max(0, _peak() - with_data)
+        metrics = _test(made[plan.server], made[plan.statistics])
+        server = made[plan.server]
+        assert isinstance(server, OwnerExecutor)
+        server.update(Update("gradient", "weights", 0.0, 1))  # the optimiser allocates what it remembers
+    return Rehearsal(
+        parameters=server.parameters,
+        size=server.size,
+        samples=Sample(loaded.info.training_samples, loaded.info.test_samples),
+        loss=loss,
+        gradient_s=gradient_s,
+        metrics=metrics,
+        memory=_memory(job, plan, made, alone, of_model),
+        data_bytes=max(0, with_data - alone),
+    )
+
+
+def _gradient(server: Executor, learner: Executor) -> tuple[float, float]:
+    """Loss of the first mini-batch at the initial weights, and how long its gradient takes."""
+    assert isinstance(learner, LearnerExecutor)
+    if learner is not server:
+        learner.buffer("weights").vector.copy_(server.buffer("weights").vector)
+    learner.compute(Compute(0, "weights", "gradient"))
+    began = time.perf_counter()
+    loss = learner.compute(Compute(0, "weights", "gradient")).loss
+    gradient_s = time.perf_counter() - began
+    if not math.isfinite(loss):
+        text = "is all of the data finite, and does the loss fit?"
+        raise ConfigError(f"the loss of the first mini-batch is {loss}, at the initial weights: {text}")
+    return loss, gradient_s
+
+
+def _test(server: Executor, statistics: Executor) -> tuple[str, ...]:
+    """Tests one batch; names of what was measured."""
+    if not isinstance(statistics, StatisticsExecutor):
+        return ()
+    statistics.buffer("weights").vector.copy_(server.buffer("weights").vector)
+    return statistics.try_out("weights")
+
+
+def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_model: int) -> dict[str, int]:
+    """Kind of role -> bytes of the largest rank of that kind."""
+    counted = _buffers(job, plan)
+    owner = made[plan.server]
+    vector = owner.size * 4 + tail_bytes(plan.records)
+    found: dict[str, int] = {}
+    for i, role in enumerate(plan.roles):
+        taken = alone + vector * len(counted[i])
+        if i == plan.server and isinstance(owner, OwnerExecutor):
+            taken += owner.state_bytes()
+        if role.kind in {LEARNER, STATISTICS_SERVER}:
+            taken += of_model
+        found[role.kind] = max(found.get(role.kind, 0), taken)
+    return found
+
+
+def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
+    """Names of the buffers that each role uses, as a short simulation finds them."""
+    size = job.training.minibatch_size
+    job = job.with_(training={"epochs": 1, "evaluate": False}, results={"checkpoint_every": "never"}, hooks=())
+    job = job.with_(simulation={"faults": ()})
+    machines = {i: roles.make(i, job, plan, ROUNDS * size * len(plan.learners)) for i in range(len(plan.roles))}
+    model = costs.CostModel(job.simulation, plan, size)
+    hands = _Counted(size)
+    Simulation(plan, machines, hands, Rows(), model, size_bytes=4, seed=0).run()
+    return hands.names
+
+
+class _Counted(TimingOnly):
+    """Remembers which buffers each role uses."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.names: defaultdict[int, set[str]] = defaultdict(set)
+
+    def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
+        self.names[source].add(source_buffer)
+        self.names[to].add(to_buffer)
+
+    def copy(self, role: int, action: Copy) -> None:
+        self.names[role] |= {action.source, action.target}
+
+    def compute(self, role: int, action: Compute) -> Computed:
+        self.names[role] |= {action.weights, action.gradient}
+        return super().compute(role, action)
+
+    def accumulate(self, role: int, action: Accumulate) -> None:
+        self.names[role] |= {action.into, action.gradient}
+
+    def reduce(self, actions: Mapping[int, Reduce]) -> None:
+        for role, action in actions.items():
+            self.names[role].add(action.buffer)
+
+    def update(self, role: int, action: Update) -> int:
+        self.names[role] |= {action.gradient, action.weights}
+        return super().update(role, action)
+
+    def evaluate(self, role: int, action: Evaluate) -> Evaluated:
+        self.names[role].add(action.buffer)
+        return super().evaluate(role, action)
+
+
+def _resident() -> int:
+    """Bytes of this process in main memory now."""
+    return _bytes("VmRSS")
+
+
+def _peak() -> int:
+    """The most that there were since `_restart_peak`."""
+    return _bytes("VmHWM")
+
+
+def _bytes(name: str) -> int:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024
+    return 0
+
+
+def _restart_peak() -> None:
+    with suppress(OSError):
+        Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")

@@ -1,0 +1,111 @@
+"""`rudra validate` finds what a run would stumble over, in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rudra.cli import main
+from rudra.config import Job
+from rudra.rehearsal import rehearse
+from rudra.tables import OPTIMIZERS
+
+SMALL = 'model.options={"hidden" = [8]}'
+
+
+def unfit(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def touched(moment: Any) -> None:
+    raise AssertionError("hooks are made, not called")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.name=lenett", r"[model] unknown name 'lenett'; valid: mlp, "),
+        ("model.name=no_such_module:Net", "no_such_module:Net: no module 'no_such_module' on the Python path"),
+        ("model.options.hiden=[8]", "[model] mlp: got an unexpected keyword argument 'hiden'"),
+        ("task.options.smoothing=0.1", "[task] classification: got an unexpected keyword argument 'smoothing'"),
+        (f"task.name={__name__}:unfit", "gave shape (8, 10); a loss is one number, a scalar tensor"),
+        ("task.name=regression", "[task] regression wants numbers, as float32; digits has targets int64"),
+        ("data.name=digit", "[data] unknown name 'digit'; valid: digits, "),
+        ("data.name=cifar10", "cifar10"),
+        ("data.path=nowhere", "nowhere"),
+        ("optimizer.options.nestorov=true", "[optimizer] unknown option 'nestorov' of sgd; valid: dampening, "),
+        ("training.target=acuracy >= 0.9", "no test measures 'acuracy'"),
+        ("training.warm_start=no.h5", "no.h5"),
+        ('hooks=[{at="end", call="no_such_module:log"}]', "no_such_module:log: no module 'no_such_module'"),
+    ],
+)
+def test_what_a_run_would_stumble_over_is_found(
+    override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "job.toml"
+    hooks = override.partition("=")[2] if override.startswith("hooks=") else "[]"
+    job.write_text(f'hooks = {hooks}\n[model]\nname = "mlp"\noptions.hidden = [8]\n[training]\nminibatch_size = 8\n')
+    more = [] if override.startswith("hooks=") else ["--set", override]
+    assert main(["validate", "--syntax", str(job), *more]) == 0
+    capsys.readouterr()
+    assert main(["validate", str(job), *more]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rudra: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def infinite() -> tuple[Any, Any]:
+    points = torch.full((40, 3), torch.inf)
+    data = torch.utils.data.TensorDataset(points, torch.arange(40) % 2)
+    return data, data
+
+
+def test_data_that_is_not_finite_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(
+        model={"name": nn.Linear, "options": {"in_features": 3, "out_features": 2}},
+        data={"name": infinite, "classes": 2},
+    ).resolved()
+    with pytest.raises(Exception, match=r"loss of the first mini-batch is (nan|inf), .* is all of the data finite"):
+        rehearse(job, job.plan())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("topology", "protocol"),
+    [
+        ({"name": "base"}, "async"),
+        ({"name": "adv", "options": {"fan_out": 2}}, "hardsync"),
+        ({"name": "adv*"}, "async"),
+        ({"name": "groups", "options": {"groups": 1}}, "hardsync"),
+        ({"name": "groups", "options": {"groups": 2}}, "async"),
+    ],
+)
+def test_memory_is_told_for_every_kind_of_role(topology: dict[str, Any], protocol: str, optimizer: str) -> None:
+    job = Job(
+        model={"name": "mlp", "options": {"hidden": [500, 2000]}},
+        training={"minibatch_size": 2},
+        optimizer={"name": optimizer},
+        topology=topology,
+        protocol={"name": protocol},
+        cluster={"learners": 4, "threads_per_rank": 1},
+        hooks=[{"at": "update", "call": touched}],
+    )
+    plan = job.plan()
+    found = rehearse(job, plan)
+    assert set(found.memory) == {role.kind for role in plan.roles}
+    assert found.size == found.parameters == 64 * 500 + 500 + 500 * 2000 + 2000 + 2000 * 10 + 10
+    assert found.metrics == ("top5_error",)
+    assert found.loss == pytest.approx(np.log(10), rel=0.2)
+    vector = found.size * 4
+    state = {"adam": 2, "adamw": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}[optimizer]
+    least = min(found.memory.values())
+    if plan.roles[plan.server].kind == "parameter server":
+        weights, averaged, waiting = 1, 1, 2
+        assert found.memory["parameter server"] - least < (weights + averaged + waiting + state + 12) * vector
+        assert found.memory["parameter server"] > (weights + averaged + state) * vector
