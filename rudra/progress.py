@@ -176,7 +176,7 @@ def summary_table(summary: dict[str, Any]) -> str:
 def tested(row: np.void) -> str:
     """What the test of an epoch came to, in short."""
     if not row["evaluated"]:
-        return "test error not tested"
+        return "not tested" if np.isfinite(row["mean_staleness"]) else "no update of its own"
     error = row["test_error"]
     return f"test loss {row['test_loss']:.4f}" if np.isnan(error) else f"test error {error:.2%}"
 
@@ -231,6 +231,11 @@ def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
         last = {name: [value for value in values if value is not None][-1:] for name, values in metrics}
         text = ", ".join(f"{name} {value:.4g}" for name, values in last.items() for value in values)
         found.append((f"{split} metrics", text))
+    if count := summary["untested_epochs"]:
+        text = (
+            f"{count} of {summary['epochs']} epochs: tests took too long (training.evaluate = 'always' waits for them)"
+        )
+        found.append(("not tested", text))
     return found if any(summary[f"test_{name}"] for name in ("error", "loss")) else [("test error", "not tested")]
 
 

@@ -46,6 +46,7 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
         **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, epochs["learning_rate"]),
         "minibatch_size": attributes.get("minibatch_size"),
         "planned_epochs": job.get("training", {}).get("epochs"),
+        "untested_epochs": _untested(job, epochs),
         "epochs": len(epochs),
         "updates": int(totals[0]["timestamp"]) if len(totals) else len(updates),
         "gradients": applied,
@@ -119,6 +120,13 @@ def _metrics(rows: NDArray[np.void], epochs: NDArray[np.int32]) -> dict[str, dic
         if epoch in places and math.isfinite(value):
             series[places[epoch]] = value
     return found
+
+
+def _untested(job: dict[str, Any], epochs: NDArray[np.void]) -> int:
+    """Epochs with updates of their own that went untested, because the test before was still under way."""
+    if not job.get("training", {}).get("evaluate", True):
+        return 0
+    return int(((epochs["evaluated"] == 0) & np.isfinite(epochs["mean_staleness"])).sum())
 
 
 def _check_target(target: str, results: "Results") -> None:

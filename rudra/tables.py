@@ -46,10 +46,11 @@ class Table(BaseModel):
         """Refuses what would be converted silently: "16" and true are no numbers, 1 is neither true nor false."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         wanted = {annotation, *get_args(annotation)}
+        texts = [text for kind in wanted for text in get_args(kind) if isinstance(text, str)]
         if value is None and type(None) in wanted:
             return value
-        if bool in wanted and not isinstance(value, bool):
-            raise ValueError(f"must be true or false, not {short(value)}")
+        if bool in wanted and not isinstance(value, bool) and value not in texts:
+            raise ValueError(f"must be {', '.join(['true', *map(repr, texts)])} or false, not {short(value)}")
         if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str):
             raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {short(value)}")
         if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
@@ -127,7 +128,11 @@ class TrainingTable(Table):
     minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: samples per learner per gradient")
     seed: int = Field(0, ge=0, description="of weights, sampling, dropout and simulated time")
     warm_start: Path | None = Field(None, description="result file whose final weights to start from")
-    evaluate: bool = Field(True, description="test the weights at each epoch's end")
+    evaluate: bool | Literal["always"] = Field(
+        True,
+        description="test the weights at each epoch's end, unless the test before is still under way; always: training "
+        "waits for that",
+    )
     evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
     compile: bool = Field(
         False, description="compute gradients by torch.compile: faster, differs in the last bits; needs a C++ compiler"

@@ -34,6 +34,7 @@ from rudra.events import (
 )
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
+from rudra.records import Gradient
 from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
 from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.minibatches import Minibatches
@@ -218,6 +219,7 @@ class Replicas(States):
     READY = auto()
     COMPUTING = auto()
     REDUCING = auto()
+    WAITING = auto()
     UPDATING = auto()
     REGROUPING = auto()
     STOPPED = auto()
@@ -230,7 +232,9 @@ class Replica(Minibatches, Owner):
         HASHING    digest of the initial weights -> READY      tell the first learner, which compares
         READY      training starts               -> COMPUTING
         COMPUTING  gradient ready                -> REDUCING   average over all learners
-        REDUCING   averaged                      -> UPDATING   every learner by the same sum
+        REDUCING   averaged                      -> UPDATING   every learner by the same sum, or
+                                                 -> WAITING    the first, if it is ahead of tests that are to be made
+        WAITING    the test before is over       -> UPDATING
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
         any        a learner died                -> REGROUPING until a checkpoint is made, from which all go on
@@ -282,6 +286,7 @@ class Replica(Minibatches, Owner):
     def _follow(self, plan: Plan, position: Position) -> None:
         super()._follow(plan, position)
         self.state: States = Replicas.HASHING
+        self._made_of: tuple[Gradient, ...] = ()
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
         self._digests: list[int] = []
@@ -291,6 +296,8 @@ class Replica(Minibatches, Owner):
     def waiting_for(self) -> str:
         if self.state is Replicas.REDUCING:
             return "the gradients of all learners"
+        if self.state is Replicas.WAITING:
+            return "the statistics server to test the weights"
         if self.state is Replicas.REGROUPING:
             return "a checkpoint to go on from without those that died"
         if self.state is Replicas.READY:
@@ -355,7 +362,6 @@ class Replica(Minibatches, Owner):
         return []
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
-        self.state = Replicas.UPDATING
         self._reduced_at = now
         if any(gradient.update == _ENOUGH for gradient in event.gradients):
             self.epochs = min(self.epochs, self.epoch + 1)
@@ -364,8 +370,18 @@ class Replica(Minibatches, Owner):
                 other = f"those of learner {gradient.learner}"
                 return [Fail(f"its weights at timestamp {self.timestamp} differ from {other}, although they must not")]
         self._count(event.gradients, 1.0)
+        self._made_of = event.gradients
+        return self._update(now)
+
+    def _update(self, now: float) -> list[Action]:
+        """Updates the weights by what was added up, unless an epoch would go untested that is to be tested."""
+        if self._leads and self._is_ahead:
+            self.state = Replicas.WAITING
+            return []
+        self.state = Replicas.UPDATING
+        gradients, self._made_of = self._made_of, ()
         actions, ended = self._update_by(GRADIENT, now)
-        self._closing = not ended and any(gradient.update == _LAST for gradient in event.gradients)
+        self._closing = not ended and any(gradient.update == _LAST for gradient in gradients)
         self._ended_training = ended or self._closing
         return actions
 
@@ -381,7 +397,14 @@ class Replica(Minibatches, Owner):
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self._snapshot_returned(event.buffer)
-        return []
+        return self._go_on(now)
+
+    def _credit(self, event: Received, now: float) -> list[Action]:
+        return super()._credit(event, now) + self._go_on(now)
+
+    def _go_on(self, now: float) -> list[Action]:
+        """Makes the update that waited for a test."""
+        return self._update(now) if self.state is Replicas.WAITING else []
 
     # Learners that die.
 

@@ -103,6 +103,7 @@ class Owner(Machine):
         self._outbox = (Outbox if reports else Silent)(role, plan.statistics, job.results.report_s)
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
         self._credits = CREDITS
+        self._tests_all = job.training.evaluate == "always"
         self._snapshot_lent = False
         self._final_lent = False  # the weights of the last epoch, which are not all sent yet
         self._buried: set[int] = set()  # roles whose end is told
@@ -159,6 +160,13 @@ class Owner(Machine):
             self._pending_errors += errors
         self._pending_samples += samples
         return samples
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether the next update would end an epoch whose weights could not be tested, although all are to be."""
+        if not self._tests_all or (self._credits and not self._snapshot_lent):
+            return False
+        return self.samples + self._pending_samples >= (self.epoch + 1) * self.training_samples
 
     def _update_by(self, gradient: str, now: float) -> tuple[list[Action], bool]:
         """Updates the weights by an average of all that was counted; also whether that ended the training."""

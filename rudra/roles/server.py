@@ -175,6 +175,8 @@ class ParameterServer(Owner):
             return listed([name for i, name in zip(self._children, names, strict=True) if i not in self._ready])
         if self.state is State.DRAINING:
             return listed([name for i, name in zip(self._children, names, strict=True) if i not in self._left])
+        if self.state is State.TRAINING and self._update_due and self._is_ahead:
+            return "the statistics server to test the weights"
         if self.state is State.TRAINING:
             return f"a gradient from {listed(names[self._units if self._ordered else 0 :])}"
         return "the statistics server to finish"
@@ -247,7 +249,7 @@ class ParameterServer(Owner):
         intake = self.intake
         while self.state is TRAINING:
             if self._update_due:
-                if self._lent:
+                if self._lent or self._is_ahead:
                     break
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
@@ -301,6 +303,13 @@ class ParameterServer(Owner):
         text = f"silent for {silence_s:.0f} s, {behind} gradients behind the fastest"
         self._tell("straggler", self.timestamp, now - self._began, text, child)
         return [Warn(f"{role.name} (rank {role.world_rank}) is a straggler: {text}")]
+
+    def _credit(self, event: Received, now: float) -> list[Action]:
+        return super()._credit(event, now) + self._go_on(now)
+
+    def _go_on(self, now: float) -> list[Action]:
+        """Makes the update that waited for a test."""
+        return self._work(now) if self._update_due else []
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
         due = self._note(event, now)
@@ -360,7 +369,7 @@ class ParameterServer(Owner):
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.plan.statistics:
             self._snapshot_returned(event.buffer)
-            return self._lose_deferred(now)
+            return self._lose_deferred(now) + self._go_on(now)
         if event.buffer in self._downcast:
             timestamp, lent = self._downcast[event.buffer]
             self._downcast[event.buffer] = (timestamp, lent - 1)

@@ -231,6 +231,35 @@ def test_a_run_ends_with_the_epoch_after_which_its_target_is_reached(topology: d
     assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("faults", [[], [{"learner": 1, "dies_at_s": 2.0}]], ids=["", "dies"])
+def test_training_waits_for_tests_if_it_is_to(
+    topology: dict[str, Any], faults: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Tests take as long as ten epochs; whoever dies does so while all wait for one."""
+    made = {}
+    for evaluate in (True, "always"):
+        slow = {"evaluation_s": 1.0, "compute_s": 0.002, "faults": faults}
+        about = job(
+            "regression",
+            topology=topology,
+            training={"evaluate": evaluate, "epochs": 6},
+            simulation=slow,
+            cluster={"learners": 4, "threads_per_rank": 1},
+        )
+        with rudra.simulate(about, output=tmp_path / f"{evaluate}.h5", progress="quiet") as results:
+            summary, made[evaluate] = results.summary(), results.epochs["evaluated"].tolist()
+            assert summary["status"] == "finished"
+            assert summary["pushed"] == sum(summary[name] for name in ("applied", "pending", "discarded", "lost"))
+            text = summary_table(summary)
+        assert ("epochs: tests took too long (training.evaluate = 'always' waits for them)" in text) is (
+            evaluate is True
+        )
+        assert rudra.replay(tmp_path / f"{evaluate}.h5", job=about).difference is None
+    assert 0 in made[True]
+    assert made["always"] == [1] * 6
+
+
 def test_a_target_alone_ends_nothing(tmp_path: Path) -> None:
     made = job("regression", training={"target": "loss <= 0.05"})
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
