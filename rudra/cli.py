@@ -681,9 +681,12 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _rehearsed(job: Job, plan: "Plan") -> dict[str, str]:
     """What came of one mini-batch, tried in this process."""
+    from rudra.progress import too_few
     from rudra.rehearsal import rehearse
 
     found = rehearse(job, plan)
+    if text := too_few(job, found.samples.training):
+        print(f"rudra: {job.name}: {text}", file=sys.stderr)
     tested = ", ".join(found.metrics)
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
     return {

@@ -63,6 +63,8 @@ class Progress:
         self._bar: Any = None
         if mode != "quiet":
             self._say(headline(job, training_samples))
+            if text := too_few(job, training_samples):
+                self._say(f"rudra: {job.name}: {text}")
         if mode == "bar":
             self._bar = Bar(
                 total=self._epochs * training_samples,
@@ -147,6 +149,21 @@ def headline(job: Job, training_samples: int) -> str:
     rate = rate_text(job.optimizer.learning_rate, factor, protocol.modulation.name)
     size = f"λ = {job.learners}, μ = {table.minibatch_size}, α = {rate}"
     return f"{job.name}: {label}, {size}, {job.optimizer.name}, {table.epochs} epochs of {training_samples:,} samples"
+
+
+def too_few(job: Job, training_samples: int) -> str:
+    """What follows where an update takes more samples than an epoch has; empty where it does not."""
+    size, plan = job.training.minibatch_size, job.plan()
+    each = job.make_protocol(plan).gradients_per_update * job.learners // plan.workers * size
+    if each <= training_samples:
+        return ""
+    if size > training_samples:
+        about = f"a mini-batch has {size:,} samples (μ), and an epoch {training_samples:,}"
+    else:
+        about = (
+            f"an update is made of {each:,} samples, {each // size} mini-batches, and an epoch has {training_samples:,}"
+        )
+    return f"{about}: some epochs end without an update of their own, and have no figures (–)"
 
 
 def duration(seconds: float) -> str:

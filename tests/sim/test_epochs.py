@@ -80,9 +80,36 @@ def test_for_people_they_are_a_dash(crowded: Path, capsys: pytest.CaptureFixture
     assert "nan" not in text
 
 
+@pytest.mark.parametrize(
+    ("size", "learners", "said"),
+    [
+        (64, 1, "a mini-batch has 64 samples (μ), and an epoch 50"),
+        (16, 4, "an update is made of 64 samples, 4 mini-batches, and an epoch has 50"),
+        (12, 4, None),
+    ],
+)
+def test_updates_that_are_larger_than_epochs_are_told_at_the_start(
+    size: int, learners: int, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = rudra.Job.load(
+        "digits",
+        [
+            "data.train_limit=50",
+            "training.epochs=2",
+            "protocol.name=hardsync",
+            f"training.minibatch_size={size}",
+            f"cluster.learners={learners}",
+        ],
+    )
+    rudra.simulate(made, output=tmp_path / "run.h5", progress="lines").close()
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rudra: ")]
+    assert [line.removeprefix("rudra: digits: ").partition(":")[0] for line in told] == ([] if said is None else [said])
+
+
 def test_lines_while_it_runs_have_a_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rudra.simulate(job(50), output=tmp_path / "run.h5", progress="lines").close()
-    head, *lines = capsys.readouterr().err.splitlines()
+    head, *rest = capsys.readouterr().err.splitlines()
+    lines = [line for line in rest if not line.startswith("rudra: ")]
     assert "staleness" not in head
     assert ["staleness –, " in line for line in lines] == EMPTY
     assert not any("nan" in line for line in lines)
