@@ -1,5 +1,6 @@
 """What a learner and the statistics server compute: gradients of drawn mini-batches, and tests of weights."""
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from rudra import trees
 from rudra.augmentation import Augmentation
 from rudra.config import Job
 from rudra.data import Batch, Samples, in_memory
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, DataError
 from rudra.events import Score
 from rudra.flat import FlatModel
 from rudra.sampling import Sampler, mix, seed_all
@@ -54,6 +56,7 @@ class GradientSource:
     def __init__(self, job: Job, learner: int, model: FlatModel, split: Samples, *, prefetch: bool) -> None:
         self._seed = job.training.seed
         self._learner = learner
+        self._stops = job.faults.non_finite_loss == "stop"
         self.model = model
         sampler, augmentation = Sampler(self._seed, learner, len(split)), Augmentation(job.augment)
         self._inputs = _Inputs(sampler, split, job.training.minibatch_size, augmentation, self.seed)
@@ -74,6 +77,9 @@ class GradientSource:
         inputs, target = self.minibatch(step)
         self.model.bind(weights)
         loss, errors = self.model.gradient(inputs, target, out, self.seed(step))
+        if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
+            sample = self._inputs.indices(step)[int(wrong.argmax())]
+            raise DataError(f"[data] training sample {sample} has a value that is not finite, and so has the loss")
         return Outcome(loss, errors, self.minibatch_size)
 
     def prepare(self) -> None:
@@ -110,6 +116,17 @@ class GradientSource:
         """Ends the input thread, if there is one; `compute` may not be called again."""
         if self._prefetched is not None:
             self._prefetched.close()
+
+
+def not_finite(batch: Any) -> npt.NDArray[np.bool_]:
+    """Of which samples some number is NaN or infinite, (samples,)."""
+    flags = np.zeros(len(trees.first(batch)), np.bool_)
+
+    def look(tensor: torch.Tensor) -> None:
+        flags[:] |= ~tensor.isfinite().reshape(len(tensor), -1).all(1).numpy(force=True)
+
+    mapped(look, batch)
+    return flags
 
 
 def joint_gradient(
@@ -252,6 +269,10 @@ class _Inputs:
             sample = sum(tensor.nbytes for tensor in split.batch(np.zeros(1, np.int64)))
             self._together = max(1, _TOGETHER_BYTES // (sample * minibatch_size))
         self._drawn: dict[int, Batch] = {}
+
+    def indices(self, step: int) -> npt.NDArray[np.int64]:
+        """Which samples a mini-batch has."""
+        return self._sampler.indices(step * self.minibatch_size, self.minibatch_size)
 
     def minibatch(self, step: int) -> Batch:
         if step not in self._drawn:

@@ -74,7 +74,9 @@ class Minibatches(Machine):
         self.step = step + 1
         if isfinite(loss):
             return [], False
-        text = f"the loss of mini-batch {step} is {loss}: a smaller learning_rate may help"
+        late, early = "a smaller learning_rate may help", "at the initial weights; do model, loss and data fit?"
+        hint = late if self.timestamp else early
+        text = f"the loss of mini-batch {step} is {loss}: {hint}"
         if self._non_finite_stops:
             self._report(0.0, 0.0, 0.0)
             return [*self._diary.flush(now), Fail(text)], True

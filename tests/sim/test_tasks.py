@@ -352,3 +352,18 @@ def test_changed_images_are_the_same_in_a_replay(tmp_path: Path) -> None:
     assert rudra.replay(tmp_path / "run.h5").difference is None
     with rudra.simulate(rudra.Job(**about | {"augment": {}}), output=tmp_path / "b.h5", progress="quiet") as results:
         assert not np.array_equal(results.weights, changed)
+
+
+@pytest.mark.parametrize(("policy", "ends"), [("stop", True), ("warn", False)])
+def test_a_sample_that_is_not_finite_is_named_and_no_learning_rate_blamed(
+    policy: str, ends: bool, tmp_path: Path
+) -> None:
+    points = POINTS.clone()
+    points[123, 1] = torch.nan
+    broken = {"name": pair(points, NUMBERS)}
+    made = job("regression", data=broken, faults={"non_finite_loss": policy}, training={"epochs": 2, "evaluate": False})
+    if ends:
+        with pytest.raises(RudraError, match=r"\[data\] training sample 123 has a value that is not finite"):
+            rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet")
+    else:
+        rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet").close()

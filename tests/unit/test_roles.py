@@ -226,12 +226,17 @@ def test_learner_counts_pulls_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_non_finite_loss_stops(loss: float) -> None:
+@pytest.mark.parametrize(
+    ("timestamp", "hint"),
+    [(0, "at the initial weights; do model, loss and data fit?"), (3, "a smaller learning_rate may help")],
+)
+def test_non_finite_loss_stops(loss: float, timestamp: int, hint: str) -> None:
     role = computing()
     feed(role, computed(0), SENT, answer(0), now=0.5)
+    role.timestamp = timestamp
     actions = role.handle(computed(1, loss), 1.0)
     assert [brief(a) for a in actions[:-1]] == ["MINIBATCHES@0 to T"], "what was measured so far is kept"
-    assert actions[-1] == Fail(f"the loss of mini-batch 1 is {loss}: a smaller learning_rate may help")
+    assert actions[-1] == Fail(f"the loss of mini-batch 1 is {loss}: {hint}")
     before, last = rows_sent(actions, Kind.MINIBATCHES)
     assert (before["step"], before["loss"]) == (0, 0.5)
     assert (last["step"], str(last["loss"]), last["compute_s"], last["push_s"]) == (1, str(loss), 0.5, 0.0)
