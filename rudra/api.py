@@ -80,6 +80,8 @@ def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool
     path, job = begin.output, job.with_(cluster=begin.cluster or {}).resolved(cores=cores())
     plan = job.plan()
     names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
+    if shown["mode"] != "quiet":  # each imports torch, which takes seconds where there are fewer cores than ranks
+        print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
     for restart in range(job.faults.restarts + 1):
         more = {"overwrite": begin.overwrite, "resume": begin.checkpoint or False, "launched": True}
         payload = {"job": job, "output": path, "progress": shown, **more}
