@@ -1,11 +1,14 @@
 """A run in numbers: what `rudra show --json` prints, and the name of its protocol for people."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+import protocols
 from rudra.errors import printable
 from rudra.target import Target, Watch
 
@@ -40,6 +43,7 @@ def summarise(results: "Results", target: str | None = None) -> dict[str, Any]:
         "topology": attributes.get("topology"),
         "learners": attributes.get("learners"),
         "minibatch_size": attributes.get("minibatch_size"),
+        "learning_rate": effective_rate(job, attributes),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "epochs": len(epochs),
         "updates": int(totals[0]["timestamp"]) if len(totals) else len(updates),
@@ -72,6 +76,33 @@ def summarise(results: "Results", target: str | None = None) -> dict[str, Any]:
         "initial_weights_sha256": attributes.get("initial_weights_sha256"),
         "weights_sha256": state["weights_sha256"] or None,
     }
+
+
+def effective_rate(job: Mapping[str, Any], attributes: Mapping[str, Any]) -> float | None:
+    """The initial learning rate, warm-up aside: α0 times the protocol's factor at staleness 0.
+
+    Args:
+        job: as stored in a result file.
+        attributes: of the file.
+
+    Returns:
+        None where the file does not tell, or the protocol is not one of Rudra's.
+    """
+    table = job.get("protocol", {})
+    try:
+        rate, name = float(job["optimizer"]["learning_rate"]), str(attributes["protocol"])
+        made = protocols.make(
+            name,
+            learners=attributes["learners"],
+            minibatch_size=attributes["minibatch_size"],
+            n=table.get("n"),
+            modulation=table.get("modulation", "auto"),
+            reference_batch_size=table["reference_batch_size"],
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    workers = replace(made.modulation, n=attributes.get("n") or made.n)  # with compute groups n counts these
+    return rate * workers.rate_factor(0.0)
 
 
 def protocol_label(summary: dict[str, Any]) -> str:
