@@ -22,6 +22,7 @@ MARKERS = "osD^vPX"
 _MOST_POINTS = 200
 _MOST_MARKERS = 20
 _DECADES = 300  # from the least to the most, where ticks between powers of ten would be too many
+NOT_POSITIVE = "not where it is 0 or less"
 _LETTERS = 60  # in a line of a legend, or below a panel
 _NAMED = 12  # runs that a panel cannot show; of more, it counts the rest
 STYLE: dict[Any, Any] = {  # of every picture, those of a report too
@@ -282,7 +283,7 @@ def _draw(figure: Any, curves: Sequence[_Curves], *, log: bool = False) -> None:
     count = 2 * len(shown) + len(training) + 1 + 2 * stale
     rows = -(-count // 2)
     single = len(lines) == 1
-    legend = 0.0 if single else 0.8 + 0.1 * min(_LETTERS, max(len(line.label) for line in lines))
+    legend = 0.0 if single else 0.9 + 0.105 * min(_LETTERS, max(len(line.label) for line in lines))
     figure.set_size_inches(11 + legend, max(0.3 * len(lines), 3.7 * rows) + 0.4)
     panels = figure.subplots(rows, 2).ravel().tolist()
     for axis in panels[count:]:
@@ -328,12 +329,15 @@ def _quantity(
     virtual = {c.driver == "simulation" for c in curves}
     clock = "virtual training time" if virtual == {True} else "training time"
     remark = "; virtual in simulations" if len(virtual) == 2 else ""
-    missing = []
+    missing, cut = [], []
     log = log and any((getattr(c, name) > 0).any() for c in curves)
     for line in lines:
         courses = [run.course(name, by_time=by_time).known() for run in line.runs]
         there = [course for course in courses if (course.y > 0 if log else course.y > -np.inf).any()]
         missing += [run.name for run, c in zip(line.runs, courses, strict=True) if not any(c is t for t in there)]
+        cut += [
+            run.name for run, c in zip(line.runs, courses, strict=True) if log and (c.y > 0).any() > (c.y > 0).all()
+        ]
         if there:
             band = band_of(there)
             if by_time:
@@ -341,7 +345,13 @@ def _quantity(
             draw_band(axis, band, line.look)
     title, label = titles
     x = f"{clock} ({unit}{remark})" if by_time else "epoch"
-    describe(axis, f"{title} over {'time' if by_time else 'epochs'}", x + left_out(missing), label, log=log)
+    describe(
+        axis,
+        f"{title} over {'time' if by_time else 'epochs'}",
+        x + left_out(missing) + left_out(cut, NOT_POSITIVE),
+        label,
+        log=log,
+    )
     axis.set_xlim(left=0)
     if not by_time:
         whole(axis)

@@ -379,7 +379,7 @@ def _roles(study: Study) -> list[Figure]:
                 ),
             ],
             Table("roles", heads, rows, dict.fromkeys(heads[1:], percent)),
-            0.9 + 0.42 * len(drawn),
+            1.1 + 0.42 * len(drawn),
             left_out={"No times of roles": [run.label for run in study.known if run not in runs]},
         )
     ]

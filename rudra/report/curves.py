@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rudra.analysis import Course, Numbers, band_of, draw_band, time_unit
+from rudra.analysis import NOT_POSITIVE, Course, Numbers, band_of, draw_band, time_unit
 from rudra.progress import is_share
 from rudra.report.panels import Figure, Line, Panel, grouped, own_legends, said, set_axes, thin
 from rudra.report.runs import Run, Study
@@ -101,17 +101,21 @@ _TRAINED = (
 )
 
 
-def _shown(lines: Sequence[Line], quantity: _Quantity, log: bool) -> tuple[list[Line], list[str], bool]:
-    """The lines that a panel can show, the names of the other runs, and whether the scale is logarithmic."""
-    log = log and any((quantity.over(run, time=False).y > 0).any() for line in lines for run in line.runs)
+def _shown(lines: Sequence[Line], quantity: _Quantity, log: bool) -> tuple[list[Line], dict[str, list[str]], bool]:
+    """The lines that a panel can show, why it cannot show others, and whether the scale is logarithmic."""
+    runs = [run for line in lines for run in line.runs]
+    log = log and any((quantity.over(run, time=False).y > 0).any() for run in runs)
 
-    def there(run: Run) -> bool:
+    def positive(run: Run) -> Any:
         values = quantity.over(run, time=False).y
-        return bool((values > 0).any() if log else len(values))
+        return values > (0 if log else -np.inf)
 
-    kept = [line.of(there) for line in lines]
-    names = [run.label for line in lines for run in line.runs if not there(run)]
-    return [line for line in kept if line.runs], names, log
+    kept = [line.of(lambda run: positive(run).any()) for line in lines]
+    missing = [run.label for run in runs if not positive(run).any()]
+    cut = [run.label for run in runs if positive(run).any() and not positive(run).all()]
+    what = quantity.title.lower()
+    left_out = {f"Not in {what}": missing, f"In {what} {NOT_POSITIVE}": cut}
+    return [line for line in kept if line.runs], {why: names for why, names in left_out.items() if names}, log
 
 
 def _panel(
@@ -132,7 +136,7 @@ def _panel(
 
 
 def _figures(study: Study, lines: Sequence[Line], quantity: _Quantity, log: bool) -> list[Figure]:
-    lines, missing, log = _shown(lines, quantity, log)
+    lines, left_out, log = _shown(lines, quantity, log)
     runs = [run for line in lines for run in line.runs]
     if not runs:
         return []
@@ -143,7 +147,6 @@ def _figures(study: Study, lines: Sequence[Line], quantity: _Quantity, log: bool
     heads = ("run", "epoch", f"{name} (s)", quantity.label)
     rows, thinned = _rows(runs, [quantity], time=True)
     shown = {quantity.label: quantity.shown} if quantity.shown else {}
-    left_out = {f"Not in {quantity.title.lower()}": missing} if missing else {}
     caption = quantity.caption + said(lines)
     if len(groups) == 1:
         table = Table(quantity.name, heads, rows, shown, thinned)
@@ -175,7 +178,7 @@ def _training(study: Study, lines: Sequence[Line], log: bool) -> list[Figure]:
     if not found:
         return []
     quantities = [quantity for quantity, *_ in found]
-    left_out = {f"Not in {quantity.title.lower()}": missing for quantity, _, missing, _ in found if missing}
+    left_out = {why: names for _, _, reasons, _ in found for why, names in reasons.items()}
     heads = ("run", "epoch", *(quantity.label for quantity in quantities))
     rows, thinned = _rows(study.known, quantities, time=False)
     shown = {quantity.label: quantity.shown for quantity in quantities if quantity.shown}
@@ -193,10 +196,10 @@ def _training(study: Study, lines: Sequence[Line], log: bool) -> list[Figure]:
             Table(quantity.name, heads, rows, shown, thinned),
             2.7,
             share_y=True,
-            left_out={why: names for why, names in left_out.items() if names is missing},
+            left_out=reasons,
             own_legends=own_legends(own),
         )
-        for quantity, own, missing, scale in found
+        for quantity, own, reasons, scale in found
     ]
 
 

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
 from rudra.analysis import COLOURS, STYLE, log_ticks
@@ -165,7 +165,9 @@ def _legend(drawing: Any, axes: Sequence[Any], width: float, least: int) -> None
     if len(found) < least:
         return
     room = int(11 * width)  # letters
-    columns = max(1, min(len(found), room // (max(map(len, found)) + 8)))
-    rows = -(-len(found) // columns)
+    found = {fill(label, room - 8): handle for label, handle in found.items()}
+    longest = max(len(line) for label in found for line in label.split("\n"))
+    columns = max(1, min(len(found), room // (longest + 8)))
+    rows = -(-len(found) // columns) * max(label.count("\n") + 1 for label in found)
     drawing.set_figheight(drawing.get_figheight() + 0.25 * rows)
     drawing.legend(found.values(), found.keys(), loc="outside upper left", ncols=columns)

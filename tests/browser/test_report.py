@@ -67,6 +67,14 @@ def test_nothing_is_wider_than_the_screen(opened: Any) -> None:
     assert opened.evaluate(out) == []
 
 
+@pytest.mark.parametrize("opened", [(390,)], indirect=True, ids=str)
+def test_a_phone_shows_errors_without_scrolling(opened: Any) -> None:
+    cells = "all => all.map(cell => [cell.textContent.trim(), cell.getBoundingClientRect().right])"
+    heads = dict(opened.eval_on_selector_all("table.sortable thead th", cells))
+    (error,) = [right for head, right in heads.items() if head.startswith("test error")]
+    assert error < 390
+
+
 @pytest.mark.parametrize("opened", [(w,) for w in WIDTHS], indirect=True, ids=str)
 def test_every_figure_is_seen_once_and_readable(opened: Any) -> None:
     kind = "narrow" if opened.viewport_size["width"] <= 640 else "wide"

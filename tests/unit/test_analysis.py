@@ -197,6 +197,18 @@ def test_logarithmic_axes(tmp_path):
     assert {axis.get_yscale() for axis in panels(drawn(files)).values()} == {"linear"}
 
 
+def test_what_a_logarithmic_axis_cannot_show_is_named(tmp_path):
+    write_point(tmp_path / "perfect.h5", protocol="softsync", n=2, mu=4, lam=4)
+    curves = _load(tmp_path / "perfect.h5", "perfect")
+    curves.test_error[-1] = 0
+    curves.train_error[:] = 0
+    other = curves._replace(name="other", test_error=curves.test_error + 1, train_error=curves.train_error + 1)
+    _draw(figure := Figure(), [curves, other], log=True)
+    axes = panels(figure)
+    assert axes["Test error over time"].get_xlabel().endswith("\nnot where it is 0 or less: perfect")
+    assert axes["Training error over epochs"].get_xlabel().endswith("\nnot here: perfect")
+
+
 def test_nothing_stale_is_one_line_instead_of_panels(runs):
     figure = drawn([runs / "hard.h5"])
     assert not [title for title in panels(figure) if "taleness" in title]

@@ -415,6 +415,10 @@ def test_logarithmic_axes(tmp_path: Path, count: int) -> None:
         scales = {name: {axis.get_yscale() for axis in axes} for name, axes in drawn(files, log=log).items()}
         wanted = {name for name in scales if name.startswith(("error", "training", "learning-rate"))}
         assert {name for name, scale in scales.items() if scale == {"log"}} == (wanted if log else set())
+    (study,) = collect(files)
+    study.known[0].train_error[-1] = 0
+    (training,) = [f for f in figures(study, study.known, log=True) if f.name in ("training", "training-error")]
+    assert list(training.left_out.values()) == [[study.known[0].label]]
     assert main(["report", *map(str, files), "-o", str(tmp_path / "page.html"), "--log"]) == 0
     assert main(["plot", *map(str, files), "-o", str(tmp_path / "page.png"), "--log"]) == 0
 
@@ -503,3 +507,13 @@ def test_speed_ups_against_a_fitted_time_are_marked(study: Path) -> None:
         found = {row[2]: row[5:] for row in table.rows}
         assert [quantity for quantity, (difference, _) in found.items() if difference.endswith("(fitted)")] == marked
         assert [quantity for quantity, (_, remark) in found.items() if "fitted (a)" in remark] == marked
+
+
+def test_shares_are_in_percent_as_errors_are(tmp_path: Path) -> None:
+    write_point(tmp_path / "run.h5", protocol="softsync", n=2, mu=4, lam=4)
+    run = read(tmp_path / "run.h5")
+    run = dataclasses.replace(run, metrics={"precision@1": 0.5 - run.test_error / 1000})
+    (figure,) = [f for f in figures(Study("x", (run,)), [run]) if f.name == "metric-precision@1"]
+    assert figure.table.columns[-1] == "precision@1 (%)"
+    assert [row[-1] for row in figure.table.rows] == pytest.approx(50 - run.test_error / 10)
+    assert figure.table.cells(figure.table.rows[0])[-1][0] == f"{figure.table.rows[0][-1]:.2f}"
