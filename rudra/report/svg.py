@@ -93,7 +93,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     count = len(figure.panels)
-    columns = (1 if count <= 6 else 2) if narrow else min(3, count)
+    columns = (1 if count <= 6 or figure.own_legends else 2) if narrow else min(3, count)
     rows = -(-count // columns)
     width, scale = (_NARROW if narrow else _WIDE), 0.9 if narrow and columns == 2 else 1
     heights = [scale * height for height in figure.heights or [figure.height] * count]
