@@ -1,7 +1,10 @@
-"""Pictures of one or several runs: test error, and staleness."""
+"""Pictures of one or several runs: errors, losses, learning rates and staleness."""
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +12,7 @@ from numpy.typing import NDArray
 
 from rudra.errors import ConfigError
 from rudra.files import check_output, written
-from rudra.results import open_results
+from rudra.results import Results, open_results
 from rudra.summary import protocol_label
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -17,6 +20,11 @@ SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 _MOST_POINTS = 200
+_MOST_MARKERS = 20
+_DECADES = 300  # from the least to the most, where ticks between powers of ten would be too many
+NOT_POSITIVE = "not where it is 0 or less"
+_LETTERS = 60  # in a line of a legend, or below a panel
+_NAMED = 12  # runs that a panel cannot show; of more, it counts the rest
 STYLE: dict[Any, Any] = {  # of every picture, those of a report too
     "font.size": 13,
     "axes.titlesize": 14,
@@ -37,18 +45,20 @@ STYLE: dict[Any, Any] = {  # of every picture, those of a report too
     "text.parse_math": False,  # a name with two dollars in it is a name
 }
 
+Numbers = NDArray[np.float64]
+
 
 class Blocks(NamedTuple):
     """Mean staleness over updates, thinned: each point stands for `width` updates, the last one for the rest."""
 
     width: int
     update: NDArray[np.int64]
-    mean: NDArray[np.float64]
-    low: NDArray[np.float64]
-    high: NDArray[np.float64]
+    mean: Numbers
+    low: Numbers
+    high: Numbers
 
 
-def blocks_of(update: NDArray[np.int64], mean_staleness: NDArray[np.float64], most: int) -> Blocks:
+def blocks_of(update: NDArray[np.int64], mean_staleness: Numbers, most: int) -> Blocks:
     """Means and ranges over as many updates at a time as leave `most` points."""
     width = max(1, -(-len(update) // most))
     starts = np.arange(0, len(update), width)
@@ -58,28 +68,134 @@ def blocks_of(update: NDArray[np.int64], mean_staleness: NDArray[np.float64], mo
     return Blocks(width, update[starts], total / np.diff(np.append(starts, len(update))), low, high)
 
 
+class Course(NamedTuple):
+    """How something went, x and y, each of shape (points,); `step` counts them: an epoch, or the number of a block."""
+
+    step: NDArray[Any]
+    x: NDArray[Any]
+    y: Numbers
+
+    def known(self) -> "Course":
+        """Without points that have no value."""
+        there = np.isfinite(self.y)
+        return Course(self.step[there], self.x[there], self.y[there])
+
+
+class Band(NamedTuple):
+    """The medians of several courses at each step, and between what y lies."""
+
+    x: Numbers
+    y: Numbers
+    low: Numbers
+    high: Numbers
+
+
+def band_of(courses: Sequence[Course]) -> Band:
+    """Of runs that differ only in the seed; at a step that some did not reach, of the others."""
+    courses = [course.known() for course in courses]
+    steps = np.unique(np.concatenate([course.step for course in courses]))
+    table = np.full((2, len(courses), len(steps)), np.nan)
+    for row, course in enumerate(courses):
+        table[:, row, np.searchsorted(steps, course.step)] = course.x, course.y
+    x, y = table
+    return Band(np.nanmedian(x, 0), np.nanmedian(y, 0), np.nanmin(y, 0), np.nanmax(y, 0))
+
+
+def flat(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Table.key -> value; what stands at the top of a job has no table."""
+    found: dict[str, Any] = {}
+    for table, keys in job.items():
+        if table in {"study", "hooks"}:  # what a sweep made this run of, and what decides nothing
+            continue
+        found |= {f"{table}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {table: keys}
+    return found
+
+
+def matters(key: str) -> bool:
+    """Whether a key of the job makes another setting of a run; a seed makes another run of the same."""
+    return key not in {"name", "training.seed", "cluster.threads_per_rank"} and not key.startswith("results.")
+
+
+def together(runs: Sequence[tuple[Mapping[str, Any], Any]]) -> list[list[int]]:
+    """Which runs, by number, are one curve: those that differ in nothing but the seed.
+
+    Runs of one seed alone stay apart: nobody knows why there are several.
+
+    Args:
+        runs: of each its job, see `flat`, and what else sets it apart.
+    """
+    groups: dict[str, list[int]] = {}
+    for i, (job, other) in enumerate(runs):
+        same = {key: value for key, value in job.items() if matters(key)}
+        groups.setdefault(json.dumps([same, other], sort_keys=True, default=str), []).append(i)
+    seeds = [job.get("training.seed") for job, _ in runs]
+    return [part for g in groups.values() for part in ([g] if len({seeds[i] for i in g}) > 1 else [[i] for i in g])]
+
+
+def several(seeds: Sequence[Any]) -> str:
+    """What the name of a curve says of the seeds of its runs."""
+    count = len(set(seeds))
+    runs = f"{len(seeds)} runs with " if count < len(seeds) else ""
+    return f", {runs}{count} seeds" if len(seeds) > 1 else ""
+
+
+def rate_of(results: Results) -> Course:
+    """Learning rates over epochs, thinned evenly; each holds until the next."""
+    rows, samples = results.updates, results.attributes.get("training_samples")
+    ended = np.cumsum(rows["samples"]) / samples if samples else rows["epoch"] + 1.0
+    began = np.append(0.0, ended)[: len(rows)]
+    places = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _MOST_POINTS)).round().astype(int))
+    x, y = began[places], rows["learning_rate"][places]
+    if len(rows):
+        x, y = np.append(x, ended[-1]), np.append(y, y[-1])
+    return Course(np.arange(len(x)), x, y)
+
+
 class _Curves(NamedTuple):
     """What the picture shows of one run."""
 
+    name: str
     label: str
     driver: str
-    epoch: NDArray[np.int64]
-    epoch_end_s: NDArray[np.float64]
-    test_error: NDArray[np.float64]  # in percent; NaN where the task knows none
-    test_loss: NDArray[np.float64]
+    job: Mapping[str, Any]
+    learning_rate: float | None
+    epoch: NDArray[np.int64]  # all that follows is of epochs, and NaN where unknown
+    epoch_end_s: Numbers
+    test_error: Numbers  # in percent, as all errors
+    test_loss: Numbers
+    train_error: Numbers
+    train_loss: Numbers
+    rate: Course
     update: NDArray[np.int64]
-    mean_staleness: NDArray[np.float64]
-    histogram: NDArray[np.float64]
+    mean_staleness: Numbers
+    histogram: Numbers
+
+    def course(self, name: str, *, by_time: bool = False) -> Course:
+        return Course(self.epoch, self.epoch_end_s if by_time else self.epoch, getattr(self, name))
+
+    @property
+    def stale(self) -> bool:
+        return bool(self.histogram[1:].any() or self.mean_staleness.any())
 
 
-def plot(files: Sequence[str | Path], output: str | Path, *, force: bool = False) -> None:
-    """Draws test error over epochs and over time, staleness over updates, and the staleness histogram.
+class _Line(NamedTuple):
+    """Runs that are one curve, and how it looks in every panel."""
 
-    Where no task knows an error, the test's loss takes its place.
+    label: str
+    look: dict[str, Any]
+    runs: list[_Curves]
+
+
+def plot(files: Sequence[str | Path], output: str | Path, *, log: bool = False, force: bool = False) -> None:
+    """Draws errors and losses of tests and training, the learning rate, and staleness.
+
+    Runs that differ only in the seed become one curve: their median, in a band from the least to the most.
+    What no run has (errors, or staleness where nothing is stale) has no panel.
 
     Args:
         files: result files; several are overlaid.
         output: picture to write; its suffix is one of `SUFFIXES`.
+        log: logarithmic axes for errors, losses and learning rates.
         force: replace an existing picture.
 
     Raises:
@@ -100,11 +216,12 @@ def plot(files: Sequence[str | Path], output: str | Path, *, force: bool = False
         raise ConfigError("plots need matplotlib: pip install 'rudra[plot]'") from None
     paths = [Path(file) for file in files]
     unique = len({path.stem for path in paths}) == len(paths)
-    curves = [_load(path, path.stem if unique else str(path.with_suffix(""))) for path in paths]
+    common = os.path.commonpath([path.absolute().parent for path in paths])
+    curves = [_load(p, p.stem if unique else os.path.relpath(p.absolute().with_suffix(""), common)) for p in paths]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 8.2), dpi=120, layout="constrained")
+        figure = Figure(dpi=120, layout="constrained")
         FigureCanvasAgg(figure)  # no display, no global state
-        _draw(figure, curves)
+        _draw(figure, curves, log=log)
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix.lower())
         with written(output) as file:
             figure.savefig(file, format=output.suffix[1:].lower(), metadata=metadata)
@@ -113,83 +230,240 @@ def plot(files: Sequence[str | Path], output: str | Path, *, force: bool = False
 def _load(path: Path, name: str) -> _Curves:
     with open_results(path) as results:
         summary, epochs, updates = results.summary(), results.epochs, results.updates
-    tested = epochs[epochs["evaluated"] != 0]
+        job, rate = flat(results.job), rate_of(results)
+    untested = epochs["evaluated"] == 0
     counts = np.asarray(summary["staleness_histogram"], float)
     label = f"{name} ({protocol_label(summary)}, λ = {summary['learners']}, μ = {summary['minibatch_size']})"
     return _Curves(
+        name=name if summary["status"] == "finished" else f"{name} ({summary['status']})",
         label=label if summary["status"] == "finished" else f"{label}, {summary['status']}",
         driver=summary["driver"],
-        epoch=tested["epoch"].astype(np.int64),
-        epoch_end_s=tested["time_s"],
-        test_error=100 * tested["test_error"],
-        test_loss=tested["test_loss"],
+        job=job | {"cluster.learners": summary["learners"]},
+        learning_rate=summary["learning_rate"],
+        epoch=epochs["epoch"].astype(np.int64),
+        epoch_end_s=epochs["time_s"],
+        test_error=np.where(untested, np.nan, 100 * epochs["test_error"]),
+        test_loss=np.where(untested, np.nan, epochs["test_loss"]),
+        train_error=100 * epochs["train_error"],
+        train_loss=epochs["train_loss"],
+        rate=rate,
         update=updates["timestamp"],
         mean_staleness=updates["mean_staleness"],
         histogram=100 * counts / max(1.0, counts.sum()),
     )
 
 
-def _draw(figure: Any, curves: Sequence[_Curves]) -> None:
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+def _lines(curves: Sequence[_Curves]) -> list[_Line]:
+    groups = [[curves[i] for i in group] for group in together([(c.job, c.driver) for c in curves])]
+    rates = len({c.learning_rate for c in curves}) > 1
+    lines = []
+    for i, runs in enumerate(groups):
+        label = runs[0].label + several([run.job.get("training.seed") for run in runs])
+        lines.append(_Line(with_rate(label, runs[0].learning_rate if rates else None), look(i), runs))
+    return lines
 
-    (by_epoch, by_time), (over_updates, histogram) = figure.subplots(2, 2)
+
+def with_rate(label: str, rate: float | None) -> str:
+    """For legends of runs whose effective rates differ."""
+    return label if rate is None else f"{label}, α = {rate:.4g}"
+
+
+def _draw(figure: Any, curves: Sequence[_Curves], *, log: bool = False) -> None:
+    lines = _lines(curves)
+    tests = [("test_error", "Test error", "test error (%)"), ("test_loss", "Test loss", "test loss")]
+    lossy = any(not np.isfinite(c.test_error).any() and np.isfinite(c.test_loss).any() for c in curves)
+    tests = [test for test in tests if test[0] == "test_error" or lossy]
+    shown = [test for test in tests if any(np.isfinite(getattr(c, test[0])).any() for c in curves)] or tests[:1]
+    training = [
+        ("train_loss", "Training loss", "training loss"),
+        ("train_error", "Training error", "training error (%)"),
+    ]
+    training = [kind for kind in training if any(np.isfinite(getattr(c, kind[0])).any() for c in curves)]
+    stale = any(c.stale for c in curves)
+    count = 2 * len(shown) + len(training) + 1 + 2 * stale
+    rows = -(-count // 2)
+    single = len(lines) == 1
+    legend = 0.0 if single else 0.9 + 0.105 * min(_LETTERS, max(len(line.label) for line in lines))
+    figure.set_size_inches(11 + legend, max(0.3 * len(lines), 3.7 * rows) + 0.4)
+    panels = figure.subplots(rows, 2).ravel().tolist()
+    for axis in panels[count:]:
+        axis.remove()
+    axes = iter(panels)
+    for name, title, label in shown:
+        for by_time in (False, True):
+            _quantity(next(axes), lines, name, (title, label), by_time=by_time, log=log)
+    for name, title, label in training:
+        _quantity(next(axes), lines, name, (title, label), log=log)
+    _rates(next(axes), lines, log=log)
+    if stale:
+        _staleness(next(axes), next(axes), lines)
+    remark = "" if stale or not any(len(c.update) for c in curves) else "Nothing is stale: σ = 0 in all gradients."
+    if single:
+        figure.suptitle(lines[0].label)
+    else:
+        handles = [_handle(line.look) for line in lines]
+        names = [fill(line.label, _LETTERS) for line in lines]
+        figure.legend(handles, names, loc="outside right upper", fontsize=12)
+    if remark:
+        figure.supxlabel(remark, x=0.01, ha="left", fontsize=12, color="#555555")
+
+
+def _handle(look: Mapping[str, Any]) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **look)
+
+
+def _quantity(
+    axis: Any,
+    lines: Sequence[_Line],
+    name: str,
+    titles: tuple[str, str],
+    *,
+    by_time: bool = False,
+    log: bool = False,
+) -> None:
+    """An error or a loss, over epochs or over time."""
+    curves = [c for line in lines for c in line.runs]
     unit, unit_s = time_unit(max((c.epoch_end_s.max() for c in curves if len(c.epoch_end_s)), default=0.0))
     virtual = {c.driver == "simulation" for c in curves}
     clock = "virtual training time" if virtual == {True} else "training time"
     remark = "; virtual in simulations" if len(virtual) == 2 else ""
-    lost = any(len(c.epoch) for c in curves) and all(np.isnan(c.test_error).all() for c in curves)
-    what, axis_label = ("Test loss", "test loss") if lost else ("Test error", "test error (%)")
-    lines = []
-    for i, curve in enumerate(curves):
-        style = look(i)
-        dots = {**style, "marker": MARKERS[i % len(MARKERS)], "markevery": max(1, len(curve.epoch) // 20)}
-        tested = curve.test_loss if lost else curve.test_error
-        lines += by_epoch.plot(curve.epoch, tested, **dots)
-        by_time.plot(curve.epoch_end_s / unit_s, tested, **dots)
-        blocks = blocks_of(curve.update, curve.mean_staleness, _MOST_POINTS)
-        draw_staleness(over_updates, blocks, {**style, "linewidth": 1.5}, band=len(curves) == 1)
-        draw_histogram(histogram, curve.histogram, style, filled=len(curves) == 1)
-    describe(by_epoch, f"{what} over epochs", "epoch", axis_label)
-    describe(by_time, f"{what} over time", f"{clock} ({unit}{remark})", axis_label)
-    describe(over_updates, "Mean staleness over updates", "update", "mean staleness ⟨σ⟩")
-    describe(histogram, "Staleness of gradients", "staleness σ (updates)", "gradients (%)")
-    for axis in (by_epoch, over_updates, histogram):
-        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    for axis in (by_epoch, by_time, over_updates):
-        axis.set_xlim(left=0)
-    if not any(len(c.epoch) for c in curves):
-        for axis in (by_epoch, by_time):
-            axis.set(xticks=[], yticks=[])
-            axis.text(0.5, 0.5, "no epoch tested", ha="center", va="center", transform=axis.transAxes, color="#666666")
-    if len(curves) == 1:
-        figure.suptitle(curves[0].label)
+    missing, cut = [], []
+    log = log and any((getattr(c, name) > 0).any() for c in curves)
+    for line in lines:
+        courses = [run.course(name, by_time=by_time).known() for run in line.runs]
+        there = [course for course in courses if (course.y > 0 if log else course.y > -np.inf).any()]
+        missing += [run.name for run, c in zip(line.runs, courses, strict=True) if not any(c is t for t in there)]
+        cut += [
+            run.name for run, c in zip(line.runs, courses, strict=True) if log and (c.y > 0).any() > (c.y > 0).all()
+        ]
+        if there:
+            band = band_of(there)
+            if by_time:
+                band = band._replace(x=band.x / unit_s)
+            draw_band(axis, band, line.look)
+    title, label = titles
+    x = f"{clock} ({unit}{remark})" if by_time else "epoch"
+    describe(
+        axis,
+        f"{title} over {'time' if by_time else 'epochs'}",
+        x + left_out(missing) + left_out(cut, NOT_POSITIVE),
+        label,
+        log=log,
+    )
+    axis.set_xlim(left=0)
+    if not by_time:
+        whole(axis)
+    if not axis.lines:
+        axis.set(xticks=[], yticks=[])
+        axis.text(0.5, 0.5, "no epoch tested", ha="center", va="center", transform=axis.transAxes, color="#666666")
+
+
+def _rates(axis: Any, lines: Sequence[_Line], *, log: bool) -> None:
+    missing = []
+    for line in lines:
+        there = [run.rate for run in line.runs if len(run.rate.x)]
+        missing += [run.name for run in line.runs if not len(run.rate.x)]
+        if there:
+            draw_band(axis, band_of(there), {**line.look, "drawstyle": "steps-post"})
+    log = log and any((run.rate.y > 0).any() for line in lines for run in line.runs)
+    describe(axis, "Learning rate", "epoch" + left_out(missing), "learning rate α", log=log)
+    axis.set_xlim(left=0)
+    whole(axis)
+
+
+def _staleness(over_updates: Any, histogram: Any, lines: Sequence[_Line]) -> None:
+    stale = [line._replace(runs=[run for run in line.runs if run.stale]) for line in lines]
+    stale = [line for line in stale if line.runs]
+    fresh = [run.name for line in lines for run in line.runs if not run.stale]
+    for line in stale:
+        blocks = [blocks_of(run.update, run.mean_staleness, _MOST_POINTS) for run in line.runs]
+        draw_staleness(over_updates, blocks, {**line.look, "linewidth": 1.5}, band=len(stale) == 1 or len(blocks) > 1)
+        draw_histogram(histogram, mean_of([run.histogram for run in line.runs]), line.look, filled=len(stale) == 1)
+    note = left_out(fresh, "σ = 0")
+    describe(over_updates, "Mean staleness over updates", "update" + note, "mean staleness ⟨σ⟩")
+    describe(histogram, "Staleness of gradients", "staleness σ (updates)" + note, "gradients (%)")
+    over_updates.set_xlim(left=0)
+    for axis in (over_updates, histogram):
+        whole(axis)
+
+
+def left_out(names: Sequence[str], why: str = "not here") -> str:
+    """A line below an axis that names the runs that its panel cannot show."""
+    if not names:
+        return ""
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return "\n" + fill(f"{why}: {', '.join(names[:_NAMED])}{rest}", _LETTERS)
+
+
+def draw_band(axis: Any, band: Band, style: Mapping[str, Any], label: str | None = None) -> None:
+    """A curve with markers; of several seeds, the median in a band."""
+    if (band.low < band.high).any():
+        step = {"step": "post"} if style.get("drawstyle") == "steps-post" else {}
+        axis.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.18, linewidth=0, **step)
+    axis.plot(band.x, band.y, **style, label=label, markevery=max(1, len(band.x) // _MOST_MARKERS))
+
+
+def draw_staleness(
+    axis: Any, runs: Sequence[Blocks], style: Mapping[str, Any], label: str | None = None, *, band: bool
+) -> None:
+    """⟨σ⟩ over updates: the median of several seeds.
+
+    `band` shows the range, of seeds or, with one, of the updates that a point stands for.
+    """
+    if len(runs) == 1:
+        (blocks,) = runs
+        found = Band(blocks.update.astype(float), blocks.mean, blocks.low, blocks.high)
     else:
-        names = [c.label for c in curves]
-        figure.legend(lines, names, loc="outside upper center", ncols=1 if max(map(len, names)) > 48 else 2)
+        found = band_of([Course(np.arange(len(blocks.update)), blocks.update, blocks.mean) for blocks in runs])
+    draw_band(axis, found if band else found._replace(low=found.y, high=found.y), style, label)
 
 
-def draw_staleness(axis: Any, blocks: Blocks, style: dict[str, Any], *, band: bool) -> None:
-    """⟨σ⟩ over updates; where a point stands for several updates, `band` shows how far they range."""
-    if band and blocks.width > 1:
-        axis.fill_between(blocks.update, blocks.low, blocks.high, color=style["color"], alpha=0.2, linewidth=0)
-    axis.plot(blocks.update, blocks.mean, **style, marker="o" if len(blocks.update) == 1 else None)
+def mean_of(histograms: Sequence[Numbers]) -> Numbers:
+    """Of several seeds."""
+    longest = max(map(len, histograms))
+    table: Numbers = np.stack([np.pad(h, (0, longest - len(h))) for h in histograms])
+    return np.asarray(table.mean(0))
 
 
-def draw_histogram(axis: Any, histogram: NDArray[np.float64], style: dict[str, Any], *, filled: bool) -> None:
-    """Share of the gradients with σ = 0, 1, … in percent."""
+def draw_histogram(axis: Any, histogram: Numbers, style: Mapping[str, Any], *, filled: bool) -> None:
+    """Share of the gradients with σ = 0, 1, … in percent; an outline where others are in the panel."""
     sigma = np.arange(len(histogram))
     if filled:
         axis.bar(sigma, histogram, width=0.9 if len(sigma) < 50 else 1.0, color=style["color"])
     elif len(sigma):
-        edges = np.append(sigma, len(sigma)) - 0.5
-        axis.stairs(histogram, edges, fill=True, color=style["color"], alpha=0.15)
-        axis.stairs(histogram, edges, **style)
+        line = {key: style[key] for key in ("color", "linestyle")}
+        axis.stairs(histogram, np.append(sigma, len(sigma)) - 0.5, **line, linewidth=1.6)
+        there = np.flatnonzero(histogram)
+        every = max(1, len(there) // _MOST_MARKERS)
+        axis.plot(there, histogram[there], **{**style, "linestyle": "none"}, markevery=every)
 
 
-def describe(axis: Any, title: str, x: str, y: str) -> None:
+def describe(axis: Any, title: str, x: str, y: str, *, log: bool = False) -> None:
     axis.set(title=title, xlabel=x, ylabel=y)
-    set_scale(axis)
+    if log:
+        log_ticks(axis.yaxis, axis.dataLim.minposy, axis.dataLim.y1)
+    else:
+        set_scale(axis)
+
+
+def whole(axis: Any) -> None:
+    """x counts things."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def log_ticks(axis: Any, low: float, high: float) -> None:
+    """A logarithmic scale with ticks that people read, for values in a range; what is not positive is not drawn."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log", nonpositive="mask")
+    axis.set_major_locator(LogLocator(10, (1, 2, 5) if high < _DECADES * low else (1,)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def set_scale(axis: Any) -> None:
@@ -201,8 +475,10 @@ def set_scale(axis: Any) -> None:
 
 
 def look(i: int) -> dict[str, Any]:
-    dashed, colour = divmod(i, len(COLOURS))
-    return {"color": COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[dashed % 4]}
+    """Colour, dashes and marker: 28 looks, no two alike; colour and marker alone tell 28 apart, too."""
+    again, colour = divmod(i, len(COLOURS))
+    marker = MARKERS[(colour + 3 * again) % len(MARKERS)]
+    return {"color": COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[again % 4], "marker": marker}
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:

@@ -46,9 +46,6 @@ STEPS = 40
 HARDLY = 1e-12
 """The learning rate of runs that are timed: a model that diverges, or learns, would be another."""
 
-SERVERS = 2
-"""Ranks of topology base beside the learners."""
-
 _WARM = 5  # first mini-batches of each learner, which do not count
 _KEPT = 0.98  # of the times, the quickest
 
@@ -175,8 +172,10 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
             runs.append((own, directory / f"{place}.h5"))
         most = max(learners for _, learners in cases)
         roles = ["parameter server", "statistics server", *(f"learner {i}" for i in range(most))]
+        from rudra.session import run_all
+
         with _followed(directory, cases, bar):
-            code = launch(job, directory / "runs", roles=roles, payload=partial(_run_all, runs)).code
+            code = launch(job, directory / "runs", roles=roles, payload=partial(run_all, runs)).code
         if code:
             raise RunError(f"{job.name}: the runs that are timed ended with exit code {code}; stderr says why")
         found = []
@@ -184,27 +183,6 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
             with open_results(path) as results:
                 found.append(Probe(size, learners, results.minibatches, results.updates))
         return found
-
-
-def _run_all(runs: Sequence[tuple[Job, Path]]) -> int:
-    """What each rank does: its part in the runs that need so many ranks."""
-    from mpi4py import MPI
-
-    from rudra.session import rest, run_ranks
-
-    world = MPI.COMM_WORLD
-    for job, path in runs:
-        comm = world.Split(0 if world.rank < SERVERS + job.learners else MPI.UNDEFINED)
-        code = 0
-        if comm != MPI.COMM_NULL:
-            code = run_ranks(job, output=path, progress={"mode": "quiet"}, overwrite=False, comm=comm)[0]
-            comm.Free()
-        rest(world)
-        if code := int(world.allreduce(code, MPI.MAX)):
-            return code
-        if world.rank == 0:
-            path.with_suffix(".done").touch()
-    return 0
 
 
 @contextmanager

@@ -41,7 +41,7 @@ first steps:
   rudra doctor                        is everything here that a run needs?
   rudra run digits                    train on real MPI ranks; under a minute
   rudra show digits-*.h5              the run's figures
-  rudra plot digits-*.h5              test error and staleness as a picture
+  rudra plot digits-*.h5              errors, losses, learning rate and staleness as a picture
   rudra resume digits-*.h5            go on with a run that was stopped
 
 comparing protocols (each changes the learning rate in its own way; modulation=none keeps α0 in all):
@@ -151,9 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--target", metavar="TEXT", help="when was it reached? such as 'accuracy >= 0.98'")
     about = "by the median of so many tests; default: the job's training.target_window"
     show.add_argument("--target-window", type=_at_least(1), metavar="N", help=about)
-    plot = add("plot", _plot, "draw test error and staleness of one or more runs")
+    plot = add("plot", _plot, "draw errors, losses, learning rate and staleness of one or more runs")
     plot.add_argument("files", type=Path, nargs="+", metavar="FILE.h5")
     plot.add_argument("-o", "--output", type=Path, help=".png, .svg or .pdf; default: the first file's name with .png")
+    _log_option(plot)
     _force_option(plot, "the picture")
     replay = add("replay", _replay, "repeat a recorded run in one process, and compare bit for bit", REPLAY_MORE)
     replay.add_argument("file", type=Path, metavar="FILE.h5")
@@ -179,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--figures", type=Path, metavar="DIR", help="also write each figure as PDF and SVG, and its numbers as CSV"
     )
+    _log_option(report)
     _force_option(report, "the page, and files in DIR,")
     watch = add("watch", _watch, "show a running job's curves in the terminal, from another shell", WATCH_MORE)
     watch.add_argument("file", type=Path, metavar="FILE.h5")
@@ -209,7 +211,7 @@ Under mpirun or srun give as many ranks as the run had. To resume in a batch scr
 or not: rudra run JOB --output FILE.h5 --resume"""
 
 REPORT_MORE = """\
-The page is one HTML file that needs nothing else: tables, test error or loss and other metrics, staleness,
+The page is one HTML file that needs nothing else: tables, test error or loss and other metrics, training, staleness,
 tradeoff curves, speed-up and time per role, each with its numbers as CSV. Runs that failed or are missing are
 shown as such."""
 
@@ -330,6 +332,10 @@ def _job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
 
 def _force_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--force", action="store_true", help=f"replace {what} if it exists")
+
+
+def _log_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log", action="store_true", help="logarithmic axes for errors, losses and learning rates")
 
 
 def _verbose_option(parser: argparse.ArgumentParser) -> None:
@@ -533,7 +539,7 @@ def _plot(arguments: argparse.Namespace) -> int:
     from rudra.analysis import plot
 
     output = arguments.output or _beside(arguments.files[0], ".png")
-    plot(arguments.files, output, force=arguments.force)
+    plot(arguments.files, output, log=arguments.log, force=arguments.force)
     print(f"wrote {output}")
     return 0
 
@@ -594,7 +600,9 @@ def _beside(file: Path, suffix: str) -> Path:
 def _page(arguments: argparse.Namespace) -> int:
     from rudra.report import report
 
-    page, *files = report(arguments.files, arguments.output, arguments.figures, force=arguments.force)
+    page, *files = report(
+        arguments.files, arguments.output, arguments.figures, log=arguments.log, force=arguments.force
+    )
     print(f"wrote {page}" + (f" and {len(files)} files in {arguments.figures}" if files else ""))
     return 0
 

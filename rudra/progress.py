@@ -246,7 +246,7 @@ def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
                 break
         metrics = summary["metrics"].get(split, {}).items()
         last = {name: [value for value in values if value is not None][-1:] for name, values in metrics}
-        text = ", ".join(f"{name} {value:.4g}" for name, values in last.items() for value in values)
+        text = ", ".join(f"{name} {value:{_metric_form(name)}}" for name, values in last.items() for value in values)
         found.append((f"{split} metrics", text))
     if count := summary["untested_epochs"]:
         text = (
@@ -281,6 +281,15 @@ _METRICS = 3
 """Of a test's metrics, as many have a column of their own."""
 
 
+def is_share(metric: str) -> bool:
+    """Whether one of Rudra's metrics is a share, which is written as the errors are."""
+    return metric == "top5_error" or metric.startswith("precision@")
+
+
+def _metric_form(name: str) -> str:
+    return ".2%" if is_share(name) else ".4g"
+
+
 def _epochs_table(summary: dict[str, Any], most: int = 12) -> list[list[str]]:
     count, times = summary["epochs"], summary["epoch_end_s"]
     if not count:
@@ -288,7 +297,7 @@ def _epochs_table(summary: dict[str, Any], most: int = 12) -> list[list[str]]:
     places = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
     metrics = list(summary["metrics"].get("test", {}).items())[:_METRICS]
     columns = {name.replace("_", " "): (summary[name], form) for name, form in _TESTED.items()}
-    columns |= {name: (values, ".4g") for name, values in metrics}
+    columns |= {name: (values, _metric_form(name)) for name, values in metrics}
     columns |= {name.replace("_", " "): (summary[name], form) for name, form in _TRAINED.items()}
     columns["staleness"] = summary["epoch_mean_staleness"], ".2f"
     told = {name for name, (values, _) in columns.items() if any(value is not None for value in values)}

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -93,6 +93,32 @@ def run_ranks(
 
     with end_with_the_dead(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
         return _run_ranks(job, output, progress, overwrite, resume, launched, (comm or MPI.COMM_WORLD).Dup())
+
+
+def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
+    """Runs several jobs, one after the other, on as many of the ranks as each needs.
+
+    Args:
+        runs: jobs that name their learners, each with its result file; beside that `.done` appears when it is over.
+
+    Returns:
+        The exit code: 0, or that of the first run that did not go well.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    for job, path in runs:
+        comm = world.Split(0 if world.rank < job.plan().ranks else MPI.UNDEFINED)
+        code = 0
+        if comm != MPI.COMM_NULL:
+            code = run_ranks(job, output=path, progress={"mode": "quiet"}, overwrite=False, comm=comm)[0]
+            comm.Free()
+        rest(world)
+        if code := int(world.allreduce(code, MPI.MAX)):
+            return code
+        if world.rank == 0:
+            path.with_suffix(".done").touch()
+    return 0
 
 
 def _run_ranks(

@@ -13,7 +13,12 @@ from rudra.report.svg import save
 
 
 def report(
-    files: Sequence[str | Path], output: str | Path, figures: str | Path | None = None, *, force: bool = False
+    files: Sequence[str | Path],
+    output: str | Path,
+    figures: str | Path | None = None,
+    *,
+    log: bool = False,
+    force: bool = False,
 ) -> list[Path]:
     """Writes a self-contained page about runs, with every figure's data as a table.
 
@@ -21,6 +26,7 @@ def report(
         files: result files, and directories of them; `sweep.json` in a directory says what its points are.
         output: page to write.
         figures: directory for each figure as PDF and SVG, and its data as CSV; made if it is missing.
+        log: logarithmic axes for errors, losses and learning rates.
         force: replace existing files.
 
     Returns:
@@ -38,7 +44,7 @@ def report(
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
             raise ConfigError(f"reports need {library}: pip install 'rudra[plot]'")
-    made = sections_of(studies)
+    made = sections_of(studies, log=log)
     page = render(made)
     pictures = [] if figures is None else save(made, Path(figures), force=force)
     with written(output) as file:

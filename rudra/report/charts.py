@@ -6,38 +6,51 @@ from typing import Any
 
 import numpy as np
 
-from rudra.analysis import COLOURS, MARKERS, blocks_of, draw_histogram, draw_staleness, look, time_unit
-from rudra.report.curves import tests
+from rudra.analysis import (
+    COLOURS,
+    Blocks,
+    blocks_of,
+    draw_histogram,
+    draw_staleness,
+    log_ticks,
+    look,
+    mean_of,
+    time_unit,
+)
+from rudra.report.curves import curves
 from rudra.report.ink import GRID, INK, MUTED
 from rudra.report.panels import (
-    BY_PANEL,
-    MOST_TOGETHER,
     Figure,
     Finish,
     Line,
     Panel,
     family_order,
     grouped,
+    lines_of,
+    own_legends,
+    said,
     set_axes,
     thin,
 )
 from rudra.report.runs import Run, Study
-from rudra.report.tables import MOST_ROWS, Table, base_of, clock_of, percent, seconds, speed_up
+from rudra.report.tables import MOST_ROWS, Table, base_of, clock_of, percent, speed_up
 
 _MOST_POINTS = 150
 _MOST_BARS = 30
 
 
-def figures(study: Study, everything: Sequence[Run]) -> list[Figure]:
+def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> list[Figure]:
     """All figures that a study's runs have the data for, the one that it is about first.
 
     Args:
         study: what to draw.
         everything: all runs of the report: the tradeoff curves show the others' hardsync region.
+        log: logarithmic axes for errors, losses and learning rates.
     """
+    lines = lines_of(study.known) if study.known else []
     made = [
-        *tests(study),
-        *_staleness(study),
+        *curves(study, lines, log=log),
+        *_staleness(lines),
         *_tradeoff(study, everything),
         *_speed_up(study),
         *_roles(study),
@@ -46,41 +59,35 @@ def figures(study: Study, everything: Sequence[Run]) -> list[Figure]:
     return sorted(made, key=lambda figure: not figure.name.startswith(first))
 
 
-def _staleness(study: Study) -> list[Figure]:
-    runs = [run for run in study.known if run.staleness is not None and len(run.histogram)]
-    never = [run for run in runs if run.n is None or run.learners == 1]
-    if len(never) < len(runs):  # always zero is worth a panel only where there is nothing else
-        runs = [run for run in runs if run not in never]
+def _staleness(everybody: Sequence[Line]) -> list[Figure]:
+    """Nothing where nothing is stale: a note says so."""
+    lines = [line for line in (line.of(lambda run: run.stale) for line in everybody) if line.runs]
+    runs = [run for line in lines for run in line.runs]
     if not runs:
         return []
-    groups = grouped(runs, lambda run: run.protocol)
-    left_out = " Left out: hardsync and single learners, which have none." if never and never[0] not in runs else ""
-    many = BY_PANEL if len(runs) > MOST_TOGETHER else ""
+    groups = grouped(lines, lambda run: run.protocol)
+    left_out = {"σ = 0": [run.label for line in everybody for run in line.runs if run not in runs]}
 
     def over_updates(title: str, lines: Sequence[Line]) -> Panel:
         def draw(axis: Any) -> None:
-            for run, label, style, _ in lines:
-                assert run.staleness is not None
-                blocks = blocks_of(run.staleness.update, run.staleness.mean, _MOST_POINTS)
-                if blocks.width > 1:  # of blocks again: their range is that of the updates
-                    starts = np.arange(0, len(run.staleness.update), blocks.width)
-                    low = np.minimum.reduceat(run.staleness.low, starts)
-                    blocks = blocks._replace(low=low, high=np.maximum.reduceat(run.staleness.high, starts))
-                style = {**style, "linewidth": 1.6, "label": label}
-                draw_staleness(axis, blocks, style, band=len(lines) == 1)
+            for line in lines:
+                blocks = [_thinned(run.staleness) for run in line.runs if run.staleness is not None]
+                style = {**line.style, "linewidth": 1.6}
+                draw_staleness(axis, blocks, style, label=line.label, band=len(lines) == 1 or len(blocks) > 1)
             _law(axis, lines, (1,), axis.axhline)
-            set_axes(axis, title, "update", "⟨σ⟩", whole=True)
+            set_axes(axis, title, "update", "⟨σ⟩", counts=True)
 
         return draw
 
     def histogram(title: str, lines: Sequence[Line]) -> Panel:
         def draw(axis: Any) -> None:
-            for run, label, style, _ in lines:
-                axis.plot([], [], label=label, **style)
-                draw_histogram(axis, run.histogram, style, filled=len(lines) == 1)
+            for line in lines:
+                axis.plot([], [], label=line.label, **line.style)
+                draw_histogram(axis, mean_of([r.histogram for r in line.runs]), line.style, filled=len(lines) == 1)
             _law(axis, lines, (1, 2), axis.axvline)
-            set_axes(axis, title, "σ (updates)", "gradients (%)", whole=True)
-            axis.set_xlim(-0.7, max(max(len(line.run.histogram) - 1, 2 * (line.run.n or 0)) for line in lines) + 0.7)
+            set_axes(axis, title, "σ (updates)", "gradients (%)", counts=True)
+            own = [run for line in lines for run in line.runs]
+            axis.set_xlim(-0.7, max(max(len(run.histogram) - 1, 2 * (run.n or 0)) for run in own) + 0.7)
 
         return draw
 
@@ -99,21 +106,35 @@ def _staleness(study: Study) -> list[Figure]:
             "staleness-over-updates",
             "Mean staleness over updates",
             f"⟨σ⟩ of the gradients in each update (means over blocks, and their range in a panel with one run).{law}."
-            + many
-            + left_out,
+            + said(lines),
             [over_updates(*group) for group in groups],
             Table("staleness-over-updates", ("run", "update", "⟨σ⟩", "lowest", "highest"), curve, {}, thinned),
             2.6,
+            left_out=left_out,
+            own_legends=own_legends(lines),
         ),
         Figure(
             "staleness-histogram",
             "Staleness of gradients",
-            f"How many updates old gradients were on arrival.{law}; dotted: 2n, which few exceed." + many + left_out,
+            f"How many updates old gradients were on arrival.{law}; dotted: 2n, which few exceed." + said(lines),
             [histogram(*group) for group in groups],
             Table("staleness-histogram", ("run", "σ", "gradients"), counts[:MOST_ROWS], {}, len(counts) > MOST_ROWS),
             2.6,
+            share_y=True,
+            left_out=left_out,
+            own_legends=own_legends(lines),
         ),
     ]
+
+
+def _thinned(staleness: Blocks) -> Blocks:
+    """Of blocks again, whose range is that of the updates."""
+    blocks = blocks_of(staleness.update, staleness.mean, _MOST_POINTS)
+    if blocks.width == 1:
+        return blocks._replace(low=staleness.low, high=staleness.high)
+    starts = np.arange(0, len(staleness.update), blocks.width)
+    low, high = np.minimum.reduceat(staleness.low, starts), np.maximum.reduceat(staleness.high, starts)
+    return blocks._replace(low=low, high=high)
 
 
 def _staleness_rows(run: Run, most: int) -> Iterable[tuple[Any, ...]]:
@@ -124,7 +145,7 @@ def _staleness_rows(run: Run, most: int) -> Iterable[tuple[Any, ...]]:
 
 def _law(axis: Any, lines: Sequence[Line], multiples: Sequence[int], draw: Callable[..., Any]) -> None:
     """Marks n and its multiples in a panel whose runs agree on n."""
-    found = {line.run.n for line in lines}
+    found = {line.runs[0].n for line in lines}
     n = found.pop()
     if found or not n:
         return
@@ -134,6 +155,7 @@ def _law(axis: Any, lines: Sequence[Line], multiples: Sequence[int], draw: Calla
 
 def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
     runs = [run for run in study.known if run.finished and run.error is not None and run.time_s > 0]
+    left_out = {"Not finished, or without an error": [run.label for run in study.known if run not in runs]}
     points = _points(runs)
     if len({(mu, lam) for mu, lam in (key for cells in points.values() for key in cells)}) < 3:
         return []
@@ -164,12 +186,12 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
                 path = [cells[mu, lam] for lam in sorted({lam for _, lam in cells}) if (mu, lam) in cells]
                 x, y = [t / unit_s for t, _ in path], [error for _, error in path]
                 style = {**look(i), "linestyle": "-"}
-                axis.plot(x, y, label=f"μ = {mu}", marker=MARKERS[i % len(MARKERS)], zorder=3, **style)
+                axis.plot(x, y, label=f"μ = {mu}", zorder=3, **style)
             for text, error, dashes in lines:
                 axis.axhline(error, color=COLOURS[4], linewidth=1.3, linestyle=dashes, label=text, zorder=1.2)
             set_axes(axis, family, f"{clock_of(runs)} ({unit})", "test error (%)")
             if max(times) > 6 * min(times):
-                _log_ticks(axis.xaxis)
+                log_ticks(axis.xaxis, min(times) / unit_s, max(times) / unit_s)
                 axis.set_xlim(0.7 * min(times) / unit_s, 1.25 * max(times) / unit_s)
             else:
                 axis.set_xlim(0, 1.08 * max(times) / unit_s)
@@ -193,10 +215,11 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
             "Each point is a run: the lower and the further left, the better. Coloured lines join equal μ, dashed grey "
             f"lines equal λ.{level}{shading}{repeated}",
             [panel(family, cells) for family, cells in order],
-            Table("tradeoff", heads, rows, {heads[3]: seconds, heads[4]: percent}),
+            Table("tradeoff", heads, rows, {heads[4]: percent}),
             3.9,
             share_y=True,
             from_zero=False,
+            left_out=left_out,
         )
     ]
 
@@ -288,16 +311,17 @@ def _speed_up_panel(title: str, families: Sequence[str], curves: dict[str, Any],
         for family, points in curves.items():
             i = families.index(family)
             x, y = zip(*points, strict=True)
-            axis.plot(x, y, label=family, marker=MARKERS[i % len(MARKERS)], **look(i))
+            axis.plot(x, y, label=family, **look(i))
         top = 1.08 * max(factor for points in curves.values() for _, factor in points)
         most = max(lam for points in curves.values() for lam, _ in points)
         axis.plot([0, most], [0, most], color=MUTED, linewidth=1.2, linestyle=":", scalex=False, scaley=False, zorder=1)
-        set_axes(axis, title, "learners λ", f"speed-up over {base}", whole=True)
+        set_axes(axis, title, "learners λ", f"speed-up over {base}", counts=True)
         axis.set_ylim(0, top)
 
     return draw
 
 
+_FULL = 128  # %, with room for the number beside a bar
 _PHASES = {"compute": COLOURS[0], "push": COLOURS[1], "wait": COLOURS[4], "pull": COLOURS[2]}
 
 
@@ -321,7 +345,7 @@ def _roles(study: Study) -> list[Figure]:
             axis.barh(range(len(drawn)), width, left=left, height=0.42, color=colour, label=phase)
             left += width
         _bars(axis, drawn, "Learners (mean)")
-        axis.set_xlim(0, 100)
+        axis.set(xlim=(0, _FULL), xticks=range(0, 101, 25))
 
     def single(title: str, column: int) -> Panel:
         def draw(axis: Any) -> None:
@@ -329,10 +353,10 @@ def _roles(study: Study) -> list[Figure]:
             axis.barh(range(len(drawn)), values, height=0.42, color=COLOURS[5])
             for i, value in enumerate(values):
                 axis.annotate(
-                    f"{value:.3g} %", (value, i), (3, 0), textcoords="offset points", va="center", fontsize="small"
+                    f"{value:.2f} %", (value, i), (3, 0), textcoords="offset points", va="center", fontsize="small"
                 )
             _bars(axis, drawn, title)
-            axis.set_xlim(0, 1.3 * max(values))
+            axis.set(xlim=(0, _FULL), xticks=range(0, 101, 25))
 
         return draw
 
@@ -355,7 +379,8 @@ def _roles(study: Study) -> list[Figure]:
                 ),
             ],
             Table("roles", heads, rows, dict.fromkeys(heads[1:], percent)),
-            0.9 + 0.42 * len(drawn),
+            1.1 + 0.42 * len(drawn),
+            left_out={"No times of roles": [run.label for run in study.known if run not in runs]},
         )
     ]
 
@@ -367,15 +392,6 @@ def _bars(axis: Any, drawn: Sequence[tuple[str, Any]], title: str) -> None:
         note.set_in_layout(False)
     axis.set(title=title, xlabel="share of the time (%)", yticks=[], ylim=(len(drawn) - 0.6, -0.85))
     axis.grid(False, axis="y")
-
-
-def _log_ticks(axis: Any) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis.axes.set_xscale("log")
-    axis.set_major_locator(LogLocator(10, (1, 2, 5)))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _place(axis: Any, labels: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:

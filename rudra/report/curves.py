@@ -1,106 +1,223 @@
-"""What tests measured, over epochs and over time."""
+"""What tests and training measured, over epochs and over time, and the learning rate."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rudra.analysis import time_unit
-from rudra.report.panels import BY_PANEL, Figure, Line, Panel, grouped, set_axes, thin
-from rudra.report.runs import Numbers, Run, Study
-from rudra.report.tables import MOST_ROWS, Table, clock_of, number, percent, quality_of, seconds
+from rudra.analysis import NOT_POSITIVE, Course, Numbers, band_of, draw_band, time_unit
+from rudra.progress import is_share
+from rudra.report.panels import Figure, Line, Panel, grouped, own_legends, said, set_axes, thin
+from rudra.report.runs import Run, Study
+from rudra.report.tables import MOST_ROWS, Table, clock_of, percent
 
-_MARKED = 12  # markers on a line
 _FEW_CLASSES = 10  # of which the five best are no news
 
 
 class _Quantity(NamedTuple):
-    """Something that tests measure.
+    """Something that is measured.
 
     Attributes:
         name: of its figures' files.
         title: heading.
         caption: what it is.
         label: of axis and column.
-        shown: how a value is written.
-        of: a run's values, one for each tested epoch; NaN where it was not measured.
+        of: a run's values, one for each epoch; NaN where it was not measured.
+        shown: how a value is written; without it, as the column wants it.
+        course: what is drawn of a run over epochs, if it is not those.
     """
 
     name: str
     title: str
     caption: str
     label: str
-    shown: Callable[[Any], str]
     of: Callable[[Run], Numbers]
+    shown: Callable[[Any], str] | None = None
+    course: Callable[[Run], Course] | None = None
+
+    def over(self, run: Run, *, time: bool) -> Course:
+        """Where it was measured."""
+        if self.course is not None:
+            return self.course(run).known()
+        return Course(run.epoch, run.epoch_end_s if time else run.epoch, self.of(run)).known()
 
 
-def tests(study: Study) -> list[Figure]:
-    """A figure, or one over epochs and one over time, for each quantity: the error, or the loss, and all metrics."""
-    return [figure for quantity in _quantities(study.known) for figure in _curves(study, quantity)]
+def curves(study: Study, lines: Sequence[Line], *, log: bool) -> list[Figure]:
+    """What tests measured over epochs and time: error, loss where a task knows none, metrics; then the training."""
+    tested = [figure for quantity in _tested(study.known) for figure in _figures(study, lines, quantity, log)]
+    return [*tested, *_training(study, lines, log)]
 
 
-def _quantities(runs: Sequence[Run]) -> list[_Quantity]:
-    label = quality_of(runs)
-    error = _Quantity("error", "Test error", "Error", label, percent, attrgetter("test_error"))
-    loss = _Quantity("loss", "Test loss", "Mean loss", label, number, attrgetter("test_loss"))
-    found = [loss if label == "test loss" else error]
+def _tested(runs: Sequence[Run]) -> list[_Quantity]:
+    found = []
+    if any(run.error is not None for run in runs):
+        caption = "Error on the test set at the end of each epoch."
+        found.append(_Quantity("error", "Test error", caption, "test error (%)", attrgetter("test_error"), percent))
+    if any(run.error is None and run.loss is not None for run in runs):
+        caption = "Mean loss on the test set at the end of each epoch."
+        found.append(_Quantity("loss", "Test loss", caption, "test loss", attrgetter("test_loss")))
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         if name != "top5_error" or any(run.attributes.get("classes", 0) > _FEW_CLASSES for run in runs):
-            title = name.replace("_", " ").capitalize()
-            found.append(_Quantity(f"metric-{name}", title, title, name, number, methodcaller("metric", name)))
+            title, caption = name.replace("_", " ").capitalize(), "on the test set at the end of each epoch."
+            of = methodcaller("metric", name)
+            if is_share(name):
+                whole = _Quantity(f"metric-{name}", title, f"{title} {caption}", f"{name} (%)", _percent(of), percent)
+            else:
+                whole = _Quantity(f"metric-{name}", title, f"{title} {caption}", name, of)
+            found.append(whole)
     return found
 
 
-def _curves(study: Study, quantity: _Quantity) -> list[Figure]:
-    points = {id(run): np.isfinite(quantity.of(run)) for run in study.known}
-    runs = [run for run in study.known if points[id(run)].any()]
+def _percent(of: Callable[[Run], Numbers]) -> Callable[[Run], Numbers]:
+    return lambda run: 100 * of(run)
+
+
+_TRAINED = (
+    _Quantity(
+        "training-loss",
+        "Training loss",
+        "Mean loss of the gradients that each epoch applied.",
+        "training loss",
+        attrgetter("train_loss"),
+    ),
+    _Quantity(
+        "training-error",
+        "Training error",
+        "Error on the samples of the gradients that each epoch applied.",
+        "training error (%)",
+        attrgetter("train_error"),
+        percent,
+    ),
+    _Quantity(
+        "learning-rate",
+        "Learning rate",
+        "The rate of updates, with schedule, warm-up and the protocol's modulation.",
+        "learning rate α",
+        attrgetter("learning_rate"),
+        None,
+        attrgetter("rate"),
+    ),
+)
+
+
+def _shown(lines: Sequence[Line], quantity: _Quantity, log: bool) -> tuple[list[Line], dict[str, list[str]], bool]:
+    """The lines that a panel can show, why it cannot show others, and whether the scale is logarithmic."""
+    runs = [run for line in lines for run in line.runs]
+    log = log and any((quantity.over(run, time=False).y > 0).any() for run in runs)
+
+    def positive(run: Run) -> Any:
+        values = quantity.over(run, time=False).y
+        return values > (0 if log else -np.inf)
+
+    kept = [line.of(lambda run: positive(run).any()) for line in lines]
+    missing = [run.label for run in runs if not positive(run).any()]
+    cut = [run.label for run in runs if positive(run).any() and not positive(run).all()]
+    what = quantity.title.lower()
+    left_out = {f"Not in {what}": missing, f"In {what} {NOT_POSITIVE}": cut}
+    return [line for line in kept if line.runs], {why: names for why, names in left_out.items() if names}, log
+
+
+def _panel(
+    quantity: _Quantity, title: str, lines: Sequence[Line], clock: tuple[str, float] | None, *, log: bool
+) -> Panel:
+    """Over epochs or, with a name and the seconds of its unit, over time."""
+
+    def draw(axis: Any) -> None:
+        for line in lines:
+            band = band_of([quantity.over(run, time=clock is not None) for run in line.runs])
+            if clock is not None:
+                band = band._replace(x=band.x / clock[1])
+            steps = {} if quantity.course is None else {"drawstyle": "steps-post"}
+            draw_band(axis, band, {**line.style, **steps}, line.label)
+        set_axes(axis, title, clock[0] if clock else "epoch", quantity.label, counts=clock is None, log=log)
+
+    return draw
+
+
+def _figures(study: Study, lines: Sequence[Line], quantity: _Quantity, log: bool) -> list[Figure]:
+    lines, left_out, log = _shown(lines, quantity, log)
+    runs = [run for line in lines for run in line.runs]
     if not runs:
         return []
-    unit, unit_s = time_unit(max(run.epoch_end_s[points[id(run)]][-1] for run in runs))
-    clock = clock_of(runs)
-    groups = grouped(runs, lambda run: "")
-
-    def panel(title: str, lines: Sequence[Line], *, by_time: bool) -> Panel:
-        def draw(axis: Any) -> None:
-            for run, label, style, marker in lines:
-                there = points[id(run)]
-                x = (run.epoch_end_s / unit_s if by_time else run.epoch)[there]
-                every = max(1, len(x) // _MARKED)
-                axis.plot(x, quantity.of(run)[there], label=label, marker=marker, markevery=every, **style)
-            set_axes(axis, title, f"{clock} ({unit})" if by_time else "epoch", quantity.label, whole=not by_time)
-
-        return draw
-
-    each = max(20, MOST_ROWS // len(runs))
-    rows = []
-    for run in runs:
-        there = np.flatnonzero(points[id(run)])
-        chosen = there[thin(len(there), each)]
-        columns = (run.epoch[chosen].astype(int), run.epoch_end_s[chosen], quantity.of(run)[chosen])
-        rows += [(run.label, *(value.item() for value in row)) for row in zip(*columns, strict=True)]
-    thinned = sum(int(points[id(run)].sum()) for run in runs) > len(rows)
-    shown = {f"{clock} (s)": seconds, quantity.label: quantity.shown}
-    heads = ("run", "epoch", f"{clock} (s)", quantity.label)
-    what = quantity.title.removeprefix("Test: ")
-    caption = {"error": "Error on the test set", "loss": "Mean loss on the test set"}.get(
-        quantity.name, f"{what} on the test set"
-    )
-    caption += " at the end of each epoch."
+    unit, unit_s = time_unit(max(quantity.over(run, time=True).x[-1] for run in runs))
+    name = clock_of(runs)
+    clock = (f"{name} ({unit})", unit_s)
+    groups = grouped(lines, lambda run: "")
+    heads = ("run", "epoch", f"{name} (s)", quantity.label)
+    rows, thinned = _rows(runs, [quantity], time=True)
+    shown = {quantity.label: quantity.shown} if quantity.shown else {}
+    caption = quantity.caption + said(lines)
     if len(groups) == 1:
         table = Table(quantity.name, heads, rows, shown, thinned)
-        lines = groups[0][1]
-        panels = [panel("Over epochs", lines, by_time=False), panel("Over time", lines, by_time=True)]
-        return [Figure(quantity.name, quantity.title, caption, panels, table, 3.4)]
+        panels = [
+            _panel(quantity, "Over epochs", groups[0][1], None, log=log),
+            _panel(quantity, "Over time", groups[0][1], clock, log=log),
+        ]
+        return [Figure(quantity.name, quantity.title, caption, panels, table, 3.4, left_out=left_out)]
     return [
         Figure(
             f"{quantity.name}-over-{over}",
             f"{quantity.title} over {over}",
-            caption + BY_PANEL,
-            [panel(title, lines, by_time=over == "time") for title, lines in groups],
+            caption,
+            [_panel(quantity, title, own, of, log=log) for title, own in groups],
             Table(f"{quantity.name}-over-{over}", heads, rows, shown, thinned),
             2.7,
             share_y=True,
+            left_out=left_out,
+            own_legends=own_legends(lines),
         )
-        for over in ("epochs", "time")
+        for over, of in (("epochs", None), ("time", clock))
     ]
+
+
+def _training(study: Study, lines: Sequence[Line], log: bool) -> list[Figure]:
+    """One figure with a panel for each quantity, or of many lines one for each quantity."""
+    found = [(quantity, *_shown(lines, quantity, log)) for quantity in _TRAINED]
+    found = [told for told in found if told[1]]
+    if not found:
+        return []
+    quantities = [quantity for quantity, *_ in found]
+    left_out = {why: names for _, _, reasons, _ in found for why, names in reasons.items()}
+    heads = ("run", "epoch", *(quantity.label for quantity in quantities))
+    rows, thinned = _rows(study.known, quantities, time=False)
+    shown = {quantity.label: quantity.shown for quantity in quantities if quantity.shown}
+    if not any(line.panel for line in lines):
+        panels = [_panel(quantity, quantity.title, own, None, log=scale) for quantity, own, _, scale in found]
+        caption = f"{' '.join(quantity.caption for quantity in quantities)}{said(lines)}"
+        table = Table("training", heads, rows, shown, thinned)
+        return [Figure("training", "Training", caption, panels, table, 3.0, left_out=left_out)]
+    return [
+        Figure(
+            quantity.name,
+            quantity.title,
+            quantity.caption + said(own),
+            [_panel(quantity, *group, None, log=scale) for group in grouped(own, lambda run: "")],
+            Table(quantity.name, heads, rows, shown, thinned),
+            2.7,
+            share_y=True,
+            left_out=reasons,
+            own_legends=own_legends(own),
+        )
+        for quantity, own, reasons, scale in found
+    ]
+
+
+def _rows(runs: Sequence[Run], quantities: Sequence[_Quantity], *, time: bool) -> tuple[list[tuple[Any, ...]], bool]:
+    """Epochs of runs in which any of the quantities is known, and whether some were left out."""
+    rows: list[tuple[Any, ...]] = []
+    thinned = False
+    for run in runs:
+        columns = [quantity.of(run) for quantity in quantities]
+        known = np.flatnonzero(np.isfinite(columns).any(0))
+        chosen = known[thin(len(known), max(20, MOST_ROWS // len(runs)))]
+        thinned = thinned or len(chosen) < len(known)
+        values = [*([run.epoch_end_s[chosen]] if time else []), *(column[chosen] for column in columns)]
+        rows += zip(
+            [run.label] * len(chosen), run.epoch[chosen].astype(int).tolist(), *map(_known, values), strict=True
+        )
+    return rows, thinned
+
+
+def _known(values: Numbers) -> Iterable[float | None]:
+    return [value if np.isfinite(value) else None for value in values.tolist()]

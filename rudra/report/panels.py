@@ -1,18 +1,16 @@
 """What figures of a report are made of: panels, and which runs go into which."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rudra.analysis import MARKERS, look, set_scale
-from rudra.report.runs import Run
+from rudra.analysis import describe, look, several, together, whole, with_rate
+from rudra.report.runs import Run, names_of
 from rudra.report.tables import Table
 
 MOST_TOGETHER = 8  # lines in one panel that people can still tell apart
-BY_PANEL = " One panel for each protocol and μ, one colour for each λ."
-"""What the caption says of more than that."""
 
 Finish = Callable[[], None]
 Panel = Callable[[Any], Finish | None]
@@ -33,6 +31,8 @@ class Figure:
         heights: of each panel, where they differ.
         share_y: whether the panels have one scale.
         from_zero: whether that begins at zero.
+        left_out: why -> names of the runs that it cannot show.
+        own_legends: whether a look stands for something else in each panel.
     """
 
     name: str
@@ -44,34 +44,97 @@ class Figure:
     share_y: bool = False
     from_zero: bool = True
     heights: Sequence[float] = ()
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    own_legends: bool = False
 
 
 class Line(NamedTuple):
-    """How a run is drawn in a panel."""
+    """Runs that differ only in their seeds, as one line that looks alike in every panel of a study.
 
-    run: Run
+    Attributes:
+        runs: at least one.
+        label: in legends.
+        style: colour, dashes and marker.
+        panel: where it is drawn if there are too many for one panel.
+    """
+
+    runs: Sequence[Run]
     label: str
     style: dict[str, Any]
-    marker: str
+    panel: str = ""
+
+    def of(self, which: Callable[[Run], Any]) -> "Line":
+        """With only these of its runs."""
+        return self._replace(runs=[run for run in self.runs if which(run)])
 
 
-def grouped(runs: Sequence[Run], split: Callable[[Run], str]) -> list[tuple[str, list[Line]]]:
-    """Runs in panels: few by `split`, many by protocol and μ with a colour for every λ."""
+def lines_of(runs: Sequence[Run]) -> list[Line]:
+    """All lines of a study: few have a look each; of many, one for every λ if that tells a panel's lines apart."""
+    groups = [[runs[i] for i in group] for group in together([(r.job, _whose(r)) for r in runs])]
+    names = names_of([group[0] for group in groups])
+    rates = [group[0].effective_rate for group in groups]
+    differ = len(set(rates)) > 1
+    labels = [
+        with_rate(group[0].label if len(group) == 1 else name + _several(group), rate if differ else None)
+        for group, name, rate in zip(groups, names, rates, strict=True)
+    ]
+    looks = [look(i) for i in range(len(groups))]
+    places = [(f"{group[0].family}, μ = {group[0].minibatch_size}", group[0].learners) for group in groups]
+    if len(groups) <= MOST_TOGETHER:
+        return [Line(*told) for told in zip(groups, labels, looks, strict=True)]
+    if len(set(places)) == len(groups):
+        lambdas = sorted({lam for _, lam in places})
+        looks = [look(lambdas.index(lam)) for _, lam in places]
+        pairs = zip(places, rates, strict=True)
+        labels = [with_rate(f"λ = {lam}", rate if differ else None) for (_, lam), rate in pairs]
+    panels = [panel for panel, _ in places]
+    made = [Line(*told) for told in zip(groups, labels, looks, panels, strict=True)]
+    return sorted(made, key=lambda line: _order(line.runs[0]))
+
+
+def _several(runs: Sequence[Run]) -> str:
+    return several([run.job.get("training.seed") for run in runs])
+
+
+def _whose(run: Run) -> tuple[Any, ...]:
+    return run.summary["driver"], run.learners
+
+
+def _order(run: Run) -> tuple[Any, ...]:
+    return family_order(run.family), run.minibatch_size, run.learners
+
+
+def by_lambda(lines: Sequence[Line]) -> bool:
+    """Whether a look stands for a λ."""
+    return bool(lines) and all(line.panel and line.label.startswith("λ = ") for line in lines)
+
+
+def own_legends(lines: Sequence[Line]) -> bool:
+    """Whether the lines of a λ have different learning rates."""
+    return by_lambda(lines) and len({line.label for line in lines}) > len({line.runs[0].learners for line in lines})
+
+
+def said(lines: Sequence[Line]) -> str:
+    """What the caption says of the lines."""
+    text = " One panel for each protocol and μ" if lines and lines[0].panel else ""
+    text += ", one colour for each λ" if by_lambda(lines) else ""
+    several = any(len(line.runs) > 1 for line in lines)
+    return text + "." * bool(text) + " Of several seeds: the median, and the range." * several
+
+
+def grouped(lines: Sequence[Line], split: Callable[[Run], str]) -> list[tuple[str, list[Line]]]:
+    """Lines in panels: few by `split`, many as they say; never too many in one."""
     panels: dict[str, list[Line]] = {}
-    if len(runs) <= MOST_TOGETHER:
-        for i, run in enumerate(runs):
-            line = Line(run, run.label, look(i), MARKERS[i % len(MARKERS)])
-            panels.setdefault(split(run), []).append(line)
-        if len(panels) == len(runs) > 1:  # the titles do for a legend
-            return [(line.label, [line._replace(label="_")]) for (line,) in panels.values()]
-        return list(panels.items())
-    lambdas = sorted({run.learners for run in runs})
-    for run in sorted(runs, key=lambda run: (family_order(run.family), run.minibatch_size, run.learners)):
-        lines = panels.setdefault(f"{run.family}, μ = {run.minibatch_size}", [])
-        i, again = lambdas.index(run.learners), sum(line.run.learners == run.learners for line in lines)
-        style = look(i) | ({"linestyle": ("--", ":", "-.")[(again - 1) % 3]} if again else {})
-        lines.append(Line(run, f"λ = {run.learners}", style, MARKERS[i % len(MARKERS)]))
-    return list(panels.items())
+    for line in lines:
+        panels.setdefault(line.panel or split(line.runs[0]), []).append(line)
+    if len(panels) == len(lines) > 1 and not lines[0].panel:  # the titles do for a legend
+        return [(line.label.replace(", α", "\nα"), [line._replace(label="_")]) for (line,) in panels.values()]
+    made = []
+    for title, own in panels.items():
+        parts = np.array_split(np.arange(len(own)), -(-len(own) // MOST_TOGETHER))
+        for i, part in enumerate(parts, 1):
+            made.append((f"{title} ({i} of {len(parts)})" if len(parts) > 1 else title, [own[j] for j in part]))
+    return made
 
 
 def family_order(family: str) -> tuple[int, str]:
@@ -79,16 +142,12 @@ def family_order(family: str) -> tuple[int, str]:
     return (known.index(family) if family in known else len(known), family)
 
 
-def set_axes(axis: Any, title: str, x: str, y: str, *, whole: bool = False) -> None:
-    """Titles, and a scale from zero; `whole`: x counts things."""
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
-    axis.set(title=title, xlabel=x, ylabel=y)
-    set_scale(axis)
+def set_axes(axis: Any, title: str, x: str, y: str, *, counts: bool = False, log: bool = False) -> None:
+    """Titles, and a scale from zero or a logarithmic one; `counts`: x counts things."""
+    describe(axis, title, x, y, log=log)
     axis.set_xlim(0)
-    if whole:
-        axis.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    if counts:
+        whole(axis)
 
 
 def thin(length: int, most: int) -> Any:

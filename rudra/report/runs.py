@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from rudra.analysis import Blocks, blocks_of
+from rudra.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.errors import ConfigError, ResultsError
-from rudra.results import Results, open_results
+from rudra.results import open_results
 from rudra.summary import protocol_label
 from rudra.sweep import INDEX
 from rudra.topology import Cast, of_results
 
 _MOST_BLOCKS = 2000
 _LONGEST_LABEL = 60
-
-Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -38,11 +35,15 @@ class Run:
         summary: see `Results.summary`; empty where the file cannot be read, as are the next two.
         attributes: of the result file.
         job: as resolved.
-        epoch: the epochs that were tested, shape (tested,), as the next two.
+        epoch: the epochs that have ended, shape (epochs,), as all that follows; NaN is what is not known.
         epoch_end_s: when they ended.
-        test_error: in percent; NaN where the task knows none.
-        test_loss: likewise as many.
-        metrics: what else the tests measured: name -> as many values, NaN where there is none.
+        test_error: in percent, as the other errors.
+        test_loss: mean over the samples.
+        train_error: of the gradients that were applied.
+        train_loss: likewise.
+        learning_rate: of the epochs' last updates.
+        metrics: what else the tests measured: name -> values.
+        rate: the learning rate over epochs.
         staleness: over updates.
         update_s: time in the optimiser's steps.
         evaluation_s: time in tests.
@@ -61,7 +62,11 @@ class Run:
     epoch_end_s: Numbers = field(default_factory=lambda: np.zeros(0))
     test_error: Numbers = field(default_factory=lambda: np.zeros(0))
     test_loss: Numbers = field(default_factory=lambda: np.zeros(0))
+    train_error: Numbers = field(default_factory=lambda: np.zeros(0))
+    train_loss: Numbers = field(default_factory=lambda: np.zeros(0))
+    learning_rate: Numbers = field(default_factory=lambda: np.zeros(0))
     metrics: Mapping[str, Numbers] = field(default_factory=dict)
+    rate: Course = field(default_factory=lambda: Course(np.zeros(0), np.zeros(0), np.zeros(0)))
     staleness: Blocks | None = None
     update_s: float = 0.0
     evaluation_s: float = 0.0
@@ -111,6 +116,17 @@ class Run:
         return float(self.summary["wall_time_s"])
 
     @property
+    def effective_rate(self) -> float | None:
+        """The initial learning rate with the protocol's modulation."""
+        rate = self.summary.get("learning_rate")
+        return None if rate is None else float(rate)
+
+    @property
+    def stale(self) -> bool:
+        """Whether any gradient was."""
+        return bool(self.histogram[1:].any())
+
+    @property
     def error(self) -> float | None:
         """Last test error in percent."""
         return _last(self.test_error)
@@ -121,7 +137,7 @@ class Run:
         return _last(self.test_loss)
 
     def metric(self, name: str) -> Numbers:
-        """A metric's values, one for each tested epoch."""
+        """A metric's values, one for each epoch."""
         return self.metrics.get(name, np.full(len(self.epoch), np.nan))
 
     @property
@@ -259,10 +275,14 @@ def read(path: Path) -> Run:
     with open_results(path) as results:
         summary, epochs, updates = results.summary(), results.epochs, results.updates
         timing_only = results.job.get("simulation", {}).get("tensors") is False and summary["driver"] == "simulation"
-        places = np.flatnonzero(epochs["evaluated"] != 0)[: 0 if timing_only else None]
-        tested = epochs[places]
+        tested = epochs["evaluated"] != 0
+        learned = np.full(len(epochs), not timing_only)
         metrics = {name: np.array(found, float) for name, found in summary["metrics"].get("test", {}).items()}
-        ran = epochs["evaluation_s"][epochs["evaluated"] != 0]
+        ran = epochs["evaluation_s"][tested]
+
+        def where(there: Any, values: Numbers) -> Numbers:
+            return np.where(there, values, np.nan)
+
         return Run(
             path,
             _short(path.stem),
@@ -271,12 +291,16 @@ def read(path: Path) -> Run:
             {},
             summary,
             results.attributes,
-            _job(results),
-            tested["epoch"].astype(float),
-            tested["time_s"],
-            100.0 * tested["test_error"],
-            tested["test_loss"],
-            {name: found[places] for name, found in metrics.items()},
+            flat(results.job),
+            epochs["epoch"].astype(float),
+            epochs["time_s"],
+            where(learned & tested, 100.0 * epochs["test_error"]),
+            where(learned & tested, epochs["test_loss"]),
+            where(learned, 100.0 * epochs["train_error"]),
+            where(learned, epochs["train_loss"]),
+            where(learned, epochs["learning_rate"]),
+            {name: where(learned, found) for name, found in metrics.items()},
+            Course(np.zeros(0), np.zeros(0), np.zeros(0)) if timing_only else rate_of(results),
             blocks_of(updates["timestamp"], updates["mean_staleness"], _MOST_BLOCKS),
             float(updates["update_s"].sum()),
             float(ran[np.isfinite(ran)].sum()),
@@ -284,28 +308,24 @@ def read(path: Path) -> Run:
         )
 
 
-def _job(results: Results) -> dict[str, Any]:
-    """Table.key -> value; what stands at the top of a job has no table."""
-    flat: dict[str, Any] = {}
-    for table, keys in results.job.items():
-        if table in {"study", "hooks"}:  # what a sweep made this run of, and what decides nothing
-            continue
-        flat |= {f"{table}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {table: keys}
-    return flat
-
-
 def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Names runs by protocol, μ and λ where that tells them apart, else also by what their jobs or files differ in."""
-    names = [f"{r.protocol}, μ = {r.minibatch_size}, λ = {r.learners}" if r.known else r.label for r in runs]
-    if len(set(names)) < len(names):
-        shown = {"protocol.name", "protocol.n", "training.minibatch_size", "cluster.learners", "name"}
-        keys = [key for key in varying(runs) if key not in shown]
-        extra = [", ".join(f"{k.partition('.')[2]} {text(r.job[k])}" for k in keys if k in r.job) for r in runs]
-        names = [f"{name}, {more}" if more else name for name, more in zip(names, extra, strict=True)]
+    names = names_of(runs)
     if len(set(names)) < len(names) or max(map(len, names), default=0) > _LONGEST_LABEL:
         unique = len({run.file.stem for run in runs}) == len(runs)
         names = [run.file.stem if unique else str(run.file.with_suffix("")) for run in runs]
     return tuple(replace(run, label=_short(name)) for run, name in zip(runs, names, strict=True))
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """By protocol, μ and λ, and where that is not enough by what else differs in the jobs."""
+    names = [f"{r.protocol}, μ = {r.minibatch_size}, λ = {r.learners}" if r.known else r.label for r in runs]
+    if len(set(names)) == len(names):
+        return names
+    shown = {"protocol.name", "protocol.n", "training.minibatch_size", "cluster.learners", "name"}
+    keys = [key for key in varying(runs) if key not in shown]
+    extra = [", ".join(f"{k.partition('.')[2]} {text(r.job[k])}" for k in keys if k in r.job) for r in runs]
+    return [f"{name}, {more}" if more else name for name, more in zip(names, extra, strict=True)]
 
 
 def varying(runs: Sequence[Run]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rudra.analysis import matters
 from rudra.report.charts import figures
 from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying
@@ -43,17 +44,17 @@ class Section:
         return [self.summary, *([self.paper] if self.paper else []), *(figure.table for figure in self.figures)]
 
 
-def sections_of(studies: Sequence[Study]) -> list[Section]:
-    """One part for each study."""
+def sections_of(studies: Sequence[Study], *, log: bool = False) -> list[Section]:
+    """One part for each study; `log`: logarithmic axes for errors, losses and learning rates."""
     everything = [run for study in studies for run in study.known]
     slugs: list[str] = []
     for study in studies:
         slug = re.sub(r"[^a-z0-9]+", "-", study.title.lower()).strip("-")[:40].strip("-") or "runs"
         slugs.append(slug if slug not in slugs else f"{slug}-{len(slugs) + 1}")
-    return [_section(study, slug, everything) for study, slug in zip(studies, slugs, strict=True)]
+    return [_section(study, slug, everything, log) for study, slug in zip(studies, slugs, strict=True)]
 
 
-def _section(study: Study, slug: str, everything: Sequence[Run]) -> Section:
+def _section(study: Study, slug: str, everything: Sequence[Run], log: bool) -> Section:
     runs = study.known
     differing = varying(runs)
     return Section(
@@ -65,7 +66,7 @@ def _section(study: Study, slug: str, everything: Sequence[Run]) -> Section:
         _notes(study),
         summary(study),
         comparison(study),
-        [*figures(study, everything), *drawings(study)],
+        [*figures(study, everything, log=log), *drawings(study)],
     )
 
 
@@ -140,9 +141,37 @@ def _notes(study: Study) -> list[str]:
         notes.append("Times of simulated runs are virtual: they come from the cost model in the job's [simulation].")
     if any(run.job.get("simulation.tensors") is False and run.virtual for run in runs):
         notes.append("Runs without tensors simulate times and staleness only: they have no test error.")
+    stale = [run for run in runs if run.histogram.any()]
+    if stale and not any(run.stale for run in stale):
+        notes.append("Nothing is stale: σ = 0 in all gradients.")
+    notes += _rates(runs)
     bad = [run for run in study.runs if not run.finished]
     if bad:
         kinds = {run.status: sum(other.status == run.status for other in bad) for run in bad}
         what = ", ".join(f"{count} {status}" for status, count in kinds.items())
         notes.append(f"{len(bad)} of {len(study.runs)} runs did not finish ({what}): figures show what they have.")
     return notes
+
+
+_OF_THE_RATE = ("optimizer.", "protocol.modulation", "protocol.reference_batch_size")
+
+
+def _rates(runs: Sequence[Run]) -> list[str]:
+    """Says it where effective learning rates differ and that is not what is compared.
+
+    They are what is compared where equal sets of rates were tried on whatever else the runs differ in.
+    """
+    keys = [key for key in varying(runs) if not key.startswith(_OF_THE_RATE) and matters(key)]
+    tried: dict[str, set[float]] = {}
+    for run in runs:
+        if run.effective_rate is not None:
+            other = text([run.protocol, run.learners, [text(run.job.get(key)) for key in keys]])
+            tried.setdefault(other, set()).add(float(f"{run.effective_rate:.6g}"))
+    rates = {rate for found in tried.values() for rate in found}
+    if len({tuple(sorted(found)) for found in tried.values()}) < 2:
+        return []
+    what = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
+    return [
+        f"Effective learning rates differ ({min(rates):.4g} to {max(rates):.4g}) between runs that are compared by "
+        f"{what or 'something else'}: differences may come of the rate."
+    ]

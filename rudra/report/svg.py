@@ -4,9 +4,10 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
-from rudra.analysis import COLOURS, STYLE
+from rudra.analysis import COLOURS, STYLE, log_ticks
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
 from rudra.report.ink import GRID, INK, MUTED
@@ -16,6 +17,7 @@ from rudra.report.tables import Table
 if TYPE_CHECKING:
     from rudra.report.sections import Section
 
+_NAMED = 12  # runs that a figure cannot show; of more, it counts the rest
 _WIDE, _NARROW = 11.0, 4.6  # inches, that become the page's width and a phone's
 _INKS = {"ink": INK, "muted": MUTED, "grid": GRID} | {f"c{i}": colour for i, colour in enumerate(COLOURS)}
 
@@ -39,7 +41,7 @@ def inline(figure: Figure, prefix: str, *, narrow: bool) -> str:
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
     for name, colour in _INKS.items():
         text = text.replace(colour.lower(), f"var(--{name})")
-    label = re.sub(r'[<>&"]', " ", f"{figure.title}. {figure.caption}")
+    label = re.sub(r'[<>&"]', " ", " ".join((f"{figure.title}. {figure.caption}", *_missing(figure))))
     head = f'<svg role="img" aria-label="{label}" class="{"narrow" if narrow else "wide"}"'
     return re.sub(r'<svg( (?:width|height)="[^"]*")*', head, re.sub(r' (width|height)="[\d.]+pt"', "", text), count=1)
 
@@ -91,7 +93,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     count = len(figure.panels)
-    columns = (1 if count <= 6 else 2) if narrow else min(3, count)
+    columns = (1 if count <= 6 or figure.own_legends else 2) if narrow else min(3, count)
     rows = -(-count // columns)
     width, scale = (_NARROW if narrow else _WIDE), 0.9 if narrow and columns == 2 else 1
     heights = [scale * height for height in figure.heights or [figure.height] * count]
@@ -110,7 +112,12 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
             axis.remove()
         if figure.share_y:
             _share(axes[:count], columns, from_zero=figure.from_zero)
-        _legend(drawing, axes[:count], width)
+        if figure.own_legends:
+            for axis in axes[:count]:
+                axis.legend(fontsize=8.5, frameon=True, framealpha=0.7, edgecolor="none")
+        else:
+            _legend(drawing, axes[:count], width, least=1 if _missing(figure) else 2)
+        _note(drawing, _missing(figure), width)
         engine.execute(drawing)
         drawing.set_layout_engine(None)  # labels are placed where things are now
         for finish in finishes:
@@ -122,21 +129,45 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
 def _share(axes: Sequence[Any], columns: int, *, from_zero: bool) -> None:
     """One scale that has room for all panels, named at the left."""
     low, high = min(axis.dataLim.y0 for axis in axes), max(axis.dataLim.y1 for axis in axes)
-    room = 0.09 * (max(high - low, 0.05 * abs(high)) or 1.0)
-    bottom = low - room if low < 0 else -0.01 * high if from_zero else max(0.0, low - room)
-    axes[0].set_ylim(bottom, high + room)
+    if axes[0].get_yscale() == "log":
+        low = min(axis.dataLim.minposy for axis in axes)
+        log_ticks(axes[0].yaxis, low, high)
+        axes[0].set_ylim(low / 1.2, high * 1.2)
+    else:
+        room = 0.09 * (max(high - low, 0.05 * abs(high)) or 1.0)
+        bottom = low - room if low < 0 else -0.01 * high if from_zero else max(0.0, low - room)
+        axes[0].set_ylim(bottom, high + room)
     for i, axis in enumerate(axes):
         if i % columns:
             axis.set_ylabel("")
 
 
-def _legend(drawing: Any, axes: Sequence[Any], width: float) -> None:
-    """One for all panels, in as many columns as fit."""
+def _missing(figure: Figure) -> list[str]:
+    """Who is not in the figure, one text for each reason."""
+    found = []
+    for why, names in figure.left_out.items():
+        rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        found += [f"{why}: {'; '.join(names[:_NAMED])}{rest}"] if names else []
+    return found
+
+
+def _note(drawing: Any, texts: Sequence[str], width: float) -> None:
+    """Below the panels."""
+    lines = [line for text in texts for line in wrap(text, int(12.5 * width))]
+    if lines:
+        drawing.set_figheight(drawing.get_figheight() + 0.2 * len(lines) + 0.1)
+        drawing.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=10, color=MUTED)
+
+
+def _legend(drawing: Any, axes: Sequence[Any], width: float, least: int) -> None:
+    """One for all panels, in as many columns as fit; none for fewer lines than `least`."""
     found = {label: h for axis in axes for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    if len(found) < 2:
+    if len(found) < least:
         return
     room = int(11 * width)  # letters
-    columns = max(1, min(len(found), room // (max(map(len, found)) + 8)))
-    rows = -(-len(found) // columns)
+    found = {fill(label, room - 8): handle for label, handle in found.items()}
+    longest = max(len(line) for label in found for line in label.split("\n"))
+    columns = max(1, min(len(found), room // (longest + 8)))
+    rows = -(-len(found) // columns) * max(label.count("\n") + 1 for label in found)
     drawing.set_figheight(drawing.get_figheight() + 0.25 * rows)
     drawing.legend(found.values(), found.keys(), loc="outside upper left", ncols=columns)

@@ -3,8 +3,9 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rudra.report.runs import Run, Study
@@ -21,7 +22,7 @@ class Table:
         name: of its file, without suffix.
         columns: heads, with units.
         rows: as many values as there are columns.
-        shown: head -> how a value is written in the page; without it, `number`.
+        shown: head -> how a value is written in the page; without it, as `form_of` the column.
         thinned: whether rows were left out.
     """
 
@@ -41,9 +42,14 @@ class Table:
     def cells(self, row: tuple[Any, ...]) -> list[tuple[str, Any, bool]]:
         """Text, value and whether it is a number, for every cell."""
         return [
-            ("–" if value is None else self.shown.get(head, number)(value), value, isinstance(value, int | float))
-            for head, value in zip(self.columns, row, strict=True)
+            ("–" if value is None else form(value), value, isinstance(value, int | float))
+            for form, value in zip(self._forms, row, strict=True)
         ]
+
+    @cached_property
+    def _forms(self) -> list[Callable[[Any], str]]:
+        columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.columns)
+        return [self.shown.get(head) or form_of(column) for head, column in zip(self.columns, columns, strict=True)]
 
 
 def number(value: Any) -> str:
@@ -55,12 +61,20 @@ def number(value: Any) -> str:
     return f"{value:.4g}"
 
 
+def form_of(values: Iterable[Any]) -> Callable[[Any], str]:
+    """How to write numbers that are compared: with equally many decimals, as many as the small ones need."""
+    known = [abs(v) for v in values if isinstance(v, float) and math.isfinite(v) and v]
+    if not known:
+        return number
+    most, least = (math.floor(math.log10(which(known))) for which in (max, min))
+    digits = max(0, min(max(3 - most, 2 - least), 6 - most))
+    while digits and all(f"{v:.{digits}f}".endswith("0") for v in known):
+        digits -= 1
+    return lambda value: f"{value:,.{digits}f}" if isinstance(value, float) else number(value)
+
+
 def percent(value: float) -> str:
     return f"{value:.2f}"
-
-
-def seconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def signed(value: float) -> str:
@@ -69,38 +83,41 @@ def signed(value: float) -> str:
 
 def summary(study: Study) -> Table:
     """One row for each run, also for those that are missing."""
-    clock, quality = clock_of(study.known), quality_of(study.known)
+    clock = clock_of(study.known)
     target = f"{clock} to target (s)"
     left_out = set() if any(run.summary["target"] for run in study.known) else {target}
-    rows = [_summary_row(run, quality, clock, target) for run in study.runs]
+    lossy = any(run.error is None and run.loss is not None for run in study.known)
+    left_out |= set() if lossy else {"test loss"}
+    left_out |= {"test error (%)"} if lossy and all(run.error is None for run in study.known) else set()
+    rows = [_summary_row(run, clock, target) for run in study.runs]
     heads = tuple(head for head in rows[0] if head not in left_out) if rows else ()
     shown = {
         "test error (%)": percent,
         "overlap (%)": percent,
-        f"{clock} (s)": seconds,
-        target: seconds,
         "samples/s": lambda v: f"{v:,.0f}",
         "⟨σ⟩": percent,
     }
     return Table("runs", heads, [tuple(row[head] for head in heads) for row in rows], shown)
 
 
-def _summary_row(run: Run, quality: str, clock: str, target: str) -> dict[str, Any]:
-    """Head -> value, in the order of the columns."""
+def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
+    """Head -> value, in the order of the columns: a phone shows the first ones."""
     s = run.summary or dict.fromkeys(
         ("planned_epochs", "epochs", "overlap", "mean_staleness", "time_to_target_s", "samples_per_s", *_COUNTS)
     )
     planned = s["planned_epochs"]
     return {
         "run": run.label,
+        "test error (%)": run.error,
+        "test loss": run.loss,
+        target: s["time_to_target_s"],
+        f"{clock} (s)": run.time_s if run.known else None,
         "protocol": run.protocol if run.known else None,
         "⟨σ⟩": s["mean_staleness"],
         "μ": run.minibatch_size if run.known else None,
         "λ": run.learners if run.known else None,
+        "learning rate": run.effective_rate,
         "epochs": s["epochs"] if planned in (None, s["epochs"]) else f"{s['epochs']} of {planned}",
-        quality: run.loss if quality == "test loss" else run.error,
-        target: s["time_to_target_s"],
-        f"{clock} (s)": run.time_s if run.known else None,
         "samples/s": s["samples_per_s"],
         "overlap (%)": None if s["overlap"] is None else 100 * s["overlap"],
         **{name: s[name] for name in _COUNTS},
@@ -109,12 +126,6 @@ def _summary_row(run: Run, quality: str, clock: str, target: str) -> dict[str, A
 
 
 _COUNTS = ("pushed", "applied", "discarded")
-
-
-def quality_of(runs: Sequence[Run]) -> str:
-    """What tells how good runs are: the loss where no task knows an error."""
-    lost = any(run.loss is not None for run in runs) and all(run.error is None for run in runs)
-    return "test loss" if lost else "test error (%)"
 
 
 def clock_of(runs: Sequence[Run]) -> str:
@@ -146,16 +157,21 @@ def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         theirs = paper.get(key)
         if isinstance(theirs, int | float):
             name, theirs, ours, remark = _pair(study, run, paper, key, name, float(theirs))
-            remark = "; ".join(filter(None, (remark, _fitted(run, paper, key))))
-            rows.append((*where, name, _shown(key, theirs), _shown(key, ours), _difference(key, theirs, ours), remark))
+            fitted = _fitted(run, paper, key)
+            difference = _difference(key, theirs, ours)
+            difference = f"{difference} (fitted)" if difference and fitted else difference
+            remark = "; ".join(filter(None, (remark, fitted)))
+            rows.append((*where, name, *_shown(key, theirs, ours), difference, remark))
     return rows
 
 
 def _fitted(run: Run, paper: Mapping[str, Any], key: str) -> str:
     """Says it where the paper's time, or what follows from it, fixed a constant of the preset that the run used."""
-    timed = key in {"time_s", "minutes_per_epoch", "speed_up", "overlap"}
-    used = timed and "fitted" in paper and run.job.get("simulation.costs") == "p775"
-    return f"fitted ({paper['fitted']}): no evidence" if used else ""
+    if key not in {"time_s", "minutes_per_epoch", "speed_up", "overlap"} or run.job.get("simulation.costs") != "p775":
+        return ""
+    told = f"fitted ({paper['fitted']}): no evidence" if "fitted" in paper else ""
+    base = f"against a time that is fitted ({paper['base_fitted']})" if "base_fitted" in paper else ""
+    return "; ".join(filter(None, (told, base if key == "speed_up" else "")))
 
 
 _QUANTITIES = {
@@ -226,10 +242,10 @@ def _pair(
             return name, 100 * theirs, 100 * beyond, "the paper's is a bound"
 
 
-def _shown(key: str, value: float | None) -> str | None:
-    if value is None or not math.isfinite(value):
-        return None
-    return percent(value) if key in ("test_error", "speed_up", "overlap") else number(value)
+def _shown(key: str, *values: float | None) -> list[str | None]:
+    """Numbers that stand beside each other."""
+    form = percent if key in ("test_error", "speed_up", "overlap") else form_of(values)
+    return [None if value is None or not math.isfinite(value) else form(value) for value in values]
 
 
 def _difference(key: str, theirs: float, ours: float | None) -> str | None:

@@ -67,6 +67,14 @@ def test_nothing_is_wider_than_the_screen(opened: Any) -> None:
     assert opened.evaluate(out) == []
 
 
+@pytest.mark.parametrize("opened", [(390,)], indirect=True, ids=str)
+def test_a_phone_shows_errors_without_scrolling(opened: Any) -> None:
+    cells = "all => all.map(cell => [cell.textContent.trim(), cell.getBoundingClientRect().right])"
+    heads = dict(opened.eval_on_selector_all("table.sortable thead th", cells))
+    (error,) = [right for head, right in heads.items() if head.startswith("test error")]
+    assert error < 390
+
+
 @pytest.mark.parametrize("opened", [(w,) for w in WIDTHS], indirect=True, ids=str)
 def test_every_figure_is_seen_once_and_readable(opened: Any) -> None:
     kind = "narrow" if opened.viewport_size["width"] <= 640 else "wide"
@@ -119,7 +127,7 @@ def test_headings_tables_and_figures_can_be_read_out(opened: Any) -> None:
 def test_tables_download(opened: Any, tmp_path: Path) -> None:
     opened.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     links = opened.query_selector_all("a.csv")
-    assert len(links) == 10
+    assert len(links) == 13
     for link in links:
         with opened.expect_download() as download:
             link.click()
@@ -132,7 +140,7 @@ def test_tables_download(opened: Any, tmp_path: Path) -> None:
 
 
 def test_runs_can_be_sorted(opened: Any) -> None:
-    error = "rows => rows.map(row => row.cells[6].dataset.value)"
+    error = "rows => rows.map(row => row.cells[1].dataset.value)"
     for reverse in (False, True):
         opened.get_by_role("button", name="test error").click()
         values = opened.eval_on_selector_all("table.sortable tbody tr", error)
@@ -143,5 +151,5 @@ def test_runs_can_be_sorted(opened: Any) -> None:
 
 def test_prints(opened: Any, tmp_path: Path) -> None:
     opened.emulate_media(media="print")
-    assert [svg.get_attribute("class") for svg in opened.query_selector_all("svg") if svg.is_visible()] == ["wide"] * 8
+    assert [svg.get_attribute("class") for svg in opened.query_selector_all("svg") if svg.is_visible()] == ["wide"] * 11
     assert opened.pdf(path=tmp_path / "page.pdf", format="A4").startswith(b"%PDF")

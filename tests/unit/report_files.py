@@ -27,42 +27,53 @@ def write_point(
     status: str = "finished",
     topology: str = "base",
     options: dict[str, Any] | None = None,
+    seed: int = 1,
+    learning_rate: float = 0.01,
+    modulation: str = "auto",
+    known_error: bool = True,
     **about: Any,
 ) -> None:
     """One simulated run whose time falls with λ and rises with small μ, and whose error rises with μλ."""
     job = Job(
         name="grid",
-        protocol={"name": protocol, "reference_batch_size": 64} | ({"n": n} if n else {}),
-        training={"minibatch_size": mu, "epochs": epochs},
+        protocol={"name": protocol, "reference_batch_size": 64, "modulation": modulation} | ({"n": n} if n else {}),
+        training={"minibatch_size": mu, "epochs": epochs, "seed": seed},
+        optimizer={"learning_rate": learning_rate},
         cluster={"learners": lam},
         topology={"name": topology, "options": options or {}},
     ).resolved(learners=lam, threads_per_rank=1)
     plan = job.plan([i * 2 // lam for i in range(lam)])
     known = {"name": "grid", "job": job.to_json(), "driver": "simulation", "protocol": protocol, "topology": topology}
     known |= {"learners": lam, "minibatch_size": mu, "epochs": epochs, "training_samples": 3200, "hosts": ["köln"]}
-    known |= {"gradients_per_update": job.make_protocol(plan).gradients_per_update, **roster.about(plan)}
+    made = job.make_protocol(plan)
+    known |= {"gradients_per_update": made.gradients_per_update, **roster.about(plan)}
+    known |= {"modulation": made.modulation.name, "rate_factor": made.modulation.rate_factor(0.0)}
     about = known | ({"n": n} if n else {}) | about
     cost = {"hardsync": 1.4, "softsync": 1.0 + 0.01 * (n or 0)}[protocol]
     time_s = cost * 20 * epochs * (1 + 4 / mu) / lam**0.9
     last = 100 * (0.12 + 0.02 * np.log2(1 + mu * lam / 64) + (0.01 if protocol == "softsync" else 0))
     number = np.arange(epochs) + 1
+    last *= 1 + 0.05 * (seed - 1)
     error = (last + (90 - last) * np.exp(-number / 1.5)) / 100
     updates, sigma = 40 * epochs, n or 0
     stale = np.random.default_rng(mu).binomial(2 * sigma, 0.5, (updates, 2)) if lam > 1 else np.zeros((updates, 2), int)
     times = np.linspace(0, time_s, updates)
     extra = {"size": SIZE, "learners": lam, "flush_s": 0.0, "overwrite": False, "roles": roster.rows_of(plan)}
     with ResultsWriter(path, attributes=about, layout=LAYOUT, **extra) as writer:
-        stamps = np.arange(updates) + 1
+        stamps, rate = np.arange(updates) + 1, {"learning_rate": learning_rate}
         common = {"timestamp": stamps, "time_s": times, "mean_staleness": stale.mean(1), "gradients": 2}
-        writer.append("updates", rows(UPDATE, updates, **common, samples=80, update_s=0.1 * time_s / updates))
+        writer.append("updates", rows(UPDATE, updates, **common, samples=80, update_s=0.1 * time_s / updates, **rate))
         writer.append("gradients", rows(GRADIENT, 2 * updates, update=stamps.repeat(2), staleness=stale.ravel()))
         ended: dict[str, Any] = {
             "epoch": number,
             "evaluated": 1,
-            "test_error": error,
+            "test_error": error if known_error else np.nan,
+            "test_loss": 3 * error,
+            "train_error": 0.9 * error if known_error else np.nan,
+            "train_loss": 2.5 * error,
             "time_s": number * time_s / epochs,
         }
-        writer.append("epochs", rows(EPOCH, epochs, **ended, evaluation_s=0.02 * time_s))
+        writer.append("epochs", rows(EPOCH, epochs, **ended, **rate, evaluation_s=0.02 * time_s))
         if status != "finished":
             writer.fail("failed", "learner 1 <b>died</b>")
             return

@@ -56,7 +56,7 @@ def write_run(path: Path, *, updates: int, epochs: int, staleness: int, finish: 
     with new_writer(path, **extra) as writer:
         stamps = np.arange(updates) + 1
         common = {"timestamp": stamps, "time_s": times, "mean_staleness": sigma.mean(1), "gradients": 2}
-        writer.append("updates", rows(UPDATE, updates, **common | {"samples": 32}))
+        writer.append("updates", rows(UPDATE, updates, **common | {"samples": 32, "learning_rate": 0.01}))
         writer.append("gradients", rows(GRADIENT, 2 * updates, update=stamps.repeat(2), staleness=sigma.ravel()))
         last = times[updates * np.arange(1, epochs + 1) // max(1, epochs) - 1] if epochs else 0
         number = np.arange(epochs) + 1

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from rudra.errors import ConfigError, ResultsError
+from rudra.results import open_results
+from tests.unit.report_files import write_point
 from tests.unit.results_files import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
@@ -44,10 +46,16 @@ def test_any_run_can_be_drawn(runs, names):
     assert (runs / "picture.png").stat().st_size > 10_000
 
 
+def panels(figure):
+    return {axis.get_title(): axis for axis in figure.axes}
+
+
 def test_what_the_picture_shows(runs):
     figure = Figure()
     _draw(figure, [_load(runs / f"{name}.h5", name) for name in ("soft", "single")])
-    by_epoch, by_time, over_updates, histogram = figure.axes
+    axes = panels(figure)
+    by_epoch, by_time = axes["Test error over epochs"], axes["Test error over time"]
+    over_updates, histogram = axes["Mean staleness over updates"], axes["Staleness of gradients"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "soft (2-softsync, λ = 4, μ = 16)",
         "single (2-softsync, λ = 4, μ = 16)",
@@ -66,7 +74,7 @@ def test_blocks_keep_the_last_updates(runs):
     figure = Figure()
     curves = _load(runs / "soft.h5", "soft")
     _draw(figure, [curves._replace(update=np.arange(1, 202), mean_staleness=np.append(np.zeros(200), 7.0))])
-    assert figure.axes[2].lines[0].get_ydata()[-1] == 7.0
+    assert panels(figure)["Mean staleness over updates"].lines[0].get_ydata()[-1] == 7.0
 
 
 def test_equal_names_are_told_apart(runs):
@@ -108,3 +116,116 @@ except ConfigError as error:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "plots need matplotlib: pip install 'rudra[plot]'\n"
+
+
+def drawn(files, **options):
+    figure = Figure(layout="constrained")
+    _draw(figure, [_load(file, file.stem) for file in files], **options)
+    return figure
+
+
+def seeded(path, seed, **more):
+    write_point(path, protocol="softsync", n=2, mu=4, lam=4, seed=seed, **more)
+    return path
+
+
+def test_training_and_learning_rate_are_shown(tmp_path):
+    axes = panels(drawn([seeded(tmp_path / "a.h5", 1, learning_rate=0.03)]))
+    error = axes["Test error over epochs"].lines[0].get_ydata()
+    assert axes["Training error over epochs"].lines[0].get_ydata() == pytest.approx(0.9 * error)
+    assert axes["Training loss over epochs"].lines[0].get_ydata() == pytest.approx(0.025 * error)
+    assert set(axes["Learning rate"].lines[0].get_ydata()) == {0.03}
+    assert axes["Learning rate"].lines[0].get_xdata()[[0, -1]] == pytest.approx([0, 6])
+
+
+def test_seeds_are_a_band_with_their_median(tmp_path):
+    files = [seeded(tmp_path / f"{seed}.h5", seed) for seed in (1, 2, 5)]
+    one, two, five = (100 * open_results(file).epochs["test_error"] for file in files)
+    files.append(seeded(tmp_path / "other.h5", 1, learning_rate=0.03))
+    axis = panels(figure := drawn(files))["Test error over epochs"]
+    assert [text.get_text().partition(", α")[0] for text in figure.legends[0].get_texts()] == [
+        "1 (2-softsync, λ = 4, μ = 4), 3 seeds",
+        "other (2-softsync, λ = 4, μ = 4)",
+    ]
+    assert axis.lines[0].get_ydata() == pytest.approx(two)
+    (band,) = axis.collections
+    low, high = band.get_datalim(axis.transData).intervaly
+    assert (low, high) == pytest.approx((one.min(), five.max()))
+
+
+def test_runs_of_one_seed_are_no_band(tmp_path):
+    files = [seeded(tmp_path / f"{name}.h5", 1) for name in "ab"]
+    assert len(panels(drawn(files))["Test error over epochs"].lines) == 2
+
+
+def test_thirteen_runs_can_be_told_apart(tmp_path):
+    files = [seeded(tmp_path / f"{i}.h5", 1, learning_rate=0.01 * (i + 1)) for i in range(13)]
+    figure = drawn(files)
+    figure.draw_without_rendering()
+    axes = panels(figure).values()
+    looks = [[(line.get_color(), line.get_marker()) for line in axis.lines if line.get_xdata().size] for axis in axes]
+    assert all(found == looks[0] for found in looks), "in every panel alike"
+    assert len(set(looks[0])) == 13
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 13
+    assert legend.get_window_extent().x0 > max(axis.get_window_extent().x1 for axis in axes), "beside the panels"
+
+
+def test_who_is_not_in_a_panel_is_named_there(runs, tmp_path):
+    write_point(tmp_path / "lossy.h5", protocol="softsync", n=2, mu=4, lam=4, known_error=False)
+    axes = panels(drawn([runs / f"{name}.h5" for name in ("soft", "hard", "untested", "lossy")]))
+    assert axes["Test error over epochs"].get_xlabel() == "epoch\nnot here: untested (interrupted), lossy"
+    assert axes["Training error over epochs"].get_xlabel().endswith("not here: untested (interrupted), lossy")
+    assert axes["Staleness of gradients"].get_xlabel().endswith("σ = 0: hard")
+
+
+def test_errors_and_losses_have_panels_of_their_own(tmp_path):
+    """A run without an error brings panels of the loss, which all runs are in."""
+    write_point(tmp_path / "lossy.h5", protocol="softsync", n=2, mu=4, lam=4, known_error=False)
+    axes = panels(drawn([tmp_path / "lossy.h5", seeded(tmp_path / "a.h5", 1, learning_rate=0.03)]))
+    assert len(axes["Test error over time"].lines) == 1
+    assert len(axes["Test loss over time"].lines) == 2
+    alone = panels(drawn([tmp_path / "lossy.h5"]))
+    assert not [title for title in alone if "error" in title]
+
+
+def test_logarithmic_axes(tmp_path):
+    files = [seeded(tmp_path / "a.h5", 1)]
+    scales = {title: axis.get_yscale() for title, axis in panels(drawn(files, log=True)).items()}
+    of_errors = {title for title, scale in scales.items() if scale == "log"}
+    assert of_errors == {title for title in scales if "taleness" not in title}
+    assert {axis.get_yscale() for axis in panels(drawn(files)).values()} == {"linear"}
+
+
+def test_what_a_logarithmic_axis_cannot_show_is_named(tmp_path):
+    write_point(tmp_path / "perfect.h5", protocol="softsync", n=2, mu=4, lam=4)
+    curves = _load(tmp_path / "perfect.h5", "perfect")
+    curves.test_error[-1] = 0
+    curves.train_error[:] = 0
+    other = curves._replace(name="other", test_error=curves.test_error + 1, train_error=curves.train_error + 1)
+    _draw(figure := Figure(), [curves, other], log=True)
+    axes = panels(figure)
+    assert axes["Test error over time"].get_xlabel().endswith("\nnot where it is 0 or less: perfect")
+    assert axes["Training error over epochs"].get_xlabel().endswith("\nnot here: perfect")
+
+
+def test_nothing_stale_is_one_line_instead_of_panels(runs):
+    figure = drawn([runs / "hard.h5"])
+    assert not [title for title in panels(figure) if "taleness" in title]
+    assert figure.get_supxlabel() == "Nothing is stale: σ = 0 in all gradients."
+
+
+def test_histograms_of_several_runs_are_outlines(runs):
+    axis = panels(drawn([runs / "soft.h5", runs / "single.h5"]))["Staleness of gradients"]
+    assert [patch.get_fill() for patch in axis.patches] == [False, False]
+    assert not axis.collections
+
+
+def test_effective_learning_rates_stand_in_the_legend_where_they_differ(tmp_path):
+    for n in (2, 4):
+        write_point(tmp_path / f"{n}.h5", protocol="softsync", n=n, mu=4, lam=4)
+    texts = [text.get_text() for text in drawn([tmp_path / "2.h5", tmp_path / "4.h5"]).legends[0].get_texts()]
+    assert [text.rpartition(", ")[2] for text in texts] == ["α = 0.005", "α = 0.0025"]
+    write_point(tmp_path / "same.h5", protocol="softsync", n=2, mu=8, lam=4)
+    figure = drawn([tmp_path / "2.h5", tmp_path / "same.h5"])
+    assert not [text for text in figure.legends[0].get_texts() if "α" in text.get_text()]

@@ -40,6 +40,8 @@ def test_every_table_says_of_the_same_rows_that_they_are_fitted() -> None:
             topology = [row["topology"]] if "topology" in row else []
             key = (row["sigma"], row["minibatch_size"], row["learners"], *topology)
             assert row.get("fitted") == fitted.get(key), (name, key)
+    bases = {row.get("base_fitted") for row in tables["figure8"]}
+    assert bases == {fitted[0, 128, 1]}, "all speed-ups are against its time"
     assert [row.get("topology") for row in tables["table1"] if "fitted" in row] == ["adv"], "125 / 212 of Table 4"
 
 

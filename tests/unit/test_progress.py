@@ -170,3 +170,13 @@ def test_summary_table_of_a_running_run(tmp_path):
         summary = results.summary()
     title = summary_table(summary | {"status": "running", "flushed_s": time.time() - 125}).splitlines()[0]
     assert re.search(r"running \(or killed; last written 2:0\d min ago\)$", title)
+
+
+def test_metrics_that_are_shares_are_written_as_errors_are(tmp_path):
+    write_run(tmp_path / "run.h5", updates=20, epochs=2, staleness=1)
+    with open_results(tmp_path / "run.h5") as results:
+        summary = results.summary()
+    metrics = {"top5_error": [0.01, 0.005634], "precision@1": [0.5, 0.5], "perplexity": [3.0, 2.5]}
+    text = summary_table({**summary, "metrics": {"test": metrics}})
+    assert "top5_error 0.56%, precision@1 50.00%, perplexity 2.5" in text
+    assert "0.005634" not in text

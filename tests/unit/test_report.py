@@ -21,8 +21,11 @@ from matplotlib.figure import Figure
 
 from rudra.report import report
 from rudra.report.charts import figures
+from rudra.report.panels import lines_of
 from rudra.report.runs import Study, collect, read
-from rudra.report.tables import comparison, speed_up, summary
+from rudra.report.sections import sections_of
+from rudra.report.svg import inline
+from rudra.report.tables import Table, comparison, form_of, speed_up, summary
 from rudra.report.who import drawings
 
 pytestmark = pytest.mark.timeout(180)
@@ -74,8 +77,8 @@ def test_every_figure_is_drawn_twice_and_has_its_data(study: Path, page: str) ->
     names = [figure.name for figure in (*figures(*_known(study)), *drawings(_known(study)[0]))]
     assert names[0] == "tradeoff"  # what the study is about
     assert names[1:] == [
-        *("error-over-epochs", "error-over-time", "staleness-over-updates"),
-        *("staleness-histogram", "speedup", "roles"),
+        *("error-over-epochs", "error-over-time", "training-loss", "training-error", "learning-rate"),
+        *("staleness-over-updates", "staleness-histogram", "speedup", "roles"),
         "topology",
     ]
     assert page.count('<svg role="img" aria-label=') == 2 * len(names)  # wide and narrow
@@ -239,7 +242,8 @@ def test_simulations_without_tensors_have_no_error(tmp_path: Path, monkeypatch: 
     assert [f.name for f in figures(Study("x", (run,)), [run])] == [
         *("staleness-over-updates", "staleness-histogram", "roles"),
     ]
-    assert summary(Study("x", (run,))).rows[0][6] is None
+    table = summary(Study("x", (run,)))
+    assert table.rows[0][table.columns.index("test error (%)")] is None
 
 
 @pytest.mark.parametrize(
@@ -269,8 +273,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     write_run(tmp_path / "run.h5", updates=5, epochs=1, staleness=1)
     page, place = tmp_path / "page.html", tmp_path / "figures"
     assert main(["report", str(tmp_path / "run.h5"), "-o", str(page), "--figures", str(place)]) == 0
-    assert capsys.readouterr().out == f"wrote {page} and 13 files in {place}\n"
-    names = ("error", "staleness-over-updates", "staleness-histogram", "roles")
+    assert capsys.readouterr().out == f"wrote {page} and 16 files in {place}\n"
+    names = ("error", "training", "staleness-over-updates", "staleness-histogram", "roles")
     wanted = {f"{name}{suffix}" for name in names for suffix in (".pdf", ".svg", ".csv")} | {"runs.csv"}
     assert {path.name for path in place.iterdir()} == wanted
     assert (place / "error.pdf").read_bytes().startswith(b"%PDF")
@@ -317,3 +321,199 @@ def test_runs_without_an_error_show_loss_metrics_and_target(tmp_path: Path) -> N
     drawn["loss"].panels[0](axis)
     bottom, top = axis.get_ylim()
     assert bottom < min(run.summary["test_loss"]) <= max(run.summary["test_loss"]) < top
+
+
+def write_grid(place: Path, count: int, **more: object) -> list[Path]:
+    """Runs with learning rates of their own."""
+    for i in range(count):
+        about = {"protocol": "softsync", "n": 2, "mu": 4, "lam": 4, "learning_rate": 0.01 * (i + 1)} | more
+        write_point(place / f"run{i:02}.h5", **about)
+    return sorted(place.glob("*.h5"))
+
+
+def drawn(files: list[Path], **options: bool) -> dict[str, list]:
+    """Figure -> its panels, drawn."""
+    (study,) = collect(files)
+    found = {}
+    for figure in figures(study, study.known, **options):
+        found[figure.name] = [Figure().subplots() for _ in figure.panels]
+        for panel, axis in zip(figure.panels, found[figure.name], strict=True):
+            panel(axis)
+    return found
+
+
+@pytest.mark.parametrize("protocols", [("softsync",), ("hardsync", "softsync")])
+@pytest.mark.parametrize("count", [4, 13])
+def test_a_run_looks_alike_in_every_panel_of_a_page(tmp_path: Path, count: int, protocols: tuple[str, ...]) -> None:
+    """Also where others are left out, as are those of hardsync from staleness."""
+    for protocol in protocols:
+        (tmp_path / protocol).mkdir()
+        write_grid(tmp_path / protocol, count, protocol=protocol, n=2 if protocol == "softsync" else None)
+    files = sorted(tmp_path.glob("*/*.h5"))
+    (study,) = collect(files)
+    lines = {line.runs[0].label: line for line in lines_of(study.known)}
+    assert len({(line.style["color"], line.style["marker"]) for line in lines.values()}) == len(files)
+    looks: dict[str, set] = {}
+    for name, axes in drawn(files).items():
+        if name in ("tradeoff", "speedup", "roles"):
+            continue  # no lines of runs
+        for axis in axes:
+            assert len({line.get_label() for line in axis.lines if line.get_label()[0] != "_"}) <= 8
+            for line in axis.lines:
+                if line.get_label()[0] != "_":
+                    looks.setdefault(line.get_label(), set()).add((line.get_color(), line.get_marker()))
+    assert len(looks) == len(files)
+    assert all(len(found) == 1 for found in looks.values())
+
+
+def test_seeds_are_one_line(tmp_path: Path) -> None:
+    for seed in (1, 2, 5):
+        write_point(tmp_path / f"{seed}.h5", protocol="softsync", n=2, mu=4, lam=4, seed=seed)
+    write_point(tmp_path / "hard.h5", protocol="hardsync", n=None, mu=4, lam=4)
+    (study,) = collect(files := sorted(tmp_path.glob("*.h5")))
+    labels = [line.label for line in lines_of(study.known)]
+    assert labels == ["2-softsync, μ = 4, λ = 4, 3 seeds", study.runs[-1].label]
+    panel = drawn(files)["error"][0]
+    assert panel.lines[0].get_ydata() == pytest.approx(read(tmp_path / "2.h5").test_error)
+    assert len(panel.collections) == 1
+    assert "the median, and the range" in figures(study, study.known)[0].caption
+
+
+def test_errors_losses_and_rates_of_training_are_shown(tmp_path: Path) -> None:
+    files = write_grid(tmp_path, 2)
+    loss, error, rate = drawn(files)["training"]
+    run = read(files[1])
+    assert error.lines[1].get_ydata() == pytest.approx(0.9 * run.test_error)
+    assert loss.lines[1].get_ydata() == pytest.approx(0.025 * run.test_error)
+    assert set(rate.lines[1].get_ydata()) == {0.02}
+    (study,) = collect(files)
+    (table,) = [figure.table for figure in figures(study, study.known) if figure.name == "training"]
+    assert table.columns == ("run", "epoch", "training loss", "training error (%)", "learning rate α")
+
+
+def test_error_and_loss_are_not_in_one_panel(tmp_path: Path) -> None:
+    """A run without an error is named where it is not, and brings a figure of the loss."""
+    write_point(tmp_path / "a.h5", protocol="softsync", n=2, mu=4, lam=4)
+    write_point(tmp_path / "lossy.h5", protocol="softsync", n=4, mu=4, lam=4, known_error=False)
+    (study,) = collect(files := sorted(tmp_path.glob("*.h5")))
+    made = {figure.name: figure for figure in figures(study, study.known)}
+    assert [len(axis.lines) for axis in drawn(files)["error"]] == [1, 1]
+    assert [len(axis.lines) for axis in drawn(files)["loss"]] == [2, 2]
+    assert list(made["error"].left_out.values()) == [["4-softsync, μ = 4, λ = 4"]]
+    for narrow in (False, True):
+        assert "Not in test error: 4-softsync, μ = 4, λ = 4<" in inline(made["error"], "x", narrow=narrow)
+        assert ">Not in" not in inline(made["loss"], "x", narrow=narrow)
+    table = summary(study)
+    assert table.columns[:3] == ("run", "test error (%)", "test loss")
+    assert [row[1] is None for row in table.rows] == [False, True]
+
+
+@pytest.mark.parametrize("count", [2, 13])
+def test_logarithmic_axes(tmp_path: Path, count: int) -> None:
+    files = write_grid(tmp_path, count)
+    for log in (False, True):
+        scales = {name: {axis.get_yscale() for axis in axes} for name, axes in drawn(files, log=log).items()}
+        wanted = {name for name in scales if name.startswith(("error", "training", "learning-rate"))}
+        assert {name for name, scale in scales.items() if scale == {"log"}} == (wanted if log else set())
+    (study,) = collect(files)
+    study.known[0].train_error[-1] = 0
+    (training,) = [f for f in figures(study, study.known, log=True) if f.name in ("training", "training-error")]
+    assert list(training.left_out.values()) == [[study.known[0].label]]
+    assert main(["report", *map(str, files), "-o", str(tmp_path / "page.html"), "--log"]) == 0
+    assert main(["plot", *map(str, files), "-o", str(tmp_path / "page.png"), "--log"]) == 0
+
+
+def test_nothing_stale_is_one_line(tmp_path: Path) -> None:
+    write_point(tmp_path / "hard.h5", protocol="hardsync", n=None, mu=4, lam=4)
+    assert "staleness-histogram" not in drawn([tmp_path / "hard.h5"])
+    page = report([tmp_path / "hard.h5"], tmp_path / "page.html")[0].read_text(encoding="utf-8")
+    assert page.count("Nothing is stale: σ = 0 in all gradients.") == 1
+    write_point(tmp_path / "soft.h5", protocol="softsync", n=2, mu=4, lam=4)
+    (study,) = collect([tmp_path / "hard.h5", tmp_path / "soft.h5"])
+    made = {figure.name: figure.left_out for figure in figures(study, study.known)}
+    assert made["staleness-histogram"] == {"σ = 0": ["hardsync, μ = 4, λ = 4"]}
+
+
+def test_bars_that_are_compared_share_a_scale(study: Path, tmp_path: Path) -> None:
+    files = [study / f"softsync-{n}-4-30.h5" for n in (1, 30)]
+    made = drawn(files)
+    assert len({axis.get_xlim() for axis in made["roles"]}) == 1 < len(made["roles"])
+    (found,) = collect(files)
+    (histogram,) = [figure for figure in figures(found, found.known) if figure.name == "staleness-histogram"]
+    assert histogram.share_y
+    outlines = drawn([*files, *write_grid(tmp_path, 1, n=30, lam=30)])["staleness-histogram"][1]
+    assert [patch.get_fill() for patch in outlines.patches] == [False, False]
+
+
+def test_effective_rates_stand_in_legends_and_the_table(tmp_path: Path) -> None:
+    """Of many runs in the legend of each panel, where a λ has another rate in each."""
+    for lam in (2, 4, 8):
+        for mu in (4, 8, 16):
+            write_point(tmp_path / f"{lam}-{mu}.h5", protocol="hardsync", n=None, mu=mu, lam=lam)
+    (study,) = collect([tmp_path])
+    (made, *_) = [figure for figure in figures(study, study.known) if figure.name == "error-over-epochs"]
+    page = inline(made, "x", narrow=False)
+    assert made.own_legends
+    assert all(f">λ = {lam}, α = {rate}<" in page for lam, rate in ((2, "0.003536"), (8, "0.007071"), (8, "0.01414")))
+    table = summary(study)
+    rates = [row[table.columns.index("learning rate")] for row in table.rows]
+    assert rates == [run.effective_rate for run in study.known]
+
+
+def rates_note(*files: Path) -> bool:
+    (section,) = sections_of(collect(files))
+    return any(note.startswith("Effective learning rates differ") for note in section.notes)
+
+
+def test_a_report_says_where_rates_differ_beside_what_is_compared(tmp_path: Path) -> None:
+    def point(name: str, **about: object) -> Path:
+        write_point(tmp_path / name, **{"protocol": "softsync", "n": 1, "mu": 4, "lam": 4, **about})
+        return tmp_path / name
+
+    one, four = point("1.h5"), point("4.h5", n=4)
+    fair = point("fair.h5", n=4, learning_rate=0.04)
+    higher = point("higher.h5", learning_rate=0.04)
+    assert rates_note(one, four), "α0/n"
+    assert not rates_note(one, fair), "both have 0.01"
+    assert not rates_note(one, higher), "the rate is what is compared"
+    assert not rates_note(one, higher, point("a.h5", n=4, learning_rate=0.04), point("b.h5", n=4, learning_rate=0.16))
+    assert not rates_note(four, point("none.h5", n=4, modulation="none")), "so is modulation"
+    assert not rates_note(one, point("seed.h5", seed=2))
+
+
+def test_numbers_of_a_column_have_one_format() -> None:
+    table = Table("x", ("s", "loss", "count", "n"), [(36.2, 2.5, 1444, 2.0), (9.254, 0.0134, 7, 10.0)], {})
+    assert [[text for text, *_ in table.cells(row)] for row in table.rows] == [
+        ["36.20", "2.5000", "1,444", "2"],
+        ["9.25", "0.0134", "7", "10"],
+    ]
+    assert [form_of([0.01, 0.000625])(rate) for rate in (0.01, 0.000625)] == ["0.010000", "0.000625"]
+
+
+def test_speed_ups_against_a_fitted_time_are_marked(study: Path) -> None:
+    """And a difference from what was fitted is no difference that tells something."""
+    files = ("hardsync-None-4-1.h5", "hardsync-None-4-10.h5")
+    base, run = (
+        dataclasses.replace(r, job={**r.job, "simulation.costs": "p775"}) for r in map(read, map(study.joinpath, files))
+    )
+    paper = {"file": run.file.name, "speed_up": 8.0, "time_s": 2.0, "epochs": 6, "training_samples": 3200}
+    for more, marked in (
+        ({}, []),
+        ({"base_fitted": "a"}, ["speed-up"]),
+        ({"fitted": "a"}, ["training time (s)", "speed-up"]),
+    ):
+        table = comparison(Study("x", (base, run), paper=({**paper, **more},)))
+        assert table is not None
+        found = {row[2]: row[5:] for row in table.rows}
+        assert [quantity for quantity, (difference, _) in found.items() if difference.endswith("(fitted)")] == marked
+        assert [quantity for quantity, (_, remark) in found.items() if "fitted (a)" in remark] == marked
+
+
+def test_shares_are_in_percent_as_errors_are(tmp_path: Path) -> None:
+    write_point(tmp_path / "run.h5", protocol="softsync", n=2, mu=4, lam=4)
+    run = read(tmp_path / "run.h5")
+    run = dataclasses.replace(run, metrics={"precision@1": 0.5 - run.test_error / 1000})
+    (figure,) = [f for f in figures(Study("x", (run,)), [run]) if f.name == "metric-precision@1"]
+    assert figure.table.columns[-1] == "precision@1 (%)"
+    assert [row[-1] for row in figure.table.rows] == pytest.approx(50 - run.test_error / 10)
+    assert figure.table.cells(figure.table.rows[0])[-1][0] == f"{figure.table.rows[0][-1]:.2f}"

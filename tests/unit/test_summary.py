@@ -1,0 +1,31 @@
+"""What a run's summary says that is in no table of its file."""
+
+from pathlib import Path
+
+import pytest
+
+from rudra.results import open_results
+from tests.unit.report_files import write_point
+
+
+@pytest.mark.parametrize(
+    ("about", "factor"),
+    [
+        ({"protocol": "hardsync", "n": None}, 0.5),  # sqrt(λμ/B), B = 64
+        ({"protocol": "softsync", "n": 1}, 1.0),
+        ({"protocol": "softsync", "n": 4}, 0.25),
+        ({"protocol": "softsync", "n": 4, "modulation": "none"}, 1.0),
+        ({"protocol": "softsync", "n": 4, "modulation": "mean_staleness"}, 1.0),
+        ({"protocol": "softsync", "n": 2, "topology": "groups", "options": {"groups": 2, "server": True}}, 0.5),
+    ],
+)
+def test_effective_rate(tmp_path: Path, about: dict, factor: float) -> None:
+    write_point(tmp_path / "run.h5", mu=4, lam=4, learning_rate=0.3, **about)
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.summary()["learning_rate"] == pytest.approx(0.3 * factor)
+
+
+def test_no_effective_rate_where_the_file_does_not_tell(tmp_path: Path) -> None:
+    write_point(tmp_path / "run.h5", protocol="softsync", n=1, mu=4, lam=4, rate_factor=None)
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.summary()["learning_rate"] is None
