@@ -71,8 +71,8 @@ class ModelTable(Table):
 class DataTable(Table):
     name: Any = Field(
         "digits",
-        description="digits, idx, cifar10, libsvm, npz, hdf5, arff, text, folder, or package.module:callable giving "
-        "(train, test)",
+        description="digits, idx, cifar10, libsvm, csv, npz, hdf5, arff, text, folder, or package.module:callable "
+        "giving (train, test)",
     )
     path: Path | None = Field(
         None, description="file of the data, or directory that holds its files; relative to the working directory"
@@ -85,6 +85,9 @@ class DataTable(Table):
         None,
         description="subtract the mean of all training inputs from each; default: where they are images in memory, in "
         "bytes",
+    )
+    standardise: bool = Field(
+        False, description="give the inputs of a table the mean 0 and the deviation 1 of its training inputs"
     )
     test_split: float | None = Field(
         None, gt=0, lt=1, description="fraction of the training set that becomes the test set, where there is none"
@@ -99,6 +102,13 @@ class DataTable(Table):
         None, description="package.module:callable that makes a mini-batch of a list of your dataset's items"
     )
     options: dict[str, Any] = Field({}, description="of the format, or keyword arguments for the user's own callable")
+
+    @field_validator("standardise")
+    @classmethod
+    def _alone(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and (given := [key for key in ("scale", "subtract_mean") if info.data.get(key) is not None]):
+            raise ValueError(f"= true gives mean and deviation; valid: false, or no {' and '.join(given)}")
+        return value
 
 
 class AugmentTable(Table):
