@@ -21,7 +21,7 @@ from rudra.readers import READERS, SPLITS, Arrays, check_labels
 from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.sources import Dense, Source, are_tokens
 from rudra.tables import DataTable
-from rudra.trees import mapped
+from rudra.trees import listed, mapped
 
 Batch = tuple[Any, Any]
 """Inputs and targets: tensors whose first dimension is the sample's, or tuples and dictionaries of such."""
@@ -251,10 +251,10 @@ class UserSplit:
             if key not in item or len(item) < 2:
                 known = f"its entries: {', '.join(map(str, item))}; [data] target says which is the target"
                 raise DataError(f"{self.name} sample {wanted[0]} has no target {self._target or 'label'}: {known}")
-            inputs = {name: _array(value) for name, value in item.items() if name != key}
-            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), _array(item[key])
+            inputs = {name: listed(value) for name, value in item.items() if name != key}
+            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), listed(item[key])
         if isinstance(item, Sequence) and len(item) == 2:
-            return _array(item[0]), _array(item[1])
+            return listed(item[0]), listed(item[1])
         raise DataError(f"{self.name} sample {wanted[0]} is not a pair (input, target)")
 
     def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:
@@ -266,14 +266,6 @@ class UserSplit:
             first = outside.nonzero()[0]
             what, valid = f"label {int(labels[tuple(first)])}", f"valid: 0 to {self.classes - 1}"
             raise DataError(f"{self.name} sample {wanted[int(first[0])]} has {what}; {valid} ([data] classes)")
-
-
-def _array(value: Any) -> Any:
-    """A list of numbers, as Hugging Face's sets have it, is one tensor; anything else stays as it is."""
-    first = value
-    while isinstance(first, list) and first:
-        first = first[0]
-    return torch.tensor(value) if first is not value and isinstance(first, int | float) else value
 
 
 def _plain(tensor: Any) -> torch.Tensor:

@@ -129,7 +129,9 @@ class TaskTable(Table):
     metrics: tuple[Named, ...] = Field(
         (), description="package.module:callable of (output, target), each a mean over the samples: for every test"
     )
-    options: dict[str, Any] = Field({}, description="keyword arguments for the loss, such as label_smoothing")
+    options: dict[str, Any] = Field(
+        {}, description="keyword arguments for the loss, such as label_smoothing and weight, see Tasks"
+    )
 
 
 class TrainingTable(Table):

@@ -230,6 +230,30 @@ def test_a_run_ends_with_the_epoch_after_which_its_target_is_reached(topology: d
     assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
 
 
+def test_class_weights_change_what_is_learned_and_keep_what_is_measured(tmp_path: Path) -> None:
+    """A weight makes its class come out more often; the error and the top-5 error are there, and a replay agrees."""
+    counts = []
+    for name, options in {"plain": {}, "weighted": {"weight": [30.0] + [1.0] * 9, "label_smoothing": 0.1}}.items():
+        made = rudra.Job(
+            model={"name": "mlp", "options": {"hidden": [16]}},
+            task={"options": options},
+            training={"epochs": 2, "minibatch_size": 16},
+            optimizer={"learning_rate": 0.1},
+            cluster={"learners": 2, "threads_per_rank": 1},
+        )
+        with rudra.simulate(made, output=tmp_path / f"{name}.h5", progress="quiet") as results:
+            assert np.isfinite(results.epochs["test_error"]).all()
+            assert results.summary()["metrics"]["test"]["top5_error"][-1] < 0.5
+            state = {key: torch.from_numpy(value) for key, value in results.state_dict().items()}
+        assert rudra.replay(tmp_path / f"{name}.h5").difference is None
+        images = rudra.data.load(made.data).test.batch(np.arange(355))[0].flatten(1)
+        first, second = (key.removesuffix(".weight") for key in state if key.endswith(".weight"))
+        hidden = functional.linear(images, state[f"{first}.weight"], state[f"{first}.bias"]).relu()
+        output = functional.linear(hidden, state[f"{second}.weight"], state[f"{second}.bias"])
+        counts.append(int((output.argmax(1) == 0).sum()))
+    assert counts[1] > counts[0] + 10
+
+
 def test_a_target_alone_ends_nothing(tmp_path: Path) -> None:
     made = job("regression", training={"target": "loss <= 0.05"})
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
