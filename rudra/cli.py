@@ -150,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, "write a run's weights for torch or safetensors", EXPORT_MORE)
     export.add_argument("file", type=Path, metavar="FILE.h5")
     export.add_argument("-o", "--output", type=Path, metavar="W.pt", required=True, help=".pt or .safetensors")
-    export.add_argument("--epoch", type=int, metavar="N", help="as they were at its end; default: the final weights")
+    export.add_argument(
+        "--epoch", type=_epoch, metavar="N", help="as they were at its end, or `best`; default: the final weights"
+    )
     _force_option(export, "W.pt")
     timeline = add("timeline", _timeline, "write a run as a trace for Perfetto or Chrome", TIMELINE_MORE)
     timeline.add_argument("file", type=Path, metavar="FILE.h5")
@@ -285,7 +287,7 @@ found beside FILE.h5 and in the current directory."""
 
 EXPORT_MORE = """\
 All that `load_state_dict` of the model takes, whether it is trained or not, under the names that it has there.
-Weights of epochs before the last are in a file where the job says [results] keep_every."""
+Weights of epochs before the last are in a file where the job says [results] keep_every or keep_best."""
 
 TIMELINE_MORE = """\
 Open it at https://ui.perfetto.dev: when each learner computed, pushed, waited and pulled, and when
@@ -507,6 +509,11 @@ def _replay(arguments: argparse.Namespace) -> int:
     return 0 if replayed.identical else 1
 
 
+def _epoch(text: str) -> int | str:
+    """What `--epoch` may be; argparse names it in the error's text."""
+    return text if text == "best" else int(text)
+
+
 def _export(arguments: argparse.Namespace) -> int:
     import rudra
     from rudra.export import export
@@ -514,7 +521,8 @@ def _export(arguments: argparse.Namespace) -> int:
     output = arguments.output
     with rudra.open_results(arguments.file) as results:
         names = export(results, output, arguments.epoch, force=arguments.force)
-        epoch = arguments.epoch or max(results.kept_epochs, default=0)
+        epoch = results.best_epoch if arguments.epoch == "best" else arguments.epoch
+        epoch = epoch or max(results.kept_epochs, default=0)
     print(f"wrote {output}: {names} tensors of epoch {epoch}")
     return 0
 

@@ -544,5 +544,11 @@ def _quiet(job: Job) -> Job:
         hooks=(),
         training={"evaluate": False},
         faults={"non_finite_loss": "warn"},
-        results={"minibatches": False, "report_s": 0.0, "checkpoint_every": "never", "keep_every": None},
+        results={
+            "minibatches": False,
+            "report_s": 0.0,
+            "checkpoint_every": "never",
+            "keep_every": None,
+            "keep_best": False,
+        },
     )

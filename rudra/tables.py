@@ -457,6 +457,10 @@ class ResultsTable(Table):
         None, ge=1, description="epochs: the weights of every N-th are kept in the file; default: the final ones alone"
     )
 
+    keep_best: bool = Field(
+        False, description="the weights of the epoch with the best test are kept in the file, see Weights elsewhere"
+    )
+
     @field_validator("checkpoint_every")
     @classmethod
     def _interval(cls, value: str) -> str:

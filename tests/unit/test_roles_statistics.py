@@ -8,6 +8,7 @@ from rudra import records
 from rudra.events import Evaluated, Event, Hashed, Received, Record, Score, Started
 from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
+from rudra.roles.statistics import StatisticsServer
 
 RECORD, CREDIT = "record epochs", "CREDIT@0 to S"
 END = ["DONE@0 to S", "DONE@0 to L0", "DONE@0 to L1", "halt"]
@@ -128,6 +129,41 @@ def test_every_second_epoch_is_kept_but_the_last_which_is_final(evaluate: bool) 
         wanted += feed(role, epoch(number, snapshot, 4), HASHED, *tested)
     written = [action for action in wanted if action.startswith(("keep", RECORD))]
     assert written == [RECORD, "keep snapshot 0 2", RECORD, RECORD, RECORD]
+
+
+def test_the_best_epoch_is_kept_instead_of_the_best_before() -> None:
+    role = started(6, keep_best=True)
+    wanted: list[str] = []
+    for number, error in enumerate((0.5, 0.6, 0.4, 0.4, 0.3, 0.1), 1):
+        snapshot = f"snapshot {number % 2}"
+        wanted += feed(role, epoch(number, snapshot, 6), HASHED, evaluated(snapshot, error))
+    assert [action for action in wanted if action.startswith("keep")] == [
+        "keep snapshot 1 1",
+        "keep snapshot 1 3 (1,)",
+        "keep snapshot 1 5 (3,)",
+    ], "the last is final"
+
+
+def test_the_best_epoch_is_not_kept_twice() -> None:
+    role = started(5, keep_best=True, keep_every=2)
+    wanted: list[str] = []
+    for number, error in enumerate((0.5, 0.4, 0.3, 0.2, 0.1), 1):
+        snapshot = f"snapshot {number % 2}"
+        wanted += feed(role, epoch(number, snapshot, 5), HASHED, evaluated(snapshot, error))
+    kept = [action for action in wanted if action.startswith("keep")]
+    assert kept == ["keep snapshot 1 1", "keep snapshot 0 2", "keep snapshot 1 3 (1,)", "keep snapshot 0 4"]
+
+
+def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
+    role = machine(STATISTICS, job("async", training={"epochs": 9}).with_(results={"keep_best": True}))
+    assert isinstance(role, StatisticsServer)
+    role.recall({1: {"error": 0.1}, 2: {"error": 0.5}, 3: {"error": 0.6}}, (2, 3))
+    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    role._recorded = 3
+    worse = feed(role, epoch(4, "snapshot 0", 9), HASHED, evaluated("snapshot 0", 0.55))
+    better = feed(role, epoch(5, "snapshot 1", 9), HASHED, evaluated("snapshot 1", 0.45))
+    assert not [action for action in worse if action.startswith("keep")]
+    assert [action for action in better if action.startswith("keep")] == ["keep snapshot 1 5 (2,)"]
 
 
 def test_an_epoch_whose_weights_never_came_is_not_kept() -> None:
