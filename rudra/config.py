@@ -77,8 +77,10 @@ class Job(Table):
             raise ValueError("[training] compile = true computes in float32 so far; valid: precision = 'float32'")
         if self.training.stop_at_target and self.training.target is None:
             raise ValueError("[training] stop_at_target = true, but there is no target")
-        if self.results.keep_best and not self.training.evaluate:
-            raise ValueError("[results] keep_best = true, but [training] evaluate = false: nothing is tested")
+        if not self.training.evaluate:
+            by_tests = {"[results] keep_best": self.results.keep_best, "[training] patience": self.training.patience}
+            for key in (key for key, wanted in by_tests.items() if wanted):
+                raise ValueError(f"{key} goes by tests, but [training] evaluate = false: nothing is tested")
         if self.optimizer.momentum_correction != "none" and not (
             self.optimizer.name == "sgd" and self.optimizer.momentum
         ):

@@ -65,6 +65,7 @@ INDIFFERENT = (
     "task.metrics",
     "training.target",
     "training.stop_at_target",
+    "training.patience",
 )
 """Keys of the `DECISIVE` tables that do not decide what the weights become."""
 
@@ -542,7 +543,7 @@ def _quiet(job: Job) -> Job:
     """The same training with nothing beside it, and with rows that come at once."""
     return job.with_(
         hooks=(),
-        training={"evaluate": False},
+        training={"evaluate": False, "patience": None},
         faults={"non_finite_loss": "warn"},
         results={
             "minibatches": False,

@@ -152,6 +152,10 @@ class TrainingTable(Table):
     )
     stop_at_target: bool = Field(False, description="end the training with the epoch after which it is reached")
 
+    patience: int | None = Field(
+        None, ge=1, description="end the training after so many tests in a row that are no better than the best before"
+    )
+
     @field_validator("target")
     @classmethod
     def _target(cls, value: str | None) -> str | None:

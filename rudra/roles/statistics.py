@@ -95,7 +95,9 @@ class StatisticsServer(Machine):
         target = job.training.target
         self._watch = None if target is None else Watch(Target.parse(target))
         self._target, self._stops_at_target = target, job.training.stop_at_target
-        self._enough = False  # the target was reached before the run began anew
+        self._patience = job.training.patience
+        self._progress = Best(target)  # as patience sees it
+        self._enough = False  # the run was to end before it began anew
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
         self._working: tuple[str, int] | None = None
@@ -136,8 +138,13 @@ class StatisticsServer(Machine):
         for epoch, scores in tests.items():
             if self._watch is not None and self._watch.reached(self._watch.target.of(scores)):
                 self._watch, self._enough = None, self._stops_at_target
+            self._enough |= self._is_tired(scores)
             if epoch in kept:
                 self._judge(epoch, scores)
+
+    def _is_tired(self, scores: Mapping[str, float | None]) -> bool:
+        """Takes note of a test; whether it is the one that ends the training for lack of progress."""
+        return not self._progress.improved(scores) and self._progress.since == self._patience
 
     def _judge(self, epoch: int, scores: Mapping[str, float | None]) -> bool:
         """Whether an epoch is the best one so far, and its weights are to be kept for that."""
@@ -240,16 +247,19 @@ class StatisticsServer(Machine):
         return actions
 
     def _look_at(self, row: np.void, metrics: list[tuple[Any, ...]]) -> list[Action]:
-        """Whether an epoch reaches the target."""
-        if self._watch is None or not row["evaluated"]:
+        """Whether an epoch reaches the target, or is one too many without progress."""
+        if not row["evaluated"]:
             return []
-        if not self._watch.reached(self._watch.target.of(_scores(row, metrics, self.split))):
-            return []
-        self._watch = None
-        text = f"{self._target}: reached with epoch {row['epoch']}"
-        about = (b"target", -1, 0, row["timestamp"], 0, row["time_s"], 0.0, text.encode()[:512])
-        event = Record("events", np.array([about], records.EVENT))
-        return [event, self._to_server(Kind.ENOUGH)] if self._stops_at_target else [event]
+        scores = _scores(row, metrics, self.split)
+        actions: list[Action] = []
+        if self._watch is not None and self._watch.reached(self._watch.target.of(scores)):
+            self._watch = None
+            actions.append(_event("target", row, f"{self._target}: reached with epoch {row['epoch']}"))
+            actions += [self._to_server(Kind.ENOUGH)] if self._stops_at_target else []
+        if self._is_tired(scores):
+            text = f"patience = {self._patience}: so many tests up to epoch {row['epoch']} are no better than the best"
+            actions += [_event("patience", row, text), self._to_server(Kind.ENOUGH)]
+        return actions
 
     def _events(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)
@@ -312,6 +322,12 @@ class StatisticsServer(Machine):
 
     def _to_server(self, kind: Kind) -> Action:
         return Send(self.plan.server, Message(kind, self.id))
+
+
+def _event(kind: str, row: np.void, text: str) -> Record:
+    """Something to be noted of an epoch."""
+    about = (kind.encode(), -1, 0, row["timestamp"], 0, row["time_s"], 0.0, text.encode()[:512])
+    return Record("events", np.array([about], records.EVENT))
 
 
 def _scores(row: np.void, metrics: list[tuple[Any, ...]], split: str) -> dict[str, float]:

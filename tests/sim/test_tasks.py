@@ -230,6 +230,38 @@ def test_a_run_ends_with_the_epoch_after_which_its_target_is_reached(topology: d
     assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_a_run_ends_when_its_tests_are_no_better_for_too_long(topology: dict[str, Any], tmp_path: Path) -> None:
+    """At so high a rate that the loss soon rises; a replay ends there, too."""
+    training = {"patience": 3, "epochs": 40}
+    more = {
+        "optimizer": {"learning_rate": 1.5},
+        "protocol": {"name": "async", "modulation": "none"},
+        "cluster": {"learners": 4, "threads_per_rank": 1},
+    }
+    made = job("regression", topology=topology, training=training, **more)
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        summary, epochs = results.summary(), results.epochs
+        (event,) = results.events[results.events["kind"] == b"patience"]
+        best = results.best_epoch
+    losses = epochs["test_loss"][epochs["evaluated"] == 1]
+    places = np.flatnonzero(epochs["evaluated"] == 1) + 1
+    since = [place - int(np.argmin(losses[: place + 1])) for place in range(len(losses))]
+    last = int(places[since.index(3)])
+    assert summary["status"] == "finished"
+    assert event["text"].decode() == f"patience = 3: so many tests up to epoch {last} are no better than the best"
+    assert event["time_s"] == epochs["time_s"][last - 1]
+    assert last <= len(epochs) <= last + 2 < 40, "the epoch under way is the last"
+    assert best is not None
+    assert summary["pushed"] == summary["applied"] + summary["pending"] + summary["discarded"] + summary["lost"]
+    assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
+
+
+def test_patience_needs_tests() -> None:
+    with pytest.raises(RudraError, match=r"\[training\] patience goes by tests, but \[training\] evaluate = false"):
+        job("regression", training={"patience": 3, "evaluate": False})
+
+
 def test_class_weights_change_what_is_learned_and_keep_what_is_measured(tmp_path: Path) -> None:
     """A weight makes its class come out more often; the error and the top-5 error are there, and a replay agrees."""
     counts = []

@@ -16,7 +16,7 @@ from topologies import Plan, base
 
 TRAINING = (
     "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, compile, precision, target, "
-    "stop_at_target"
+    "stop_at_target, patience"
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, hooks, "

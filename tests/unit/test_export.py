@@ -166,7 +166,7 @@ def test_a_best_epoch_that_was_not_kept_is_told(recorded: Path, tmp_path: Path) 
         assert results.best_epoch is None
         with pytest.raises(ResultsError, match="has no best epoch: none was tested"):
             results.weights_of("best")
-    with pytest.raises(ConfigError, match=r"\[results\] keep_best = true, but \[training\] evaluate = false"):
+    with pytest.raises(ConfigError, match=r"\[results\] keep_best goes by tests, but \[training\] evaluate = false"):
         untested.with_(results={"keep_best": True})
 
 

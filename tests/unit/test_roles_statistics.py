@@ -166,6 +166,32 @@ def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
     assert [action for action in better if action.startswith("keep")] == ["keep snapshot 1 5 (2,)"]
 
 
+def test_patience_ends_the_training_once() -> None:
+    run = job("async", training={"epochs": 9, "patience": 2})
+    role = machine(STATISTICS, run)
+    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    wanted: list[list[str]] = []
+    for number, error in enumerate((0.5, 0.6, 0.4, 0.4, 0.7, 0.6), 1):
+        snapshot = f"snapshot {number % 2}"
+        wanted.append(feed(role, epoch(number, snapshot, 9), HASHED, evaluated(snapshot, error)))
+    assert [number for number, actions in enumerate(wanted, 1) if "ENOUGH@0 to S" in actions] == [5]
+    assert "record events" in wanted[4]
+
+
+def test_patience_counts_the_tests_before_a_resume() -> None:
+    tests = {1: {"error": 0.4}, 2: {"error": 0.5}}
+    for before, after in ((tests, 0.6), (tests | {3: {"error": 0.45}}, None)):
+        role = machine(STATISTICS, job("async", training={"epochs": 9, "patience": 2}))
+        assert isinstance(role, StatisticsServer)
+        role.recall(before, ())
+        role._recorded = len(before)
+        begun = feed(role, Started(), Received(Message(Kind.START, SERVER)))
+        assert ("ENOUGH@0 to S" in begun) == (after is None)
+        if after is not None:
+            then = feed(role, epoch(3, "snapshot 0", 9), HASHED, evaluated("snapshot 0", after))
+            assert "ENOUGH@0 to S" in then
+
+
 def test_an_epoch_whose_weights_never_came_is_not_kept() -> None:
     wanted = feed(started(3, keep_every=1), epoch(1), epoch(2, "snapshot 0"), HASHED)
     assert wanted == [RECORD, "hash snapshot 0", "keep snapshot 0 2", "evaluate snapshot 0"]
