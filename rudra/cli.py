@@ -607,7 +607,9 @@ def _validate(arguments: argparse.Namespace) -> int:
     plan, topology = job.plan(), job.make_topology()
     protocol = job.make_protocol(plan)
     factor = protocol.modulation.rate_factor(0.0)
-    rates = [f"{rate * factor:.4g}" for rate in Schedule(job.optimizer, job.training.epochs).rates]
+    by_update = job.optimizer.schedule_every == "update"  # how many there are depends on the data
+    known = (job.optimizer.learning_rate,) if by_update else Schedule(job.optimizer, job.training.epochs).rates
+    rates = [f"{rate * factor:.4g}" for rate in known]
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
     lines = {
@@ -626,7 +628,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
         lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
     if job.optimizer.schedule != "step":
-        lines["schedule"] = f"{job.optimizer.schedule}, a rate for each epoch"
+        lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
     if job.optimizer.warm_up:
         lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
     if job.optimizer.momentum:

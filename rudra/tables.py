@@ -198,6 +198,9 @@ class OptimizerTable(Table):
     milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
     factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
     schedule_options: dict[str, Any] = Field({}, description="keyword arguments for the torch scheduler")
+    schedule_every: Literal["epoch", "update"] = Field(
+        "epoch", description="when the torch scheduler is stepped: after each epoch or update"
+    )
     warm_up: float = Field(
         0.0, ge=0, description="epochs in which the rate grows to the scheduled one, linearly with the applied samples"
     )
@@ -251,6 +254,20 @@ class OptimizerTable(Table):
     def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if value and info.data.get("schedule") == "step":
             raise ValueError("are for other schedules than 'step', which has milestones and factor")
+        return value
+
+    @field_validator("schedule_every")
+    @classmethod
+    def _steps(cls, value: str, info: ValidationInfo) -> str:
+        if value == "update" and info.data.get("schedule") == "step":
+            raise ValueError("'update' is for other schedules than 'step', whose milestones are epochs")
+        return value
+
+    @field_validator("warm_up")
+    @classmethod
+    def _of_epochs(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("schedule_every") == "update":
+            raise ValueError(f"= {value:g} is for schedules that are stepped after epochs, not updates; valid: 0")
         return value
 
     @property

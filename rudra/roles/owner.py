@@ -38,7 +38,7 @@ from rudra.messages import PACK, Kind, Message, Rows
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox, Silent, listed
-from rudra.schedule import Schedule
+from rudra.schedule import Schedule, expected_updates
 from topologies import Plan
 from topologies.plan import LEARNER
 
@@ -94,7 +94,8 @@ class Owner(Machine):
         super().__init__(role, plan)
         self._job = job
         self._follow(plan, position)
-        self.schedule = Schedule(job.optimizer, job.training.epochs)
+        updates = expected_updates(job, plan, training_samples)
+        self.schedule = Schedule(job.optimizer, job.training.epochs, updates)
         self.epochs = job.training.epochs
         self.training_samples = training_samples
         self.timestamp, self.epoch = position.timestamp, position.epoch
@@ -166,7 +167,9 @@ class Owner(Machine):
         count = len(gradients)
         mean_staleness = staleness / count
         progress = (self.samples + samples) / self.training_samples
-        rate = self.schedule.rate(self.epoch, progress) * self.protocol.modulation.rate_factor(mean_staleness)
+        rate = self.schedule.rate(self.epoch, progress, self.timestamp) * self.protocol.modulation.rate_factor(
+            mean_staleness
+        )
         self.timestamp += 1
         time_s = now - self._began
         update = Update(gradient, WEIGHTS, rate, self.timestamp, self.epoch, samples, time_s)
