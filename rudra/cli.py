@@ -627,7 +627,9 @@ def _validate(arguments: argparse.Namespace) -> int:
         role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
         lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
-    if job.optimizer.schedule != "step":
+    if job.optimizer.plateau is not None:
+        lines["schedule"] = f"times {job.optimizer.factor:g} after {job.optimizer.plateau} tests that are no better"
+    elif job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
     if job.optimizer.warm_up:
         lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"

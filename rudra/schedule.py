@@ -3,6 +3,7 @@
 import inspect
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from protocols import Protocol
 from rudra.config import Job, find
@@ -14,8 +15,9 @@ from topologies import Plan
 class Schedule:
     """The learning rate as a function of how far training is, and of nothing else.
 
-    Milestones count all epochs. Cosine and torch's other schedulers are stepped once an epoch, and begin with the first
-    epoch that the warm-up has no part in; or once an update, whose numbers then stand in the place of epochs.
+    Milestones count all epochs; those of a plateau are told when tests say so (`lower`). Cosine and torch's other
+    schedulers are stepped once an epoch, and begin with the first epoch that the warm-up has no part in; or once an
+    update, whose numbers then stand in the place of epochs.
 
     Args:
         table: [optimizer] of the job.
@@ -33,9 +35,9 @@ class Schedule:
     def __init__(self, table: OptimizerTable, epochs: int, updates: int | None = None) -> None:
         self._warm_up = table.warm_up
         self._by_update = table.schedule_every == "update"
-        if table.schedule == "step":
-            self.starts = (0, *table.milestones)
-            self.rates = tuple(table.learning_rate * table.factor**count for count in range(len(self.starts)))
+        self._table = table
+        if table.schedule in ("step", "plateau"):
+            self.lower(table.milestones)
             return
         if self._by_update:
             steps = updates or table.schedule_options.get("total_steps")
@@ -50,6 +52,11 @@ class Schedule:
         first = min(math.ceil(table.warm_up), epochs - 1)
         self.rates = tuple(_stepped(table, epochs - first))
         self.starts = (0, *range(first + 1, epochs))
+
+    def lower(self, milestones: Sequence[int]) -> None:
+        """The rate is multiplied by the job's factor after each of these epochs, and of no others."""
+        self.starts = (0, *milestones)
+        self.rates = tuple(self._table.learning_rate * self._table.factor**count for count in range(len(self.starts)))
 
     def rate(self, epoch: int, progress: float, update: int = 0) -> float:
         """The rate of an update.

@@ -193,11 +193,14 @@ class OptimizerTable(Table):
     name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
     learning_rate: float = Field(0.01, gt=0, description="α0")
     schedule: Named = Field(
-        "step", description="how the rate falls: step, cosine, or package.module:callable giving a torch scheduler"
+        "step",
+        description="how the rate falls: step, cosine, plateau, or package.module:callable giving a torch scheduler",
     )
     milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
-    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
-    schedule_options: dict[str, Any] = Field({}, description="keyword arguments for the torch scheduler")
+    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone, or plateau")
+    schedule_options: dict[str, Any] = Field(
+        {}, description="keyword arguments for the torch scheduler; plateau: patience"
+    )
     schedule_every: Literal["epoch", "update"] = Field(
         "epoch", description="when the torch scheduler is stepped: after each epoch or update"
     )
@@ -236,8 +239,8 @@ class OptimizerTable(Table):
     @field_validator("schedule")
     @classmethod
     def _known_schedule(cls, value: Named) -> Named:
-        if isinstance(value, str) and value not in {"step", "cosine"} and ":" not in value:
-            raise ValueError(f"'{value}' is unknown; valid: step, cosine or package.module:callable")
+        if isinstance(value, str) and value not in {"step", "cosine", "plateau"} and ":" not in value:
+            raise ValueError(f"'{value}' is unknown; valid: step, cosine, plateau or package.module:callable")
         return value
 
     @field_validator("milestones")
@@ -254,13 +257,24 @@ class OptimizerTable(Table):
     def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if value and info.data.get("schedule") == "step":
             raise ValueError("are for other schedules than 'step', which has milestones and factor")
+        if info.data.get("schedule") == "plateau":
+            if unknown := [key for key in value if key != "patience"]:
+                raise ValueError(f"unknown option '{unknown[0]}' of schedule 'plateau'; valid: patience")
+            patience = value.get("patience", 1)
+            if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+                raise ValueError(f"patience must be a whole number >= 1, not {short(patience)}")
         return value
+
+    @property
+    def plateau(self) -> int | None:
+        """Tests without progress after which the rate is multiplied by `factor`; None: it does not go by tests."""
+        return self.schedule_options.get("patience", 10) if self.schedule == "plateau" else None
 
     @field_validator("schedule_every")
     @classmethod
     def _steps(cls, value: str, info: ValidationInfo) -> str:
-        if value == "update" and info.data.get("schedule") == "step":
-            raise ValueError("'update' is for other schedules than 'step', whose milestones are epochs")
+        if value == "update" and (schedule := info.data.get("schedule")) in ("step", "plateau"):
+            raise ValueError(f"'update' is for other schedules than '{schedule}', which goes by epochs")
         return value
 
     @field_validator("warm_up")

@@ -96,7 +96,9 @@ class StatisticsServer(Machine):
         self._watch = None if target is None else Watch(Target.parse(target))
         self._target, self._stops_at_target = target, job.training.stop_at_target
         self._patience = job.training.patience
-        self._progress = Best(target)  # as patience sees it
+        self._plateau = job.optimizer.plateau
+        self._progress = Best(target)  # as patience and plateau see it
+        self._worse = self._lowered = 0  # tests since the rate fell or there was progress; how often it fell
         self._enough = False  # the run was to end before it began anew
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
@@ -138,13 +140,19 @@ class StatisticsServer(Machine):
         for epoch, scores in tests.items():
             if self._watch is not None and self._watch.reached(self._watch.target.of(scores)):
                 self._watch, self._enough = None, self._stops_at_target
-            self._enough |= self._is_tired(scores)
+            tired, _ = self._look_for_progress(scores)
+            self._enough |= tired
             if epoch in kept:
                 self._judge(epoch, scores)
 
-    def _is_tired(self, scores: Mapping[str, float | None]) -> bool:
-        """Takes note of a test; whether it is the one that ends the training for lack of progress."""
-        return not self._progress.improved(scores) and self._progress.since == self._patience
+    def _look_for_progress(self, scores: Mapping[str, float | None]) -> tuple[bool, bool]:
+        """Takes note of a test; whether it ends the training for lack of progress, and whether it lowers the rate."""
+        better = self._progress.improved(scores)
+        self._worse = 0 if better else self._worse + 1
+        lowers = self._worse == self._plateau
+        if lowers:
+            self._worse, self._lowered = 0, self._lowered + 1
+        return not better and self._progress.since == self._patience, lowers
 
     def _judge(self, epoch: int, scores: Mapping[str, float | None]) -> bool:
         """Whether an epoch is the best one so far, and its weights are to be kept for that."""
@@ -164,7 +172,11 @@ class StatisticsServer(Machine):
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self._began = event.message.value * 1e-9
-        return [self._to_server(Kind.ENOUGH)] if self._enough else []
+        actions = [self._lower()] if self._lowered else []
+        return [*actions, self._to_server(Kind.ENOUGH)] if self._enough else actions
+
+    def _lower(self) -> Action:
+        return Send(self.plan.server, Message(Kind.PLATEAU, self.id, value=self._lowered))
 
     def _gradients(self, event: Received, now: float) -> list[Action]:
         return [Record("gradients", _rows(event))]
@@ -256,7 +268,10 @@ class StatisticsServer(Machine):
             self._watch = None
             actions.append(_event("target", row, f"{self._target}: reached with epoch {row['epoch']}"))
             actions += [self._to_server(Kind.ENOUGH)] if self._stops_at_target else []
-        if self._is_tired(scores):
+        tired, lowers = self._look_for_progress(scores)
+        if lowers:
+            actions.append(self._lower())
+        if tired:
             text = f"patience = {self._patience}: so many tests up to epoch {row['epoch']} are no better than the best"
             actions += [_event("patience", row, text), self._to_server(Kind.ENOUGH)]
         return actions

@@ -108,7 +108,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"milestones": [1], "schedule": "cosine"}}, STEPS),
     (
         {"optimizer": {"schedule": "linear"}},
-        "[optimizer] schedule 'linear' is unknown; valid: step, cosine or package.module:callable",
+        "[optimizer] schedule 'linear' is unknown; valid: step, cosine, plateau or package.module:callable",
     ),
     (
         {"optimizer": {"schedule_options": {"eta_min": 0.1}}},

@@ -5,7 +5,7 @@ import pytest
 from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, machine
 
 from rudra import records
-from rudra.events import Evaluated, Event, Hashed, Received, Record, Score, Started
+from rudra.events import Evaluated, Event, Hashed, Received, Record, Score, Send, Started
 from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
 from rudra.roles.statistics import StatisticsServer
@@ -176,6 +176,32 @@ def test_patience_ends_the_training_once() -> None:
         wanted.append(feed(role, epoch(number, snapshot, 9), HASHED, evaluated(snapshot, error)))
     assert [number for number, actions in enumerate(wanted, 1) if "ENOUGH@0 to S" in actions] == [5]
     assert "record events" in wanted[4]
+
+
+def test_at_a_plateau_the_rate_is_lowered_again_and_again() -> None:
+    run = job("async", training={"epochs": 9})
+    run = run.with_(optimizer={"schedule": "plateau", "schedule_options": {"patience": 2}})
+    role = machine(STATISTICS, run)
+    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    told: list[tuple[int, int]] = []
+    for number, error in enumerate((0.5, 0.6, 0.5, 0.6, 0.55, 0.4, 0.4, 0.4), 1):
+        snapshot = f"snapshot {number % 2}"
+        events = (epoch(number, snapshot, 9), HASHED, evaluated(snapshot, error))
+        actions = [action for event in events for action in role.handle(event, 0.0)]
+        sent = [a.message for a in actions if isinstance(a, Send)]
+        told += [(number, message.value) for message in sent if message.kind is Kind.PLATEAU]
+    assert told == [(3, 1), (5, 2), (8, 3)], "counted anew after each time, and after progress"
+
+
+def test_after_a_resume_a_plateau_is_told_again() -> None:
+    run = job("async", training={"epochs": 9})
+    role = machine(STATISTICS, run.with_(optimizer={"schedule": "plateau", "schedule_options": {"patience": 1}}))
+    assert isinstance(role, StatisticsServer)
+    role.recall({1: {"error": 0.4}, 2: {"error": 0.5}, 3: {"error": 0.5}}, ())
+    feed(role, Started())
+    (again,) = role.handle(Received(Message(Kind.START, SERVER)), 0.0)
+    assert isinstance(again, Send)
+    assert (again.to, again.message.kind, again.message.value) == (SERVER, Kind.PLATEAU, 2)
 
 
 def test_patience_counts_the_tests_before_a_resume() -> None:

@@ -163,7 +163,7 @@ def test_how_many_updates_a_run_has(tables: dict[str, Any], updates: int | None)
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({}, r"schedule_every 'update' is for other schedules than 'step', whose milestones are epochs"),
+        ({}, r"schedule_every 'update' is for other schedules than 'step', which goes by epochs"),
         (
             {"schedule": "cosine", "warm_up": 2.0},
             r"warm_up = 2 is for schedules that are stepped after epochs, not upd",
