@@ -69,7 +69,7 @@ def tensorboard(moment: "Moment", directory: str = "tensorboard/{job}-{role}") -
     if writer is None or last >= number:  # what is there of this step and of later ones is done again
         if writer is not None:
             writer.close()
-        writer = SummaryWriter(place, purge_step=number)  # type: ignore[no-untyped-call]
+        writer = SummaryWriter(place, purge_step=number)
     for name, value in _values(moment).items():
         if isinstance(value, int | float) and math.isfinite(value):
             writer.add_scalar(f"{moment.at}/{name}", value, number)
