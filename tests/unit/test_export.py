@@ -127,7 +127,7 @@ def built() -> nn.Module:
 
 BEST = JOB.with_(
     training={"epochs": 8, "evaluation_batch_size": 64},
-    optimizer={"learning_rate": 6.0},
+    optimizer={"learning_rate": 3.0},
     results={"keep_every": None, "keep_best": True},
 )
 
