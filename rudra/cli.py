@@ -166,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, "write a run's weights for torch or safetensors", EXPORT_MORE)
     export.add_argument("file", type=Path, metavar="FILE.h5")
     export.add_argument("-o", "--output", type=Path, metavar="W.pt", required=True, help=".pt or .safetensors")
-    export.add_argument("--epoch", type=int, metavar="N", help="as they were at its end; default: the final weights")
+    export.add_argument(
+        "--epoch", type=_epoch, metavar="N", help="as they were at its end, or `best`; default: the final weights"
+    )
     _force_option(export, "W.pt")
     timeline = add("timeline", _timeline, "write a run as a trace for Perfetto or Chrome", TIMELINE_MORE)
     timeline.add_argument("file", type=Path, metavar="FILE.h5")
@@ -306,7 +308,7 @@ found beside FILE.h5, at the root of its project and in the current directory.""
 
 EXPORT_MORE = """\
 All that `load_state_dict` of the model takes, whether it is trained or not, under the names that it has there.
-Weights of epochs before the last are in a file where the job says [results] keep_every."""
+Weights of epochs before the last are in a file where the job says [results] keep_every or keep_best."""
 
 TIMELINE_MORE = """\
 Open it at https://ui.perfetto.dev: when each learner computed, pushed, waited and pulled, and when
@@ -560,6 +562,11 @@ def _replay(arguments: argparse.Namespace) -> int:
     return 0 if replayed.identical else 1
 
 
+def _epoch(text: str) -> int | str:
+    """What `--epoch` may be; argparse names it in the error's text."""
+    return text if text == "best" else int(text)
+
+
 def _export(arguments: argparse.Namespace) -> int:
     import rudra
     from rudra.export import export
@@ -567,7 +574,8 @@ def _export(arguments: argparse.Namespace) -> int:
     output = arguments.output
     with rudra.open_results(arguments.file) as results:
         names = export(results, output, arguments.epoch, force=arguments.force)
-        epoch = arguments.epoch or max(results.kept_epochs, default=0)
+        epoch = results.best_epoch if arguments.epoch == "best" else arguments.epoch
+        epoch = epoch or max(results.kept_epochs, default=0)
     print(f"wrote {output}: {names} tensors of epoch {epoch}")
     return 0
 
@@ -649,7 +657,9 @@ def _validate(arguments: argparse.Namespace) -> int:
     plan, topology = job.plan(), job.make_topology()
     protocol = job.make_protocol(plan)
     factor = protocol.modulation.rate_factor(0.0)
-    rates = [f"{rate * factor:.4g}" for rate in Schedule(job.optimizer, job.training.epochs).rates]
+    by_update = job.optimizer.schedule_every == "update"  # how many there are depends on the data
+    known = (job.optimizer.learning_rate,) if by_update else Schedule(job.optimizer, job.training.epochs).rates
+    rates = [f"{rate * factor:.4g}" for rate in known]
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.modulation.name
     lines = {
@@ -671,8 +681,10 @@ def _validate(arguments: argparse.Namespace) -> int:
         window = job.training.target_window
         few = "" if window <= job.training.epochs else f": never reached, there are {job.training.epochs} epochs"
         lines["target"] = f"{job.training.target}, by the median of {_count(window, 'test')}{few}"
-    if job.optimizer.schedule != "step":
-        lines["schedule"] = f"{job.optimizer.schedule}, a rate for each epoch"
+    if job.optimizer.plateau is not None:
+        lines["schedule"] = f"times {job.optimizer.factor:g} after {job.optimizer.plateau} tests that are no better"
+    elif job.optimizer.schedule != "step":
+        lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
     if job.optimizer.warm_up:
         lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
     if job.optimizer.momentum:

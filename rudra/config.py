@@ -78,6 +78,11 @@ class Job(Table):
             raise ValueError("[training] compile = true computes in float32 so far; valid: precision = 'float32'")
         if self.training.stop_at_target and self.training.target is None:
             raise ValueError("[training] stop_at_target = true, but there is no target")
+        if not self.training.evaluate:
+            by_tests = {"[results] keep_best": self.results.keep_best, "[training] patience": self.training.patience}
+            by_tests["[optimizer] schedule = 'plateau'"] = self.optimizer.plateau
+            for key in (key for key, wanted in by_tests.items() if wanted):
+                raise ValueError(f"{key} goes by tests, but [training] evaluate = false: nothing is tested")
         if self.optimizer.momentum_correction != "none" and not (
             self.optimizer.name == "sgd" and self.optimizer.momentum
         ):

@@ -21,7 +21,7 @@ from rudra.readers import READERS, SPLITS, Arrays, check_labels
 from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.sources import Dense, Source, are_tokens
 from rudra.tables import DataTable
-from rudra.trees import mapped
+from rudra.trees import listed, mapped
 
 Batch = tuple[Any, Any]
 """Inputs and targets: tensors whose first dimension is the sample's, or tuples and dictionaries of such."""
@@ -52,6 +52,8 @@ class DataInfo:
         """A batch of one sample, of zeros."""
         return self.example or (torch.zeros(1, *self.input_shape), torch.zeros(1, dtype=torch.int64))
 
+
+_BLOCK = 1 << 20  # numbers that are looked at together
 
 TARGETS = ("label", "labels", "target", "targets")
 """What the target is called in items that are dictionaries, unless the job says."""
@@ -85,8 +87,8 @@ class Split(Dataset[Batch]):
     Args:
         inputs: (N, …).
         targets: (N,) or (N, …).
-        mean: of one input, float32, subtracted from each; or None.
-        scale: factor on the inputs after that; not on tokens.
+        mean: of one input, subtracted from each; float32, or float64 where deviations may be small beside it; or None.
+        scale: factor on the inputs after that, one or one for each number of an input; not on tokens.
         limit: use only the first samples.
     """
 
@@ -96,14 +98,15 @@ class Split(Dataset[Batch]):
         self,
         inputs: Source,
         targets: Source,
-        mean: npt.NDArray[np.float32] | None = None,
-        scale: float = 1.0,
+        mean: npt.NDArray[np.float32] | npt.NDArray[np.float64] | None = None,
+        scale: float | npt.NDArray[np.float32] = 1.0,
         *,
         limit: int | None = None,
     ) -> None:
         self.inputs, self.targets = inputs, targets
         self.mean = mean
-        self.scale = np.float32(scale)
+        self.scale = scale if isinstance(scale, np.ndarray) else np.float32(scale)
+        self._scaled = bool(np.any(self.scale != 1))
         self.length = inputs.shape[0] if limit is None else min(limit, inputs.shape[0])
         self._tokens = are_tokens(inputs.dtype)
 
@@ -123,9 +126,9 @@ class Split(Dataset[Batch]):
         converted = inputs.numpy()
         if self.mean is not None:
             np.subtract(rows, self.mean, out=converted)
-            if self.scale != 1:
+            if self._scaled:
                 np.multiply(converted, self.scale, out=converted)
-        elif self.scale != 1:
+        elif self._scaled:
             np.multiply(rows, self.scale, out=converted)
         else:
             np.copyto(converted, rows)
@@ -248,10 +251,10 @@ class UserSplit:
             if key not in item or len(item) < 2:
                 known = f"its entries: {', '.join(map(str, item))}; [data] target says which is the target"
                 raise DataError(f"{self.name} sample {wanted[0]} has no target {self._target or 'label'}: {known}")
-            inputs = {name: _array(value) for name, value in item.items() if name != key}
-            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), _array(item[key])
+            inputs = {name: listed(value) for name, value in item.items() if name != key}
+            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), listed(item[key])
         if isinstance(item, Sequence) and len(item) == 2:
-            return _array(item[0]), _array(item[1])
+            return listed(item[0]), listed(item[1])
         raise DataError(f"{self.name} sample {wanted[0]} is not a pair (input, target)")
 
     def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:
@@ -263,14 +266,6 @@ class UserSplit:
             first = outside.nonzero()[0]
             what, valid = f"label {int(labels[tuple(first)])}", f"valid: 0 to {self.classes - 1}"
             raise DataError(f"{self.name} sample {wanted[int(first[0])]} has {what}; {valid} ([data] classes)")
-
-
-def _array(value: Any) -> Any:
-    """A list of numbers, as Hugging Face's sets have it, is one tensor; anything else stays as it is."""
-    first = value
-    while isinstance(first, list) and first:
-        first = first[0]
-    return torch.tensor(value) if first is not value and isinstance(first, int | float) else value
 
 
 def _plain(tensor: Any) -> torch.Tensor:
@@ -343,7 +338,8 @@ def _load_shipped(table: DataTable, train: bool, test: bool, seed: int) -> Data:
     asked = {split for split, given in zip(SPLITS, (train, test), strict=True) if given}
     if test and table.validation_split is not None:
         asked.add("train")
-    of_training = table.test_split is not None or table.subtract_mean is not False  # what the test needs of it
+    # What the test needs of the training set.
+    of_training = table.test_split is not None or table.standardise or table.subtract_mean is not False
     arrays = READERS[table.name](table, {"train", *asked} if test and of_training else asked)
     if table.classes not in (None, arrays.classes):
         raise ConfigError(f"[data] classes: {table.classes}, but {table.name} has {arrays.classes} here")
@@ -357,10 +353,12 @@ def _load_shipped(table: DataTable, train: bool, test: bool, seed: int) -> Data:
     inputs = next(iter(arrays.pairs.values()))[0]
     if table.scale is not None and are_tokens(inputs.dtype):
         raise ConfigError(f"[data] scale: the inputs of {table.name} are tokens, not to be multiplied")
-    mean = None
-    if _has_mean(table, inputs):
+    mean: Any = None
+    scale: Any = arrays.scale if table.scale is None else table.scale
+    if table.standardise:
+        mean, scale = _standard(table, arrays.pairs["train"][0], kept["train"], seed)
+    elif _has_mean(table, inputs):
         mean = _mean(arrays.pairs["train"][0], kept["train"])
-    scale = arrays.scale if table.scale is None else table.scale
     splits: dict[str, Samples] = {}
     for split in asked:
         if table.test_split is None:
@@ -420,9 +418,47 @@ def _mean(inputs: Source, chosen: Any) -> npt.NDArray[np.float32]:
     return mean
 
 
+def _standard(
+    table: DataTable, inputs: Source, chosen: Any, seed: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
+    """What gives the chosen inputs, but those that are held out for validation, the mean 0 and the deviation 1.
+
+    Columns whose values float32 cannot tell apart keep the deviation that they have, which is 0.
+
+    Returns:
+        Mean, and one over the deviation; each (columns,).
+
+    Raises:
+        ConfigError: the inputs are no table of numbers.
+    """
+    if are_tokens(inputs.dtype) or len(inputs.shape) != 2:
+        what = "tokens" if are_tokens(inputs.dtype) else f"arrays of shape {inputs.shape[1:]}"
+        raise ConfigError(
+            f"[data] standardise: the inputs of {table.name} are {what}, no table of numbers; valid: false"
+        )
+    rows = np.arange(inputs.shape[0])[chosen]
+    if table.validation_split is not None:
+        rows = rows[hold_out(seed, VALIDATION_SPLIT, len(rows), table.validation_split)[0]]
+    rows.sort()
+    step = max(1, _BLOCK // inputs.shape[1])
+    mean, squares = np.zeros((2, inputs.shape[1]))
+    for first in range(0, len(rows), step):  # of blocks, so that files are read once and in order
+        block = inputs.rows(rows[first : first + step]).astype(np.float64)
+        own = block.mean(axis=0)
+        share = len(block) / (first + len(block))
+        squares += ((block - own) ** 2).sum(axis=0) + (own - mean) ** 2 * first * share
+        mean += (own - mean) * share
+    deviation = np.sqrt(squares / len(rows))
+    float32 = np.finfo(np.float32)
+    constant = deviation <= np.maximum(float32.eps * np.abs(mean), float32.tiny)
+    return mean, (1 / np.where(constant, 1, deviation)).astype(np.float32)
+
+
 def _load_users(table: DataTable, seed: int) -> Data:
     if table.scale is not None:
         raise ConfigError("[data] scale is for the data sets that Rudra reads; your own dataset scales its inputs")
+    if table.standardise:
+        raise ConfigError("[data] standardise is for the tables that Rudra reads; your own dataset scales its inputs")
     collate = _collate(table)
     name, given = _users_pair(table)
     paired = isinstance(given, tuple | list) and len(given) == 2

@@ -276,10 +276,15 @@ class Record(Struct, frozen=True, gc=False):
 
 
 class Keep(Struct, frozen=True, gc=False):
-    """Write the weights in a buffer to the results, as those of an epoch's end."""
+    """Write the weights in a buffer to the results, as those of an epoch's end.
+
+    Attributes:
+        instead_of: epochs whose weights need not be kept any longer, once these are.
+    """
 
     buffer: str
     epoch: int
+    instead_of: tuple[int, ...] = ()
 
 
 class Finish(Struct, frozen=True, gc=False):

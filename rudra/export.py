@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -34,14 +35,14 @@ _DTYPES = {
 }
 
 
-def export(results: Results, output: Path, epoch: int | None = None, *, force: bool = False) -> int:
+def export(results: Results, output: Path, epoch: int | Literal["best"] | None = None, *, force: bool = False) -> int:
     """Writes what the model's `load_state_dict` takes, in the model's own types.
 
     Args:
         results: of a run.
         output: for `torch.load` (.pt), where tied names are one tensor, or for safetensors (.safetensors), which has
             no such thing: there each name has a copy.
-        epoch: one of `results.kept_epochs`; by default the final weights.
+        epoch: one of `results.kept_epochs`, or "best"; by default the final weights.
         force: replace an existing file.
 
     Returns:

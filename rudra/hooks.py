@@ -1,7 +1,8 @@
 """Hooks: the user's own code, called where weights are updated, after epochs and at the end (`[[hooks]]` in a job).
 
 Both drivers call them through what they share, the executors of roles and the recorder. A hook decides nothing: it sees
-a `Moment`, and its role waits for it. What it raises ends the run, as the user's error.
+a `Moment`, and its role waits for it. What it raises ends the run, as the user's error. Two come with Rudra, `csv` and
+`tensorboard` (see `rudra.journals`).
 """
 
 import inspect
@@ -9,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from rudra.config import Job, find
 from rudra.errors import ConfigError, HookError, Interrupted
 from rudra.events import Compute, Computed, Finish, Record, Update
+from rudra.journals import csv, tensorboard
 from rudra.messages import Rows
 from rudra.tables import Hook
 from topologies import Plan
@@ -24,6 +27,8 @@ from topologies.plan import Role
 
 if TYPE_CHECKING:
     from rudra.flat import Entry
+
+__all__ = ["At", "Called", "Moment", "RoleHooks", "csv", "hooks_of", "tensorboard"]
 
 At = Literal["update", "epoch", "end"]
 Floats = npt.NDArray[np.float32]
@@ -202,6 +207,9 @@ def _called(place: int, hook: Hook) -> Called:
     name = named if isinstance(named, str) else getattr(named, "__qualname__", type(named).__qualname__)
     if not callable(found):
         raise ConfigError(f"{where}: {name} is a {type(found).__name__}, and cannot be called")
+    for module, extra in getattr(found, "requires", {}).items():
+        if find_spec(module) is None:
+            raise ConfigError(f"{where}: {name} needs {module}: pip install '{extra}'")
     with suppress(ValueError):  # some built-in callables have no signature
         try:
             inspect.signature(found).bind(None, **hook.options)

@@ -34,6 +34,7 @@ class Kind(IntEnum):
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
     INTERRUPT = auto()  # any rank -> owner: somebody asks the run to stop; may come at any time
     ENOUGH = auto()  # statistics -> owner: the target is reached; end with the epoch under way
+    PLATEAU = auto()  # statistics -> owner: tests got no better, for the `value`-th time; lower the rate
     CREDIT = auto()  # statistics -> server: room for one more snapshot
     CHECKPOINT = auto()  # owner -> statistics: one of `timestamp` is written, after `value` epochs; are its rows safe?
     SAFE = auto()  # statistics -> owner: the rows up to `timestamp` are on the disk

@@ -19,6 +19,7 @@ class Position(Struct, frozen=True):
         time_s: training so far.
         steps: for each learner, the next mini-batch: one more than the last whose gradient was applied.
         epoch_loss, epoch_errors, epoch_staleness, epoch_gradients, epoch_samples: sums over the epoch under way.
+        lowered: completed epochs after which the rate fell, or is to fall, because tests got no better.
     """
 
     timestamp: int = 0
@@ -32,6 +33,7 @@ class Position(Struct, frozen=True):
     epoch_staleness: int = 0
     epoch_gradients: int = 0
     epoch_samples: int = 0
+    lowered: tuple[int, ...] = ()
 
     def step(self, learner: int) -> int:
         """The next mini-batch of a learner."""

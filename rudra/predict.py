@@ -112,6 +112,7 @@ def predict(
         training={"epochs": 1, "evaluate": False},
         results={"minibatches": True, "checkpoint_every": "never"},
         simulation={"faults": ()},
+        optimizer={"schedule": "step", "schedule_options": {}, "schedule_every": "epoch"},  # rates take no time
     )
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples

@@ -74,7 +74,7 @@ class Recorder:
     def keep(self, role: int, action: Keep) -> None:
         weights = self._weights(role, action.buffer)
         if weights is not None:
-            self._writer.keep(action.epoch, weights)
+            self._writer.keep(action.epoch, weights, action.instead_of)
 
     def sync(self) -> None:
         """Brings everything recorded so far to the disk."""

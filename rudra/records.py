@@ -153,7 +153,7 @@ TOTALS = np.dtype(
 
 EVENT = np.dtype(
     [
-        ("kind", "S16"),  # checkpoint, restart, lost, dropped, straggler, target
+        ("kind", "S16"),  # checkpoint, restart, lost, dropped, straggler, target, patience, plateau
         ("role", "<i4"),  # row of /roles; -1: none
         ("pad", "<i4"),
         ("timestamp", "<i8"),  # of the weights at that moment

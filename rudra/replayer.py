@@ -66,6 +66,7 @@ INDIFFERENT = (
     "training.target",
     "training.target_window",
     "training.stop_at_target",
+    "training.patience",
 )
 """Keys of the `DECISIVE` tables that do not decide what the weights become."""
 
@@ -159,7 +160,7 @@ def replay(
             raise ReplayError(f"{path}: cannot be replayed: {reason}")
         if until is not None and not 0 <= until <= record.updates_count:
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
-        job = _restored(results, overrides) if job is None else _checked(results, job)
+        job = _as_lowered(results, _restored(results, overrides) if job is None else _checked(results, job))
         plan = results.plan()
         if until is None and output is not None:
             raise ConfigError("--output is for the weights of --until")
@@ -539,11 +540,33 @@ def _checked(results: Results, job: Job) -> Job:
     return _quiet(job)
 
 
+def _as_lowered(results: Results, job: Job) -> Job:
+    """The job with the rates that tests led to, as milestones: what falls at a plateau falls after the epoch under way.
+
+    It is under way in the update after the event; where there is none, it does not matter.
+    """
+    if job.optimizer.plateau is None:
+        return job
+    events, updates = results.events, results.updates
+    milestones: list[int] = []
+    for timestamp in events["timestamp"][events["kind"] == b"plateau"].tolist():
+        if timestamp < len(updates):
+            milestones.append(max(int(updates["epoch"][timestamp]), *milestones, 0) + 1)
+    made = {"schedule": "step", "milestones": milestones, "schedule_options": {}}
+    return _quiet(job.with_(optimizer=made))
+
+
 def _quiet(job: Job) -> Job:
     """The same training with nothing beside it, and with rows that come at once."""
     return job.with_(
         hooks=(),
-        training={"evaluate": False},
+        training={"evaluate": job.optimizer.plateau is not None, "patience": None},
         faults={"non_finite_loss": "warn"},
-        results={"minibatches": False, "report_s": 0.0, "checkpoint_every": "never", "keep_every": None},
+        results={
+            "minibatches": False,
+            "report_s": 0.0,
+            "checkpoint_every": "never",
+            "keep_every": None,
+            "keep_best": False,
+        },
     )

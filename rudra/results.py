@@ -27,7 +27,8 @@ root attributes     -                    `format_version` and what is fixed when
                                          once /state has weights_sha256
 /weights/epochs     epochs that are      (epochs, elements) float32: the weights at their ends
                     kept
-/weights/kept       the same             int32: their numbers; a row of /weights/epochs counts once it has one
+/weights/kept       the same             int32: their numbers; a row of /weights/epochs counts once it has one,
+                                         and 0 stands for none
 /weights/layout     tensors              name, kind ("parameter", "buffer", "counter"), dimensions, shape (the first
                                          `dimensions` numbers), offset, size: where such a vector holds what
 /weights/names      names in the         name, tensor (a name in /weights/layout or /weights/fixed; tied tensors have
@@ -49,7 +50,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import h5py
 import numpy as np
@@ -60,7 +61,7 @@ from rudra.errors import ResultsError, printable
 from rudra.files import check_output
 from rudra.records import EVENT, METRIC
 from rudra.statedict import Named
-from rudra.summary import summarise
+from rudra.summary import best_epoch, summarise
 from rudra.writer import (
     DATASETS,
     FORMAT_VERSION,
@@ -247,16 +248,35 @@ class Results:
         """Epochs whose weights are in the file, the last one of a run that ended well among them."""
         rows = self.epochs
         hashed = set(rows["epoch"][rows["weights_sha256"] != b""].tolist())
-        kept = tuple(epoch for epoch in self._read("weights/kept").tolist() if epoch in hashed)
+        kept = tuple(sorted(epoch for epoch in self._read("weights/kept").tolist() if epoch in hashed))
         return (*kept, int(rows["epoch"][-1])) if self.state["weights_sha256"] and len(rows) else kept
 
-    def weights_of(self, epoch: int | None = None) -> NDArray[np.float32]:
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch with the best test (`target.Best`); None where none was tested.
+
+        Where the job keeps the best one, it is the best of those that are kept.
+        """
+        among = self.kept_epochs if self.job.get("results", {}).get("keep_best") else None
+        return best_epoch(self, among)
+
+    def weights_of(self, epoch: int | Literal["best"] | None = None) -> NDArray[np.float32]:
         """Flat weights at the end of an epoch, by default of the last one; shape (size,), float32.
+
+        Args:
+            epoch: one of `kept_epochs`, or "best": `best_epoch`.
 
         Raises:
             ResultsError: the file does not have them.
         """
         kept = self.kept_epochs
+        if epoch == "best":
+            epoch = self.best_epoch
+            if epoch is None:
+                raise ResultsError(f"{self.path}: has no best epoch: none was tested")
+            if epoch not in kept:
+                what = f"the best one; epochs that are kept: {_listed(kept)}"
+                raise ResultsError(f"{self.path}: has no weights of epoch {epoch}, {what}; results.keep_best keeps it")
         if epoch in {None, *kept[-1:]} and (final := self.weights) is not None:
             return final
         if epoch not in kept:
@@ -274,7 +294,7 @@ class Results:
             raise ResultsError(f"{self.path}: damaged: the weights of epoch {epoch} do not match their checksum")
         return weights
 
-    def state_dict(self, epoch: int | None = None) -> dict[str, NDArray[Any]]:
+    def state_dict(self, epoch: int | Literal["best"] | None = None) -> dict[str, NDArray[Any]]:
         """All that the model's own `load_state_dict` wants: name -> tensor, in the model's own shapes.
 
         What is trained comes as views of `weights_of(epoch)`, counters such as BatchNorm's as whole numbers; anything
@@ -282,14 +302,14 @@ class Results:
         not have, such as bfloat16, come as float32.
 
         Args:
-            epoch: one of `kept_epochs`; by default the final weights.
+            epoch: one of `kept_epochs`, or "best"; by default the final weights.
 
         Raises:
             ResultsError: the file does not have them.
         """
         return {named.name: named.value for named in self.tensors(epoch) if named.value is not None}
 
-    def tensors(self, epoch: int | None = None) -> tuple[Named, ...]:
+    def tensors(self, epoch: int | Literal["best"] | None = None) -> tuple[Named, ...]:
         """As `state_dict`, with torch's types, and which names are those of one tensor."""
         weights, layout = self.weights_of(epoch), self.layout
         rows, file_bytes = self._read("weights/names"), self.path.stat().st_size

@@ -236,7 +236,11 @@ def carried(results: Results, position: Position) -> Carried:
             yield piece[piece["epoch"] <= position.epoch]
 
     def events() -> Iterator[Rows]:
-        yield from upto("events")
+        lowered = 0  # those that the checkpoint does not know are told again
+        for piece in upto("events"):
+            plateau = piece["kind"] == b"plateau"
+            yield piece[~plateau | (np.cumsum(plateau) + lowered <= len(position.lowered))]
+            lowered += int(plateau.sum())
         state = results.state
         ended = f"{state['status']}: {state['reason']}" if state["reason"] else "was killed"
         text = f"goes on from the checkpoint of update {position.timestamp}; {dropped} updates after it are done again"

@@ -38,7 +38,6 @@ from rudra.roles import make as make_machine
 from rudra.roles.statistics import StatisticsServer
 from rudra.start import gpu_aware
 from rudra.summary import tests
-from rudra.target import Target
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -354,10 +353,10 @@ class _Session:
             yield None
             return
         with open_results(checkpoint.results_of(self._begin.checkpoint)) as results:
-            if (target := self._job.training.target) is not None:
-                statistics = self._machines[self._plan.statistics]
-                assert isinstance(statistics, StatisticsServer)
-                statistics.recall(tests(results, Target.parse(target), self._begin.position.epoch))
+            statistics = self._machines[self._plan.statistics]
+            assert isinstance(statistics, StatisticsServer)
+            found = tests(results, statistics.split, self._begin.position.epoch)
+            statistics.recall(found, results.kept_epochs)
             yield carried(results, self._begin.position)
 
     def _create(

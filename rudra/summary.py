@@ -1,13 +1,14 @@
 """A run in numbers: what `rudra show --json` prints, and the name of its protocol for people."""
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import printable
-from rudra.target import WINDOW, Target, Watch
+from rudra.target import WINDOW, Best, Target, Watch
 
 if TYPE_CHECKING:
     from rudra.results import Results
@@ -149,24 +150,43 @@ def _time_to_target(
     """When the target was reached, if it was: seconds of training, and the epoch."""
     if target is not None:
         watch = Watch(Target.parse(target), window)
-        for epoch, value in zip(epochs, _tests(watch.target, epochs, metrics), strict=True):
-            if watch.reached(value):
+        for epoch, scores in zip(epochs, _tests(watch.target.split, epochs, metrics), strict=True):
+            if watch.reached(watch.target.of(scores)):
                 return {"time_to_target_s": float(epoch["time_s"]), "target_epoch": int(epoch["epoch"])}
     return {"time_to_target_s": None, "target_epoch": None}
 
 
-def tests(results: "Results", target: Target, epochs: int) -> list[float | None]:
-    """What a target is about, in each of the first epochs of a run; None where it was not measured."""
-    rows = results.epochs[results.epochs["epoch"] <= epochs]
-    return _tests(target, rows, _metrics(results.metrics, rows["epoch"]))
+def tests(results: "Results", split: str, epochs: int | None) -> dict[int, dict[str, float | None]]:
+    """What the tests of a split measured: epoch -> "loss", "error" and metrics; None where that was not measured.
+
+    Epochs that were not tested are not there.
+
+    Args:
+        results: of the run.
+        split: "test" or "validation".
+        epochs: the first ones alone; None: all.
+    """
+    rows = results.epochs
+    rows = rows if epochs is None else rows[rows["epoch"] <= epochs]
+    found = _tests(split, rows, _metrics(results.metrics, rows["epoch"]))
+    return {int(row["epoch"]): scores for row, scores in zip(rows, found, strict=True) if row["evaluated"]}
+
+
+def best_epoch(results: "Results", among: Collection[int] | None = None) -> int | None:
+    """See `Results.best_epoch`."""
+    best, number = Best(results.job.get("training", {}).get("target")), None
+    for epoch, scores in tests(results, best.split, None).items():
+        if (among is None or epoch in among) and best.improved(scores):
+            number = epoch
+    return number
 
 
 def _tests(
-    target: Target, epochs: NDArray[np.void], metrics: dict[str, dict[str, list[float | None]]]
-) -> list[float | None]:
-    columns = {name: _numbers(epochs, f"{target.split}_{name}") for name in ("loss", "error")}
-    columns |= metrics.get(target.split, {})
-    return [target.of({name: column[place] for name, column in columns.items()}) for place in range(len(epochs))]
+    split: str, epochs: NDArray[np.void], metrics: dict[str, dict[str, list[float | None]]]
+) -> list[dict[str, float | None]]:
+    columns = {name: _numbers(epochs, f"{split}_{name}") for name in ("loss", "error")}
+    columns |= metrics.get(split, {})
+    return [{name: column[place] for name, column in columns.items()} for place in range(len(epochs))]
 
 
 def _overlap(learners: NDArray[np.void]) -> float | None:

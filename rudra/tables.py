@@ -72,8 +72,8 @@ class ModelTable(Table):
 class DataTable(Table):
     name: Any = Field(
         "digits",
-        description="digits, idx, cifar10, libsvm, npz, hdf5, arff, text, folder, or package.module:callable giving "
-        "(train, test)",
+        description="digits, idx, cifar10, libsvm, csv, npz, hdf5, arff, text, folder, or package.module:callable "
+        "giving (train, test)",
     )
     path: Path | None = Field(
         None, description="file of the data, or directory that holds its files; relative to the working directory"
@@ -86,6 +86,9 @@ class DataTable(Table):
         None,
         description="subtract the mean of all training inputs from each; default: where they are images in memory, in "
         "bytes",
+    )
+    standardise: bool = Field(
+        False, description="give the inputs of a table the mean 0 and the deviation 1 of its training inputs"
     )
     test_split: float | None = Field(
         None, gt=0, lt=1, description="fraction of the training set that becomes the test set, where there is none"
@@ -100,6 +103,13 @@ class DataTable(Table):
         None, description="package.module:callable that makes a mini-batch of a list of your dataset's items"
     )
     options: dict[str, Any] = Field({}, description="of the format, or keyword arguments for the user's own callable")
+
+    @field_validator("standardise")
+    @classmethod
+    def _alone(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and (given := [key for key in ("scale", "subtract_mean") if info.data.get(key) is not None]):
+            raise ValueError(f"= true gives mean and deviation; valid: false, or no {' and '.join(given)}")
+        return value
 
 
 class AugmentTable(Table):
@@ -120,7 +130,9 @@ class TaskTable(Table):
     metrics: tuple[Named, ...] = Field(
         (), description="package.module:callable of (output, target), each a mean over the samples: for every test"
     )
-    options: dict[str, Any] = Field({}, description="keyword arguments for the loss, such as label_smoothing")
+    options: dict[str, Any] = Field(
+        {}, description="keyword arguments for the loss, such as label_smoothing and weight, see Tasks"
+    )
 
 
 class TrainingTable(Table):
@@ -145,6 +157,10 @@ class TrainingTable(Table):
     )
     target_window: int = Field(WINDOW, ge=1, description="how many tests that median is of, one for each epoch")
     stop_at_target: bool = Field(False, description="end the training with the epoch after which it is reached")
+
+    patience: int | None = Field(
+        None, ge=1, description="end the training after so many tests in a row that are no better than the best before"
+    )
 
     @field_validator("target")
     @classmethod
@@ -183,11 +199,17 @@ class OptimizerTable(Table):
     name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
     learning_rate: float = Field(0.01, gt=0, description="α0")
     schedule: Named = Field(
-        "step", description="how the rate falls: step, cosine, or package.module:callable giving a torch scheduler"
+        "step",
+        description="how the rate falls: step, cosine, plateau, or package.module:callable giving a torch scheduler",
     )
     milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
-    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone")
-    schedule_options: dict[str, Any] = Field({}, description="keyword arguments for the torch scheduler")
+    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone, or plateau")
+    schedule_options: dict[str, Any] = Field(
+        {}, description="keyword arguments for the torch scheduler; plateau: patience"
+    )
+    schedule_every: Literal["epoch", "update"] = Field(
+        "epoch", description="when the torch scheduler is stepped: after each epoch or update"
+    )
     warm_up: float = Field(
         0.0, ge=0, description="epochs in which the rate grows to the scheduled one, linearly with the applied samples"
     )
@@ -228,9 +250,9 @@ class OptimizerTable(Table):
     @field_validator("schedule")
     @classmethod
     def _known_schedule(cls, value: Named) -> Named:
-        if isinstance(value, str) and value not in {"step", "cosine"} and ":" not in value:
-            hint = meant(value, ("step", "cosine"))
-            raise ValueError(f"'{value}' is unknown; valid: step, cosine or package.module:callable{hint}")
+        if isinstance(value, str) and value not in {"step", "cosine", "plateau"} and ":" not in value:
+            hint = meant(value, ("step", "cosine", "plateau"))
+            raise ValueError(f"'{value}' is unknown; valid: step, cosine, plateau or package.module:callable{hint}")
         return value
 
     @field_validator("milestones")
@@ -247,6 +269,31 @@ class OptimizerTable(Table):
     def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if value and info.data.get("schedule") == "step":
             raise ValueError("are for other schedules than 'step', which has milestones and factor")
+        if info.data.get("schedule") == "plateau":
+            if unknown := [key for key in value if key != "patience"]:
+                raise ValueError(f"unknown option '{unknown[0]}' of schedule 'plateau'; valid: patience")
+            patience = value.get("patience", 1)
+            if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+                raise ValueError(f"patience must be a whole number >= 1, not {short(patience)}")
+        return value
+
+    @property
+    def plateau(self) -> int | None:
+        """Tests without progress after which the rate is multiplied by `factor`; None: it does not go by tests."""
+        return self.schedule_options.get("patience", 10) if self.schedule == "plateau" else None
+
+    @field_validator("schedule_every")
+    @classmethod
+    def _steps(cls, value: str, info: ValidationInfo) -> str:
+        if value == "update" and (schedule := info.data.get("schedule")) in ("step", "plateau"):
+            raise ValueError(f"'update' is for other schedules than '{schedule}', which goes by epochs")
+        return value
+
+    @field_validator("warm_up")
+    @classmethod
+    def _of_epochs(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("schedule_every") == "update":
+            raise ValueError(f"= {value:g} is for schedules that are stepped after epochs, not updates; valid: 0")
         return value
 
     @property
@@ -456,6 +503,10 @@ class ResultsTable(Table):
 
     keep_every: int | None = Field(
         None, ge=1, description="epochs: the weights of every N-th are kept in the file; default: the final ones alone"
+    )
+
+    keep_best: bool = Field(
+        False, description="the weights of the epoch with the best test are kept in the file, see Weights elsewhere"
     )
 
     @field_validator("checkpoint_every")

@@ -105,3 +105,32 @@ class Watch:
         middle, wanted = median(self._last), self.target.value
         enough = len(self._last) == self._last.maxlen
         return enough and (middle >= wanted if self.target.at_least else middle <= wanted)
+
+
+class Best:
+    """Says which tests are better than all before: by the metric of a target, or else by the error, or by the loss.
+
+    Args:
+        target: such as "accuracy >= 0.98"; its value does not matter.
+
+    Attributes:
+        split: whose tests count.
+        since: how many there were after the best one.
+    """
+
+    def __init__(self, target: str | None = None) -> None:
+        self._by = _LEAST if target is None else (Target.parse(target),)
+        self.split = self._by[0].split
+        self._least = math.inf
+        self.since = 0
+
+    def improved(self, scores: Mapping[str, float | None]) -> bool:
+        """Takes note of a test."""
+        found = ((-value if by.at_least else value) for by in self._by if (value := by.of(scores)) is not None)
+        value = next((value for value in found if not math.isnan(value)), math.inf)
+        better = value < self._least
+        self._least, self.since = (value, 0) if better else (self._least, self.since + 1)
+        return better
+
+
+_LEAST = (Target("test", "error", False, 0.0), Target("test", "loss", False, 0.0))

@@ -3,7 +3,6 @@
 Samples and outputs may be tensors, or tuples, lists and dictionaries of them; their first dimension is the sample's.
 """
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch.nn import functional
 from rudra import trees
 from rudra.errors import ConfigError, DataError, meant
 from rudra.plugins import call, resolve
-from rudra.tables import TaskTable
+from rudra.tables import TaskTable, short
 
 Reduction = Literal["mean", "none"]
 
@@ -75,21 +74,42 @@ class Task:
 
 
 class Classification(Task):
-    """Cross-entropy; the most probable class is right or wrong."""
+    """Cross-entropy; the most probable class is right or wrong.
+
+    Args:
+        classes: that there are.
+        label_smoothing: share of the target's probability that all classes have together, 0 … 1.
+        weight: of each class in the loss, (classes,) numbers > 0. As in torch, the mean loss of a batch is divided by
+            the weights of its samples.
+    """
 
     name = "classification"
     wants = "one whole number for each sample"
 
-    def __init__(self, classes: int, label_smoothing: float = 0.0) -> None:
+    def __init__(self, classes: int, label_smoothing: float = 0.0, weight: Sequence[float] | None = None) -> None:
         super().__init__(classes)
+        if not (_are_numbers(label_smoothing) and 0 <= label_smoothing <= 1):
+            raise ConfigError(f"[task] options.label_smoothing: {short(label_smoothing)}; valid: 0 to 1")
         self._smoothing = label_smoothing
+        self._weight = None
+        if weight is not None:
+            if not (isinstance(weight, Sequence | torch.Tensor) and _are_numbers(*weight) and len(weight) == classes):
+                valid = f"a list of {classes} numbers, one for each class"
+                raise ConfigError(f"[task] options.weight: {short(weight)}; valid: {valid}")
+            if not all(0 < number < math.inf for number in weight):
+                raise ConfigError(f"[task] options.weight: {short(weight)}; valid: numbers > 0")
+            self._weight = torch.as_tensor(weight, dtype=torch.float32)
 
     def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+        weight = None if self._weight is None else self._weight.to(output.device)
         try:
-            return functional.cross_entropy(output, target, reduction=reduction, label_smoothing=self._smoothing)
+            loss = functional.cross_entropy(
+                output, target, weight, reduction=reduction, label_smoothing=self._smoothing
+            )
         except IndexError:
             wrong = target[(target < 0) | (target >= output.shape[1])]
             raise DataError(f"a sample has label {int(wrong[0])}; the model's are 0 to {output.shape[1] - 1}") from None
+        return loss if weight is None or reduction == "mean" else loss * (len(target) / weight[target].sum())
 
     def wrong(self, output: Any, target: Any) -> npt.NDArray[Any]:
         differs: npt.NDArray[Any] = output.numpy(force=True).argmax(1) != target.numpy(force=True)
@@ -216,13 +236,17 @@ class OwnLoss(Task):
 
     Args:
         classes: of the data.
-        loss: (output, target) -> a scalar tensor, the mean over the samples.
+        loss: (output, target, **options) -> a scalar tensor, the mean over the samples.
         name: of it, for people.
+        options: of the job; lists of numbers are handed over as tensors.
     """
 
-    def __init__(self, classes: int, loss: Callable[[Any, Any], torch.Tensor], name: str) -> None:
+    def __init__(
+        self, classes: int, loss: Callable[..., torch.Tensor], name: str, options: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(classes)
         self._loss, self.name = loss, name
+        self._options = {key: trees.listed(value) for key, value in (options or {}).items()}
 
     def compared(self, output: Any) -> Any:
         return output
@@ -232,7 +256,9 @@ class OwnLoss(Task):
             raise ConfigError(
                 f"[simulation] batching: the loss {self.name} says nothing of single samples; valid: none"
             )
-        loss = self._loss(output, target)
+        device = trees.first(target).device
+        options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self._options.items()}
+        loss = self._loss(output, target, **options)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise ConfigError(f"[task] {self.name} gave {what}; a loss is one number, a scalar tensor")
@@ -273,11 +299,15 @@ def make(table: TaskTable, classes: int) -> Task:
             inspect.signature(found).bind(None, None, **table.options)
         except TypeError as error:
             raise ConfigError(f"[task] {name} is called as loss(output, target, **options): {error}") from None
-        task = OwnLoss(classes, functools.partial(found, **table.options), name)
+        task = OwnLoss(classes, found, name, table.options)
     for metric in table.metrics:
         name, function = _found("metrics", metric, {})
         task.own[name.rpartition(":")[2]] = function
     return task
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool) for value in values)
 
 
 def _found(key: str, named: Any, known: Mapping[str, Any]) -> tuple[str, Any]:

@@ -20,6 +20,14 @@ def moved(tree: Any, device: torch.device) -> Any:
     return tree.to(device) if isinstance(tree, torch.Tensor) else mapped(lambda tensor: tensor.to(device), tree)
 
 
+def listed(value: Any) -> Any:
+    """A list of numbers, as job files and Hugging Face's sets have it, is one tensor; anything else stays as it is."""
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    return torch.tensor(value) if first is not value and isinstance(first, int | float) else value
+
+
 def first(tree: Any) -> Any:
     """The first tensor."""
     while not isinstance(tree, torch.Tensor):

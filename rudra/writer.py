@@ -130,6 +130,7 @@ class ResultsWriter:
         self._flush_s = flush_s if swmr else max(flush_s, _STEP_S)
         self._flushed_at = -np.inf
         self._pending = {kind: bytearray() for kind in GROWING}
+        self._kept: list[int] = []  # epochs, in the order of their places; 0: a free one
         self._written = dict.fromkeys(DATASETS, 0)
         self._state = np.zeros(1, STATE)
         self._state["status"] = b"running"
@@ -184,10 +185,13 @@ class ResultsWriter:
             with self._writing():
                 self._flush(now)
 
-    def keep(self, epoch: int, weights: NDArray[np.float32]) -> None:
-        """Writes the weights of an epoch's end, shape (size,), float32; they are only read."""
+    def keep(self, epoch: int, weights: NDArray[np.float32], instead_of: Sequence[int] = ()) -> None:
+        """Writes the weights of an epoch's end, shape (size,), float32; they are only read.
+
+        The place of epochs that they are kept instead of is free then, for the next ones.
+        """
         with self._writing():
-            self._keep(epoch, weights)
+            self._keep(epoch, weights, instead_of)
 
     def sync(self) -> None:
         """Brings everything that was appended to the disk."""
@@ -260,10 +264,25 @@ class ResultsWriter:
             self._file.close()
         self._held.close()
 
-    def _keep(self, epoch: int, weights: NDArray[np.float32]) -> None:
-        self._extend("weights/epochs", weights[None])
+    def _keep(self, epoch: int, weights: NDArray[np.float32], instead_of: Sequence[int] = ()) -> None:
+        place = self._kept.index(0) if 0 in self._kept else len(self._kept)
+        if place < len(self._kept):
+            self._datasets["weights/epochs"][place] = weights
+        else:
+            self._extend("weights/epochs", weights[None])
         self._flush(time.monotonic())  # before the number, which declares the weights valid
-        self._extend("weights/kept", np.array([epoch], "<i4"))
+        if place < len(self._kept):
+            self._datasets["weights/kept"][place] = epoch
+        else:
+            self._extend("weights/kept", np.array([epoch], "<i4"))
+        freed = [place for place, number in enumerate(self._kept) if number in instead_of]
+        if freed:
+            self._flush(time.monotonic())
+            for free in freed:
+                self._datasets["weights/kept"][free] = 0
+            self._flush(time.monotonic())
+        self._kept[place:] = [epoch, *self._kept[place + 1 :]]
+        self._kept = [0 if n in freed else number for n, number in enumerate(self._kept)]
 
     def _flush(self, now: float) -> None:
         for kind, pending in self._pending.items():

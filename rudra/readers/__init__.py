@@ -10,6 +10,7 @@ from rudra.readers.arff import read_arff
 from rudra.readers.arrays import read_hdf5, read_npz
 from rudra.readers.cifar import read_cifar10
 from rudra.readers.common import SPLITS, Arrays, check_labels
+from rudra.readers.csv import read_csv
 from rudra.readers.digits import read_digits
 from rudra.readers.folder import read_folder
 from rudra.readers.idx import read_idx
@@ -24,6 +25,7 @@ READERS: dict[str, Callable[[DataTable, Collection[str]], Arrays]] = {
     "idx": read_idx,
     "cifar10": read_cifar10,
     "libsvm": read_libsvm,
+    "csv": read_csv,
     "npz": read_npz,
     "hdf5": read_hdf5,
     "arff": read_arff,

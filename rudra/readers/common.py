@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import math
 import os
@@ -27,9 +28,51 @@ DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError
 """What reading a damaged file raises."""
 
 _PIECE = 1 << 22  # bytes that are decompressed at a time
+_COMPRESSED = 1 << 16  # bytes that are decompressed at a time where little may become much
 _LONGEST = 1 << 28  # bytes of a line
 _NUMBER = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
+
+class _Zstandard(io.RawIOBase):
+    """Content of a .zst file, of all its frames; zstandard's own reader takes a file that was cut for a whole one."""
+
+    def __init__(self, file: Path, mode: str) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise DataError(f"{file}: needs zstandard: pip install 'rudra[csv]'") from None
+        self._source, self._library = file.open("rb"), zstandard
+        self._frame: Any = None  # under way
+        self._left, self._found = b"", b""  # not decompressed yet; decompressed, and not asked for yet
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._found:
+            self._left = self._left or self._source.read(_COMPRESSED)
+            if not self._left:
+                if self._frame is not None:
+                    raise EOFError("the last frame is cut")
+                return 0
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._found = self._frame.decompress(self._left)
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from None
+            self._left = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        count = min(len(buffer), len(self._found))
+        buffer[:count], self._found = self._found[:count], self._found[count:]
+        return count
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_OPENERS[".zst"] = lambda file, mode: io.BufferedReader(_Zstandard(file, mode), _COMPRESSED)
 
 
 @dataclass(slots=True)

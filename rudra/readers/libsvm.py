@@ -181,18 +181,24 @@ def _complain(block: bytes, regression: bool, file: Path, first: int) -> NoRetur
         if text is None and not (regression or _whole(np.array(float(label)))):
             text = "is no whole number; for real labels set data.options.regression = true"
         if text is not None:
-            raise DataError(f"{file}: line {number}: {shown(label)} {text}")
+            raise DataError(f"{file}: line {number}: {shown(label)} {text}{_perhaps_csv(line)}")
         last = -1.0
         for field in fields:
             index, _, value = field.partition(b":")
             if not (is_number(index, _MOST) and is_number(value, _LARGEST)):
-                raise DataError(f"{file}: line {number}: {shown(field)} is no index:value")
+                raise DataError(f"{file}: line {number}: {shown(field)} is no index:value{_perhaps_csv(line)}")
             if not (float(index) >= 0 and float(index).is_integer()):
                 raise DataError(f"{file}: line {number}: index {shown(index)} is no whole number from 0 to {_MOST}")
             if float(index) <= last:
                 raise DataError(f"{file}: line {number}: index {shown(index)} after {last:.0f}; they must ascend")
             last = float(index)
     raise DataError(f"{file}: line {first} or one after it: not in LIBSVM's format")
+
+
+def _perhaps_csv(line: bytes) -> str:
+    """What else a line may be that has values but no pairs."""
+    csv = b":" not in line and any(mark in line.strip() for mark in (b",", b";", b"\t"))
+    return '; a table of values is read by data.name = "csv"' if csv else ""
 
 
 def _line(file: Path, row: int) -> int:

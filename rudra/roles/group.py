@@ -210,8 +210,9 @@ class GroupLearner(Learner):
         return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
 
 
-_LAST, _ENOUGH = -2, -3
-"""In place of a gradient's update, which is not known yet: training stops after it, or with its epoch."""
+_LAST, _ENOUGH, _LOWERED = -2, -3, -3
+"""In place of a gradient's update, which is not known yet: training stops after it, or with its epoch; or, less than
+the last by so many, how often the rate has fallen with its epoch."""
 
 
 class Replicas(States):
@@ -264,6 +265,7 @@ class Replica(Minibatches, Owner):
         (Replicas.REDUCING, Reduced): "_reduced",
         (Replicas.UPDATING, Updated): "_updated",
         **{(state, Kind.ENOUGH): "_enough" for state in Replicas if state is not Replicas.DONE},
+        **{(state, Kind.PLATEAU): "_plateau" for state in Replicas if state is not Replicas.DONE},
         **{(state, Kind.CREDIT): "_credit" for state in Replicas if state is not Replicas.DONE},
         **{(state, Sent): "_returned" for state in Replicas if state is not Replicas.DONE},
         **{(state, Saved): "_saved" for state in Replicas if state is not Replicas.DONE},
@@ -281,6 +283,7 @@ class Replica(Minibatches, Owner):
         Owner.__init__(self, role, plan, job, training_samples, position, reports=self._leads)
         self._open_books(job.faults, job.results, position)
         self._ended_training = self._told_enough = False
+        self._told_lowered = len(position.lowered)
         self._ready_at = self._reduced_at = 0.0
 
     def _follow(self, plan: Plan, position: Position) -> None:
@@ -351,6 +354,8 @@ class Replica(Minibatches, Owner):
         gradient = self._describe(event, self._digest)
         if self._stopped or self._told_enough:
             gradient = replace(gradient, update=_LAST if self._stopped else _ENOUGH)
+        elif self._told_lowered > len(self._lowered):
+            gradient = replace(gradient, update=_LOWERED - self._told_lowered)
         return [Reduce(GRADIENT, 0, event.step, gradient, to_all=True), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
@@ -361,10 +366,16 @@ class Replica(Minibatches, Owner):
         self._told_enough = True
         return []
 
+    def _plateau(self, event: Received, now: float) -> list[Action]:
+        """The first learner tells the others with its next gradient, so that the rate falls everywhere at once."""
+        self._told_lowered = max(self._told_lowered, event.message.value)
+        return []
+
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self._reduced_at = now
         if any(gradient.update == _ENOUGH for gradient in event.gradients):
             self.epochs = min(self.epochs, self.epoch + 1)
+        self._lower(max(_LOWERED - gradient.update for gradient in event.gradients), now)
         for gradient in event.gradients:
             if gradient.pad != self._digest:
                 other = f"those of learner {gradient.learner}"

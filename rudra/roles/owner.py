@@ -38,7 +38,7 @@ from rudra.messages import PACK, Kind, Message, Rows
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox, Silent, listed
-from rudra.schedule import Schedule
+from rudra.schedule import Schedule, expected_updates
 from topologies import Plan
 from topologies.plan import LEARNER
 
@@ -93,8 +93,9 @@ class Owner(Machine):
     ) -> None:
         super().__init__(role, plan)
         self._job = job
+        updates = expected_updates(job, plan, training_samples)
+        self.schedule = Schedule(job.optimizer, job.training.epochs, updates)
         self._follow(plan, position)
-        self.schedule = Schedule(job.optimizer, job.training.epochs)
         self.epochs = job.training.epochs
         self.training_samples = training_samples
         self.timestamp, self.epoch = position.timestamp, position.epoch
@@ -126,6 +127,9 @@ class Owner(Machine):
         """Everybody begins by this plan, from here; nothing is under way."""
         self.plan = plan
         self.protocol = self._job.make_protocol(plan)
+        self._lowered = position.lowered
+        if self._job.optimizer.plateau is not None:
+            self.schedule.lower(self._lowered)
         self._gradient_weight = self.protocol.modulation.gradient_weight
         self._steps = [position.step(i) for i in range(plan.numbers)]
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
@@ -174,7 +178,9 @@ class Owner(Machine):
         count = len(gradients)
         mean_staleness = staleness / count
         progress = (self.samples + samples) / self.training_samples
-        rate = self.schedule.rate(self.epoch, progress) * self.protocol.modulation.rate_factor(mean_staleness)
+        rate = self.schedule.rate(self.epoch, progress, self.timestamp) * self.protocol.modulation.rate_factor(
+            mean_staleness
+        )
         self.timestamp += 1
         time_s = now - self._began
         update = Update(gradient, WEIGHTS, rate, self.timestamp, self.epoch, samples, time_s)
@@ -264,6 +270,20 @@ class Owner(Machine):
         self.epochs = min(self.epochs, self.epoch + 1)
         return []
 
+    def _plateau(self, event: Received, now: float) -> list[Action]:
+        """Tests got no better: the rate falls with the epoch under way, or with the next if it falls there already."""
+        return self._lower(event.message.value, now)
+
+    def _lower(self, count: int, now: float) -> list[Action]:
+        """Has the rate fall so often in all; what was told before counts once."""
+        while len(self._lowered) < count:
+            self._lowered = (*self._lowered, max(self.epoch, *self._lowered, 0) + 1)
+            self.schedule.lower(self._lowered)
+            if self._reports:
+                text = f"tests got no better: the rate is multiplied by {self._job.optimizer.factor:g}"
+                self._tell("plateau", self.timestamp, now - self._began, f"{text} after epoch {self._lowered[-1]}")
+        return []
+
     # Roles that die.
 
     def _regroup(self, position: Position, now: float) -> list[Action]:
@@ -318,7 +338,7 @@ class Owner(Machine):
         sums = (self._epoch_loss, self._epoch_errors)
         counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)
         books = (self.timestamp, self.epoch, self.samples, self.applied)
-        return Position(*books, now - self._began, tuple(steps), *sums, *counts)
+        return Position(*books, now - self._began, tuple(steps), *sums, *counts, self._lowered)
 
     def _checkpoint_due(self, now: float) -> bool:
         assert self._every is not None

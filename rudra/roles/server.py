@@ -115,6 +115,7 @@ class ParameterServer(Owner):
         **{(state, Kind.SAFE): "_safe" for state in State if state is not State.DONE},
         **{(state, Committed): "_committed" for state in State if state is not State.DONE},
         **{(state, Kind.ENOUGH): "_enough" for state in State if state is not State.DONE},
+        **{(state, Kind.PLATEAU): "_plateau" for state in State if state is not State.DONE},
         (State.INITIALISING, Stopped): "_stop_first",
         (State.TRAINING, Stopped): "_stop",
         **{(state, Stopped): "_stop_again" for state in (State.DRAINING, State.CLOSING)},

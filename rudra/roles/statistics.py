@@ -10,7 +10,7 @@ It answers for the disk, too: a checkpoint counts when the rows up to it, and th
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from enum import auto
 from typing import Any, ClassVar
 
@@ -40,7 +40,7 @@ from rudra.messages import Kind, Message, Rows
 from rudra.position import BEGINNING, Position
 from rudra.roles.machine import Machine, States
 from rudra.roles.owner import CREDITS
-from rudra.target import Target, Watch
+from rudra.target import Best, Target, Watch
 from topologies import Plan
 
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))
@@ -84,6 +84,9 @@ class StatisticsServer(Machine):
         self.epochs = job.training.epochs
         self._evaluates = job.training.evaluate
         self._keep_every = job.results.keep_every
+        self._best = Best(job.training.target) if job.results.keep_best else None
+        self._best_epoch = 0
+        self._surpassed: list[int] = []  # epochs that were the best ones, and are still kept
         self._stops_at_loss = job.faults.on_learner_loss == "stop"
         self._learners = np.zeros(plan.numbers, records.LEARNER)
         self._accounts: set[int] = set()  # learners whose row is there, or who are no more
@@ -92,7 +95,11 @@ class StatisticsServer(Machine):
         target = job.training.target
         self._watch = None if target is None else Watch(Target.parse(target), job.training.target_window)
         self._target, self._stops_at_target = target, job.training.stop_at_target
-        self._enough = False  # the target was reached before the run began anew
+        self._patience = job.training.patience
+        self._plateau = job.optimizer.plateau
+        self._progress = Best(target)  # as patience and plateau see it
+        self._worse = self._lowered = 0  # tests since the rate fell or there was progress; how often it fell
+        self._enough = False  # the run was to end before it began anew
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
         self._working: tuple[str, int] | None = None
@@ -118,17 +125,58 @@ class StatisticsServer(Machine):
         assert len(self._waiting) <= CREDITS
         assert self._recorded <= self.epochs
 
-    def recall(self, tests: Iterable[float | None]) -> None:
-        """Takes note, before it starts, of what the target is about in the epochs before the checkpoint."""
-        if self._watch is not None and any(self._watch.reached(value) for value in tests):
-            self._watch, self._enough = None, self._stops_at_target
+    @property
+    def split(self) -> str:
+        """Whose tests decide."""
+        return "test" if self._target is None else Target.parse(self._target).split
+
+    def recall(self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int]) -> None:
+        """Takes note, before it starts, of the epochs before the checkpoint.
+
+        Args:
+            tests: epoch -> what the test of its weights measured on `split`.
+            kept: epochs whose weights are in the results; of others none is the best.
+        """
+        for epoch, scores in tests.items():
+            if self._watch is not None and self._watch.reached(self._watch.target.of(scores)):
+                self._watch, self._enough = None, self._stops_at_target
+            tired, _ = self._look_for_progress(scores)
+            self._enough |= tired
+            if epoch in kept:
+                self._judge(epoch, scores)
+
+    def _look_for_progress(self, scores: Mapping[str, float | None]) -> tuple[bool, bool]:
+        """Takes note of a test; whether it ends the training for lack of progress, and whether it lowers the rate."""
+        better = self._progress.improved(scores)
+        self._worse = 0 if better else self._worse + 1
+        lowers = self._worse == self._plateau
+        if lowers:
+            self._worse, self._lowered = 0, self._lowered + 1
+        return not better and self._progress.since == self._patience, lowers
+
+    def _judge(self, epoch: int, scores: Mapping[str, float | None]) -> bool:
+        """Whether an epoch is the best one so far, and its weights are to be kept for that."""
+        if self._best is None or not self._best.improved(scores):
+            return False
+        if self._best_epoch and not self._is_kept(self._best_epoch):
+            self._surpassed.append(self._best_epoch)
+        self._best_epoch = epoch
+        return not self._is_kept(epoch)
+
+    def _is_kept(self, epoch: int) -> bool:
+        """Whether the weights of an epoch are kept, however good they are; the last ones are the final ones."""
+        return epoch == self.epochs or (self._keep_every is not None and epoch % self._keep_every == 0)
 
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Receive(buffer, self.plan.server) for buffer in SNAPSHOTS]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self._began = event.message.value * 1e-9
-        return [self._to_server(Kind.ENOUGH)] if self._enough else []
+        actions = [self._lower()] if self._lowered else []
+        return [*actions, self._to_server(Kind.ENOUGH)] if self._enough else actions
+
+    def _lower(self) -> Action:
+        return Send(self.plan.server, Message(Kind.PLATEAU, self.id, value=self._lowered))
 
     def _gradients(self, event: Received, now: float) -> list[Action]:
         return [Record("gradients", _rows(event))]
@@ -166,8 +214,7 @@ class StatisticsServer(Machine):
         buffer, epoch = self._working
         rows = self._rows[epoch]
         rows["weights_sha256"] = event.digest.encode()
-        kept = self._keep_every is not None and epoch % self._keep_every == 0 and epoch != self.epochs
-        keep: list[Action] = [Keep(buffer, epoch)] if kept else []
+        keep: list[Action] = [Keep(buffer, epoch)] if self._is_kept(epoch) and epoch != self.epochs else []
         if not self._evaluates:
             return keep + self._done(now)
         rows["evaluation_began_s"] = now - self._began
@@ -175,7 +222,7 @@ class StatisticsServer(Machine):
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
         assert self._working is not None
-        epoch = self._working[1]
+        buffer, epoch = self._working
         rows = self._rows[epoch]
         rows["evaluated"], rows["evaluation_s"] = 1, event.seconds
         for score in event.scores:
@@ -183,7 +230,11 @@ class StatisticsServer(Machine):
         self._metrics[epoch] = [
             (epoch, 0, score.split, name, value) for score in event.scores for name, value in score.metrics
         ]
-        return self._done(now)
+        keep: list[Action] = []
+        if self._judge(epoch, _scores(rows[0], self._metrics[epoch], self.split)):
+            keep.append(Keep(buffer, epoch, tuple(self._surpassed)))
+            self._surpassed = []
+        return keep + self._done(now)
 
     def _done(self, now: float) -> list[Action]:
         assert self._working is not None
@@ -208,19 +259,22 @@ class StatisticsServer(Machine):
         return actions
 
     def _look_at(self, row: np.void, metrics: list[tuple[Any, ...]]) -> list[Action]:
-        """Whether an epoch reaches the target."""
-        if self._watch is None or not row["evaluated"]:
+        """Whether an epoch reaches the target, or is one too many without progress."""
+        if not row["evaluated"]:
             return []
-        target = self._watch.target
-        scores = {name: float(row[f"{target.split}_{name}"]) for name in ("loss", "error")}
-        scores |= {name: value for _, _, split, name, value in metrics if split == target.split}
-        if not self._watch.reached(target.of(scores)):
-            return []
-        self._watch = None
-        text = f"{self._target}: reached with epoch {row['epoch']}"
-        about = (b"target", -1, 0, row["timestamp"], 0, row["time_s"], 0.0, text.encode()[:512])
-        event = Record("events", np.array([about], records.EVENT))
-        return [event, self._to_server(Kind.ENOUGH)] if self._stops_at_target else [event]
+        scores = _scores(row, metrics, self.split)
+        actions: list[Action] = []
+        if self._watch is not None and self._watch.reached(self._watch.target.of(scores)):
+            self._watch = None
+            actions.append(_event("target", row, f"{self._target}: reached with epoch {row['epoch']}"))
+            actions += [self._to_server(Kind.ENOUGH)] if self._stops_at_target else []
+        tired, lowers = self._look_for_progress(scores)
+        if lowers:
+            actions.append(self._lower())
+        if tired:
+            text = f"patience = {self._patience}: so many tests up to epoch {row['epoch']} are no better than the best"
+            actions += [_event("patience", row, text), self._to_server(Kind.ENOUGH)]
+        return actions
 
     def _events(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)
@@ -283,6 +337,18 @@ class StatisticsServer(Machine):
 
     def _to_server(self, kind: Kind) -> Action:
         return Send(self.plan.server, Message(kind, self.id))
+
+
+def _event(kind: str, row: np.void, text: str) -> Record:
+    """Something to be noted of an epoch."""
+    about = (kind.encode(), -1, 0, row["timestamp"], 0, row["time_s"], 0.0, text.encode()[:512])
+    return Record("events", np.array([about], records.EVENT))
+
+
+def _scores(row: np.void, metrics: list[tuple[Any, ...]], split: str) -> dict[str, float]:
+    """What the test of an epoch measured on a split."""
+    scores = {name: float(row[f"{split}_{name}"]) for name in ("loss", "error")}
+    return scores | {name: value for _, _, of, name, value in metrics if of == split}
 
 
 def _rows(event: Received) -> Rows:

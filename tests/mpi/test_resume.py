@@ -110,6 +110,36 @@ def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path, update: in
         assert [row["text"] for row in reached] == [b"accuracy >= 0: reached with epoch 5"]
 
 
+@pytest.mark.parametrize("topology", ["base", "groups"])
+def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path, topology: str) -> None:
+    """A measure that never gets better: each second test after the first lowers the rate, the fifth ends the run."""
+    options = {"groups": "options.groups = 1\n"}.get(topology, "")
+    more = '[task]\nmetrics = ["user_code:always"]\n'
+    job = job_file(tmp_path, "hardsync", more=f'{more}[topology]\nname = "{topology}"\n{options}')
+    output, text = tmp_path / "out.h5", job.read_text()
+    text = text.replace("epochs = 5\n", 'epochs = 50\npatience = 5\ntarget = "always >= 2"\n')
+    plateau = 'schedule = "plateau"\nfactor = 0.5\nschedule_options = { patience = 2 }\n'
+    job.write_text(text.replace("milestones = [1, 2]\n", plateau))
+    code, err = run_until(job, output, 150, signal.SIGTERM)
+    assert code == 3, err
+    code, _, err = finish(start("run", job, "--output", output, "--resume"))
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        epochs, updates, events = results.epochs, results.updates, results.events
+    tested = epochs["epoch"][epochs["evaluated"] == 1]
+    (patience,) = events[events["kind"] == b"patience"]
+    assert f"up to epoch {tested[5]} are no better" in patience["text"].decode()
+    assert len(epochs) <= tested[5] + 2 < 50
+    plateaus = events[events["kind"] == b"plateau"]
+    fell = [int(row["text"].split()[-1]) for row in plateaus]
+    assert len(fell) == len(set(fell)) == 2
+    assert all(0 < at - epoch <= 2 for at, epoch in zip(fell, tested[[2, 4]].tolist(), strict=True))
+    factors = [0.5 ** sum(epoch >= at for at in fell) for epoch in updates["epoch"].tolist()]
+    assert updates["learning_rate"] == pytest.approx(updates["learning_rate"][0] * np.array(factors))
+    code, _, err = finish(start("replay", output))
+    assert code == 0, err
+
+
 def test_what_cannot_be_resumed_is_said_in_one_line(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
     assert run_until(job, output, 20, signal.SIGINT)[0] == 3

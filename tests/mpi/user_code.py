@@ -47,6 +47,11 @@ class Digits(Dataset[Any]):
         return [self[index] for index in indices]
 
 
+def always(output: Any, target: torch.Tensor) -> float:
+    """A metric that never gets better."""
+    return 1.0
+
+
 def delayed() -> tuple[Digits, Digits]:
     return Digits(240, late_s=0.02), Digits(60)
 

@@ -44,18 +44,24 @@ def make_job(protocol_: str, learners: int, updates: int, model: str = "mlp", **
     return job.with_(training={"epochs": epochs}, data={"train_limit": updates // epochs * per_update})
 
 
-def plain_sgd(job: Job, steps: int, batches: Any, rate: float, **options: Any) -> torch.Tensor:
-    """Plain torch: a module, its own parameters, an optimiser; `batches(step)` gives sample numbers."""
+def plain_sgd(job: Job, steps: int, batches: Any, rate: float, schedule: Any = None, **options: Any) -> torch.Tensor:
+    """Plain torch: a module, its own parameters, an optimiser; `batches(step)` gives sample numbers.
+
+    What `schedule` makes of the optimiser is stepped after each step of it.
+    """
     split, _, info, _ = data.load(job.data, test=False)
     assert split is not None
     module = models.build(job.model, info, job.training.seed)
     optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9, **options)
+    scheduler = None if schedule is None else schedule(optimizer)
     torch.set_num_threads(1)
     for step in range(steps):
         inputs, labels = split.batch(batches(step))
         optimizer.zero_grad()
         functional.cross_entropy(module(inputs), labels).backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
     flat = FlatModel(module)
     weights = torch.empty(flat.size)
     flat.read_into(weights)
@@ -68,6 +74,25 @@ def union(job: Job, learners: Sequence[int] | None = None) -> Any:
     chosen = range(job.learners) if learners is None else learners
     samplers = [Sampler(job.training.seed, learner, samples) for learner in chosen]
     return lambda step: np.concatenate([s.indices(step * MU, MU) for s in samplers])
+
+
+@pytest.mark.parametrize("topology", [{"name": "base"}, {"name": "groups", "options": {"groups": 1}}], ids=str)
+def test_one_cycle_by_updates_is_that_of_plain_torch(topology: dict[str, Any]) -> None:
+    """One learner; the number of updates is known from the job."""
+    options = {"max_lr": 0.1, "cycle_momentum": False}
+    table = {"schedule": "torch.optim.lr_scheduler:OneCycleLR", "schedule_every": "update", "schedule_options": options}
+    job = make_job("hardsync", 1, 60, topology=topology, optimizer=table, protocol={"modulation": "none"})
+    trained = train(job)
+    rates: list[float] = []
+
+    def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+        made = torch.optim.lr_scheduler.OneCycleLR(optimizer, **options, total_steps=60)  # type: ignore[arg-type]
+        optimizer.register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+        return made
+
+    expected = plain_sgd(job, 60, union(job), 0.01, one_cycle)
+    assert trained.rows["updates"]["learning_rate"].tolist() == rates
+    assert torch.equal(trained.weights, expected)
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet"])

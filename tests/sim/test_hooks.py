@@ -1,5 +1,6 @@
 """Hooks in virtual time: when they are called, and that what they see is what the result file has."""
 
+import csv
 import hashlib
 import signal
 from collections import defaultdict
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rudra
+import rudra.hooks
 from rudra.errors import ConfigError, HookError
 
 ANY = torch.Generator().manual_seed(3)
@@ -264,3 +266,93 @@ def test_without_tensors_there_is_nothing_to_be_called_at(tmp_path: Path) -> Non
     made = job({"at": "epoch", "call": print}, simulation={"tensors": False})
     with pytest.raises(ConfigError, match=r"^\[hooks\]: \[simulation\] tensors = false trains nothing"):
         rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet")
+
+
+def lines_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_csv_hook_writes_what_the_result_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "rudra.hooks:csv"
+    made = job(
+        {"at": "epoch", "call": name},
+        {"at": "update", "call": name, "options": {"file": "updates.csv"}, "every": 3},
+        {"at": "update", "call": name, "role": "learner 2"},
+        {"at": "end", "call": name},
+    )
+    for again in range(2):  # the second run in the same place begins anew
+        with rudra.simulate(made, output=f"run{again}.h5", progress="quiet") as results:
+            epochs, updates, totals = results.epochs, results.updates, results.totals
+            minibatches = results.minibatches[results.minibatches["learner"] == 2]
+            metrics = results.metrics
+    rows = lines_of(Path("hooked-statistics-server-epoch.csv"))
+    assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
+    for column in ("time_s", "test_loss", "test_error", "train_error", "learning_rate"):
+        assert [float(row[column]) for row in rows] == epochs[column].tolist()
+    assert [float(row["test_share_of_first"]) for row in rows] == metrics["value"].tolist()
+    assert [row["weights_sha256"] for row in rows] == [digest.decode() for digest in epochs["weights_sha256"]]
+    rows = lines_of(Path("updates.csv"))
+    assert [int(row["timestamp"]) for row in rows] == updates["timestamp"][2::3].tolist()
+    assert [float(row["learning_rate"]) for row in rows] == updates["learning_rate"][2::3].tolist()
+    rows = lines_of(Path("hooked-learner-2-update.csv"))
+    steps = [int(row["step"]) for row in rows]
+    assert steps == list(range(len(steps)))
+    assert [float(row["loss"]) for row in rows[: len(minibatches)]] == minibatches["loss"].tolist()
+    (end,) = lines_of(Path("hooked-statistics-server-end.csv"))
+    assert int(end["pushed"]) == totals["pushed"][0]
+
+
+def test_the_csv_hook_goes_on_with_its_file(tmp_path: Path) -> None:
+    """After a resume: later lines and one that was cut give way, others stay; new columns find room."""
+    path = tmp_path / "a.csv"
+    path.write_text("epoch,old\n1,x\n2,y\n3,z\n4")
+    for number in (3, 4):
+        metrics = {"test": {"a, b": 0.5}} if number == 4 else {}
+        rudra.hooks.csv(
+            rudra.Moment("epoch", "r", 0, "j", epoch=number, row={"loss": 0.25}, metrics=metrics), str(path)
+        )
+    assert lines_of(path) == [
+        {"epoch": "1", "old": "x", "loss": "", "test_a, b": ""},
+        {"epoch": "2", "old": "y", "loss": "", "test_a, b": ""},
+        {"epoch": "3", "old": "", "loss": "0.25", "test_a, b": ""},
+        {"epoch": "4", "old": "", "loss": "0.25", "test_a, b": "0.5"},
+    ]
+
+
+def test_the_tensorboard_hook_writes_what_the_result_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    name = "rudra.hooks:tensorboard"
+    made = job(
+        {"at": "epoch", "call": name},
+        {"at": "update", "call": name, "options": {"directory": "logs/{job}"}, "every": 5},
+    )
+    for again in range(2):
+        with rudra.simulate(made, output=f"run{again}.h5", progress="quiet") as results:
+            epochs, updates = results.epochs, results.updates
+
+    def scalars(directory: str, tag: str) -> tuple[list[int], list[float]]:
+        read = EventAccumulator(directory)
+        read.Reload()
+        return tuple(map(list, zip(*((event.step, event.value) for event in read.Scalars(tag)), strict=True)))  # type: ignore[return-value]
+
+    steps, errors = scalars("tensorboard/hooked-statistics-server/epoch", "epoch/test_error")
+    assert steps == [1, 2, 3]
+    assert errors == pytest.approx(epochs["test_error"].tolist())
+    steps, rates = scalars("logs/hooked/update", "update/learning_rate")
+    assert steps == updates["timestamp"][4::5].tolist()
+    assert rates == pytest.approx(updates["learning_rate"][4::5].tolist())
+
+
+def test_a_hook_whose_library_is_missing_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rudra.hooks, "find_spec", lambda name: None)
+    said = r"^\[hooks\] 0.call: rudra.hooks:tensorboard needs tensorboard: pip install 'rudra\[tensorboard\]'$"
+    with pytest.raises(ConfigError, match=said):
+        rudra.simulate(job({"at": "epoch", "call": "rudra.hooks:tensorboard"}), output=tmp_path / "run.h5")
+    assert not (tmp_path / "run.h5").exists()

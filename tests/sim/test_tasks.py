@@ -260,6 +260,117 @@ def test_training_waits_for_tests_if_it_is_to(
     assert made["always"] == [1] * 6
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_a_run_ends_when_its_tests_are_no_better_for_too_long(topology: dict[str, Any], tmp_path: Path) -> None:
+    """At so high a rate that the loss soon rises; a replay ends there, too."""
+    training = {"patience": 3, "epochs": 40}
+    more = {
+        "optimizer": {"learning_rate": 1.5},
+        "protocol": {"name": "async", "modulation": "none"},
+        "cluster": {"learners": 4, "threads_per_rank": 1},
+    }
+    made = job("regression", topology=topology, training=training, **more)
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        summary, epochs = results.summary(), results.epochs
+        (event,) = results.events[results.events["kind"] == b"patience"]
+        best = results.best_epoch
+    losses = epochs["test_loss"][epochs["evaluated"] == 1]
+    places = np.flatnonzero(epochs["evaluated"] == 1) + 1
+    since = [place - int(np.argmin(losses[: place + 1])) for place in range(len(losses))]
+    last = int(places[since.index(3)])
+    assert summary["status"] == "finished"
+    assert event["text"].decode() == f"patience = 3: so many tests up to epoch {last} are no better than the best"
+    assert event["time_s"] == epochs["time_s"][last - 1]
+    assert last <= len(epochs) <= last + 2 < 40, "the epoch under way is the last"
+    assert best is not None
+    assert summary["pushed"] == summary["applied"] + summary["pending"] + summary["discarded"] + summary["lost"]
+    assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
+
+
+@pytest.mark.parametrize("warm_up", [0.0, 1.5])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_at_a_plateau_the_rate_falls_with_an_epoch(topology: dict[str, Any], warm_up: float, tmp_path: Path) -> None:
+    """When the tests say so, and never in between; alike in a second run, and bit for bit in a replay."""
+    high = {1: 2.5, 2: 0.9}.get(topology.get("options", {}).get("groups", 0), 0.5)  # so that the loss rises
+    rule = {"schedule": "plateau", "factor": 0.5, "schedule_options": {"patience": 2}, "warm_up": warm_up}
+    made = job(
+        "regression",
+        topology=topology,
+        training={"epochs": 24},
+        optimizer={"learning_rate": high, **rule},
+        cluster={"learners": 4, "threads_per_rank": 1},
+    )
+    runs = []
+    for name in ("a.h5", "b.h5"):
+        with rudra.simulate(made, output=tmp_path / name, progress="quiet") as results:
+            runs.append((results.updates[["epoch", "learning_rate", "digest"]].tolist(), results.summary()))
+            updates, epochs, events = results.updates, results.epochs, results.events
+    assert runs[0][0] == runs[1][0]
+    plateaus = events[events["kind"] == b"plateau"]
+    assert len(plateaus) >= 2
+    fell = [int(row["text"].split()[-1]) for row in plateaus]
+    rates = [high * 0.5 ** sum(epoch >= at for at in fell) for epoch in updates["epoch"].tolist()]
+    warm = updates["epoch"] >= 2
+    assert updates["learning_rate"][warm].tolist() == [
+        rate for rate, is_warm in zip(rates, warm, strict=True) if is_warm
+    ]
+    worse, told, best = 0, [], np.inf
+    for row in epochs[epochs["evaluated"] == 1]:
+        worse = 0 if row["test_loss"] < best else worse + 1
+        best = min(best, row["test_loss"])
+        if worse == 2:
+            worse = 0
+            told.append(int(row["epoch"]))
+    assert all(0 < at - epoch <= 2 for at, epoch in zip(fell, told, strict=False)), "with the epoch under way"
+    assert len(told) - len(fell) in {0, 1}, "the last may come after the end"
+    assert rudra.replay(tmp_path / "a.h5", job=made).difference is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"schedule_options": {"patients": 3}}, r"schedule_options unknown option 'patients' of schedule 'plateau'"),
+        ({"schedule_options": {"patience": 0}}, r"schedule_options patience must be a whole number >= 1, not 0"),
+        ({"milestones": [3]}, r"milestones are those of schedule 'step', not of 'plateau'"),
+        ({"schedule_every": "update"}, r"schedule_every 'update' is for other schedules than 'plateau'"),
+    ],
+)
+def test_what_a_plateau_does_not_take(optimizer: dict[str, Any], said: str) -> None:
+    with pytest.raises(RudraError, match=rf"^\[optimizer\] {said}"):
+        job("regression", optimizer={"schedule": "plateau", **optimizer})
+    with pytest.raises(RudraError, match=r"\[optimizer\] schedule = 'plateau' goes by tests, but"):
+        job("regression", optimizer={"schedule": "plateau"}, training={"evaluate": False})
+
+
+def test_patience_needs_tests() -> None:
+    with pytest.raises(RudraError, match=r"\[training\] patience goes by tests, but \[training\] evaluate = false"):
+        job("regression", training={"patience": 3, "evaluate": False})
+
+
+def test_class_weights_change_what_is_learned_and_keep_what_is_measured(tmp_path: Path) -> None:
+    """A weight makes its class come out more often; the error and the top-5 error are there, and a replay agrees."""
+    counts = []
+    for name, options in {"plain": {}, "weighted": {"weight": [30.0] + [1.0] * 9, "label_smoothing": 0.1}}.items():
+        made = rudra.Job(
+            model={"name": "mlp", "options": {"hidden": [16]}},
+            task={"options": options},
+            training={"epochs": 2, "minibatch_size": 16},
+            optimizer={"learning_rate": 0.1},
+            cluster={"learners": 2, "threads_per_rank": 1},
+        )
+        with rudra.simulate(made, output=tmp_path / f"{name}.h5", progress="quiet") as results:
+            assert np.isfinite(results.epochs["test_error"]).all()
+            assert results.summary()["metrics"]["test"]["top5_error"][-1] < 0.5
+            state = {key: torch.from_numpy(value) for key, value in results.state_dict().items()}
+        assert rudra.replay(tmp_path / f"{name}.h5").difference is None
+        images = rudra.data.load(made.data).test.batch(np.arange(355))[0].flatten(1)
+        first, second = (key.removesuffix(".weight") for key in state if key.endswith(".weight"))
+        hidden = functional.linear(images, state[f"{first}.weight"], state[f"{first}.bias"]).relu()
+        output = functional.linear(hidden, state[f"{second}.weight"], state[f"{second}.bias"])
+        counts.append(int((output.argmax(1) == 0).sum()))
+    assert counts[1] > counts[0] + 10
+
+
 def test_a_target_alone_ends_nothing(tmp_path: Path) -> None:
     made = job("regression", training={"target": "loss <= 0.05"})
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:

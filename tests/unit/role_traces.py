@@ -84,7 +84,7 @@ def brief(action: Action, names: Sequence[str] = NAMES) -> str:
             return f"fail {text}"
         case _:
             shown = (getattr(action, name) for name in type(action).__match_args__)
-            fields = [str(value) for value in shown if not isinstance(value, np.ndarray)]
+            fields = [str(value) for value in shown if not isinstance(value, np.ndarray) and value != ()]
             return " ".join(filter(None, [type(action).__name__.lower(), *fields]))
 
 

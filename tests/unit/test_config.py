@@ -16,7 +16,7 @@ from topologies import Plan, base
 
 TRAINING = (
     "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, compile, precision, target, "
-    "target_window, stop_at_target"
+    "target_window, stop_at_target, patience"
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, hooks, "
@@ -109,7 +109,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"milestones": [1], "schedule": "cosine"}}, STEPS),
     (
         {"optimizer": {"schedule": "linear"}},
-        "[optimizer] schedule 'linear' is unknown; valid: step, cosine or package.module:callable",
+        "[optimizer] schedule 'linear' is unknown; valid: step, cosine, plateau or package.module:callable",
     ),
     (
         {"optimizer": {"schedule_options": {"eta_min": 0.1}}},

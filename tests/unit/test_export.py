@@ -18,6 +18,7 @@ from torch import nn
 
 import rudra
 from rudra.cli import main
+from rudra.errors import ConfigError, ResultsError
 from rudra.records import LEARNER, TOTALS
 from rudra.statedict import Named
 
@@ -122,6 +123,51 @@ def built() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return user_code.Assorted()
+
+
+BEST = JOB.with_(
+    training={"epochs": 8, "evaluation_batch_size": 64},
+    optimizer={"learning_rate": 3.0},
+    results={"keep_every": None, "keep_best": True},
+)
+
+
+@pytest.mark.parametrize("target", [None, "loss <= 0", "top5_error <= 0"])
+def test_the_best_epoch_stays_and_is_exported(
+    tmp_path: Path, target: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At so high a rate that the tests get worse again."""
+    path, output = tmp_path / "run.h5", tmp_path / "best.pt"
+    rudra.simulate(BEST.with_(training={"target": target}), output=path, progress="quiet").close()
+    with rudra.open_results(path) as results:
+        column = {None: "test_error", "loss <= 0": "test_loss"}.get(target)
+        measured = results.metrics["value"] if column is None else results.epochs[column]
+        best = int(np.argmin(measured)) + 1
+        error = results.epochs["test_error"][best - 1]
+        assert results.best_epoch == best
+        assert set(results.kept_epochs) >= {best, 8}
+        assert len(results.kept_epochs) <= 2 or best == 8
+        assert best < 8, "or else the last would do"
+    assert main(["export", str(path), "-o", str(output), "--epoch", "best"]) == 0
+    assert capsys.readouterr().out == f"wrote {output}: 24 tensors of epoch {best}\n"
+    assert error_of(load(output)) == pytest.approx(error, abs=1e-7)
+    assert rudra.replay(path, job=BEST.with_(training={"target": target}), quiet=True).difference is None
+
+
+def test_a_best_epoch_that_was_not_kept_is_told(recorded: Path, tmp_path: Path) -> None:
+    with rudra.open_results(recorded) as results:
+        best = int(np.argmin(results.epochs["test_error"])) + 1
+        assert results.best_epoch == best
+        if best not in ENDS:
+            with pytest.raises(ResultsError, match=rf"no weights of epoch {best}, the best one; .*; results.keep_best"):
+                results.weights_of("best")
+    untested = JOB.with_(training={"evaluate": False, "epochs": 1})
+    with rudra.simulate(untested, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.best_epoch is None
+        with pytest.raises(ResultsError, match="has no best epoch: none was tested"):
+            results.weights_of("best")
+    with pytest.raises(ConfigError, match=r"\[results\] keep_best goes by tests, but \[training\] evaluate = false"):
+        untested.with_(results={"keep_best": True})
 
 
 def test_a_state_dict_loads_without_an_export(recorded: Path) -> None:

@@ -188,6 +188,9 @@ def made(name: str, place: Path) -> dict[str, bytes]:
     file = io.BytesIO()
     if name == "libsvm":
         return {"train": rows, "test": rows[:60]}
+    if name == "csv":
+        lines = b"a,b c,l\n" + b"".join(b"%d.5,n%d,%d\n" % (i, i % 2, i % 3) for i in range(20))
+        return {"train": lines, "test": lines[:60].rpartition(b"\n")[0]}
     if name == "arff":
         dense, sparse = b"".join(b"%d.5,1,0\n" % i for i in range(9)), b"".join(b"{0 %d.5,2 1}\n" % i for i in range(9))
         labels = b'<?xml version="1.0"?><labels><label name="l"></label></labels>'
@@ -206,6 +209,11 @@ def made(name: str, place: Path) -> dict[str, bytes]:
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "libsvm": [{"test": "test"}, {"test": "test", "regression": True}],
+    "csv": [
+        {"test": "test"},
+        {"test": "test", "regression": True},
+        {"header": False, "categorical": [0], "test": "test"},
+    ],
     "arff": [{"labels": 1}, {}, {"xml": "a.xml"}],
     "text": [{"length": 4}, {"length": 4, "unit": "bytes"}],
     "npz": [{}],
@@ -232,7 +240,7 @@ def test_formats_that_users_bring(name: str, here: Path, draw: st.DataObject) ->
                 kind, stored = draw.draw(KINDS), draw.draw(damaged(content))
             (here / file).parent.mkdir(parents=True, exist_ok=True)
             put(here, file, stored, kind)
-        path = here / "train" if name in {"libsvm", "text", "npz"} else here
+        path = here / "train" if name in {"libsvm", "csv", "text", "npz"} else here
         table = DataTable(name=name, path=path, options=draw.draw(st.sampled_from(OPTIONS[name])))
         refused(lambda: load_table(table), str(here))
 
@@ -251,7 +259,7 @@ WORDS = ["@data", "@attribute", "@relation", "{0,1}", "numeric", "{", "}", ",", 
 WORDS += ["1e9", "nan", "inf", "a\\", "\n", "\r\n", "\t", "é", ":", "#", "qid:", "1:1", "2:2"]
 
 
-@pytest.mark.parametrize("name", ["libsvm", "arff"])
+@pytest.mark.parametrize("name", ["libsvm", "csv", "arff"])
 @cases(400)
 @given(words=st.lists(st.sampled_from(WORDS), max_size=40), seed=st.booleans())
 def test_lines_of_anything(name: str, here: Path, words: list[str], seed: bool) -> None:

@@ -147,6 +147,50 @@ def test_epochs_that_are_not_kept_take_no_space(tmp_path: Path) -> None:
     assert 8 * size < (tmp_path / "run.h5").stat().st_size < 8 * size + 9_000_000
 
 
+@pytest.mark.parametrize("swmr", [True, False])
+@pytest.mark.parametrize("epochs", [1, 2, 3, 20])
+def test_the_place_of_weights_that_are_not_kept_any_longer_is_used_again(
+    tmp_path: Path, epochs: int, swmr: bool
+) -> None:
+    """The best of so many epochs, one after the other: two places, of which one always holds what counts."""
+    path = tmp_path / "run.h5"
+    size = 1_000_000
+    with new_writer(path, flush_s=60, size=size, layout=(), swmr=swmr) as writer:
+        for epoch in range(1, epochs + 1):
+            made = np.full(size, epoch, np.float32)
+            writer.append("epochs", rows(EPOCH, epoch=epoch, timestamp=epoch, weights_sha256=sha256(made).encode()))
+            writer.keep(epoch, made, [epoch - 1])
+        writer.keep(epochs + 1, np.full(size, 51, np.float32))
+        writer.fail("interrupted", "stopped")
+    with open_results(path) as results:
+        assert results.kept_epochs == (epochs,), "there is no row of the one after it"
+        assert results.weights_of(epochs)[0] == epochs
+    assert path.stat().st_size < 2 * 4 * size + 5_000_000
+
+
+def test_a_writer_that_is_killed_while_it_keeps_the_best_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    child = f"""
+import os, signal
+from pathlib import Path
+from tests.unit.test_kept_weights import *
+writer = new_writer(Path({str(path)!r}), flush_s=60)
+for epoch in (1, 2, 3):
+    writer.append("epochs", rows(EPOCH, epoch=epoch, timestamp=epoch, weights_sha256=sha256(weights(epoch)).encode()))
+    writer.keep(epoch, weights(epoch), [epoch - 1])
+flush = writer._flush
+def killed(now):
+    flush(now)
+    os.kill(os.getpid(), signal.SIGKILL)
+writer._flush = killed
+writer.keep(4, weights(4), [3])
+"""
+    assert subprocess.run([sys.executable, "-c", child], cwd=ROOT, timeout=60, check=False).returncode == -9
+    with open_results(path) as results:
+        assert results.kept_epochs == (3,)
+        assert np.array_equal(results.weights_of(3), weights(3))
+
+
 def test_a_state_dict_has_all_names_in_their_order(tmp_path: Path) -> None:
     with new_writer(tmp_path / "run.h5", state_dict=STATE_DICT) as writer:
         finish(writer)

@@ -135,6 +135,26 @@ def test_what_is_wrong_is_named_with_file_and_line(content: bytes, message: str,
 
 
 @pytest.mark.parametrize(
+    ("content", "is_csv"),
+    [
+        (b"5.1,3.5,setosa\n", True),
+        (b"sepal length,kind\n5.1,a\n", True),
+        (b"1;2;3\n", True),
+        (b"1\t2\t3\n", True),
+        (b"1 1:1\n2,3\n", True),
+        (b"1 2 3\n", False),
+        (b"1 1:1\n2,3 1:1\n", False),
+        (b"x\n", False),
+    ],
+)
+def test_a_csv_file_is_told_what_reads_it(content: bytes, is_csv: bool, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(DataError) as raised:
+        read(tmp_path / "a")
+    assert str(raised.value).endswith('; a table of values is read by data.name = "csv"') == is_csv
+
+
+@pytest.mark.parametrize(
     ("content", "options", "error", "message"),
     [
         (b"1 1:1\n2\n9 1:1\n", {}, DataError, "test: line 3: label 9 is none of the training set's: 1, 2"),

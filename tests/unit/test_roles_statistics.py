@@ -5,9 +5,10 @@ import pytest
 from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, machine
 
 from rudra import records
-from rudra.events import Evaluated, Event, Hashed, Received, Record, Score, Started
+from rudra.events import Evaluated, Event, Hashed, Received, Record, Score, Send, Started
 from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
+from rudra.roles.statistics import StatisticsServer
 
 RECORD, CREDIT = "record epochs", "CREDIT@0 to S"
 END = ["DONE@0 to S", "DONE@0 to L0", "DONE@0 to L1", "halt"]
@@ -128,6 +129,93 @@ def test_every_second_epoch_is_kept_but_the_last_which_is_final(evaluate: bool) 
         wanted += feed(role, epoch(number, snapshot, 4), HASHED, *tested)
     written = [action for action in wanted if action.startswith(("keep", RECORD))]
     assert written == [RECORD, "keep snapshot 0 2", RECORD, RECORD, RECORD]
+
+
+def test_the_best_epoch_is_kept_instead_of_the_best_before() -> None:
+    role = started(6, keep_best=True)
+    wanted: list[str] = []
+    for number, error in enumerate((0.5, 0.6, 0.4, 0.4, 0.3, 0.1), 1):
+        snapshot = f"snapshot {number % 2}"
+        wanted += feed(role, epoch(number, snapshot, 6), HASHED, evaluated(snapshot, error))
+    assert [action for action in wanted if action.startswith("keep")] == [
+        "keep snapshot 1 1",
+        "keep snapshot 1 3 (1,)",
+        "keep snapshot 1 5 (3,)",
+    ], "the last is final"
+
+
+def test_the_best_epoch_is_not_kept_twice() -> None:
+    role = started(5, keep_best=True, keep_every=2)
+    wanted: list[str] = []
+    for number, error in enumerate((0.5, 0.4, 0.3, 0.2, 0.1), 1):
+        snapshot = f"snapshot {number % 2}"
+        wanted += feed(role, epoch(number, snapshot, 5), HASHED, evaluated(snapshot, error))
+    kept = [action for action in wanted if action.startswith("keep")]
+    assert kept == ["keep snapshot 1 1", "keep snapshot 0 2", "keep snapshot 1 3 (1,)", "keep snapshot 0 4"]
+
+
+def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
+    role = machine(STATISTICS, job("async", training={"epochs": 9}).with_(results={"keep_best": True}))
+    assert isinstance(role, StatisticsServer)
+    role.recall({1: {"error": 0.1}, 2: {"error": 0.5}, 3: {"error": 0.6}}, (2, 3))
+    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    role._recorded = 3
+    worse = feed(role, epoch(4, "snapshot 0", 9), HASHED, evaluated("snapshot 0", 0.55))
+    better = feed(role, epoch(5, "snapshot 1", 9), HASHED, evaluated("snapshot 1", 0.45))
+    assert not [action for action in worse if action.startswith("keep")]
+    assert [action for action in better if action.startswith("keep")] == ["keep snapshot 1 5 (2,)"]
+
+
+def test_patience_ends_the_training_once() -> None:
+    run = job("async", training={"epochs": 9, "patience": 2})
+    role = machine(STATISTICS, run)
+    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    wanted: list[list[str]] = []
+    for number, error in enumerate((0.5, 0.6, 0.4, 0.4, 0.7, 0.6), 1):
+        snapshot = f"snapshot {number % 2}"
+        wanted.append(feed(role, epoch(number, snapshot, 9), HASHED, evaluated(snapshot, error)))
+    assert [number for number, actions in enumerate(wanted, 1) if "ENOUGH@0 to S" in actions] == [5]
+    assert "record events" in wanted[4]
+
+
+def test_at_a_plateau_the_rate_is_lowered_again_and_again() -> None:
+    run = job("async", training={"epochs": 9})
+    run = run.with_(optimizer={"schedule": "plateau", "schedule_options": {"patience": 2}})
+    role = machine(STATISTICS, run)
+    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    told: list[tuple[int, int]] = []
+    for number, error in enumerate((0.5, 0.6, 0.5, 0.6, 0.55, 0.4, 0.4, 0.4), 1):
+        snapshot = f"snapshot {number % 2}"
+        events = (epoch(number, snapshot, 9), HASHED, evaluated(snapshot, error))
+        actions = [action for event in events for action in role.handle(event, 0.0)]
+        sent = [a.message for a in actions if isinstance(a, Send)]
+        told += [(number, message.value) for message in sent if message.kind is Kind.PLATEAU]
+    assert told == [(3, 1), (5, 2), (8, 3)], "counted anew after each time, and after progress"
+
+
+def test_after_a_resume_a_plateau_is_told_again() -> None:
+    run = job("async", training={"epochs": 9})
+    role = machine(STATISTICS, run.with_(optimizer={"schedule": "plateau", "schedule_options": {"patience": 1}}))
+    assert isinstance(role, StatisticsServer)
+    role.recall({1: {"error": 0.4}, 2: {"error": 0.5}, 3: {"error": 0.5}}, ())
+    feed(role, Started())
+    (again,) = role.handle(Received(Message(Kind.START, SERVER)), 0.0)
+    assert isinstance(again, Send)
+    assert (again.to, again.message.kind, again.message.value) == (SERVER, Kind.PLATEAU, 2)
+
+
+def test_patience_counts_the_tests_before_a_resume() -> None:
+    tests = {1: {"error": 0.4}, 2: {"error": 0.5}}
+    for before, after in ((tests, 0.6), (tests | {3: {"error": 0.45}}, None)):
+        role = machine(STATISTICS, job("async", training={"epochs": 9, "patience": 2}))
+        assert isinstance(role, StatisticsServer)
+        role.recall(before, ())
+        role._recorded = len(before)
+        begun = feed(role, Started(), Received(Message(Kind.START, SERVER)))
+        assert ("ENOUGH@0 to S" in begun) == (after is None)
+        if after is not None:
+            then = feed(role, epoch(3, "snapshot 0", 9), HASHED, evaluated("snapshot 0", after))
+            assert "ENOUGH@0 to S" in then
 
 
 def test_an_epoch_whose_weights_never_came_is_not_kept() -> None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from protocols import Protocol
+from rudra.config import Job
 from rudra.errors import ConfigError
-from rudra.schedule import Schedule
+from rudra.schedule import Schedule, expected_updates
 from rudra.tables import OptimizerTable
 
 EPOCHS = 12
@@ -100,6 +102,7 @@ def not_a_number(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         (f"{SCHEDULERS}:Nothing", {}, f"{SCHEDULERS}:Nothing: {SCHEDULERS} has no attribute 'Nothing'"),
         (f"{SCHEDULERS}:StepLR", {}, r".*missing 1 required positional argument: 'step_size'"),
         (f"{SCHEDULERS}:OneCycleLR", {"max_lr": 1.0, "total_steps": 5}, "Tried to step 6 times.* is 5"),
+        (f"{SCHEDULERS}:OneCycleLR", {"max_lr": 1.0, "epochs": 5}, "You must define either total_steps OR .*"),
         (f"{SCHEDULERS}:ReduceLROnPlateau", {}, ".*missing 1 required positional argument: 'metrics'"),
         ("cosine", {"T_min": 3}, ".*unexpected keyword argument 'T_min'"),
         ("math:pi", {}, "'float' object is not callable"),
@@ -109,3 +112,74 @@ def not_a_number(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 def test_a_schedule_that_cannot_be_is_one_line(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^\[optimizer\] schedule: {said}$"):
         schedule(schedule=name, schedule_options=options)
+
+
+@pytest.mark.parametrize("options", [{}, {"total_steps": 90}, {"epochs": 9, "steps_per_epoch": 10}])
+def test_a_scheduler_that_is_stepped_by_updates(options: dict[str, Any]) -> None:
+    """The number of updates is known, unless the job says another one."""
+    wanted = options or {"total_steps": 70}
+    table = {"schedule": f"{SCHEDULERS}:OneCycleLR", "schedule_options": {"max_lr": 2.0, **options}}
+    made = Schedule(OptimizerTable(learning_rate=0.4, schedule_every="update", **table), 3, 70)
+    expected = by_hand(lambda o: lr_scheduler.OneCycleLR(o, 2.0, **wanted), 70)
+    assert [made.rate(update // 30, update / 30, update) for update in range(70)] == pytest.approx(expected, rel=1e-12)
+    assert made.rate(3, 3.0, 75) == made.rates[-1], "more than there should have been"
+
+
+def test_one_that_is_stepped_by_epochs_is_told_how_many_there_are() -> None:
+    made = schedule(schedule=f"{SCHEDULERS}:OneCycleLR", schedule_options={"max_lr": 2.0})
+    expected = by_hand(lambda o: lr_scheduler.OneCycleLR(o, 2.0, total_steps=EPOCHS))
+    assert [made.rate(epoch, epoch + 1.0) for epoch in range(EPOCHS)] == pytest.approx(expected, rel=1e-12)
+
+
+def test_cosine_falls_over_all_updates() -> None:
+    made = Schedule(OptimizerTable(learning_rate=0.4, schedule="cosine", schedule_every="update"), 3, 50)
+    expected = by_hand(lambda o: lr_scheduler.CosineAnnealingLR(o, 50), 50)
+    assert [made.rate(0, 0.0, update) for update in range(50)] == pytest.approx(expected, rel=1e-12)
+
+
+class Whim(Protocol):
+    """Nobody knows how many gradients make an update."""
+
+    def update_due(self, pending: int) -> bool:
+        return pending > self.learners // 2
+
+
+@pytest.mark.parametrize(
+    ("tables", "updates"),
+    [
+        ({"protocol": {"name": "hardsync"}}, 13),
+        ({"protocol": {"name": "softsync", "n": 2}}, 25),
+        ({"protocol": {"name": "async"}}, 50),
+        ({"protocol": {"name": "hardsync"}, "topology": {"name": "groups", "options": {"groups": 1}}}, 13),
+        ({"protocol": {"name": "async"}, "topology": {"name": "groups", "options": {"groups": 2}}}, 25),
+        ({"protocol": {"name": Whim}}, None),
+    ],
+)
+def test_how_many_updates_a_run_has(tables: dict[str, Any], updates: int | None) -> None:
+    job = Job(training={"epochs": 2, "minibatch_size": 4}, cluster={"learners": 4}, **tables)
+    assert expected_updates(job, job.plan(), 100) == updates
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({}, r"schedule_every 'update' is for other schedules than 'step', which goes by epochs"),
+        (
+            {"schedule": "cosine", "warm_up": 2.0},
+            r"warm_up = 2 is for schedules that are stepped after epochs, not upd",
+        ),
+    ],
+)
+def test_what_is_of_epochs_does_not_go_with_updates(table: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^\[optimizer\] {said}"):
+        Job(optimizer={"schedule_every": "update", **table})
+
+
+def test_where_nobody_knows_the_updates_the_job_must_say() -> None:
+    table = {"schedule": f"{SCHEDULERS}:OneCycleLR", "schedule_options": {"max_lr": 2.0}, "schedule_every": "update"}
+    with pytest.raises(
+        ConfigError, match=r"^\[optimizer\] schedule_every = 'update': .*; schedule_options.total_steps m"
+    ):
+        Schedule(OptimizerTable(**table), 3)
+    table["schedule_options"] = {"max_lr": 2.0, "total_steps": 40}
+    assert len(Schedule(OptimizerTable(**table), 3).rates) == 40

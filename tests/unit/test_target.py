@@ -7,7 +7,7 @@ import pytest
 
 from rudra.config import Job
 from rudra.errors import ConfigError
-from rudra.target import Target, Watch
+from rudra.target import Best, Target, Watch
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,30 @@ def test_the_median_of_five_tests_decides(errors: list[float | None], epoch: int
 def test_a_stop_needs_a_target(training: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Job(training=training)
+
+
+@pytest.mark.parametrize(
+    ("target", "tests", "better"),
+    [
+        (
+            None,
+            [{"error": 0.5, "loss": 1}, {"error": 0.5, "loss": 0.1}, {"error": 0.4, "loss": 9}],
+            [True, False, True],
+        ),
+        (None, [{"error": math.nan, "loss": 2.0}, {"error": None, "loss": 1.0}, {"loss": 1.5}], [True, True, False]),
+        (
+            None,
+            [{"loss": math.nan}, {"loss": math.inf}, {"loss": 3.0}, {"loss": math.nan}],
+            [False, False, True, False],
+        ),
+        ("accuracy >= 0.9", [{"error": 0.5}, {"error": 0.6}, {"error": 0.4}], [True, False, True]),
+        ("perplexity <= 3", [{"perplexity": 9.0, "loss": 1}, {"loss": 0.1}, {"perplexity": 8.0}], [True, False, True]),
+        ("precision@1 >= 0", [{"precision@1": 0.2}, {"precision@1": 0.3}, {"precision@1": 0.3}], [True, True, False]),
+    ],
+)
+def test_which_tests_are_the_best_so_far(target: str | None, tests: list[Any], better: list[bool]) -> None:
+    best, since = Best(target), 0
+    for scores, expected in zip(tests, better, strict=True):
+        assert best.improved(scores) == expected
+        since = 0 if expected else since + 1
+        assert best.since == since

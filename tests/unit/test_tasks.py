@@ -32,6 +32,12 @@ CASES: list[tuple[dict[str, Any], Any, Any, float]] = [
         LABELS,
         functional.cross_entropy(LOGITS, LABELS, label_smoothing=0.1).item(),
     ),
+    (
+        {"options": {"weight": [1.0, 2, 0.5, 3, 1, 1, 1, 4], "label_smoothing": 0.2}},
+        LOGITS,
+        LABELS,
+        nn.CrossEntropyLoss(torch.tensor([1.0, 2, 0.5, 3, 1, 1, 1, 4]), label_smoothing=0.2)(LOGITS, LABELS).item(),
+    ),
     ({"name": "multi-label"}, LOGITS, FLAGS, nn.BCEWithLogitsLoss()(LOGITS, FLAGS).item()),
     ({"name": "language"}, WORDS, NEXT, functional.cross_entropy(WORDS.flatten(0, 1), NEXT.flatten()).item()),
     ({"name": "regression"}, NUMBERS, TRUTH, functional.mse_loss(NUMBERS, TRUTH).item()),
@@ -64,6 +70,21 @@ def test_errors_and_metrics_of_labels() -> None:
     missed = [y not in b for b, y in zip(best, LABELS.tolist(), strict=True)]
     assert task.measure(LOGITS, LABELS) == {"top5_error": pytest.approx(np.mean(missed))}
     assert task.measure(LOGITS[:, :5], LABELS.clamp(max=4)) == {}, "the five most probable are all there are"
+
+
+def test_class_weights_and_smoothing_keep_errors_and_metrics() -> None:
+    plain = tasks.make(TaskTable(), 8)
+    task = tasks.make(TaskTable(options={"weight": [float(w) for w in range(1, 9)], "label_smoothing": 0.1}), 8)
+    assert task.loss(LOGITS, LABELS) != plain.loss(LOGITS, LABELS)
+    assert task.wrong(LOGITS, LABELS).tolist() == plain.wrong(LOGITS, LABELS).tolist()  # type: ignore[union-attr]
+    assert task.measure(LOGITS, LABELS) == plain.measure(LOGITS, LABELS) != {}
+
+
+def test_lists_in_options_are_tensors_for_a_loss_of_ones_own() -> None:
+    weight = [1.0, 2, 0.5, 3, 1, 1, 1, 4]
+    table = TaskTable(name="torch.nn.functional:cross_entropy", options={"weight": weight, "ignore_index": 7})
+    expected = functional.cross_entropy(LOGITS, LABELS, torch.tensor(weight), ignore_index=7)
+    assert tasks.make(table, 8).loss(LOGITS, LABELS).item() == pytest.approx(expected.item())
 
 
 def test_precision_of_several_labels() -> None:
@@ -129,6 +150,12 @@ def test_a_task_of_ones_own() -> None:
     [
         ({"name": "clasification"}, r"\[task\] name: unknown 'clasification'; valid: classification, multi-label, "),
         ({"options": {"smoothing": 1}}, r"\[task\] classification: .*'smoothing'; its parameters: classes, label_smo"),
+        ({"options": {"label_smoothing": 1.5}}, r"\[task\] options.label_smoothing: 1.5; valid: 0 to 1"),
+        ({"options": {"label_smoothing": "much"}}, r"\[task\] options.label_smoothing: 'much'; valid: 0 to 1"),
+        ({"options": {"weight": [1.0, 2.0]}}, r"\[task\] options.weight: \[1.0, 2.0\]; valid: a list of 8 numbers"),
+        ({"options": {"weight": 2.0}}, r"\[task\] options.weight: 2.0; valid: a list of 8 numbers, one for each class"),
+        ({"options": {"weight": [1.0] * 7 + ["x"]}}, r"\[task\] options.weight: .*; valid: a list of 8 numbers"),
+        ({"options": {"weight": [1.0] * 7 + [0]}}, r"\[task\] options.weight: .*; valid: numbers > 0"),
         ({"name": "regression", "options": {"loss": "l3"}}, r"\[task\] options.loss: unknown 'l3'; valid: mse, l1, h"),
         ({"name": "multi-label", "options": {"k": [0]}}, r"\[task\] options.k: \[0\]; valid: one or more numbers"),
         (

@@ -1,0 +1,358 @@
+"""CSV: a table of numbers and names, one sample in each line, with a header or without."""
+
+import csv
+import itertools
+import warnings
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
+
+from rudra.errors import ConfigError, DataError
+from rudra.readers.common import Arrays, class_count, existing, is_number, opened, path_of, shown
+from rudra.sources import Dense
+from rudra.tables import DataTable, Table, checked
+
+MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")
+"""Values that are none."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+_MOST = 1000  # names in a column of inputs: each is an input of its own
+_ROWS = 1 << 16  # that are parsed at a time
+
+
+def _is_column(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("must be the name of a column or its number")
+    return value
+
+
+Column = Annotated[Any, BeforeValidator(_is_column)]
+
+
+class Options(Table):
+    test: str | None = Field(None, description="test file, beside the training file")
+    target: Column = Field(-1, description="column to be predicted: its name, or its number from 0; -1: the last")
+    header: bool | None = Field(
+        None, description="whether the first line has names; default: it has, and none of them is a number"
+    )
+    delimiter: str = Field(",", min_length=1, max_length=1, description="between values")
+    regression: bool = Field(False, description="targets are real numbers, not classes")
+    categorical: tuple[Column, ...] = Field((), description="columns of names, beside those that begin with one")
+    left_out: tuple[Column, ...] = Field((), description="columns that are not used")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the columns of a file are for.
+
+    Attributes:
+        names: of all columns; their numbers where there is no header.
+        header: whether the first line has them.
+        numeric: numbers of the columns that are numbers.
+        named: numbers of those that are names, one of which may be the target.
+        target: its number.
+    """
+
+    names: tuple[str, ...]
+    header: bool
+    numeric: tuple[int, ...]
+    named: tuple[int, ...]
+    target: int
+
+    @property
+    def inputs(self) -> list[int]:
+        return sorted({*self.numeric, *self.named} - {self.target})
+
+    def column(self, place: int) -> str:
+        """A column for people."""
+        return f"column {shown(self.names[place].encode())}" if self.header else f"column {place}"
+
+
+@dataclass(slots=True)
+class _Names:
+    """A column of names.
+
+    Attributes:
+        values: those that there are.
+        parts: (rows,) int32: places in `values`, in pieces.
+    """
+
+    values: dict[str, int]
+    parts: list[NDArray[np.int32]]
+
+    @property
+    def codes(self) -> NDArray[np.int32]:
+        return np.concatenate(self.parts)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What stands in a file.
+
+    Attributes:
+        numbers: (rows, numeric columns) float32, in pieces.
+        names: number of a column -> its names.
+        count: of rows.
+    """
+
+    numbers: list[NDArray[np.float32]]
+    names: dict[int, _Names]
+    count: int = 0
+
+
+def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
+    """A CSV file, and one beside it for the test; each plain or compressed with gzip, bzip2, xz or Zstandard.
+
+    A column of names becomes one input for each name of the training file, of which one is 1 and the others are 0.
+    Classes are numbered in the order of their labels.
+    """
+    options = checked(Options, table.options, "data", "options")
+    files = {"train": path_of(table)}
+    if options.test is not None:
+        files["test"] = files["train"].parent / options.test
+    layout = _layout_of(files["train"], options)
+    found = {split: _read(file, layout, options) for split, file in files.items()}
+    known: dict[int, list[Any]] = {}
+    places: dict[int, dict[str, NDArray[np.int64]]] = {}
+    for column in layout.named:
+        known[column], places[column] = _numbered(column, found, files, layout, options)
+        if column != layout.target and len(known[column]) > _MOST:
+            text = f"{layout.column(column)} has {len(known[column]):,} different names, more than {_MOST:,}"
+            raise DataError(
+                f"{files['train']}: {text}; data.options.left_out = [{layout.names[column]!r}] leaves it out"
+            )
+    classes = 1
+    if not options.regression:
+        classes = class_count(table, len(known[layout.target]), str(files["train"]))
+    width = sum(len(known[column]) if column in known else 1 for column in layout.inputs)
+    arrays = Arrays((width,), classes, 1.0, {split: rows.count for split, rows in found.items()})
+    for split in files:
+        if split in wanted:
+            inputs, targets = _assembled(
+                found.pop(split), layout, width, known, {c: p[split] for c, p in places.items()}
+            )
+            arrays.pairs[split] = Dense(inputs), Dense(targets)
+    return arrays
+
+
+def _layout_of(file: Path, options: Options) -> _Layout:
+    """What the columns of the training file are, by the job and by the first sample."""
+    with closing(_lines(file, options.delimiter)) as lines:
+        line, first = next(lines, (0, []))
+        sample = first if options.header is False else next(lines, (0, []))[1]
+    if not sample:
+        raise DataError(f"{file}: there is no line with a sample")
+    names = tuple(map(str, range(len(first)))) if options.header is False else tuple(name.strip() for name in first)
+    if len(names) < 2:
+        others = [repr(mark) for mark in ",;\t|" if mark != options.delimiter and mark in "".join(first)]
+        text = f"; data.options.delimiter = {others[0]} may be right" if others else ""
+        raise DataError(f"{file}: line {line}: has a single column, so there is nothing to predict it from{text}")
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    number = next((name for name in names if options.header is None and is_number(name.encode())), None)
+    if twice is not None or number is not None:
+        text = f"two columns are named {twice!r}" if twice is not None else f"a column is named {number!r}"
+        raise DataError(f"{file}: line {line}: {text}; for a file without names set data.options.header = false")
+    if len(sample) != len(names):
+        _complain(file, _Layout(names, options.header is not False, (), (), 0), options)
+
+    def place(key: str, wanted: int | str) -> int:
+        if isinstance(wanted, str) and wanted in names:
+            return names.index(wanted)
+        if isinstance(wanted, int) and -len(names) <= wanted < len(names):
+            return wanted % len(names)
+        some = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
+        raise ConfigError(
+            f"[data] options.{key}: {file} has no column {wanted!r}; valid: {some}, or 0 to {len(names) - 1}"
+        )
+
+    target = place("target", options.target)
+    categorical = {place("categorical", wanted) for wanted in options.categorical}
+    used = set(range(len(names))) - {place("left_out", wanted) for wanted in options.left_out} | {target}
+    if used == {target}:
+        raise ConfigError(f"[data] options.left_out leaves no column of {file} but the target")
+    named = {c for c in used if c in categorical or not (is_number(sample[c].strip().encode()) or sample[c] in MISSING)}
+    named = named - {target} if options.regression else named | {target}
+    return _Layout(names, options.header is not False, tuple(sorted(used - named)), tuple(sorted(named)), target)
+
+
+def _read(file: Path, layout: _Layout, options: Options) -> _Rows:
+    """All rows of a file."""
+    try:
+        import pandas
+    except ImportError:
+        raise DataError("[data] name = csv needs pandas: pip install 'rudra[csv]'") from None
+    skipped = _header(file, layout, options) if layout.header else 0
+    rows, right = _Rows([], {column: _Names({}, []) for column in layout.named}), True
+    kinds = dict.fromkeys(layout.numeric, "float64") | dict.fromkeys(layout.named, "category")
+    beyond = len(layout.names)  # what a line has too much lands in a column of its own
+    wrong = pandas.errors.ParserWarning  # of lines that are too long, which would be cut
+    with opened(file) as stream, warnings.catch_warnings(action="error", category=wrong):
+        try:
+            frames = pandas.read_csv(
+                stream,
+                sep=options.delimiter,
+                header=None,
+                skiprows=skipped,
+                names=range(beyond + 1),
+                dtype={column: kinds.get(column, "str") for column in range(beyond + 1)},
+                index_col=False,
+                skipinitialspace=True,
+                keep_default_na=False,
+                na_values=list(MISSING),
+                encoding="utf-8-sig",
+                encoding_errors="replace",
+                chunksize=_ROWS,
+            )
+            for frame in frames:
+                right = bool(frame[beyond].isna().all()) and _take(frame, layout, rows)
+                if not right:
+                    break
+        except (ValueError, wrong):  # whatever pandas says of it, it is not in which line
+            right = False
+    if not right:
+        _complain(file, layout, options, rows.count)
+    if not rows.count:
+        raise DataError(f"{file}: there is no line with a sample")
+    return rows
+
+
+def _take(frame: Any, layout: _Layout, rows: _Rows) -> bool:
+    """Adds a piece of a file to its rows; says whether nothing of it is missing or too large."""
+    numbers = frame[list(layout.numeric)].to_numpy(np.float64)
+    if not (np.abs(numbers) <= _LARGEST).all():
+        return False
+    rows.numbers.append(numbers.astype(np.float32))
+    for column, names in rows.names.items():
+        values = frame[column].array
+        if (values.codes < 0).any():
+            return False
+        numbered = [names.values.setdefault(value, len(names.values)) for value in map(str, values.categories)]
+        names.parts.append(np.array(numbered, np.int32)[values.codes])
+    rows.count += len(frame)
+    return True
+
+
+def _numbered(
+    column: int, found: dict[str, _Rows], files: dict[str, Path], layout: _Layout, options: Options
+) -> tuple[list[Any], dict[str, NDArray[np.int64]]]:
+    """The names of the training file in order, as numbers if they all are, and their places in every row."""
+    values = {split: list(rows.names[column].values) for split, rows in found.items()}
+    numbers = all(is_number(value.strip().encode()) for value in values["train"])
+    keys: dict[str, list[Any]] = {s: [_key(value, numbers) for value in listed] for s, listed in values.items()}
+    known = sorted(set(keys["train"]))
+    if column == layout.target and numbers and any(not key.is_integer() for key in known):
+        key = next(key for key in keys["train"] if not key.is_integer())
+        where = _where(files["train"], found["train"], column, keys["train"].index(key), layout, options)
+        raise DataError(f"{where}: {key:g} is no whole number; for real targets set data.options.regression = true")
+    order = {key: place for place, key in enumerate(known)}
+    places = {}
+    for split, rows in found.items():
+        unknown = next((place for place, key in enumerate(keys[split]) if key not in order), None)
+        if unknown is not None:
+            some = ", ".join(f"{key:g}" if numbers else str(key) for key in known[:20]) + (
+                ", …" if len(known) > 20 else ""
+            )
+            where = _where(files[split], rows, column, unknown, layout, options)
+            what = shown(values[split][unknown].encode())
+            raise DataError(f"{where}: {what} is none of the training file's: {some}")
+        places[split] = np.array([order[key] for key in keys[split]], np.int64)[rows.names[column].codes]
+    return known, places
+
+
+def _key(value: str, number: bool) -> Any:
+    """What a name is compared by: where all are numbers, 1 and 1.0 are the same."""
+    return float(value) if number and is_number(value.strip().encode()) else value
+
+
+def _where(file: Path, rows: _Rows, column: int, value: int, layout: _Layout, options: Options) -> str:
+    """File, line and column where a name comes first."""
+    row = int(np.flatnonzero(rows.names[column].codes == value)[0]) + layout.header
+    with closing(_lines(file, options.delimiter)) as lines:
+        line, _ = next(itertools.islice(lines, row, None))
+    return f"{file}: line {line}: {layout.column(column)}"
+
+
+def _assembled(
+    rows: _Rows, layout: _Layout, width: int, known: dict[int, list[Any]], places: dict[int, NDArray[np.int64]]
+) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """Inputs (rows, width) float32, in the order of the columns, and targets."""
+    inputs = np.zeros((rows.count, width), np.float32)
+    starts = dict(zip(layout.inputs, itertools.accumulate(_widths(layout, known), initial=0), strict=False))
+    numeric = [column for column in layout.numeric if column != layout.target]
+    into, chosen = [starts[column] for column in numeric], [layout.numeric.index(column) for column in numeric]
+    real = np.empty(rows.count if layout.target in layout.numeric else 0, np.float32)
+    first = 0
+    while rows.numbers:  # each piece is free when it is copied
+        part = rows.numbers.pop(0)
+        inputs[first : first + len(part), into] = part[:, chosen]
+        if len(real):
+            real[first : first + len(part)] = part[:, layout.numeric.index(layout.target)]
+        first += len(part)
+    for column in layout.named:
+        if column != layout.target:
+            inputs[np.arange(rows.count), starts[column] + places[column]] = 1
+    return inputs, real if len(real) else places[layout.target]
+
+
+def _widths(layout: _Layout, known: dict[int, list[Any]]) -> Iterator[int]:
+    """Inputs that each column makes."""
+    return (len(known[column]) if column in known else 1 for column in layout.inputs)
+
+
+def _lines(file: Path, delimiter: str) -> Generator[tuple[int, Sequence[str]], None, None]:
+    """Rows that are not blank, as texts, each with the line that it begins in: slow, for the first and for wrong ones.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no CSV.
+    """
+    with opened(existing(file)) as stream:
+        texts = (line.decode("utf-8-sig" if not place else "utf-8", "replace") for place, line in enumerate(stream))
+        reader = csv.reader(texts, delimiter=delimiter, skipinitialspace=True)
+        line = 1
+        while True:
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                raise DataError(f"{file}: line {line}: is no CSV: {error}") from None
+            if row is None:
+                return
+            if len(row) > 1 or any(map(str.strip, row)):
+                yield line, row
+            line = reader.line_num + 1
+
+
+def _header(file: Path, layout: _Layout, options: Options) -> int:
+    """Lines until the samples begin. Raises DataError where a file has other columns than the training file."""
+    with closing(_lines(file, options.delimiter)) as lines:
+        line, names = next(lines, (1, ()))
+    pairs = itertools.zip_longest((name.strip() for name in names), layout.names, fillvalue="")
+    wrong = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    if wrong is not None:
+        raise DataError(f"{file}: line {line}: has a column {wrong[0]!r} where the training file has {wrong[1]!r}")
+    return line
+
+
+def _complain(file: Path, layout: _Layout, options: Options, right: int = 0) -> NoReturn:
+    """Finds the line that is wrong, behind so many rows that are right.
+
+    Raises:
+        DataError: that.
+    """
+    with closing(_lines(file, options.delimiter)) as lines:
+        for line, row in itertools.islice(lines, right + layout.header, None):
+            if len(row) != len(layout.names) and row[len(layout.names) :] != [""]:
+                raise DataError(f"{file}: line {line}: has {len(row)} values, not {len(layout.names)}")
+            for column in sorted({*layout.numeric, *layout.named}):
+                where, value = f"{file}: line {line}: {layout.column(column)}", row[column].strip()
+                if value in MISSING:
+                    raise DataError(f"{where}: the value is missing")
+                if column in layout.numeric and not is_number(value.encode(), _LARGEST):
+                    remedy = "" if column == layout.target else "; columns of names go into data.options.categorical"
+                    raise DataError(f"{where}: {shown(value.encode())} is no number{remedy}")
+    raise DataError(f"{file}: is no table of values with {options.delimiter!r} between them")
