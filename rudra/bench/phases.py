@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,7 +112,9 @@ def run(topologies: Sequence[str] = (), *, quick: bool) -> Report:
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
         ThreadPoolExecutor(AT_ONCE) as pool,
         tqdm(total=len(kills), unit=" kills", leave=False, disable=None) as bar,
+        ExitStack() as stack,
     ):
+        stack.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C waits for those under way alone
         found = pool.map(lambda each: kill(Path(name), *each), kills)
         for (place, victim, phase), one in zip(kills, found, strict=True):
             row = rows.setdefault(f"{place.topology}, {victim}", dict.fromkeys(PHASES, ""))
