@@ -148,7 +148,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     process = start("run", job, "--output", str(tmp_path / "out.h5"), "--set", f"optimizer.{optimizer}")
     returned, _, err = finish(process)
     assert returned == 2, err
-    assert len([line for line in err.splitlines() if not line.startswith("job: starting ")]) == 1, err
+    assert [line for line in err.splitlines() if not line.startswith("job: ")] == [err.splitlines()[-1]], err
     assert said in err
 
 
