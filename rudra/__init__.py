@@ -43,6 +43,10 @@ _LATE = {
 """Where names are that are loaded when somebody asks for them; some need torch or h5py."""
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'rudra' has no attribute {name!r}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import rudra
 from rudra.jobfiles import shipped_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,3 +128,8 @@ def test_versions_agree() -> None:
     assert f"\n## [{setup['metadata']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     assert build[0] in setup["options.extras_require"]["test"].split()
+
+
+def test_public_names_are_listed_before_anybody_asks_for_them() -> None:
+    assert set(rudra.__all__) <= set(dir(rudra))
+    assert all(getattr(rudra, name) is not None for name in rudra.__all__)
