@@ -273,7 +273,8 @@ PLAIN = job("async", training={"epochs": 1})
 TREE = job("async", 4, topology={"name": "adv", "options": {"fan_out": 2}})
 OVERLAPPED = job("async", topology={"name": "adv*", "options": {"outstanding": 2}})
 GROUPS = job("async", 4, topology={"name": "groups", "options": {"groups": 2}})
-REPLICAS = job("async", topology={"name": "groups"}, training={"epochs": 1}).with_(cluster={"learners": 3})
+TESTED = {"epochs": 2, "evaluate": "always"}
+REPLICAS = job("async", topology={"name": "groups"}, training=TESTED).with_(cluster={"learners": 3})
 OVERLAPS = {learner_.State.HELD, learner_.State.LEAVING}
 """Of a learner that overlaps alone."""
 
@@ -319,7 +320,8 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         [
             *(Started(), HASHED, *(from_(i, Kind.READY, value=DIGEST) for i in (2, 3))),
             *(Lost(3), Saved(0), from_(0, Kind.SAFE), Committed(0), Started(), HASHED),
-            *(from_(2, Kind.READY, value=DIGEST), computed(0), reduced(0, 1), updated(1), Sent("weights", 0), DONE),
+            *(from_(2, Kind.READY, value=DIGEST), computed(0), reduced(0, 1), updated(1)),
+            *(computed(1), reduced(0, 1), Sent("snapshot", 0), updated(2), Sent("weights", 0), DONE),
         ],
     ),
     "tree server": (
