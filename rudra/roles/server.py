@@ -273,7 +273,7 @@ class ParameterServer(Owner):
             self._to_tell += [self.plan.learners[self._places[gradient.learner]] for gradient in gradients]
         actions = self.intake.average(buffer, samples, scale)
         self._update_due = self.intake.complete if self._ordered else self.protocol.update_due(self._units)
-        if message.value >= 0:
+        if message.value >= 0 and message.sender in self._worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.value)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions
