@@ -228,6 +228,10 @@ class Job(Table):
             options=table.options,
         )
 
+    def gradients_per_update(self, plan: topologies.Plan) -> int:
+        """Learners' gradients that make an update; a group's average stands for those of its members."""
+        return self.make_protocol(plan).gradients_per_update * len(plan.learners) // plan.workers
+
     def explicit_momentum(self, plan: topologies.Plan | None = None) -> float:
         """What is left of the momentum that the job wants, once asynchrony has given its share.
 

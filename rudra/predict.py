@@ -116,7 +116,7 @@ def predict(
     )
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples
-    per_update = job.make_protocol().gradients_per_update * job.learners // job.plan().workers
+    per_update = job.gradients_per_update(job.plan())
     updates = updates or _enough(job, per_update)
     plan = job.plan(costs.places(job))
     model = costs.CostModel(job.simulation, plan, job.training.minibatch_size)

@@ -153,8 +153,8 @@ def headline(job: Job, training_samples: int) -> str:
 
 def too_few(job: Job, training_samples: int) -> str:
     """What follows where an update takes more samples than an epoch has; empty where it does not."""
-    size, plan = job.training.minibatch_size, job.plan()
-    each = job.make_protocol(plan).gradients_per_update * job.learners // plan.workers * size
+    size = job.training.minibatch_size
+    each = job.gradients_per_update(job.plan()) * size
     if each <= training_samples:
         return ""
     if size > training_samples:

@@ -30,7 +30,7 @@ ROUNDS = 6
 
 
 class Sample(NamedTuple):
-    """One split of the data, in samples."""
+    """How large the splits of the data are, in samples."""
 
     training: int
     test: int
@@ -76,16 +76,16 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
     for hook in job.hooks:
         taking |= dict.fromkeys(hook.roles(plan)[:1])
     with torch_as_in(job):
-        alone = _resident()
+        alone = memory_bytes("VmRSS")
         loaded = data.load(job.data, seed=job.training.seed)
-        with_data = _resident()
-        _restart_peak()
+        with_data = memory_bytes("VmRSS")
+        restart_peak()
         made = make_executors(job, plan, tuple(taking), loaded, prefetch=False)
         for executor in made.values():
             executor.hooks = None  # made, and called by nobody: what they do may last
             executor.prepare()
         loss, gradient_s = _gradient(made[plan.server], made[plan.learners[0]])
-        of_model = max(0, _peak() - with_data)
+        of_model = max(0, memory_bytes("VmHWM") - with_data)
         metrics = _test(made[plan.server], made[plan.statistics])
         server = made[plan.server]
         assert isinstance(server, OwnerExecutor)
@@ -187,23 +187,15 @@ class _Counted(TimingOnly):
         return super().evaluate(role, action)
 
 
-def _resident() -> int:
-    """Bytes of this process in main memory now."""
-    return _bytes("VmRSS")
-
-
-def _peak() -> int:
-    """The most that there were since `_restart_peak`."""
-    return _bytes("VmHWM")
-
-
-def _bytes(name: str) -> int:
+def memory_bytes(name: str) -> int:
+    """Memory of this process as Linux counts it: "VmRSS" now, "VmHWM" at most; 0 where nobody does."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024
     return 0
 
 
-def _restart_peak() -> None:
+def restart_peak() -> None:
+    """From now on "VmHWM" counts anew."""
     with suppress(OSError):
         Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")

@@ -9,12 +9,11 @@ from torch.utils.data import TensorDataset
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, train
 from rudra.bench.report import Goal, Report
 from rudra.config import Job
+from rudra.rehearsal import memory_bytes, restart_peak
 from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def run(*, quick: bool) -> Report:
@@ -59,14 +58,9 @@ def measure(comm: "MPI.Comm", directory: Path, evaluate: bool, options: dict[str
         cluster={"learners": comm.size - LEARNER, "threads_per_rank": 1},
     )
     rest(comm)
-    CLEAR.write_text("5")  # Linux: the peak starts anew from here
-    before = _bytes("VmRSS")
+    restart_peak()
+    before = memory_bytes("VmRSS")
     with train(job, directory / "run.h5") as results:
-        peak = _bytes("VmHWM") - before
+        peak = memory_bytes("VmHWM") - before
         model = 4 * sum(entry.size for entry in results.layout)
     return {"peak": peak, "model": model}
-
-
-def _bytes(field: str) -> int:
-    lines = STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024

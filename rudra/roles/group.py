@@ -410,11 +410,7 @@ class Replica(Minibatches, Owner):
         self._snapshot_returned(event.buffer)
         return self._go_on(now)
 
-    def _credit(self, event: Received, now: float) -> list[Action]:
-        return super()._credit(event, now) + self._go_on(now)
-
     def _go_on(self, now: float) -> list[Action]:
-        """Makes the update that waited for a test."""
         return self._update(now) if self.state is Replicas.WAITING else []
 
     # Learners that die.

@@ -305,11 +305,7 @@ class ParameterServer(Owner):
         self._tell("straggler", self.timestamp, now - self._began, text, child)
         return [Warn(f"{role.name} (rank {role.world_rank}) is a straggler: {text}")]
 
-    def _credit(self, event: Received, now: float) -> list[Action]:
-        return super()._credit(event, now) + self._go_on(now)
-
     def _go_on(self, now: float) -> list[Action]:
-        """Makes the update that waited for a test."""
         return self._work(now) if self._update_due else []
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
