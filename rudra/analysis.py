@@ -142,7 +142,7 @@ def several(seeds: Sequence[Any]) -> str:
 def rate_of(results: Results) -> Course:
     """Learning rates over epochs, thinned evenly; each holds until the next."""
     rows, samples = results.updates, results.attributes.get("training_samples")
-    ended = np.cumsum(rows["samples"]) / samples if samples else rows["epoch"] + 1.0
+    ended = np.cumsum(rows["samples"]) / samples if samples else rows["epoch"].astype(float)
     began = np.append(0.0, ended)[: len(rows)]
     places = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _MOST_POINTS)).round().astype(int))
     x, y = began[places], rows["learning_rate"][places]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from rudra import launch
+from rudra import checkpoint, launch
 from rudra.config import Job, cores
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.results import Results, check_output, default_output, open_results
@@ -139,6 +139,7 @@ def simulate(
             classes=cluster.info.classes,
             hosts=[socket.gethostname()],
         )
+        checkpoint.discard(checkpoint.path_of(path))  # of a run that this one replaces
         with writer:
             shown = Progress(job, samples, **_progress(progress))
             simulation = Simulation(

@@ -68,6 +68,18 @@ def previous_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(SUFFIX) + PREVIOUS)
 
 
+def _saved_of(path: Path) -> Path:
+    """What is to become the checkpoint."""
+    return path.with_name(f".{path.name}.saved")
+
+
+def discard(path: Path) -> None:
+    """Removes a checkpoint and whatever is beside it."""
+    for each in (_saved_of(path), previous_of(path), path):
+        with suppress(OSError):
+            each.unlink(missing_ok=True)
+
+
 def how_to_resume(output: Path) -> str:
     """For people: where a run that ended can go on."""
     path = path_of(output)
@@ -88,7 +100,7 @@ class CheckpointWriter:
     def __init__(self, path: Path, job: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
         self.path = path
         self._about = {"job": job, "attributes": attributes}
-        self._saved = path.with_name(f".{path.name}.saved")
+        self._saved = _saved_of(path)
 
     def save(self, position: Position, tensors: Tensors) -> None:
         """Writes a checkpoint beside the one that counts.
@@ -125,10 +137,8 @@ class CheckpointWriter:
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
-        """Removes what a finished run needs no more."""
-        for path in (self._saved, previous_of(self.path), self.path):
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        """Removes what there is."""
+        discard(self.path)
 
 
 def _possible(position: Position, job: Mapping[str, Any]) -> bool:

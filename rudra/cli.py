@@ -204,7 +204,8 @@ def _parser() -> argparse.ArgumentParser:
 
 RUN_MORE = """\
 Started plainly, it starts mpirun itself, with one rank for each learner and server. Started by
-mpirun or srun, it uses the ranks it was given, and the learners are what the servers leave."""
+mpirun or srun, it uses the ranks it was given: as many learners as the servers leave, unless the
+job names another number, which is refused."""
 
 RESUME_MORE = """\
 The job is that of the run, with as many learners and threads; it goes on under the same name, and the file keeps what

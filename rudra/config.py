@@ -119,6 +119,11 @@ class Job(Table):
             ConfigError: no such job, no TOML, an unknown key, a wrong type or a contradiction.
         """
         path, tables = read_job(job)
+        return cls.of(path, tables, overrides)
+
+    @classmethod
+    def of(cls, path: Path, tables: dict[str, Any], overrides: Sequence[str] = ()) -> Job:
+        """The job of a file's tables, changed as in `load`; a ConfigError names the file, or what brought it in."""
         stages = [tables]
         for override in overrides:
             key, value = parsed(override)
@@ -133,14 +138,6 @@ class Job(Table):
             last = max((i for i, good in enumerate(valid) if good), default=None)
             where = path if last is None else f"--set {overrides[last]}"
             raise ConfigError(f"{where}: {error}") from None
-
-    @classmethod
-    def of(cls, path: Path, tables: Mapping[str, Any]) -> Job:
-        """The job of a file's tables; a ConfigError names the file."""
-        try:
-            return cls(**{"name": path.stem, **tables})
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
 
     def with_(self, *, hooks: Sequence[Hook | Mapping[str, Any]] | None = None, **tables: Mapping[str, Any]) -> Job:
         """A copy in which the given keys of the given tables, or all hooks, are replaced, and everything is checked."""

@@ -301,11 +301,18 @@ class OwnerExecutor(Executor):
     def _copies(self) -> dict[str, npt.NDArray[np.float32]]:
         return {}
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint needs."""
+        state = {f"optimizer.{name}": value for name, value in self._rule.state().items()}
+        return {WEIGHTS: self.buffer(WEIGHTS).vector, **state}
+
+    def last_state(self) -> dict[str, npt.NDArray[np.float32]]:
+        """All that a checkpoint needs, when nothing of it changes any more: not copied where it lies in main memory."""
+        return {name: tensor.reshape(-1).to("cpu", torch.float32).numpy() for name, tensor in self._tensors().items()}
+
     def state(self) -> dict[str, npt.NDArray[np.float32]]:
         """A copy of all that a checkpoint needs; it is good until the next one is asked for."""
-        tensors = {WEIGHTS: self.buffer(WEIGHTS).vector}
-        tensors |= {f"optimizer.{name}": value for name, value in self._rule.state().items()}
-        for name, tensor in tensors.items():
+        for name, tensor in self._tensors().items():
             if name not in self._copies:
                 self._copies[name] = np.full(tensor.numel(), 0, np.float32)  # touched, as all large buffers
             torch.from_numpy(self._copies[name]).copy_(tensor.reshape(-1))

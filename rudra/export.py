@@ -1,5 +1,6 @@
 """The weights of a run as a file for torch or for safetensors: what `rudra export` writes."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -54,9 +55,7 @@ def export(results: Results, output: Path, epoch: int | Literal["best"] | None =
     if output.suffix not in SUFFIXES:
         raise ConfigError(f"{output}: the suffix must say the format; valid: {', '.join(SUFFIXES)}")
     check_output(output, force)
-    named = results.tensors(epoch)
-    own = {each.tensor: _tensor(each, results.path) for each in named}
-    tensors = {each.name: own[each.tensor] for each in named}
+    tensors = results.state_dict(epoch)
     if output.suffix == ".pt":
         save(tensors, output)
     else:
@@ -77,6 +76,16 @@ def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
             torch.save(tensors, file)
         except RuntimeError as error:  # with which torch hides that of the file
             raise OSError(f"torch.save failed ({error}); is there room?") from None
+
+
+def tensors_of(named: Sequence[Named], path: Path) -> dict[str, torch.Tensor]:
+    """A result file's tensors by their names, each in the model's type and in memory of its own; tied ones are one.
+
+    Raises:
+        ResultsError: a value is no tensor of that type.
+    """
+    own = {each.tensor: _tensor(each, path) for each in named}
+    return {each.name: own[each.tensor] for each in named}
 
 
 def _tensor(named: Named, path: Path) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Moment:
         timestamp: of the weights.
         time_s: seconds of training, virtual ones in a simulation: when the update, or the learner's computation, began;
             when the epoch ended; at the end, of the last of these.
-        epoch: epochs completed before the update; the one that has ended.
+        epoch: 1, 2, …: the one that the update is of; the one that has ended.
         samples: of the gradients that made the update; of the mini-batch.
         learning_rate: of the update.
         step: number of the learner's mini-batch, from 0.

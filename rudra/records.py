@@ -42,7 +42,7 @@ class Gradient(Struct, frozen=True, gc=False):
 UPDATE = np.dtype(
     [
         ("timestamp", "<i8"),  # of the weights after the update: 1, 2, …
-        ("epoch", "<i4"),  # completed epochs before the update
+        ("epoch", "<i4"),  # 1, 2, …: the epoch that its samples are of
         ("gradients", "<i4"),
         ("samples", "<i8"),
         ("learning_rate", "<f8"),

@@ -551,7 +551,7 @@ def _as_lowered(results: Results, job: Job) -> Job:
     milestones: list[int] = []
     for timestamp in events["timestamp"][events["kind"] == b"plateau"].tolist():
         if timestamp < len(updates):
-            milestones.append(max(int(updates["epoch"][timestamp]), *milestones, 0) + 1)
+            milestones.append(max(int(updates["epoch"][timestamp]) - 1, *milestones, 0) + 1)
     made = {"schedule": "step", "milestones": milestones, "schedule_options": {}}
     return _quiet(job.with_(optimizer=made))
 

@@ -50,7 +50,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import h5py
 import numpy as np
@@ -73,6 +73,9 @@ from rudra.writer import (
     reason_of,
 )
 from topologies import Plan
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "FORMAT_VERSION",
@@ -98,6 +101,10 @@ class LayoutEntry(NamedTuple):
     size: int
 
 
+READABLE = (5, FORMAT_VERSION)
+"""Versions of the format."""
+
+
 def open_results(path: str | Path) -> "Results":
     """Opens a result file, be it complete, still written, or left by a killed writer.
 
@@ -120,8 +127,9 @@ class Results:
             version = self.attributes.get("format_version")
             if version is None:
                 raise ResultsError(f"{path}: not a result file of Rudra")
-            if version != FORMAT_VERSION:
-                raise ResultsError(f"{path}: has format version {version}; this Rudra reads {FORMAT_VERSION}")
+            if version not in READABLE:
+                known = " and ".join(map(str, READABLE))
+                raise ResultsError(f"{path}: has format version {version}; this Rudra reads {known}")
             if missing:
                 raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
             self.attributes = sound.attributes(self.attributes, path)
@@ -294,12 +302,11 @@ class Results:
             raise ResultsError(f"{self.path}: damaged: the weights of epoch {epoch} do not match their checksum")
         return weights
 
-    def state_dict(self, epoch: int | Literal["best"] | None = None) -> dict[str, NDArray[Any]]:
-        """All that the model's own `load_state_dict` wants: name -> tensor, in the model's own shapes.
+    def state_dict(self, epoch: int | Literal["best"] | None = None) -> "dict[str, torch.Tensor]":
+        """All that the model's own `load_state_dict` takes: name -> tensor, in the model's own shapes and types.
 
-        What is trained comes as views of `weights_of(epoch)`, counters such as BatchNorm's as whole numbers; anything
-        else (parameters that are not trained, other integer buffers) is as it was at the start. Types that NumPy does
-        not have, such as bfloat16, come as float32.
+        What is not trained (parameters that are frozen, integer buffers that are no counters) is as it was at the
+        start. Tied names are one tensor. See `tensors` for NumPy arrays.
 
         Args:
             epoch: one of `kept_epochs`, or "best"; by default the final weights.
@@ -307,10 +314,15 @@ class Results:
         Raises:
             ResultsError: the file does not have them.
         """
-        return {named.name: named.value for named in self.tensors(epoch) if named.value is not None}
+        from rudra.export import tensors_of  # torch, for which other readers need not wait
+
+        return tensors_of(self.tensors(epoch), self.path)
 
     def tensors(self, epoch: int | Literal["best"] | None = None) -> tuple[Named, ...]:
-        """As `state_dict`, with torch's types, and which names are those of one tensor."""
+        """What a `state_dict` is made of, as NumPy arrays: those of what is trained are views of `weights_of(epoch)`.
+
+        Counters such as BatchNorm's are whole numbers; types that NumPy does not have, such as bfloat16, are float32.
+        """
         weights, layout = self.weights_of(epoch), self.layout
         rows, file_bytes = self._read("weights/names"), self.path.stat().st_size
         with self._reading():
@@ -382,7 +394,10 @@ class Results:
             return self._checked(name, dataset[()])
 
     def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
-        return sound.rows(name, values, self.attributes.get("learners"))
+        found = sound.rows(name, values, self.attributes.get("learners"))
+        if name == "updates" and self.attributes["format_version"] == 5:  # where the first epoch was 0
+            found["epoch"] += 1
+        return found
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Going on with a run that ended early: from its checkpoint, under the same name, with the same rows."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,16 +15,29 @@ from rudra.checkpoint import State
 from rudra.config import Job
 from rudra.errors import CheckpointError, ConfigError, ResultsError
 from rudra.files import check_output
-from rudra.jobfiles import apply, parsed
+from rudra.jobfiles import parsed
 from rudra.position import BEGINNING, Position
 from rudra.records import EVENT, LEARNER
 from rudra.results import Results, open_results
+from rudra.schedule import Schedule, expected_updates
 from rudra.writer import Kind, Rows
 
 DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 
 CHANGEABLE = ("data.path", "training.warm_start", "training.evaluate", "training.evaluation_batch_size")
+
+LENGTH = (
+    "training.epochs",
+    "training.target",
+    "training.target_window",
+    "training.stop_at_target",
+    "training.patience",
+)
+"""These decide how long it trains, and may change, too."""
+
+UNUSED = ("name", "simulation", "study")
+"""What a run that goes on takes nothing from."""
 
 KEPT = ("initial_weights_sha256", "started")
 """Attributes of the result file that a restart does not change. What cannot be replayed stays so, too."""
@@ -39,6 +53,7 @@ class Decision(NamedTuple):
         cluster: keys of that table which the checkpoint decides.
         overwrite: whether the result file may be replaced.
         finished: there is nothing left to do.
+        replanned: what would have been otherwise so far, had the run been planned as long as it is now; often nothing.
         text: what to tell the user of it.
     """
 
@@ -48,6 +63,7 @@ class Decision(NamedTuple):
     cluster: dict[str, Any] | None = None
     overwrite: bool = False
     finished: bool = False
+    replanned: str = ""
     text: str = ""
 
 
@@ -79,9 +95,19 @@ def decide(job: Job, output: Path | None, wanted: Path | bool, *, force: bool, n
     if wanted is True and not path.exists():  # the run was killed between two names
         path = checkpoint.previous_of(path)
     state, _ = checkpoint.read(path)
-    cluster = fitted(state, job)
-    text = f"{job.name}: goes on from {path}: update {state.position.timestamp}, epoch {state.position.epoch + 1}"
-    return Decision(output, path, state.position, cluster, overwrite=force, text=text)
+    position, cluster = state.position, fitted(state, job)
+    if _is_over(state, job):
+        if output != checkpoint.results_of(path):
+            raise ConfigError(f"{path}: is of a finished run; {ONWARDS.format(position.epoch)}")
+        return Decision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
+    if job.training.epochs <= position.epoch:
+        raise ConfigError(
+            f"[training] epochs = {job.training.epochs}: {path} has {position.epoch} behind it; valid: more than that"
+        )
+    text = f"{job.name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
+    replanned = _replanned(state, job.with_(cluster=cluster))
+    text += f"; {replanned}" if replanned else ""
+    return Decision(output, path, position, cluster, overwrite=force, replanned=replanned, text=text)
 
 
 def source(given: Path) -> Path:
@@ -111,24 +137,70 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
 
     Args:
         given: its result file, or a checkpoint of it.
-        overrides: texts `table.key=value`; keys that decide nothing.
+        overrides: texts `table.key=value`; keys that decide how long it trains, or nothing.
 
     Raises:
-        RudraError: there is no whole checkpoint; or it is finished.
+        RudraError: there is no whole checkpoint; a change would do nothing, or too much; or it is finished.
     """
     path = source(given)
+    output = checkpoint.results_of(path)
     if given != path and not path.exists() and finished(given):
-        raise ConfigError(f"{given}: is finished; there is nothing to resume")
+        with open_results(given) as results:
+            simulated = results.attributes["driver"] == "simulation"
+        why = "a simulation leaves none" if simulated else "results.checkpoint_every = 'never' wanted none"
+        raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
     state, _ = checkpoint.read(path)
-    tables = dict(state.job)
+    job = job_of(state, overrides)
+    valid = f"valid: {', '.join((*LENGTH, *CHANGEABLE))}, and the tables faults and results"
+    different = {key: then for key, then, _ in _differences(state.job, job)}
     for override in overrides:
-        apply(tables, *parsed(override), said=f"--set {override}")
-    job = job_of(state._replace(job=tables))
-    return job, path, checkpoint.results_of(path)
+        key, table = parsed(override)[0], override.partition(".")[0]
+        if table in UNUSED:
+            raise ConfigError(f"--set {override}: a run that goes on takes nothing from {table}; {valid}")
+        for decisive_key, then in different.items():
+            if f"{key}.".startswith(f"{decisive_key}."):
+                text = f"--set {override}: decides what the weights become, and was {then} so far"
+                raise ConfigError(f"{text}; {valid}")
+    if _is_over(state, job):
+        raise ConfigError(f"{given}: is finished; {ONWARDS.format(state.position.epoch)}")
+    return job, path, output
 
 
-def job_of(state: State) -> Job:
-    """The job that a checkpoint holds.
+ONWARDS = "to train on, set more training.epochs than the {} behind it"
+
+
+def _is_over(state: State, job: Job) -> bool:
+    """Whether a run is finished, and how long it trains is as it was."""
+    if not finished(checkpoint.results_of(state.path)):
+        return False
+    now, then = json.loads(job.to_json())["training"], decisive(state.job)["training"]
+    return all(now[key] == then[key] for _, key in (name.split(".") for name in LENGTH))
+
+
+def _replanned(state: State, job: Job) -> str:
+    """What a schedule would have made otherwise of the rates so far, had the job always been as long."""
+    epochs = decisive(state.job)["training"]["epochs"]
+    if epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
+        return ""
+    with open_results(checkpoint.results_of(state.path)) as results:
+        samples = int(results.attributes["training_samples"])
+    plan = job.plan()
+    schedules = [
+        Schedule(long.optimizer, long.training.epochs, expected_updates(long, plan, samples))
+        for long in (job.with_(training={"epochs": epochs}), job)
+    ]
+    position = state.position
+    by_update = job.optimizer.schedule_every == "update"
+    done = position.timestamp if by_update else -(-position.samples // samples)
+    then, now = ([schedule.rate(i, math.inf, i) for i in range(done)] for schedule in schedules)
+    if then == now:
+        return ""
+    text = f"schedule {job.optimizer.schedule!s} is another over {job.training.epochs} epochs than over {epochs}"
+    return f"{text}: the rate came to {then[-1]:.4g}, planned so it would have come to {now[-1]:.4g}"
+
+
+def job_of(state: State, overrides: Sequence[str] = ()) -> Job:
+    """The job that a checkpoint holds, changed as in `Job.load`.
 
     Raises:
         ConfigError: it was made of Python objects, which no file holds.
@@ -138,10 +210,7 @@ def job_of(state: State) -> Job:
             f"{state.path}: {given} was given as a Python object, which a file cannot hold; from Python, "
             "rudra.run(job, output=…, resume=True) takes the job that has it"
         )
-    try:
-        return Job(**state.job)
-    except ConfigError as error:
-        raise ConfigError(f"{state.path}: {error}") from None
+    return Job.of(state.path, state.job, overrides)
 
 
 def fitted(state: State, job: Job) -> dict[str, Any]:
@@ -171,8 +240,8 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
     for table in DECISIVE:
         for key, value in now[table].items():
             name, before = f"{table}.{key}", ran[table][key]
-            open_ = table == "cluster" and (value is None or key in {"threads_per_rank", "device"})
-            if value != before and name not in CHANGEABLE and not open_:
+            open_ = table == "cluster" and (value is None or key == "device")
+            if value != before and name not in {*CHANGEABLE, *LENGTH} and not open_:
                 found.append((name, before, value))
     return found
 
@@ -193,12 +262,13 @@ class Carried(NamedTuple):
     learners: Rows
 
 
-def carried(results: Results, position: Position) -> Carried:
+def carried(results: Results, position: Position, replanned: str = "") -> Carried:
     """The rows of a run up to a checkpoint, read piece by piece while they are written again.
 
     Args:
         results: of the run; stays open until that has been done.
         position: of the checkpoint.
+        replanned: why it could not be replayed, or nothing.
 
     Raises:
         ResultsError: rows are missing.
@@ -242,7 +312,8 @@ def carried(results: Results, position: Position) -> Carried:
             yield piece[~plateau | (np.cumsum(plateau) + lowered <= len(position.lowered))]
             lowered += int(plateau.sum())
         state = results.state
-        ended = f"{state['status']}: {state['reason']}" if state["reason"] else "was killed"
+        ended = {"running": "was killed", "finished": "was finished"}.get(state["status"], state["status"])
+        ended += f": {state['reason']}" if state["reason"] else ""
         text = f"goes on from the checkpoint of update {position.timestamp}; {dropped} updates after it are done again"
         about = (position.timestamp, position.applied, position.time_s, time.time())
         row = (b"restart", -1, 0, *about, f"{text}; it {ended}".encode()[:512])
@@ -258,4 +329,7 @@ def carried(results: Results, position: Position) -> Carried:
     }
     weights = ((epoch, results.weights_of(epoch)) for epoch in results.kept_epochs if epoch <= position.epoch)
     stay = KEPT if results.attributes["replayable"] else (*KEPT, "replayable", "not_replayable")
-    return Carried(rows, weights, {name: results.attributes[name] for name in stay}, learners)
+    attributes = {name: results.attributes[name] for name in stay}
+    if replanned:
+        attributes |= {"replayable": False, "not_replayable": replanned}
+    return Carried(rows, weights, attributes, learners)

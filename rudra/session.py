@@ -35,6 +35,7 @@ from rudra.results import default_output, open_results
 from rudra.resume import Carried, Decision, carried, decide
 from rudra.roles import Machine
 from rudra.roles import make as make_machine
+from rudra.roles.owner import Owner
 from rudra.roles.statistics import StatisticsServer
 from rudra.start import gpu_aware
 from rudra.summary import tests
@@ -357,7 +358,7 @@ class _Session:
             assert isinstance(statistics, StatisticsServer)
             found = tests(results, statistics.split, self._begin.position.epoch)
             statistics.recall(found, results.kept_epochs)
-            yield carried(results, self._begin.position)
+            yield carried(results, self._begin.position, self._begin.replanned)
 
     def _create(
         self,
@@ -390,6 +391,8 @@ class _Session:
             **{name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]},
             mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
         )
+        if self._begin.checkpoint is None or checkpoint.results_of(self._begin.checkpoint) != self._begin.output:
+            checkpoint.discard(checkpoint.path_of(self._begin.output))  # of a run that this one replaces
         executor.state_dict = ()  # nobody asks again, and parameters that are not trained may be large
         self._before = None if before is None else before.learners
         self._progress = Progress(self._job, self._info.training_samples, begun=position.samples, **progress)
@@ -456,7 +459,7 @@ class _Session:
             rank.stop()
         code = rank.run()
         if self._checkpoints is not None and not code:
-            self._checkpoints.discard()
+            self._keep_end(self._checkpoints)
         if self._keeps_results and code:
             text = f"rudra: {self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}"
             print(text, file=sys.stderr, flush=True)
@@ -467,6 +470,20 @@ class _Session:
         if rank.lost or not self._depart(rank) or (self._launched and survivable()):
             outlive()
         return code
+
+    def _keep_end(self, checkpoints: CheckpointWriter) -> None:
+        """Leaves a single checkpoint, that of the end, from which more epochs can be trained."""
+        owner, executor = self._machines[self._plan.server], self._executors[self._plan.server]
+        assert isinstance(owner, Owner)
+        assert isinstance(executor, OwnerExecutor)
+        try:
+            checkpoints.discard()
+            if self._job.results.checkpoint_interval is not None:
+                checkpoints.save(owner.last_position, executor.last_state())
+                checkpoints.commit()
+        except OSError as error:
+            text = f"rudra: {checkpoints.path}: no checkpoint of the end: {error}; nothing else is missing"
+            print(text, file=sys.stderr, flush=True)
 
     def _depart(self, rank: Rank) -> bool:
         """Waits until all ranks have done their part; False: one has died, and what it left undone nobody waits for."""

@@ -120,6 +120,10 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
     environment = _environment(arguments.environment)
     mpi: Mpi = _one_of("--mpi", arguments.mpi, ("pmix", "pmi2")) if arguments.mpi else _mpi_of(environment)
     job = Job.load(arguments.job, overrides)
+    named = any(override.startswith("cluster.learners=") for override in overrides)
+    if job.cluster.learners is not None and not named and sum(_tasks(arguments, job)[1]) != job.plan().ranks:
+        overrides = [*overrides, "cluster.learners="]  # the command line goes before the job's file
+        job = Job.load(arguments.job, overrides)
     output = arguments.output or Path(f"{job.name}-sweep" if arguments.grid else f"{job.name}.h5")
     points, study = _points(arguments, overrides)
     jobs = [Job.load(arguments.job, [*overrides, *settings]) for settings, _ in points]

@@ -22,7 +22,7 @@ from rudra.files import check_output
 from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.statedict import Named
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Rows = NDArray[np.void]
 Kind = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]

@@ -1,6 +1,5 @@
 """The simulator: numeric mode against the gradients that it computes, and timing-only mode at scale."""
 
-import resource
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.config import Job, cores
 from rudra.flat import FlatModel
 from rudra.learning import GradientSource
+from rudra.rehearsal import memory_bytes
 from rudra.results import Results, open_results
 
 
@@ -124,7 +124,7 @@ def scale(learners: int, updates: int, path: str) -> None:
     job = scale_job(learners, updates)
     began = time.perf_counter()
     simulate(job, output=path, progress="quiet").close()
-    print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(time.perf_counter() - began, memory_bytes("VmHWM") / 1e6)
 
 
 def scale_job(learners: int, updates: int) -> Job:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rudra.analysis import matters
+from rudra.costs import DEFAULTS, UNMEASURED
 from rudra.report.charts import figures
 from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying
@@ -139,6 +140,9 @@ def _notes(study: Study) -> list[str]:
         notes.append("All times are virtual: they come from the cost model in the job's table [simulation].")
     elif any(run.virtual for run in runs):
         notes.append("Times of simulated runs are virtual: they come from the cost model in the job's [simulation].")
+    if guessed := [run for run in runs if run.virtual and run.summary.get("costs") == DEFAULTS]:
+        whose = "These" if len(guessed) == len(runs) else f"Those of {_values(run.label for run in guessed)}"
+        notes.append(f"{whose} come from its defaults, {UNMEASURED}.")
     if any(run.job.get("simulation.tensors") is False and run.virtual for run in runs):
         notes.append("Runs without tensors simulate times and staleness only: they have no test error.")
     stale = [run for run in runs if run.histogram.any()]

@@ -183,7 +183,7 @@ class Owner(Machine):
         )
         self.timestamp += 1
         time_s = now - self._began
-        update = Update(gradient, WEIGHTS, rate, self.timestamp, self.epoch, samples, time_s)
+        update = Update(gradient, WEIGHTS, rate, self.timestamp, self.epoch + 1, samples, time_s)
         actions: list[Action] = [update]
         self.samples += samples
         self.applied += count
@@ -194,7 +194,7 @@ class Owner(Machine):
         self._epoch_gradients += count
         self._epoch_samples += samples
         self._ended = now
-        self._update_rows.append((self.timestamp, self.epoch, count, samples, rate, mean_staleness, time_s))
+        self._update_rows.append((self.timestamp, self.epoch + 1, count, samples, rate, mean_staleness, time_s))
         self._pending, self._pending_samples, self._pending_staleness = [], 0, 0
         self._pending_loss = self._pending_errors = 0.0
         while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self.training_samples:
@@ -343,6 +343,11 @@ class Owner(Machine):
         counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)
         books = (self.timestamp, self.epoch, self.samples, self.applied)
         return Position(*books, now - self._began, tuple(steps), *sums, *counts, self._lowered)
+
+    @property
+    def last_position(self) -> Position:
+        """Where training stood when it ended."""
+        return self._position(self._ended)
 
     def _checkpoint_due(self, now: float) -> bool:
         assert self._every is not None

@@ -57,8 +57,12 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
     assert "goes on from" in err
-    assert not list(tmp_path.glob("*.ckpt"))
-    with rudra.simulate(rudra.Job.load(job), output=tmp_path / "whole.h5", progress="quiet") as whole:
+    assert list(tmp_path.glob("*.ckpt")) == [output.with_suffix(".ckpt")], "that of the end alone"
+    assert finish(start("run", job, "--output", output, "--resume"))[0] == 0
+    code, _, err = finish(start("resume", output, "--set", "training.epochs=6"))
+    assert code == 0, err
+    longer = rudra.Job.load(job, ["training.epochs=6"])
+    with rudra.simulate(longer, output=tmp_path / "whole.h5", progress="quiet") as whole:
         expected = whole.summary()
         kept = {epoch: whole.weights_of(epoch) for epoch in whole.kept_epochs}
     with rudra.open_results(output) as results:
@@ -68,9 +72,10 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         assert found["train_loss"] == expected["train_loss"]
         assert found["pushed"] == found["applied"] == expected["applied"]
         restarts = results.events[results.events["kind"] == b"restart"]
-        assert 1 <= len(restarts) <= 2
+        assert 2 <= len(restarts) <= 3
+        assert restarts["text"][-1].endswith(b"; 0 updates after it are done again; it was finished")
         assert list(restarts["timestamp"]) == sorted(restarts["timestamp"])
-        assert [row["samples"] for row in results.learners] == [5 * 80] * 3
+        assert [row["samples"] for row in results.learners] == [6 * 80] * 3
         assert len({*kept} & {*results.kept_epochs}) > 1
         for epoch in {*kept} & {*results.kept_epochs}:
             assert np.array_equal(results.weights_of(epoch), kept[epoch])
@@ -134,7 +139,7 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path,
     fell = [int(row["text"].split()[-1]) for row in plateaus]
     assert len(fell) == len(set(fell)) == 2
     assert all(0 < at - epoch <= 2 for at, epoch in zip(fell, tested[[2, 4]].tolist(), strict=True))
-    factors = [0.5 ** sum(epoch >= at for at in fell) for epoch in updates["epoch"].tolist()]
+    factors = [0.5 ** sum(epoch > at for at in fell) for epoch in updates["epoch"].tolist()]
     assert updates["learning_rate"] == pytest.approx(updates["learning_rate"][0] * np.array(factors))
     code, _, err = finish(start("replay", output))
     assert code == 0, err

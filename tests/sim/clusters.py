@@ -92,10 +92,10 @@ def check_updates(run: Job, rows: Rows) -> None:
 def check_epochs(rows: Rows) -> None:
     """An epoch's means are over the gradients of its updates; it has none where an update ended several epochs."""
     gradients, updates = rows["gradients"], rows["updates"]
-    of = updates["epoch"][gradients["update"] - 1]  # completed before their update
-    assert updates["epoch"].max() < len(rows["epochs"])
+    of = updates["epoch"][gradients["update"] - 1]
+    assert 1 <= updates["epoch"].min() <= updates["epoch"].max() <= len(rows["epochs"])
     for epoch in rows["epochs"]:
-        mine = gradients[of == epoch["epoch"] - 1]
+        mine = gradients[of == epoch["epoch"]]
         names = ("mean_staleness", "train_loss", "train_error")
         if not len(mine):
             assert all(np.isnan(epoch[name]) for name in names)

@@ -223,13 +223,14 @@ def test_what_is_not_installed_is_one_line(
 
 
 LOADING = """
-import resource, sys, time
+import sys, time
 from rudra.data import load
+from rudra.rehearsal import memory_bytes
 from rudra.tables import DataTable
 before = time.process_time()
 info = load(DataTable(name="csv", path=sys.argv[1], test_split=0.2, standardise=True, options={"header": False})).info
 assert (info.training_samples + info.test_samples, info.input_shape, info.classes) == (581_012, (54,), 7), info
-print(time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(time.process_time() - before, memory_bytes("VmHWM"))  # ru_maxrss would begin with the parent's
 """
 
 
@@ -245,7 +246,7 @@ def test_half_a_million_rows_take_seconds_and_less_than_a_gigabyte(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     seconds, peak = map(float, done.stdout.split())
     assert seconds < 10
-    assert peak < 1e9
+    assert 0 < peak < 1e9
 
 
 # Mean 0 and deviation 1, of any table.

@@ -195,13 +195,14 @@ def test_a_state_dict_has_all_names_in_their_order(tmp_path: Path) -> None:
     with new_writer(tmp_path / "run.h5", state_dict=STATE_DICT) as writer:
         finish(writer)
     with open_results(tmp_path / "run.h5") as results:
-        found = results.state_dict()
+        found = {named.name: named.value for named in results.tensors()}
         types = [(named.name, named.tensor, named.dtype) for named in results.tensors()]
     assert types == [named[:3] for named in STATE_DICT]
     trained = {e.name: WEIGHTS[e.offset : e.offset + e.size].reshape(e.shape) for e in LAYOUT}
     expected = {named.name: trained.get(named.tensor, FIXED.get(named.tensor)) for named in STATE_DICT}
     assert list(found) == list(expected)
     for name, value in found.items():
+        assert value is not None
         assert value.dtype == expected[name].dtype
         assert np.array_equal(value, expected[name])
         assert value.shape == expected[name].shape

@@ -53,7 +53,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/session.py": LEARNING | {"mpi4py"},
     "rudra/worker.py": CORE | {"mpi4py"},
     "rudra/start.py": CORE | {"mpi4py"},
-    "rudra/results.py": CORE | {"h5py"},
+    "rudra/results.py": CORE | {"h5py", "torch"},
     "rudra/writer.py": CORE | {"h5py"},
     "rudra/sound.py": CORE | {"h5py"},
     "rudra/report": CORE | {"h5py", "matplotlib", "jinja2"},

@@ -73,6 +73,24 @@ def test_simulated_time_is_called_virtual(page: str) -> None:
     assert ">training time (" not in page
 
 
+def test_times_by_the_defaults_are_not_measured_ones(tmp_path: Path) -> None:
+    about = {"protocol": "hardsync", "n": None, "mu": 16}
+    write_point(tmp_path / "a.h5", lam=2, costs="defaults", **about)
+    write_point(tmp_path / "b.h5", lam=4, costs="here.toml", **about)
+    for files, said in (
+        (["a.h5"], "These come from its defaults, not measured here: run rudra calibrate."),
+        (
+            ["a.h5", "b.h5"],
+            "Those of hardsync, μ = 16, λ = 2 come from its defaults, not measured here: run rudra calibrate.",
+        ),
+        (["b.h5"], ""),
+    ):
+        report([tmp_path / file for file in files], tmp_path / "page.html", force=True)
+        text = (tmp_path / "page.html").read_text()
+        assert said in text
+        assert ("not measured here" in text) == bool(said)
+
+
 def test_every_figure_is_drawn_twice_and_has_its_data(study: Path, page: str) -> None:
     names = [figure.name for figure in (*figures(*_known(study)), *drawings(_known(study)[0]))]
     assert names[0] == "tradeoff"  # what the study is about

@@ -425,6 +425,16 @@ def test_default_output_never_names_an_existing_file(tmp_path):
     assert [n.name for n in names] == [f"a-b-c-20240506-070809{n}.h5" for n in ("", "-2", "-3")]
 
 
+def test_a_file_of_format_5_counts_the_epochs_of_updates_from_0(tmp_path):
+    write_run(tmp_path / "run.h5", updates=10, epochs=1, staleness=0)
+    with h5py.File(tmp_path / "run.h5", "r+") as file:
+        file.attrs["format_version"] = 5
+        epochs = file["updates"]["epoch"]
+    with open_results(tmp_path / "run.h5") as results:
+        assert (results.updates["epoch"] == epochs + 1).all()
+        assert [(piece["epoch"] == 1).all() for piece in results.pieces("updates", 4)] == [True] * 3
+
+
 def _foreign(path):
     with h5py.File(path, "w") as file:
         file["x"] = 1
@@ -460,7 +470,7 @@ def _altered(path):
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
-        (_newer, "has format version 99; this Rudra reads 5"),
+        (_newer, "has format version 99; this Rudra reads 5 and 6$"),
         (_incomplete, "damaged: gradients, .* missing"),
         (_cut, "truncated"),
         (lambda path: _cut(path, keep=10_000), "truncated|not a result file"),

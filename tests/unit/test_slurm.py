@@ -131,8 +131,11 @@ def test_time_limits(text: str, seconds: int) -> None:
         ("--ntasks-per-node many", r"--ntasks-per-node many: must be a whole number >= 1"),
         ("--nodes 2 --ntasks-per-node 2 --ntasks 6", r"--ntasks 6 is more than --nodes 2 times --ntasks-per-node 2"),
         ("--nodes 9 --ntasks 6", r"--ntasks 6 is less than --nodes 9: some nodes would have none"),
-        ("--ntasks 2", r"2 ranks are too few for topology base: start 6"),
-        ("--ntasks 9", r"4 learners with topology base need 6 ranks, .*: start 6, or set cluster.learners = 7"),
+        ("--ntasks 2", r"2 ranks are too few for topology base: start 3 or more"),
+        (
+            "--ntasks 9 --learners 4",
+            r"4 learners with topology base need 6 ranks, .*: start 6, or set cluster.learners = 7",
+        ),
         ("--time soon", r"--time soon: must be minutes, .*"),
         ("--time 1:2:3:4", r"--time 1:2:3:4: must be minutes, .*"),
         ("--time 0", r"--time 0: a time limit must be longer than that"),
@@ -159,6 +162,18 @@ def test_a_mistake_is_one_line(options: str, line: str, tmp_path: Path, capsys: 
     assert said.err.count("\n") == 1
     assert re.fullmatch(f"rudra: {line}\n", said.err)
     assert [file.name for file in tmp_path.iterdir()] == [".venv"]
+
+
+@pytest.mark.parametrize("tasks", ["--ntasks 10", "--nodes 2 --ntasks-per-node 5"])
+def test_tasks_that_are_asked_for_go_before_the_learners_of_the_job(
+    tasks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["slurm", "digits", *tasks.split(), "--print"]) == 0
+    text = capsys.readouterr().out
+    assert "# digits by mpirun: 1 parameter server, 1 statistics server, 8 learners\n" in text
+    assert "run=(rudra run digits --set cluster.learners= --output" in text
+    assert main(["slurm", "digits", "--ntasks", "6", "--learners", "4", "--print"]) == 0
+    assert "--set cluster.learners=4 --output" in capsys.readouterr().out
 
 
 def test_a_script_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

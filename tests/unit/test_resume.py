@@ -1,0 +1,129 @@
+"""What going on with a run may change, and what it comes to."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from results_files import write_run
+
+from rudra.checkpoint import CheckpointWriter
+from rudra.config import Job
+from rudra.errors import ConfigError, RudraError
+from rudra.position import Position
+from rudra.results import open_results
+from rudra.resume import Decision, carried, decide, resumable
+
+REPLAYABLE = {"replayable": True, "not_replayable": "", "started": "then", "initial_weights_sha256": "a"}
+COSINE = {"optimizer": {"schedule": "cosine", "learning_rate": 0.1}}
+
+
+def run(directory: Path, *, finished: bool = True, epochs: int = 2, **tables: Any) -> tuple[Job, Path]:
+    """Result file and checkpoint of two epochs, of eight updates with 32 samples each; and the job of both."""
+    job = Job(cluster={"learners": 4, "threads_per_rank": 1}, training={"epochs": epochs}, **tables)
+    path, said = directory / "run.h5", json.loads(job.to_json())
+    write_run(
+        path, updates=16, epochs=2, staleness=0, finish=finished, job=job.to_json(), training_samples=256, **REPLAYABLE
+    )
+    writer = CheckpointWriter(path.with_suffix(".ckpt"), said, {"python_objects": ""})
+    position = Position(timestamp=16, epoch=2, samples=512, applied=32, time_s=0.16, steps=(8, 8, 8, 8))
+    writer.save(position, {"weights": np.zeros(3, np.float32)})
+    writer.commit()
+    return job, path
+
+
+def decided(job: Job, path: Path, **tables: Any) -> Decision:
+    return decide(job.with_(**tables), path, True, force=False, named=Path)
+
+
+@pytest.mark.parametrize(
+    ("change", "goes_on"),
+    [
+        ({}, False),
+        ({"epochs": 3}, True),
+        ({"epochs": 200, "patience": 7}, True),
+    ],
+)
+def test_a_finished_run_goes_on_where_it_is_to_be_longer(tmp_path: Path, change: dict[str, Any], goes_on: bool) -> None:
+    found = decided(*run(tmp_path), training=change)
+    assert found.finished is not goes_on
+    assert found.text.startswith("job: goes on from" if goes_on else f"{tmp_path / 'run.h5'}: is finished; nothing")
+    assert found.position.timestamp == (16 if goes_on else 0)
+    assert not found.replanned
+
+
+def test_a_run_that_ended_before_its_time_goes_on_without_what_ended_it(tmp_path: Path) -> None:
+    job, path = run(tmp_path, epochs=9)
+    patient = job.with_(training={"patience": 4})
+    assert decided(job, path).finished
+    assert not decided(patient, path).finished
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_no_run_becomes_shorter_than_it_is(tmp_path: Path, epochs: int, finished: bool) -> None:
+    job, path = run(tmp_path, finished=finished, epochs=3)
+    with pytest.raises(
+        ConfigError, match=rf"^\[training\] epochs = {epochs}: .*run\.ckpt has 2 behind it; valid: more"
+    ):
+        decided(job, path, training={"epochs": epochs})
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.learning_rate=1", "--set optimizer.learning_rate=1: decides what the weights become, and was 0.01"),
+        ("model.options.width=3", "--set model.options.width=3: decides what the weights become, and was {}"),
+        ("cluster.threads_per_rank=2", "--set cluster.threads_per_rank=2: decides what the weights become, and was 1"),
+        ("cluster.learners=2", "--set cluster.learners=2: decides what the weights become, and was 4 so far"),
+        ("simulation.jitter=0.3", "--set simulation.jitter=0.3: a run that goes on takes nothing from simulation; "),
+        ("name=other", "--set name=other: "),
+        ("study.x=1", "--set study.x=1: "),
+        ("results.flush_s=0.5", "{run}: is finished; to train on, set more training.epochs than the 2 behind it"),
+        ("training.epochs=x", "--set training.epochs=x: [training] epochs must be a whole number"),
+    ],
+)
+def test_what_would_change_nothing_or_too_much_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    _, path = run(tmp_path)
+    with pytest.raises(RudraError, match=re.escape(said.replace("{run}", str(path)))):
+        resumable(path, [override])
+
+
+def test_what_may_change_does(tmp_path: Path) -> None:
+    _, path = run(tmp_path)
+    job, _, output = resumable(path, ["training.epochs=5", "results.flush_s=0.5", "faults.restarts=2"])
+    assert (job.training.epochs, job.results.flush_s, job.faults.restarts, output) == (5, 0.5, 2, path)
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"optimizer": {"milestones": [1]}}, ""),
+        # Half of the way behind it is a rate of a tenth times (1 + cos(π/2)) / 2; a quarter, (1 + cos(π/4)) / 2.
+        (
+            COSINE,
+            "is another over 4 epochs than over 2: the rate came to 0.05, planned so it would have come to 0.08536",
+        ),
+        ({"optimizer": {**COSINE["optimizer"], "schedule_options": {"T_max": 9}}}, ""),
+    ],
+)
+def test_a_schedule_that_would_have_been_another_is_told_and_not_replayed(
+    tmp_path: Path, tables: dict[str, Any], said: str
+) -> None:
+    job, path = run(tmp_path, **tables)
+    found = decided(job, path, training={"epochs": 4})
+    assert found.replanned.endswith(said)
+    assert bool(found.replanned) == bool(said)
+    assert found.text.endswith(said)
+    with open_results(path) as results:
+        kept = carried(results, found.position, found.replanned).attributes
+    assert kept.get("not_replayable", "") == found.replanned
+
+
+def test_a_finished_run_without_a_checkpoint_says_why(tmp_path: Path) -> None:
+    _, path = run(tmp_path)
+    path.with_suffix(".ckpt").unlink()
+    with pytest.raises(ConfigError, match=r"run\.h5: is finished, and there is no checkpoint to go on from: results\."):
+        resumable(path, ["training.epochs=5"])
