@@ -17,6 +17,7 @@ from rudra.config import Job, cores
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.results import Results, check_output, default_output, open_results
 from rudra.resume import Decision, decide
+from rudra.writer import checked_name
 
 ProgressMode = Literal["bar", "lines", "quiet"]
 
@@ -205,7 +206,7 @@ class RanksFailed(RunError):
 
 
 def _output(job: Job, output: str | Path | None, force: bool) -> Path:
-    path = default_output(job.name, now=datetime.now()) if output is None else Path(output)
+    path = default_output(job.name, now=datetime.now()) if output is None else checked_name(Path(output))
     check_output(path, force)
     return path
 

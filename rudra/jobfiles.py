@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from rudra.errors import ConfigError, meant
+from rudra.errors import ConfigError, meant, printable
 
 PAPER = "paper.toml"
 """Among job files: no job, but the numbers that a paper prints."""
@@ -68,6 +68,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is no TOML.
     """
+    text = ""
     try:
         text = path.read_text(encoding="utf-8")
         if _LONG_KEY.search(text):  # tomllib's time grows with the square of a key's parts
@@ -81,9 +82,17 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise RecursionError
         return tables
     except (OSError, ValueError) as error:  # a number of more than 4,300 digits is a ValueError, too
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {_at_its_line(str(error), text)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: its tables and lists are nested too deeply") from None
+
+
+def _at_its_line(said: str, text: str) -> str:
+    """What tomllib says of a text, with the line that it means."""
+    if found := re.fullmatch(r"(.*) \(at line (\d+), column \d+\)", said, re.DOTALL):
+        line = text.split("\n")[int(found[2]) - 1].strip()
+        return f"line {found[2]}: {found[1]}: {printable(line[:80])}"
+    return said
 
 
 def parsed(override: str) -> tuple[str, Any]:

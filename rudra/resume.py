@@ -20,7 +20,7 @@ from rudra.position import BEGINNING, Position
 from rudra.records import EVENT, LEARNER
 from rudra.results import Results, open_results
 from rudra.schedule import Schedule, expected_updates
-from rudra.writer import Kind, Rows
+from rudra.writer import Kind, Rows, checked_name
 
 DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
@@ -80,6 +80,7 @@ def decide(job: Job, output: Path | None, wanted: Path | bool, *, force: bool, n
     Raises:
         RudraError: the checkpoint is missing, damaged, or of another job; or `output` exists and may not be replaced.
     """
+    output = None if output is None else checked_name(output)
     if wanted is False:
         return Decision(output or named(), overwrite=force)
     if wanted is True and output is None:

@@ -114,6 +114,8 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
     argv = [word for word in arguments.argv if word not in {"--print", "--submit", "--force"}]
     if not all(word.isprintable() for word in argv):
         raise ConfigError("an option holds a line break or a control character, which cannot stand in a script")
+    from rudra.writer import checked_name  # HDF5, for which a --help need not wait
+
     launcher: Launcher = _one_of("--launcher", arguments.launcher, ("mpirun", "srun"))
     if arguments.mpi and launcher == "mpirun":
         raise ConfigError("--mpi is an option of srun: add --launcher srun, or leave it out")
@@ -125,6 +127,7 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
         overrides = [*overrides, "cluster.learners="]  # the command line goes before the job's file
         job = Job.load(arguments.job, overrides)
     output = arguments.output or Path(f"{job.name}-sweep" if arguments.grid else f"{job.name}.h5")
+    output = output if arguments.grid else checked_name(output)
     points, study = _points(arguments, overrides)
     jobs = [Job.load(arguments.job, [*overrides, *settings]) for settings, _ in points]
     resources, sizes = _resources(arguments, job)

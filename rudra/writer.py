@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rudra import statedict
 from rudra.checkpoint import sync_directory
-from rudra.errors import ResultsError
+from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.statedict import Named
@@ -74,6 +74,17 @@ def default_output(job_name: str, directory: Path = Path(), now: datetime | None
     while os.path.exists(path):
         count += 1
         path = directory / f"{stem}-{count}.h5"
+    return path
+
+
+def checked_name(path: Path) -> Path:
+    """A name for a result file.
+
+    Raises:
+        ConfigError: it does not end as those do; checkpoints and pictures go by what is before that.
+    """
+    if path.suffix != ".h5":
+        raise ConfigError(f"{path}: is no name for a result file; valid: {path.stem or 'FILE'}.h5")
     return path
 
 

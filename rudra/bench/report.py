@@ -75,11 +75,11 @@ class Report:
     notes: list[str] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
 
-    def as_text(self) -> str:
+    def as_text(self, *, goals: bool = True) -> str:
         lines = [list(self.columns), *([_text(cell) for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join([f"{cells[0]:{widths[0]}}", *_right(cells[1:], widths[1:])]).rstrip() for cells in lines]
-        return "\n".join([*table, *self.notes, *map(str, self.goals)])
+        return "\n".join([*table, *self.notes, *(map(str, self.goals) if goals else ())])
 
     def as_dict(self) -> dict[str, Any]:
         rows = [[c._asdict() if isinstance(c, Spread) else c for c in row] for row in self.rows]

@@ -130,7 +130,7 @@ def path_of(table: DataTable) -> Path:
     if table.path is None:
         raise DataError(f"[data] name = {table.name} needs path, the place of its files")
     if not os.path.exists(table.path):
-        raise DataError(f"{table.path}: no such file or directory ([data] path)")
+        raise DataError(f"{table.path}: no such file or directory; --set data.path=PLACE says where the data is")
     return table.path
 
 

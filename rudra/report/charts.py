@@ -74,7 +74,7 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
                 blocks = [_thinned(run.staleness) for run in line.runs if run.staleness is not None]
                 style = {**line.style, "linewidth": 1.6}
                 draw_staleness(axis, blocks, style, label=line.label, band=len(lines) == 1 or len(blocks) > 1)
-            _law(axis, lines, (1,), axis.axhline)
+            _law(axis, lines, lambda run: run.expected_staleness, axis.axhline, "--")
             set_axes(axis, title, "update", "⟨σ⟩", counts=True)
 
         return draw
@@ -84,7 +84,8 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
             for line in lines:
                 axis.plot([], [], label=line.label, **line.style)
                 draw_histogram(axis, mean_of([r.histogram for r in line.runs]), line.style, filled=len(lines) == 1)
-            _law(axis, lines, (1, 2), axis.axvline)
+            _law(axis, lines, lambda run: run.expected_staleness, axis.axvline, "--")
+            _law(axis, lines, lambda run: run.n and 2 * run.n, axis.axvline, ":")
             set_axes(axis, title, "σ (updates)", "gradients (%)", counts=True)
             own = [run for line in lines for run in line.runs]
             axis.set_xlim(-0.7, max(max(len(run.histogram) - 1, 2 * (run.n or 0)) for run in own) + 0.7)
@@ -100,7 +101,7 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
         if count
     ]
     thinned = any(run.staleness is not None and run.summary["updates"] > each for run in runs)
-    law = " Dashed: n, where theory puts the mean"
+    law = " Dashed: (λ − 1)/c, where theory puts the mean"
     return [
         Figure(
             "staleness-over-updates",
@@ -143,14 +144,14 @@ def _staleness_rows(run: Run, most: int) -> Iterable[tuple[Any, ...]]:
     return [(run.label, *row) for row in zip(*columns, strict=True)]
 
 
-def _law(axis: Any, lines: Sequence[Line], multiples: Sequence[int], draw: Callable[..., Any]) -> None:
-    """Marks n and its multiples in a panel whose runs agree on n."""
-    found = {line.runs[0].n for line in lines}
-    n = found.pop()
-    if found or not n:
-        return
-    for multiple in multiples:
-        draw(multiple * n, color=INK, linewidth=1.2, linestyle=("--", ":")[multiple - 1], zorder=2.5)
+def _law(
+    axis: Any, lines: Sequence[Line], law: Callable[[Run], float | None], draw: Callable[..., Any], linestyle: str
+) -> None:
+    """Marks what a law says in a panel whose runs agree on that."""
+    found = {law(line.runs[0]) for line in lines}
+    said = found.pop()
+    if not found and said:
+        draw(said, color=INK, linewidth=1.2, linestyle=linestyle, zorder=2.5)
 
 
 def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:

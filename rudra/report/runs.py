@@ -100,6 +100,15 @@ class Run:
         return None if name == "hardsync" or n is None else int(n)
 
     @property
+    def expected_staleness(self) -> float | None:
+        """(λ - 1)/c, of groups (g - 1)/c (`Protocol.expected_staleness`); None where nothing is said of it."""
+        c = self.attributes.get("gradients_per_update")
+        if self.n is None or not c:
+            return None
+        workers = self.learners if self.cast is None else self.cast.plan.workers
+        return float((workers - 1) / c)
+
+    @property
     def protocol(self) -> str:
         return protocol_label(dict(self.summary))
 

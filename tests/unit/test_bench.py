@@ -71,6 +71,7 @@ def test_a_report_is_an_aligned_table_and_plain_json() -> None:
         "a note",
         "goal ratio >= 1: reached (1)",
     ]
+    assert report.as_text(goals=False).endswith("\na note"), "as with --quick"
     assert json.loads(json.dumps(report.as_dict()))["rows"][0] == ["a", 1.23456, {"median": 1, "low": 1, "high": 1}]
 
 

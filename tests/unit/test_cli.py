@@ -51,6 +51,14 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
         ("timeline nope.h5", r"rudra: nope.h5: no such result file"),
         ("run digits --output no/where.h5", r"rudra: no/where.h5: .*"),
         ("simulate digits --output no/where.h5", r"rudra: no/where.h5: .*"),
+        *(
+            (f"{command} digits --output a/x.txt", r"rudra: a/x.txt: is no name for a result file; valid: x.h5")
+            for command in ("run", "simulate", "slurm")
+        ),
+        (
+            "validate fashion",
+            r"rudra: data/fashion-mnist: no such .*; --set data.path=PLACE says where the data is",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -282,8 +282,8 @@ def test_a_mistake_in_an_override(tmp_path: Path, override: str, text: str) -> N
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"[training\nepochs = 3", r"{file}: .*\(at line 1, column 10\)"),
-        (b"[training]\nepochs = 3\nepochs = 4\n", r"{file}: .*\(at line 3, column 11\)"),
+        (b"[training\nepochs = 3", r"{file}: line 1: Expected .*: \[training"),
+        (b"[training]\nepochs = 3\nepochs = 4\n", r"{file}: line 3: Cannot overwrite a value: epochs = 4"),
         (b"name = '\xff'", r"{file}: .*can't decode byte 0xff.*"),
         (b"[training]\nepochs = " + b"9" * 5000, r"{file}: Exceeds the limit .*"),
         (b"a = " + b"[" * 5000, r"{file}: its tables and lists are nested too deeply"),

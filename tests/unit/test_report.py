@@ -535,3 +535,14 @@ def test_shares_are_in_percent_as_errors_are(tmp_path: Path) -> None:
     assert figure.table.columns[-1] == "precision@1 (%)"
     assert [row[-1] for row in figure.table.rows] == pytest.approx(50 - run.test_error / 10)
     assert figure.table.cells(figure.table.rows[0])[-1][0] == f"{figure.table.rows[0][-1]:.2f}"
+
+
+@pytest.mark.parametrize(("lam", "n", "mean"), [(4, 1, 0.75), (4, 4, 3.0), (5, 3, 4.0)])
+def test_the_line_of_theory_is_that_of_the_gradients_under_way(tmp_path: Path, lam: int, n: int, mean: float) -> None:
+    """λ - 1 of them become staler with each update, which takes c = ⌊λ/n⌋."""
+    write_point(tmp_path / "run.h5", protocol="softsync", n=n, mu=4, lam=lam)
+    made = drawn([tmp_path / "run.h5"])
+    (over_updates,), (histogram,) = made["staleness-over-updates"], made["staleness-histogram"]
+    assert [line.get_ydata()[0] for line in over_updates.lines if line.get_linestyle() == "--"] == [mean]
+    marks = {line.get_linestyle(): line.get_xdata()[0] for line in histogram.lines if len(line.get_xdata()) == 2}
+    assert marks == {"--": mean, ":": 2 * n}
