@@ -128,7 +128,7 @@ def together(runs: Sequence[tuple[Mapping[str, Any], Any]]) -> list[list[int]]:
     for i, (job, other) in enumerate(runs):
         same = {key: value for key, value in job.items() if matters(key)}
         groups.setdefault(json.dumps([same, other], sort_keys=True, default=str), []).append(i)
-    seeds = [job.get("training.seed") for job, _ in runs]
+    seeds = [json.dumps(job.get("training.seed"), sort_keys=True) for job, _ in runs]  # a file may say anything
     return [part for g in groups.values() for part in ([g] if len({seeds[i] for i in g}) > 1 else [[i] for i in g])]
 
 
