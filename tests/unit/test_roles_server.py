@@ -275,8 +275,8 @@ def test_rows_say_what_went_into_the_updates() -> None:
     assert [(r["samples"], r["scale"], r["loss"], r["errors"]) for r in gradients] == [(SAMPLES, 1.0, 0.5, 1)] * 4
     updates = [r.item() for r in rows_sent(actions, Kind.UPDATES)]
     assert updates == [
-        (1, 0, 2, 8, 1.0, 0.0, 2.0, 0.25, 2**64 - 2),
-        (2, 0, 2, 8, 1.0, 0.5, 4.0, 0.5, 2**64 - 4),
+        (1, 1, 2, 8, 1.0, 0.0, 2.0, 0.25, 2**64 - 2),
+        (2, 1, 2, 8, 1.0, 0.5, 4.0, 0.5, 2**64 - 4),
     ]
     (epoch,) = (a.message.rows[0] for a in actions if getattr(a, "buffer", None) == "snapshot")  # type: ignore[union-attr]
     assert epoch.item()[:9] == (1, 0, 2, 16, 4.0, 0.25, 1.0, 0.5, 0.25)
