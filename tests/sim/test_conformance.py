@@ -191,7 +191,7 @@ def test_every_protocol_applies_its_modulation_to_the_schedule(
     factor = run.make_protocol().modulation.rate_factor
     progress = np.cumsum(updates["samples"]) / samples
     warm = np.minimum(1.0, progress / run.optimizer.warm_up) if run.optimizer.warm_up else np.ones(len(updates))
-    plain = [scheduled(int(u["epoch"])) * factor(float(u["mean_staleness"])) for u in updates]
+    plain = [scheduled(int(u["epoch"]) - 1) * factor(float(u["mean_staleness"])) for u in updates]
     assert updates["learning_rate"] == pytest.approx(plain * warm, rel=1e-12)
     assert set(updates["epoch"]) == {1, 2, 3, 4}
     assert len(set(warm[updates["epoch"] == 1])) > 1 or not run.optimizer.warm_up
