@@ -498,7 +498,8 @@ class ResultsTable(Table):
     report_s: float = Field(0.25, ge=0, description="how long learners and server gather rows before they send them")
     checkpoint_every: str = Field(
         "600 s",
-        description="`N updates`, `N epochs` or `N s`: how often to write a checkpoint; `never`: only if stopped",
+        description="`N updates`, `N epochs` or `N s`: how often to write a checkpoint, beside that of the end; "
+        "`never`: only if stopped",
     )
 
     keep_every: int | None = Field(
