@@ -148,7 +148,7 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
     if given != path and not path.exists() and finished(given):
         with open_results(given) as results:
             simulated = results.attributes["driver"] == "simulation"
-        why = "a simulation leaves none" if simulated else "results.checkpoint_every = 'never' wanted none"
+        why = "a simulation leaves none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
         raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
     state, _ = checkpoint.read(path)
     job = job_of(state, overrides)
