@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 WORD_S = 2.0
 """How long ranks that end before MPI has started wait for rank 0 to say why."""
 
-_COLLISION = "listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
+_COLLISION = b"listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
 STARTS = 3
 
 
@@ -158,7 +158,7 @@ def launch(
         for _ in range(STARTS):
             run = Mpirun(command, len(roles), _write_stderr)
             code = run.wait()
-            if not (code and _COLLISION in " ".join(run.relay.banners)):
+            if not (code and _COLLISION in b"".join(run.relay.withheld)):
                 break
     outcome = _outcome(run, code, job, output, roles)
     if outcome.code and verbose:

@@ -9,7 +9,7 @@ import pytest
 
 from rudra.config import Job
 from rudra.errors import LaunchError
-from rudra.launch import find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
+from rudra.launch import STARTS, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
 from rudra.relay import DIED, MORE, START_LINE, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
@@ -193,6 +193,23 @@ def test_how_a_launch_ends(
         assert err.startswith(f"rudra: {said}" if said else "")
         assert ("MPI_INIT" in err) == (verbose and "MPI_INIT" in deed)
         assert verbose or err.count("\n") == bool(said)
+
+
+COLLISION = RULE + b"The PMIx server's listener thread failed to start. We cannot\ncontinue.\n" + RULE
+
+
+@pytest.mark.parametrize(("collisions", "code"), [(0, 0), (STARTS - 1, 0), (STARTS, 1)])
+def test_an_mpirun_that_another_one_disturbed_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collisions: int, code: int
+) -> None:
+    mpirun, starts = tmp_path / "mpirun", tmp_path / "starts"
+    deed = f"starts = open({str(starts)!r}, 'ab+', 0); starts.write(b'.')\n"
+    deed += f"if os.path.getsize(starts.name) <= {collisions}: say({COLLISION!r}); sys.exit(1)\n"
+    mpirun.write_text(STAND_IN.format(python=sys.executable, deed=f"{deed}say({START_LINE + end_line(0)!r})"))
+    mpirun.chmod(0o755)
+    monkeypatch.setattr("rudra.launch.find_mpirun", lambda: mpirun)
+    assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server"], payload=None).code == code
+    assert starts.stat().st_size == min(collisions + 1, STARTS)
 
 
 @pytest.mark.parametrize(
