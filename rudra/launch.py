@@ -21,7 +21,7 @@ import cloudpickle
 
 from rudra.checkpoint import how_to_resume, path_of
 from rudra.config import Job
-from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError
+from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
 from rudra.failures import TCP_FLAGS, ULFM, listed
 from rudra.mpirun import Mpirun
 from rudra.relay import DIED, explain, signal_name
@@ -182,10 +182,19 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[s
         raise LaunchError(f"mpirun could not run the ranks (exit code {code}): {text}")
     if cause is not None and (not said or "signal" in cause):
         _say(f"rudra: {cause}")
-    if code != EXIT_MISTAKE and path_of(output).is_file():
+    if code != EXIT_MISTAKE and path_of(output).is_file() and not _is_finished(output):
         _say(f"rudra: {job.name}: {how_to_resume(output)}")
     lost = bool(relay.lost) or "was killed by signal" in (cause or "")
     return Outcome(EXIT_MISTAKE if code == EXIT_MISTAKE else EXIT_FAILED, lost)
+
+
+def _is_finished(output: Path) -> bool:
+    """Whether training came to its end, and it was something after it that failed."""
+    from rudra.resume import finished  # HDF5, which a launch that goes well does without
+
+    with suppress(RudraError):
+        return finished(output)
+    return False
 
 
 def _code(run: Mpirun, status: int) -> int:

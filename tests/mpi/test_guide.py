@@ -60,7 +60,7 @@ def test_results_are_read(place: Path) -> None:
     (reading,) = (block for block in blocks("python", GUIDE) if block.startswith("import rudra\n"))
     said = python(place, "-c", reading)
     assert said.startswith("validation accuracy >= 0.9: after ")
-    assert "learning_rate" in said
+    assert "learning rate of the last update 0.1" in said
 
 
 def test_the_protocol_is_short() -> None:
