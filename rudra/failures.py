@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from rudra.forkserver import launcher, process_of
 from rudra.relay import DIED
 
 if TYPE_CHECKING:
@@ -110,13 +111,13 @@ def watched_start() -> Iterator[None]:
     if not survivable() or place > 1:
         yield
         return
-    launcher = os.getppid()
+    launched_by = launcher()
     started, end = os.pipe()
     watcher = os.fork()
     if not watcher:
         os.close(end)
         with suppress(BaseException):
-            _watch(launcher, started, patience_s=WATCH_S + place * APPEAR_S)
+            _watch(launched_by, started, patience_s=WATCH_S + place * APPEAR_S)
         os._exit(0)
     os.close(started)
     try:
@@ -128,7 +129,7 @@ def watched_start() -> Iterator[None]:
         os.close(end)
 
 
-def _watch(launcher: int, started: int, patience_s: float) -> None:
+def _watch(launched_by: int, started: int, patience_s: float) -> None:
     """Ends the job, with one line, if a rank that a launcher has started here ends before MPI has started.
 
     Others may do so before; they have this much time.
@@ -137,7 +138,7 @@ def _watch(launcher: int, started: int, patience_s: float) -> None:
     count = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
     began = time.monotonic()
     while not _begins(started, WATCH_S):
-        alive = ranks_below(launcher)
+        alive = started_below(launched_by)
         known |= alive
         gone = known.keys() - alive.keys()
         # A rank in a wrapper has that for a launcher, as it seems here, and no neighbours.
@@ -145,12 +146,12 @@ def _watch(launcher: int, started: int, patience_s: float) -> None:
         if gone or missing:
             if _begins(started, patience_s):  # it died afterwards
                 return
-            os.kill(launcher, 0)  # has the job ended already?
+            os.kill(launched_by, 0)  # has the job ended already?
             if not gone and os.environ["OMPI_COMM_WORLD_SIZE"] == str(count):
                 gone = set(range(count)) - known.keys()
             who = listed(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
             print(f"rudra: {who} {DIED}", file=sys.stderr, flush=True)
-            os.kill(launcher, signal.SIGTERM)
+            os.kill(launched_by, signal.SIGTERM)
             return
 
 
@@ -165,7 +166,12 @@ def _begins(started: int, within_s: float) -> bool:
 
 
 def ranks_below(pid: int) -> dict[int, int]:
-    """World rank -> process, of the ranks on this node that a process, or one that it started, has started.
+    """World rank -> process in which it runs, of the ranks on this node that come from a process."""
+    return {rank: process_of(started) for rank, started in started_below(pid).items()}
+
+
+def started_below(pid: int) -> dict[int, int]:
+    """World rank -> process that a process, or one that it started, has started for it: the rank, or its proxy.
 
     What a rank itself has started is not looked at, because it seems to be that rank.
     """
@@ -174,7 +180,7 @@ def ranks_below(pid: int) -> dict[int, int]:
         texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
         for child in map(int, " ".join(texts).split()):
             rank = _rank_of(child)
-            found |= ranks_below(child) if rank is None else {rank: child}
+            found |= started_below(child) if rank is None else {rank: child}
     return found
 
 
@@ -184,7 +190,7 @@ def _rank_of(pid: int) -> int | None:
 
 
 def neighbours(pid: int) -> int | None:
-    """How many ranks there are on the node of a process that is one; None: it has ended."""
+    """How many ranks there are on the node of a process that was started for one; None: it has ended."""
     return _told(pid, b"OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
@@ -243,7 +249,7 @@ def end_everybody(comm: "MPI.Comm", code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if survivable():
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(launcher(), signal.SIGTERM)
         time.sleep(2.0)
     comm.Abort(code)
     os.kill(os.getpid(), signal.SIGKILL)

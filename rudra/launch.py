@@ -23,6 +23,7 @@ from rudra.checkpoint import how_to_resume, path_of
 from rudra.config import Job
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
 from rudra.failures import TCP_FLAGS, ULFM, listed
+from rudra.forkserver import fork_server
 from rudra.mpirun import Mpirun
 from rudra.relay import DIED, explain, signal_name
 
@@ -40,10 +41,12 @@ class Outcome(NamedTuple):
 
 
 WORD_S = 2.0
-"""How long ranks that end before MPI has started wait for rank 0 to say why."""
+"""How long ranks that end before MPI has started wait for rank 0 to say why, and half of it rank 0 for the others."""
 
 _COLLISION = b"listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
 STARTS = 3
+
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 def world_size(env: Mapping[str, str] = os.environ) -> int | None:
@@ -69,15 +72,15 @@ def world_size(env: Mapping[str, str] = os.environ) -> int | None:
 
 def world_rank(env: Mapping[str, str] = os.environ) -> int:
     """This process's rank as its launcher says it, known before MPI starts; 0 without a launcher."""
-    ranks = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-    return next((int(env[name]) for name in ranks if env.get(name, "").isdigit()), 0)
+    return next((int(env[name]) for name in _RANKS if env.get(name, "").isdigit()), 0)
 
 
 def leave_the_word(code: int) -> None:
-    """Lets rank 0 say what all ranks know, before another rank's end with this code makes the launcher end it."""
-    if world_rank() != 0:
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the same code, if rank 0's end ends this one
-        time.sleep(WORD_S)
+    """Lets rank 0 say what all ranks know, before any rank's end with this code makes the launcher end the others."""
+    if not any(name in os.environ for name in _RANKS):
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the same code, if another's end ends this one
+    time.sleep(WORD_S if world_rank() else WORD_S / 2)  # rank 0 has said it; the others may not be here yet
 
 
 def find_mpirun() -> Path:
@@ -152,14 +155,14 @@ def launch(
     mpirun = find_mpirun()
     open_mpi = is_open_mpi(mpirun)
     with _payload_file(output, payload) as file:
-        worker = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(file)]
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
-        command = mpirun_command(mpirun, len(roles), worker, **about)
-        for _ in range(STARTS):
-            run = Mpirun(command, len(roles), _write_stderr)
-            code = run.wait()
-            if not (code and _COLLISION in b"".join(run.relay.withheld)):
-                break
+        with fork_server() as start:
+            command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
+            for _ in range(STARTS):
+                run = Mpirun(command, len(roles), _write_stderr)
+                code = run.wait()
+                if not (code and _COLLISION in b"".join(run.relay.withheld)):
+                    break
     outcome = _outcome(run, code, job, output, roles)
     if outcome.code and verbose:
         _write_stderr(b"".join(run.relay.withheld))

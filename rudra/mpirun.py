@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from rudra.errors import LaunchError
-from rudra.failures import APPEAR_S, neighbours, ranks_below
+from rudra.failures import APPEAR_S, neighbours, started_below
 from rudra.relay import Relay
 
 GRACE_S = 30.0
@@ -159,7 +159,7 @@ class Mpirun:
         if now - self._looked_at < (RARELY_S if self.relay.started else LOOKS_S):
             return
         self._looked_at = now
-        alive = ranks_below(self._process.pid)
+        alive = started_below(self._process.pid)
         self.seen |= alive.keys()
         self._alive = len(alive)
         if self._here is None and alive:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ import numpy as np
 
 from rudra.config import Job
 from rudra.errors import ResultsError, RudraError
+from rudra.forkserver import fork_server
 from rudra.progress import Bar, duration, shown
 from rudra.results import open_results
 from rudra.sweep import Driver, Point, Sweep
@@ -57,7 +58,10 @@ def run(sweep: Sweep, directory: Path, done: set[str], *, workers: int, mode: Mo
     failures: list[Failed] = []
     progress = _Progress(sweep, directory, done, mode)
     try:
-        with closing(_ended(missing, directory, sweep.driver, workers, progress)) as ended:
+        with (
+            fork_server() if sweep.driver == "mpi" else nullcontext(),
+            closing(_ended(missing, directory, sweep.driver, workers, progress)) as ended,
+        ):
             for point, reason in ended:
                 if reason is not None:
                     failures.append(Failed(point, reason))

@@ -26,6 +26,7 @@ from rudra.config import Job, cores
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import end_everybody, end_with_the_dead, outcome, outlive, survivable
+from rudra.forkserver import launcher
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
 from rudra.position import Position
 from rudra.progress import Progress
@@ -223,7 +224,7 @@ class _Session:
         self._told = False  # to stop
         self._asked = False  # by somebody, who is not the launcher
         self._secured = False  # what there is, should this rank be killed in a moment
-        self._launcher = os.getppid()
+        self._launcher = launcher()
 
     def prepare(self, progress: dict[str, Any]) -> int | None:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
@@ -550,7 +551,7 @@ class _Session:
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         """Some time has passed since the launcher, or somebody, told this rank to end."""
-        alone = os.getppid() != self._launcher
+        alone = launcher() != self._launcher
         if self._rank is None:
             return
         if self._keeps_results and not self._secured and not alone:

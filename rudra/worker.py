@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -43,14 +44,14 @@ def main(file: str) -> int:
     Returns:
         Exit code of this rank.
     """
-    gc.disable()  # imports make hundreds of thousands of objects that stay: until all are there, and then no more
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, which spin on cores that other ranks need
-    if sys.platform == "linux":  # when mpirun itself is killed it cannot end its ranks
+    gc.disable()  # imports make hundreds of thousands of objects that stay: until all are there, and then no more
+    if sys.platform == "linux":  # when mpirun, or the fork server, is killed it cannot end its ranks
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     stops = (signal.SIGUSR1, signal.SIGINT)  # the first one is the launcher's Ctrl-C
     for number in stops:
         signal.signal(number, signal.SIG_DFL)  # nothing has begun that needs an end in order
-    with Path(file).open("rb") as stream:
+    with Path(file).open("rb") as stream:  # not the fork server's, where ranks would share one position
         sys.path[:] = pickle.load(stream)
         from rudra.errors import LaunchError
         from rudra.launch import leave_the_word, world_rank
@@ -73,6 +74,20 @@ def main(file: str) -> int:
     for number in stops:
         signal.signal(number, signal.default_int_handler)
     return 1 if run is None else run()
+
+
+def serve(listener: int, launcher: int) -> list[str]:
+    """Imports what ranks need, and forks them: see `rudra.forkserver.serve`, which returns in each of them."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.disable()
+    import mpi4py
+
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    import rudra.session  # noqa: F401
+    from rudra import forkserver
+
+    gc.freeze()
+    return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))
 
 
 def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
@@ -108,7 +123,10 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
 
 if __name__ == "__main__":
     try:
-        code = main(sys.argv[1])
+        arguments = sys.argv[1:]
+        if arguments[0] == "--serve":
+            arguments = serve(*map(int, arguments[1:]))
+        code = main(*arguments)
         from rudra.failures import leave
         from rudra.relay import end_line
 

@@ -19,6 +19,7 @@ from rudra import launch
 from rudra.checkpoint import CheckpointWriter
 from rudra.events import Action, Event, Halt, Hashed, Received, Updated
 from rudra.failures import ranks_below
+from rudra.forkserver import launcher
 from rudra.launch import Outcome
 from rudra.messages import Kind
 
@@ -164,7 +165,7 @@ class Armed:
         until.callback(setattr, kind, name, plain)
 
     def _fall(self) -> None:
-        self.strike.fall(ranks_below(os.getppid())[self.rank])
+        self.strike.fall(ranks_below(launcher())[self.rank])
 
 
 def _at_once(*about: Any) -> bool:

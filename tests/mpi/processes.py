@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import rudra
 from rudra.errors import RudraError
@@ -79,6 +80,12 @@ def below(pid: int) -> list[int]:
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """World rank -> process, of all that a launch started."""
     return ranks_below(process.pid)
+
+
+def mpirun_of(process: "subprocess.Popen[Any]") -> int:
+    """The mpirun that a launch started."""
+    (found,) = (pid for pid in below(process.pid) if Path(f"/proc/{pid}/comm").read_text() == "prterun\n")
+    return found
 
 
 def gone(pids: list[int], within_s: float = 8.0) -> bool:

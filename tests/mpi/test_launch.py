@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from processes import below, gone
+from processes import below, gone, mpirun_of
 
 from rudra.failures import ranks_below
 
@@ -188,15 +188,17 @@ def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
-    tmp_path: Path, victim: str, number: signal.Signals, checkpoint: bool
+    tmp_path: Path, victim: str, number: signal.Signals, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("RUDRA_FORK_SERVER")  # it has one of its own, which ends too
     process = start(tmp_path, "time.sleep(60)")
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
         said += read_until(process, b"\n")
+    everything = below(process.pid)
     if checkpoint:
         (tmp_path / "out.ckpt").touch()
-    os.kill(process.pid if victim == "launcher" else below(process.pid)[0], number)
+    os.kill(process.pid if victim == "launcher" else mpirun_of(process), number)
     code, lines, pids = finish(process, said)
     how = "killed by signal 9 (SIGKILL)" if number == signal.SIGKILL else "ended from outside"
     then = "to go on from its last checkpoint: rudra resume out.h5" if checkpoint else "it had no results yet"
@@ -204,8 +206,22 @@ def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
         assert (code, lines) == (-number, ["ready"])
     else:
         assert (code, lines) == (3 if checkpoint else 1, ["ready", f"rudra: demo: mpirun was {how}; {then}"])
-    assert gone(pids)
+    assert gone([*pids, *everything])
     assert {file.name for file in tmp_path.iterdir()} <= {"script.py", "out.ckpt"}, "ranks have read what was for them"
+
+
+def test_without_its_fork_server_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RUDRA_FORK_SERVER")
+    process = start(tmp_path, "time.sleep(60)")
+    said = b""
+    while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
+        said += read_until(process, b"\n")
+    (rank, *_) = (pid for pid in ranks_below(process.pid).values())
+    os.kill(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    code, (_, line), pids = finish(process, said)
+    assert code == 1
+    assert re.match(r"rudra: rank \d \(.*\) was killed by signal 9 \(SIGKILL\); is there enough memory\?$", line)
+    assert gone(pids)
 
 
 def imports(library: str, process: subprocess.Popen[bytes]) -> bool:

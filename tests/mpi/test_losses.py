@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import below, finish, gone, ranks_of, start, wait_for_updates
+from processes import below, finish, gone, mpirun_of, ranks_of, start, wait_for_updates
 
 import rudra
 from rudra.bench.phases import PLACES, kill
@@ -153,7 +153,7 @@ def test_mpirun_that_is_ended_from_outside_leaves_a_run_to_go_on_with(tmp_path: 
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 10)
     pids = below(process.pid)
-    os.kill(pids[0], signal.SIGTERM)
+    os.kill(mpirun_of(process), signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 3
     how = f"to go on from its last checkpoint: rudra resume {output}"

@@ -107,7 +107,7 @@ def test_validate_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"model +\d+,\d+ parameters; a gradient of 8 samples takes [\d.e+]+ ms here, loss 2\.\d+ at", said)
     assert re.search(r"metrics +top5_error\n", said)
     assert re.search(
-        r"memory .*: parameter server \d+ MB, statistics server \d+ MB, learner \d+ MB; data, .*MB\n", said
+        r"memory .*: parameter server \S+ [MG]B, statistics server \S+ [MG]B, learner \S+ [MG]B; data, .*MB\n", said
     )
 
 

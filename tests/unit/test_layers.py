@@ -41,6 +41,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/replayer.py": LEARNING,
     "rudra/hands.py": LEARNING,
     "rudra/export.py": LEARNING,
+    "rudra/forkserver.py": STANDARD,
     "rudra/frame.py": CORE | {"pandas"},
     "rudra/api.py": LEARNING,
     "rudra/mpi.py": LEARNING | {"mpi4py"},

@@ -1,0 +1,253 @@
+"""Ranks of this node as forks of one process that has imported everything, in place of as many imports of torch.
+
+mpirun starts small processes, each of which stands for a rank: it asks the fork server for one, hands it its standard
+streams and environment, passes signals on, and ends as the rank ends. Where there is no fork server, as on another
+node, such a process becomes the rank itself. So this file also runs as a script, and needs the standard library alone.
+"""
+
+import ctypes
+import os
+import re
+import resource
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+"""Signals to a rank's proxy that are the rank's."""
+
+ENDS_S = 3.0
+"""How long the fork server may take to end when its ranks are to have ended."""
+
+STANDS_FOR = "for "
+"""How the name of a proxy's process begins; its rank's process follows."""
+
+_PROXY, _SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of what may use a fork server
+_STATUS = struct.Struct("i")
+_CREDENTIALS = struct.Struct("3i")
+_ARGUMENTS_BYTES = 1 << 16
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_WORKER = (sys.executable, "-P", str(Path(__file__).with_name("worker.py")))
+
+
+@contextmanager
+def fork_server(worker: Sequence[str] = _WORKER) -> Iterator[list[str]]:
+    """Has a fork server meanwhile, for this process and those that it starts; one that is there is used.
+
+    Args:
+        worker: the command of a rank, without its arguments; with `--serve` and two descriptors, of the fork server.
+
+    Yields:
+        The command that mpirun is to start, without the arguments of a rank.
+    """
+    address, _, whose = os.environ.get(_SERVER, "").partition(" ")
+    if sys.platform != "linux":
+        yield [*worker]
+    elif whose == " ".join(worker):
+        yield _proxy(address, worker)
+    else:
+        with _started(worker) as address:
+            os.environ[_SERVER] = f"{address} {' '.join(worker)}"
+            try:
+                yield _proxy(address, worker)
+            finally:
+                del os.environ[_SERVER]
+
+
+def _proxy(address: str, worker: Sequence[str]) -> list[str]:
+    return [sys.executable, "-S", "-P", __file__, address, *worker]
+
+
+@contextmanager
+def _started(worker: Sequence[str]) -> Iterator[str]:
+    """A fork server, and its address."""
+    address = f"rudra-{uuid.uuid4().hex}"
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        kept = (listener.fileno(), theirs.fileno())
+        server = subprocess.Popen(
+            [*worker, "--serve", *map(str, kept)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # what it cannot do, the ranks try themselves, and say why
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            pass_fds=kept,
+            start_new_session=True,
+        )
+        listener.close()
+        theirs.close()
+        try:
+            yield address
+        finally:
+            ours.close()
+            with suppress(subprocess.TimeoutExpired):  # it ends with the last of its ranks
+                server.wait(ENDS_S)
+
+
+def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
+    """Forks a rank for each proxy that asks; returns in the ranks, with their arguments, and never here.
+
+    Args:
+        listener: where they ask.
+        launcher: is at its end when no more ranks are to come.
+    """
+    woken, wakes = socket.socketpair()
+    for end in (woken, wakes):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes.fileno())
+    proxies: dict[int, socket.socket] = {}  # of the ranks, by process
+    with selectors.DefaultSelector() as selector:
+        for source in (woken, listener, launcher):
+            selector.register(source, selectors.EVENT_READ)
+        waits = True
+        while waits or proxies:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if woken in ready:
+                woken.recv(4096)
+                for rank, status in _ended():
+                    proxy = proxies.pop(rank)
+                    if proxy in selector.get_map():
+                        selector.unregister(proxy)
+                    _tell(proxy, status)
+                    proxy.close()
+            for rank, proxy in proxies.items():
+                if proxy in ready:  # it says nothing: it has died
+                    selector.unregister(proxy)
+                    os.kill(rank, signal.SIGKILL)
+            if launcher in ready:
+                selector.unregister(launcher)
+                waits = False
+            if listener in ready and (asked := _asked(listener)) is not None:
+                proxy, arguments, streams = asked
+                if not (rank := os.fork()):
+                    break
+                for stream in streams:
+                    os.close(stream)
+                proxies[rank] = proxy
+                selector.register(proxy, selectors.EVENT_READ)
+                _tell(proxy, rank)
+        else:
+            os._exit(0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _become(_peer(proxy)[0], streams)
+    for held in (woken, wakes, listener, launcher, proxy, *proxies.values()):
+        held.close()  # whoever waits for the end of one must not wait for this process
+    return arguments
+
+
+def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], list[int]] | None:
+    """A proxy that asks for a rank, the rank's arguments and streams; None: it has died, or is not this user's."""
+    proxy, _ = listener.accept()
+    if _peer(proxy)[1] == os.geteuid():
+        with suppress(OSError):
+            text, streams, _, _ = socket.recv_fds(proxy, _ARGUMENTS_BYTES, 3)
+            if len(streams) == 3:
+                return proxy, os.fsdecode(text).split("\0"), streams
+    proxy.close()
+    return None
+
+
+def _tell(proxy: socket.socket, number: int) -> None:
+    with suppress(OSError):  # it has died, which is seen next
+        proxy.sendall(_STATUS.pack(number))
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Processes that have ended, and how."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found
+
+
+def _become(proxy: int, streams: Sequence[int]) -> None:
+    """Gives this process what is its proxy's, as if it had been started in its place; and luck of its own."""
+    variables = Path(f"/proc/{proxy}/environ").read_bytes().split(b"\0")
+    os.environb.clear()
+    os.environb.update({name: value for name, _, value in (text.partition(b"=") for text in variables) if name})
+    os.environ[_PROXY] = str(proxy)
+    os.chdir(f"/proc/{proxy}/cwd")
+    os.umask(int(re.search(r"^Umask:\s+(\d+)", Path(f"/proc/{proxy}/status").read_text(), re.MULTILINE)[1], 8))  # type: ignore[index]
+    os.sched_setaffinity(0, os.sched_getaffinity(proxy))
+    for name in filter(re.compile("RLIMIT_").match, dir(resource)):
+        with suppress(OSError, ValueError):  # only less is for everybody to take
+            resource.setrlimit(getattr(resource, name), resource.prlimit(proxy, getattr(resource, name)))
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, proxy))
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    if "numpy.random" in sys.modules:  # Python's own generator does so by itself
+        sys.modules["numpy.random"].seed()
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end, and its user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(credentials)
+    return process, user
+
+
+def launcher() -> int:
+    """The process that started this rank, or its proxy; another one when that has ended."""
+    proxy = os.environ.get(_PROXY)
+    if proxy is None:
+        return os.getppid()
+    with suppress(OSError):
+        return int(Path(f"/proc/{proxy}/stat").read_text().rpartition(")")[2].split()[1])
+    return 1
+
+
+def process_of(started: int) -> int:
+    """In which process the rank runs for which mpirun has started one."""
+    with suppress(OSError, ValueError):
+        name = Path(f"/proc/{started}/comm").read_text()
+        if name.startswith(STANDS_FOR):
+            return int(name.removeprefix(STANDS_FOR))
+    return started
+
+
+def stand_for(address: str, arguments: Sequence[str]) -> None:
+    """Asks for a rank, and ends as it ends; returns if nobody can be asked."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # passed on, so that the rank may end in order
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect(f"\0{address}")
+            if _peer(server)[1] != os.geteuid():
+                return
+            socket.send_fds(server, [os.fsencode("\0".join(arguments))], [0, 1, 2])
+            told = server.recv(_STATUS.size)
+        except OSError:
+            return
+        if not told:
+            return
+        (rank,) = _STATUS.unpack(told)
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: os.kill(rank, number))
+        libc.prctl(_PR_SET_NAME, f"{STANDS_FOR}{rank}".encode())
+        told = server.recv(_STATUS.size)
+    code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left one, if any
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    address, *command = sys.argv[1:]
+    stand_for(address, command[len(_WORKER) :])
+    os.execv(command[0], command)

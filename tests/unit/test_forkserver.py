@@ -1,0 +1,142 @@
+"""Proxies and the ranks they stand for: what a rank gets of its proxy, and that both end alike, however that is."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rudra.forkserver import fork_server, process_of
+
+pytestmark = pytest.mark.timeout(60)
+
+WORKER = """
+import os, random, signal, socket, sys, time
+sys.path.insert(0, {root!r})
+server = os.getpid()
+if "--serve" in sys.argv:
+    if {broken}:
+        sys.exit(1)
+    import numpy.random
+    from rudra.forkserver import launcher, serve
+    sys.argv[1:] = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[-2:]))
+assert sys.argv[1:] == ["the", "arguments"]
+"""
+
+
+@contextmanager
+def rank(
+    directory: Path, body: str, *, broken: bool = False, count: int = 1, **more: Any
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Proxies of ranks that run `body`."""
+    script = directory / "worker.py"
+    script.write_text(WORKER.format(root=str(Path(__file__).parents[2]), broken=broken) + body)
+    with fork_server([sys.executable, "-P", str(script)]) as command:
+        more |= {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
+        more["env"] = {**os.environ, "MINE": "ä=b"}
+        processes = [subprocess.Popen([*command, "the", "arguments"], **more) for _ in range(count)]
+        yield processes
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("", 0),
+        ("sys.exit(7)", 7),
+        ("os._exit(255)", 255),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    ],
+)
+def test_a_proxy_ends_as_its_rank(tmp_path: Path, body: str, code: int, broken: bool) -> None:
+    with rank(tmp_path, body, broken=broken) as (proxy,):
+        assert proxy.wait(30) == code
+
+
+HAS = """
+import resource
+print(os.environ["MINE"], sys.stdin.readline(), os.getcwd(), oct(os.umask(0)))
+print(os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.nice(0), os.getpid() != server)
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["served", "by itself"])
+def test_a_rank_is_as_if_started_in_its_proxys_place(tmp_path: Path, broken: bool) -> None:
+    (place := tmp_path / "ä").mkdir()
+    core = min(os.sched_getaffinity(0))
+
+    def set_up() -> None:
+        os.chdir(place)
+        os.umask(0o137)
+        os.nice(3)
+        os.sched_setaffinity(0, {core})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    with rank(tmp_path, HAS, broken=broken, preexec_fn=set_up) as (proxy,):
+        said = proxy.communicate("told", 30)[0].splitlines()
+    assert said == [f"ä=b told {place} 0o137", f"{{{core}}} 100 {os.nice(0) + 3} {not broken}"]
+
+
+def test_a_rank_knows_who_started_its_proxy_and_has_luck_of_its_own(tmp_path: Path) -> None:
+    body = "print(launcher(), random.random(), numpy.random.random())"
+    with rank(tmp_path, body, count=2) as proxies:
+        said = [proxy.communicate(timeout=30)[0].split() for proxy in proxies]
+    assert {words[0] for words in said} == {str(os.getpid())}
+    assert len({number for words in said for number in words[1:]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("strike", "codes"),
+    [
+        (lambda proxy, rank: os.kill(proxy, signal.SIGKILL), {-signal.SIGKILL}),
+        (lambda proxy, rank: os.kill(rank, signal.SIGKILL), {-signal.SIGKILL}),
+        (lambda proxy, rank: os.kill(parent(rank), signal.SIGKILL), {-signal.SIGKILL}),
+        (lambda proxy, rank: os.kill(proxy, signal.SIGTERM), {-signal.SIGTERM}),
+    ],
+    ids=["proxy", "rank", "fork server", "proxy, softly"],
+)
+def test_none_of_them_outlives_another(tmp_path: Path, strike: Callable[[int, int], None], codes: set[int]) -> None:
+    body = "import ctypes; ctypes.CDLL(None).prctl(1, signal.SIGKILL); print('there', flush=True); time.sleep(60)"
+    with rank(tmp_path, body) as (proxy,):
+        assert proxy.stdout is not None
+        assert proxy.stdout.readline() == "there\n"
+        process = process_of(proxy.pid)
+        assert process != proxy.pid
+        strike(proxy.pid, process)
+        assert proxy.wait(30) in codes
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{process}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_signal_to_the_proxy_is_the_ranks(tmp_path: Path) -> None:
+    body = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(5)); print('there', flush=True); time.sleep(60)"
+    with rank(tmp_path, body) as (proxy,):
+        assert proxy.stdout is not None
+        proxy.stdout.readline()
+        proxy.send_signal(signal.SIGUSR1)
+        assert proxy.wait(30) == 5
+
+
+def test_the_fork_server_ends_with_what_it_was_for(tmp_path: Path) -> None:
+    with rank(tmp_path, "print(os.getppid(), flush=True); time.sleep(60)") as (proxy,):
+        assert proxy.stdout is not None
+        server = int(proxy.stdout.readline())
+    assert not Path(f"/proc/{server}").exists()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
