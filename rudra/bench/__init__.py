@@ -60,6 +60,10 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "overlap, minutes per epoch and staleness of base, adv and adv*, against the paper's Tables 1 and 4",
         "overlap within 10 points, adv* >= 99.5 %; times within 20 %",
     ),
+    "studies": (
+        "test errors of the paper's Figure 5 and Table 2 on few images, three seeds; needs CIFAR-10 in data/cifar-10",
+        "the paper's order at every seed",
+    ),
     "faults": (
         "learners, servers and whole jobs killed at random moments, on real ranks: who survives, and what is left",
         "all survive or recover, within 10 s, every file readable",

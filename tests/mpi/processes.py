@@ -61,12 +61,17 @@ def updates(path: Path, table: str = "updates") -> int:
     return 0
 
 
+def replays(path: Path) -> bool:
+    """Whether a run is repeated bit for bit."""
+    return rudra.replay(path, quiet=True).difference is None
+
+
 def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int, table: str = "updates") -> None:
     """Until a run has made so many updates, or recorded so many rows of another table, or has ended."""
     deadline = time.monotonic() + 100
     while process.poll() is None and updates(output, table) < count:
         assert time.monotonic() < deadline, f"fewer than {count} {table} came"
-        time.sleep(0.02)  # another process's progress can only be polled
+        time.sleep(0.05)  # another process's progress can only be polled
 
 
 def below(pid: int) -> list[int]:

@@ -17,13 +17,17 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(260)]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-NEEDS = {"compile": needs_compiler}
+DATA = Path(os.environ.get("RUDRA_DATA", ROOT.parent / "shared" / "data"))
+needs_data = pytest.mark.skipif(
+    not (DATA / "cifar-10").is_dir(), reason=f"no CIFAR-10 in {DATA}; RUDRA_DATA can name another place"
+)
+NEEDS = {"compile": needs_compiler, "studies": needs_data}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])
 def test_a_benchmark_prints_ratios_and_goals(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rudra", "bench", name, "--quick", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "RUDRA_DATA": str(DATA)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)

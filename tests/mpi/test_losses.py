@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import below, finish, gone, mpirun_of, ranks_of, start, wait_for_updates
+from processes import below, finish, gone, mpirun_of, ranks_of, replays, start, wait_for_updates
 
 import rudra
 from rudra.bench.phases import PLACES, kill
@@ -58,8 +58,7 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
         assert protocol != "hardsync" or not gradients["staleness"].any()
         assert results.learners["pushed"][1] >= 10
         assert np.isfinite(results.summary()["final_test_error"])
-    code, _, err = finish(start("replay", output))
-    assert code == 0, err
+    assert replays(output)
 
 
 ANEW = {
@@ -76,7 +75,8 @@ def test_where_one_cannot_be_missed_the_others_begin_anew(
     tmp_path: Path, protocol: str, topology: str, rank: int, name: str
 ) -> None:
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
-    process = start("run", job, "--output", output, "--set", "cluster.learners=4")
+    longer = ["--set", "cluster.learners=4", "--set", "training.epochs=12"]
+    process = start("run", job, "--output", output, *longer)
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process)
@@ -97,8 +97,8 @@ def test_where_one_cannot_be_missed_the_others_begin_anew(
             assert (mine["update"].max() > lost["timestamp"]) == (learner != dead)
         assert protocol != "hardsync" or not gradients["staleness"].any()
         assert np.isfinite(results.summary()["final_test_error"])
-    code, _, err = finish(start("replay", output))
-    assert code == 0 or "declares that it is not replayable" in err, err
+    if "mpi" not in topology:  # whose allreduce adds as it likes
+        assert replays(output)
 
 
 def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Pa
     with rudra.open_results(output) as results:
         assert results.status == "finished"
         assert list(results.epochs["epoch"]) == [1, 2, 3, 4, 5, 6]
-    assert finish(start("replay", output))[0] == 0
+    assert replays(output)
 
 
 def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(tmp_path: Path) -> None:
@@ -199,8 +199,7 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(
         assert event["kind"] == b"dropped"
         assert set(results.updates["gradients"][results.updates["timestamp"] > event["timestamp"] + 1]) == {2}
     assert gone([pid]), "nothing is left over"
-    code, _, err = finish(start("replay", output))
-    assert code == 0, err
+    assert replays(output)
 
 
 def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:

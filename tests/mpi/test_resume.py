@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import below, finish, gone, start, updates, wait_for_updates
+from processes import below, finish, gone, replays, start, updates, wait_for_updates
 
 import rudra
 
@@ -79,7 +79,7 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         assert len({*kept} & {*results.kept_epochs}) > 1
         for epoch in {*kept} & {*results.kept_epochs}:
             assert np.array_equal(results.weights_of(epoch), kept[epoch])
-    assert finish(start("replay", output))[0] == 0
+    assert replays(output)
 
 
 def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
@@ -95,8 +95,7 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
             assert list(steps) == list(range(len(steps)))
         assert list(results.epochs["epoch"]) == [1, 2, 3, 4, 5]
         assert (results.events["wall_s"] > 0).all()
-    code, _, err = finish(start("replay", output))
-    assert code == 0, err
+    assert replays(output)
 
 
 @pytest.mark.parametrize(("update", "least"), [(155, 5), (215, 6)])
@@ -141,8 +140,7 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path,
     assert all(0 < at - epoch <= 2 for at, epoch in zip(fell, tested[[2, 4]].tolist(), strict=True))
     factors = [0.5 ** sum(epoch > at for at in fell) for epoch in updates["epoch"].tolist()]
     assert updates["learning_rate"] == pytest.approx(updates["learning_rate"][0] * np.array(factors))
-    code, _, err = finish(start("replay", output))
-    assert code == 0, err
+    assert replays(output)
 
 
 def test_what_cannot_be_resumed_is_said_in_one_line(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
-"""What the paper found, in the studies that come with Rudra: of time and staleness in full, of errors on few images."""
+"""What the paper found of time and staleness, in the studies that come with Rudra; errors: `rudra bench studies`."""
 
-import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,7 @@ import pytest
 
 import rudra
 from rudra import sweep
-from rudra.config import cores
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("RUDRA_DATA", ROOT.parent / "shared" / "data")) / "cifar-10"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no CIFAR-10 in {DATA}; RUDRA_DATA can name another place")
 TIME_ALONE = ["simulation.tensors=false", "results.minibatches=false"]
 
 
@@ -79,36 +73,3 @@ def test_table_4_times_fall_and_staleness_rises_with_adv_star(tmp_path: Path) ->
     assert staleness[1:3] == pytest.approx([1, 1], abs=0.15), "§5.5: close to 1 with base and adv"
     assert staleness[3] > 1.3
     assert all(s["applied"] + s["pending"] + s["discarded"] + s["lost"] == s["pushed"] for s in found)
-
-
-@needs_data
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_figure_5_rate_divided_by_n_is_what_lets_30_softsync_learn(tmp_path: Path) -> None:
-    few = [f"data.path={DATA}", "data.train_limit=20000", "training.epochs=2", "optimizer.milestones=[]"]
-    few.append(f"cluster.threads_per_rank={cores()}")
-    grid = {"protocol.modulation": ["none", "n"]}
-    found = summaries(sweep.plan("rudra/figure5", grid=grid, quick=True, overrides=few), tmp_path)
-    fails = found["modulation none"]
-    assert fails["train_error"][1] == pytest.approx(0.9, abs=0.02), "chance"
-    assert fails["mean_staleness"] == pytest.approx(29, abs=3)
-    learns = found["modulation n"]
-    assert learns["final_test_error"] < min(0.87, fails["final_test_error"])
-    assert learns["train_loss"][1] < learns["train_loss"][0] < 2.3026 < fails["train_loss"][1]
-
-
-@needs_data
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_table_2_errors_rise_with_the_product_of_minibatch_and_learners(tmp_path: Path) -> None:
-    few = [f"data.path={DATA}", "data.train_limit=5000", "training.epochs=4", "optimizer.milestones=[3]"]
-    study = sweep.plan("rudra/table2", quick=True, overrides=[*few, f"cluster.threads_per_rank={cores()}"])
-    groups = {128: [(4, 30), (32, 4)], 1024: [(32, 30), (128, 10)]}
-    sizes = [size for group in groups.values() for size in group]
-    points = tuple(p for p in study.points if (p.job.training.minibatch_size, p.job.learners) in sizes)
-    found = summaries(dataclasses.replace(study, points=points), tmp_path)
-    error = {(s["minibatch_size"], s["learners"]): s["final_test_error"] for s in found.values()}
-    for group in groups.values():
-        first, second = (error[size] for size in group)
-        assert first == pytest.approx(second, abs=0.05)
-    assert max(error[size] for size in groups[128]) < min(error[size] for size in groups[1024]) - 0.05
