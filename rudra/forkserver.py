@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Signals to a rank's proxy that are the rank's."""
@@ -34,11 +35,12 @@ _STATUS = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")
 _ARGUMENTS_BYTES = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_WORKER = (sys.executable, "-P", str(Path(__file__).with_name("worker.py")))
+WORKER = (sys.executable, "-P", str(Path(__file__).with_name("worker.py")))
+"""The command of a rank, without its arguments."""
 
 
 @contextmanager
-def fork_server(worker: Sequence[str] = _WORKER) -> Iterator[list[str]]:
+def fork_server(worker: Sequence[str] = WORKER) -> Iterator[list[str]]:
     """Has a fork server meanwhile, for this process and those that it starts; one that is there is used.
 
     Args:
@@ -128,10 +130,10 @@ def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
                 selector.unregister(launcher)
                 waits = False
             if listener in ready and (asked := _asked(listener)) is not None:
-                proxy, arguments, streams = asked
+                proxy, arguments, place = asked
                 if not (rank := os.fork()):
                     break
-                for stream in streams:
+                for stream in place.streams:
                     os.close(stream)
                 proxies[rank] = proxy
                 selector.register(proxy, selectors.EVENT_READ)
@@ -140,21 +142,45 @@ def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
             os._exit(0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _become(_peer(proxy)[0], streams)
     for held in (woken, wakes, listener, launcher, proxy, *proxies.values()):
         held.close()  # whoever waits for the end of one must not wait for this process
+    _take(place)
     return arguments
 
 
-def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], list[int]] | None:
-    """A proxy that asks for a rank, the rank's arguments and streams; None: it has died, or is not this user's."""
+class _Place(NamedTuple):
+    """What is a proxy's, and its rank's after it.
+
+    Attributes:
+        proxy: the process.
+        streams: standard input, output and error.
+        environment: variables and their values.
+        umask: of files that it makes.
+    """
+
+    proxy: int
+    streams: list[int]
+    environment: dict[bytes, bytes]
+    umask: int
+
+
+def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], _Place] | None:
+    """A proxy that asks for a rank, the rank's arguments and place; None: it is not this user's, or cannot be read."""
     proxy, _ = listener.accept()
-    if _peer(proxy)[1] == os.geteuid():
-        with suppress(OSError):
+    process, user = _peer(proxy)
+    streams: list[int] = []
+    if user == os.geteuid():
+        with suppress(OSError, StopIteration):
             text, streams, _, _ = socket.recv_fds(proxy, _ARGUMENTS_BYTES, 3)
+            variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            environment = {name: value for name, _, value in (text.partition(b"=") for text in variables) if name}
+            status = Path(f"/proc/{process}/status").read_text().splitlines()
+            umask = int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
             if len(streams) == 3:
-                return proxy, os.fsdecode(text).split("\0"), streams
-    proxy.close()
+                return proxy, os.fsdecode(text).split("\0"), _Place(process, streams, environment, umask)
+    for stream in streams:
+        os.close(stream)
+    proxy.close()  # which goes on by itself
     return None
 
 
@@ -170,21 +196,20 @@ def _ended() -> Iterator[tuple[int, int]]:
             yield found
 
 
-def _become(proxy: int, streams: Sequence[int]) -> None:
-    """Gives this process what is its proxy's, as if it had been started in its place; and luck of its own."""
-    variables = Path(f"/proc/{proxy}/environ").read_bytes().split(b"\0")
+def _take(place: _Place) -> None:
+    """Makes this process what one would be that was started in the proxy's place; with luck of its own."""
     os.environb.clear()
-    os.environb.update({name: value for name, _, value in (text.partition(b"=") for text in variables) if name})
-    os.environ[_PROXY] = str(proxy)
-    os.chdir(f"/proc/{proxy}/cwd")
-    os.umask(int(re.search(r"^Umask:\s+(\d+)", Path(f"/proc/{proxy}/status").read_text(), re.MULTILINE)[1], 8))  # type: ignore[index]
-    os.sched_setaffinity(0, os.sched_getaffinity(proxy))
+    os.environb.update(place.environment)
+    os.environ[_PROXY] = str(place.proxy)
+    os.umask(place.umask)
+    os.chdir(f"/proc/{place.proxy}/cwd")
+    os.sched_setaffinity(0, os.sched_getaffinity(place.proxy))
     for name in filter(re.compile("RLIMIT_").match, dir(resource)):
         with suppress(OSError, ValueError):  # only less is for everybody to take
-            resource.setrlimit(getattr(resource, name), resource.prlimit(proxy, getattr(resource, name)))
+            resource.setrlimit(getattr(resource, name), resource.prlimit(place.proxy, getattr(resource, name)))
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, proxy))
-    for number, stream in enumerate(streams):
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, place.proxy))
+    for number, stream in enumerate(place.streams):
         os.dup2(stream, number)
         os.close(stream)
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
@@ -249,5 +274,5 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     address, *command = sys.argv[1:]
-    stand_for(address, command[len(_WORKER) :])
+    stand_for(address, command[len(WORKER) :])
     os.execv(command[0], command)

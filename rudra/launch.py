@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from rudra.checkpoint import how_to_resume, path_of
 from rudra.config import Job
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
 from rudra.failures import TCP_FLAGS, ULFM, listed
-from rudra.forkserver import fork_server
+from rudra.forkserver import WORKER, fork_server
 from rudra.mpirun import Mpirun
 from rudra.relay import DIED, explain, signal_name
 
@@ -156,7 +156,8 @@ def launch(
     open_mpi = is_open_mpi(mpirun)
     with _payload_file(output, payload) as file:
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
-        with fork_server() as start:
+        # MPICH's mpirun speaks to a rank by a descriptor that only the process has that it started.
+        with fork_server() if open_mpi else nullcontext(WORKER) as start:
             command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
             for _ in range(STARTS):
                 run = Mpirun(command, len(roles), _write_stderr)

@@ -14,6 +14,8 @@ import rudra
 from rudra import data, models
 from rudra.sampling import Sampler
 
+pytestmark = pytest.mark.slow
+
 SIZE = 16
 
 

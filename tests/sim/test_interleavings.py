@@ -8,6 +8,8 @@ from clusters import SAMPLES, check_updates, job, timing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
+
 WIDTHS = st.integers(2, 4)
 FAN_OUTS = st.none() | st.integers(1, 4) | st.tuples(st.integers(1, 3), WIDTHS) | st.tuples(WIDTHS, WIDTHS, WIDTHS)
 

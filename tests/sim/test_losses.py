@@ -26,6 +26,8 @@ from rudra.roles import Machine, ParameterServer
 from rudra.roles.owner import Owner
 from topologies.plan import LEARNER, TREE_SERVER
 
+pytestmark = pytest.mark.slow
+
 TOPOLOGIES: dict[str, list[dict[str, Any]]] = {
     "base": [{}],
     "adv": [{"fan_out": 2}, {"fan_out": 3}, {"fan_out": (2, 2)}, {"fan_out": (2, 2, 2)}],

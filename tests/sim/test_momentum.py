@@ -6,6 +6,8 @@ from clusters import SAMPLES, job, timing
 
 from rudra.bench import momentum as bench
 
+pytestmark = pytest.mark.slow
+
 GRADIENTS = 4000
 
 

@@ -7,6 +7,8 @@ from clusters import train
 from rudra.config import Job
 from rudra.messages import tail_bytes
 
+pytestmark = pytest.mark.slow
+
 
 def digits(precision: str) -> Job:
     return Job(

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from clusters import SAMPLES, SIZE_BYTES, job, timing
 
+pytestmark = pytest.mark.slow
+
 LEARNERS = 30
 GRADIENTS = 20_010
 EPOCHS = 3

@@ -22,6 +22,8 @@ from rudra.errors import ConfigError, ResultsError
 from rudra.records import LEARNER, TOTALS
 from rudra.statedict import Named
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 LIKE = {"F32": np.float32, "I64": np.int64, "BOOL": np.bool_, "C64": np.complex64, "BF16": np.uint16}
 TRAINED, ENDS = 5, (2, 4, 5)

@@ -18,6 +18,8 @@ from rudra.position import Position
 from rudra.resume import decide, resumable
 from tests.unit.fuzzing import TEXTS, VALUES, cases, damaged, refused
 
+pytestmark = pytest.mark.slow
+
 JOB = Job(cluster={"learners": 2, "threads_per_rank": 1})
 POSITION = Position(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7))
 TENSORS = {"weights": np.arange(9, dtype=np.float32), "optimizer.step.0": np.ones(1, np.float32)}

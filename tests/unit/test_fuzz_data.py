@@ -27,6 +27,8 @@ from rudra.tables import DataTable
 from tests.unit.fuzzing import cases, command, damaged, fresh, refused, survived
 from tests.unit.test_data import idx
 
+pytestmark = pytest.mark.slow
+
 IMAGES, LABELS = (np.arange(6 * 20) % 256).reshape(6, 5, 4), np.arange(6) % 3
 GOOD = {"images-idx3-ubyte": idx(IMAGES, 2051), "labels-idx1-ubyte": idx(LABELS, 2049)}
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": lambda b: gzip.compress(b, mtime=0)}

@@ -12,6 +12,8 @@ from rudra.jobfiles import shipped_jobs
 from rudra.tables import Hook, Table
 from tests.unit.fuzzing import TEXTS, VALUES, cases, command, damaged, fresh, refused, toml
 
+pytestmark = pytest.mark.slow
+
 TABLES = {
     name: list(field.annotation.model_fields)
     for name, field in Job.model_fields.items()

@@ -18,6 +18,8 @@ from rudra.cli import main
 from rudra.results import open_results
 from tests.unit.fuzzing import TEXTS, VALUES, cases, command, fresh, survived
 
+pytestmark = pytest.mark.slow
+
 TABLES = ["gradients", "updates", "minibatches", "epochs", "metrics", "roles", "learners", "totals", "state"]
 TABLES += [f"weights/{name}" for name in ("final", "epochs", "kept", "layout", "names")]
 

@@ -28,7 +28,7 @@ from rudra.report.svg import inline
 from rudra.report.tables import Table, comparison, form_of, speed_up, summary
 from rudra.report.who import drawings
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
