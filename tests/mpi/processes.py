@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import rudra
 from rudra.errors import RudraError
 from rudra.failures import ranks_below
 from rudra.launch import find_mpirun
+from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -68,10 +68,8 @@ def replays(path: Path) -> bool:
 
 def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int, table: str = "updates") -> None:
     """Until a run has made so many updates, or recorded so many rows of another table, or has ended."""
-    deadline = time.monotonic() + 100
-    while process.poll() is None and updates(output, table) < count:
-        assert time.monotonic() < deadline, f"fewer than {count} {table} came"
-        time.sleep(0.05)  # another process's progress can only be polled
+    came = eventually(lambda: process.poll() is not None or updates(output, table) >= count)
+    assert came, f"fewer than {count} {table} came"
 
 
 def below(pid: int) -> list[int]:
@@ -95,12 +93,7 @@ def mpirun_of(process: "subprocess.Popen[Any]") -> int:
 
 def gone(pids: list[int], within_s: float = 8.0) -> bool:
     """Whether all processes end within that time."""
-    end = time.monotonic() + within_s
-    while any(map(alive, pids)):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)  # another process's end cannot be waited for
-    return True
+    return eventually(lambda: not any(map(alive, pids)), within_s)
 
 
 def alive(pid: int) -> bool:

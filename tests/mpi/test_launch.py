@@ -15,6 +15,7 @@ import pytest
 from processes import below, gone, mpirun_of
 
 from rudra.failures import ranks_below
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(90)]
 
@@ -255,8 +256,8 @@ def test_ranks_that_are_killed_while_mpi_starts_are_not_waited_for(
     tmp_path: Path, ranks: list[int], moment: str
 ) -> None:
     process = start(tmp_path, "time.sleep(60)", survivable=True)
-    while len(ranks_below(process.pid)) < len(ROLES) or not MOMENTS[moment](process):
-        time.sleep(0.005)  # another process's progress can only be polled
+    there = eventually(lambda: len(ranks_below(process.pid)) == len(ROLES) and MOMENTS[moment](process), every_s=0.005)
+    assert there
     pids = ranks_below(process.pid)
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
@@ -286,8 +287,7 @@ def test_when_all_ranks_are_killed_at_once_somebody_says_so(tmp_path: Path) -> N
 
 def test_an_interrupt_before_mpi_has_started_ends_the_run_at_once(tmp_path: Path) -> None:
     process = start(tmp_path, "time.sleep(60)", survivable=True)
-    while not ranks_below(process.pid):
-        time.sleep(0.005)
+    assert eventually(lambda: ranks_below(process.pid), every_s=0.005)
     pids = below(process.pid)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()

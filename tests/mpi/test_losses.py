@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from processes import below, finish, gone, mpirun_of, ranks_of, replays, start, 
 
 import rudra
 from rudra.bench.phases import PLACES, kill
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -165,8 +165,12 @@ def test_mpirun_that_is_ended_from_outside_leaves_a_run_to_go_on_with(tmp_path: 
 @pytest.mark.parametrize(("rank", "library"), [(0, ""), (3, ""), (0, "libtorch")])
 def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Path, rank: int, library: str) -> None:
     process = start("run", job_file(tmp_path, "softsync"), "--output", tmp_path / "out.h5")
-    while rank not in (pids := ranks_of(process)) or library not in Path(f"/proc/{pids[rank]}/maps").read_text():
-        time.sleep(0.01)  # another process's progress can only be polled
+
+    def there() -> bool:
+        pids = ranks_of(process)
+        return rank in pids and library in Path(f"/proc/{pids[rank]}/maps").read_text()
+
+    assert eventually(there, every_s=0.01)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process, 60)
     assert code == 1
@@ -209,11 +213,12 @@ def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
     wait_for_updates(process, output, 10)
     pid = ranks_of(process)[3]
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(4)
+    assert process.stderr is not None
+    waits = next(line for line in process.stderr if "has waited" in line)
     os.kill(pid, signal.SIGCONT)
     code, _, err = finish(process)
     assert code == 0, err
-    assert "parameter server (rank 0) has waited 1 s for a gradient from learner 1" in err
+    assert "parameter server (rank 0) has waited 1 s for a gradient from learner 1" in waits + err
     with rudra.open_results(output) as results:
         assert set(results.events["kind"]) <= {b"straggler"}
 

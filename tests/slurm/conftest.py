@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from slurm_cluster import LOCAL, ROOT, Cluster, left_over
+
+from tests.waiting import eventually
 
 # Jobs in partition low make way for those in the usual one.
 CONF = """
@@ -50,9 +51,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     finally:
         _local("down", directory).check_returncode()
         assert not directory.exists()
-        end = time.monotonic() + 5
-        while left_over(directory) and time.monotonic() < end:  # what waited for our own end takes a moment to notice
-            time.sleep(0.1)
+        eventually(lambda: not left_over(directory), 5)  # what waited for our own end takes a moment to notice
         left = left_over(directory)
         for pid in left:
             os.kill(pid, signal.SIGKILL)

@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from rudra.forkserver import fork_server, process_of
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,10 +116,7 @@ def test_none_of_them_outlives_another(tmp_path: Path, strike: Callable[[int, in
         assert process != proxy.pid
         strike(proxy.pid, process)
         assert proxy.wait(30) in codes
-        deadline = time.monotonic() + 10
-        while Path(f"/proc/{process}").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert eventually(lambda: not Path(f"/proc/{process}").exists(), 10)
 
 
 def test_a_signal_to_the_proxy_is_the_ranks(tmp_path: Path) -> None:

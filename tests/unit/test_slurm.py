@@ -5,7 +5,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from rudra.cli import main
 from rudra.slurm import Batch, Point, script, time_limit_s
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "slurm").glob("*.sh"))
@@ -328,10 +328,7 @@ def test_lost_nodes_and_daemons(tmp_path: Path, launcher: str, code: int, state:
 def test_mpirun_is_told_of_the_end(tmp_path: Path, number: int, code: int, asked: bool) -> None:
     body = f"trap 'sleep 0.2; exit {code}' USR1 TERM\n: >ready\nwhile :; do sleep 0.05; done"
     process = _start(tmp_path, "mpirun", body, {})
-    end = time.monotonic() + 20
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert eventually((tmp_path / "ready").exists, 20)
     process.send_signal(number)
     process.communicate(timeout=20)
     assert (tmp_path / "asked").exists() == asked
@@ -342,10 +339,7 @@ def test_srun_tasks_that_are_told_end_in_order(tmp_path: Path) -> None:
     """SLURM signals the shell around a rank as well as the rank."""
     body = "trap 'sleep 0.2; exit 3' USR1\n: >ready\nwhile :; do sleep 0.05; done"
     process = _start(tmp_path, "srun", body, {})
-    end = time.monotonic() + 20
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert eventually((tmp_path / "ready").exists, 20)
     shells = [child for child in _below(process.pid) if child not in _below(process.pid, 1)]
     for pid in shells:
         os.kill(pid, signal.SIGUSR1)

@@ -20,6 +20,7 @@ from rudra.config import Job, cores
 from rudra.errors import ConfigError
 from rudra.jobfiles import flattened
 from rudra.results import open_results
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = """
@@ -367,12 +368,7 @@ def running(pid: int) -> bool:
 
 
 def gone(pids: list[int], at_most_s: float) -> bool:
-    deadline = time.monotonic() + at_most_s
-    while time.monotonic() < deadline:
-        if not any(running(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
+    return eventually(lambda: not any(map(running, pids)), at_most_s)
 
 
 @pytest.mark.timeout(60)

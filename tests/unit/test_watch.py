@@ -18,6 +18,7 @@ from rudra.errors import ResultsError
 from rudra.results import Results, open_results
 from rudra.watch import Curve, Watched, plotted, watch
 from tests.unit.results_files import write_run
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 WRITER = """
@@ -42,14 +43,14 @@ def writer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+def has(path: Path, updates: int) -> bool:
+    with suppress(ResultsError), open_results(path) as results:
+        return len(results.updates) >= updates
+    return False
+
+
 def wait_for(path: Path, updates: int) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        with suppress(ResultsError), open_results(path) as results:
-            if len(results.updates) >= updates:
-                return
-        time.sleep(0.05)
-    pytest.fail(f"{path} never had {updates} updates")
+    assert eventually(lambda: has(path, updates), 60), f"{path} never had {updates} updates"
 
 
 class Terminal:
