@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[Any]
 
 LEARNERS = 2
-SECONDS = 4.0
-"""How long each run trains."""
+SECONDS = 2.0
+"""How long each run computes; with all that goes with it, it takes two or three times as long."""
 
 STEPS = 40
 """Mini-batches of each learner in a run, at least."""
@@ -116,7 +116,7 @@ def calibrate(
     *,
     learners: int = LEARNERS,
     sizes: Sequence[int] | None = None,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     show: bool = True,
 ) -> str:
     """Measures.
@@ -125,7 +125,7 @@ def calibrate(
         job: whose model, data and optimiser count; its protocol does not.
         learners: how many compute at once in the runs with several.
         sizes: the μ to measure at; by default a quarter of the job's, the job's, and four times as many.
-        seconds: how long each run trains.
+        seconds: how long each run computes; by default `SECONDS`.
         show: a progress bar.
 
     Returns:
@@ -142,7 +142,7 @@ def calibrate(
     with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
         bar.update()
-        probes = _probe(job, cases, alone, seconds, bar)
+        probes = _probe(job, cases, alone, seconds or SECONDS, bar)
     return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners)
 
 
@@ -166,9 +166,9 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
         directory, runs = Path(name), []
         for place, (size, learners) in enumerate(cases):
             wanted = max(STEPS, math.ceil(seconds / alone.compute_s[size])) * size * learners
-            about = {"minibatch_size": size, "epochs": math.ceil(wanted / alone.samples)}
-            limit = {"train_limit": min(wanted, alone.samples)}
-            own = job.with_(cluster={"learners": learners}, training=about, data=limit)
+            epochs = math.ceil(wanted / alone.samples)
+            about = {"minibatch_size": size, "epochs": epochs}
+            own = job.with_(cluster={"learners": learners}, training=about, data={"train_limit": wanted // epochs})
             runs.append((own, directory / f"{place}.h5"))
         most = max(learners for _, learners in cases)
         roles = ["parameter server", "statistics server", *(f"learner {i}" for i in range(most))]

@@ -276,7 +276,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.toml", help=about)
     parser.add_argument("--learners", type=_at_least(1), default=2, metavar="N", help="how many compute at once; 2")
     parser.add_argument("--sizes", metavar="N,N,…", help="μ to measure at; default: the job's, a quarter, 4 times")
-    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="that each run trains; 4")
+    parser.add_argument("--seconds", type=float, metavar="S", help="that each run computes; 2")
     _set_option(parser, "override any key of the job; may be given several times")
     _force_option(parser, "FILE.toml")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
