@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from rudra import checkpoint, launch
-from rudra.config import Job, cores
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
+from rudra.job.job import Job, cores
 from rudra.results import Results, check_output, default_output, open_results
 from rudra.resume import Decision, decide
 from rudra.writer import checked_name

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra.config import find
 from rudra.errors import ConfigError
-from rudra.tables import AugmentTable
+from rudra.job.job import find
+from rudra.job.tables import AugmentTable
 
 
 class Augmentation:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import CheckpointError
-from rudra.jobfiles import possible
+from rudra.job.jobfiles import possible
 from rudra.position import Position
 from rudra.safetensors import LENGTH, Tensor, entry, write
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rudra import submit
-from rudra.config import Job, cores
 from rudra.errors import EXIT_STOPPED, ConfigError, RudraError, meant, printable
-from rudra.jobfiles import shipped_jobs
+from rudra.job.job import Job, cores
+from rudra.job.jobfiles import shipped_jobs
 from rudra.launch import leave_the_word, world_rank, world_size
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra.config import Job, cores, named
 from rudra.errors import ConfigError
-from rudra.jobfiles import read_toml
-from rudra.tables import SimulationTable
+from rudra.job.job import Job, cores, named
+from rudra.job.jobfiles import read_toml
+from rudra.job.tables import SimulationTable
 from topologies import Plan
 from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 
@@ -33,7 +33,7 @@ MEASURED = Path.home() / ".cache" / "rudra"
 """Where files of `rudra calibrate` are found without being named."""
 
 DEFAULTS = "defaults"
-"""Names the costs that stand in `rudra.tables`, also where others were measured."""
+"""Names the costs that stand in `rudra.job.tables`, also where others were measured."""
 
 UNMEASURED = "not measured here: run rudra calibrate"
 """What is to be said of times that come from these."""

@@ -16,11 +16,11 @@ from torch.utils.data import Dataset, default_collate
 
 from rudra import trees
 from rudra.errors import ConfigError, DataError, meant
+from rudra.job.tables import DataTable
 from rudra.plugins import call, resolve
 from rudra.readers import READERS, SPLITS, Arrays, check_labels
 from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.sources import Dense, Source, are_tokens
-from rudra.tables import DataTable
 from rudra.trees import listed, mapped
 
 Batch = tuple[Any, Any]

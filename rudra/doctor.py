@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rudra.config import cores
 from rudra.errors import LaunchError
+from rudra.job.job import cores
 from rudra.launch import find_mpirun, is_open_mpi, mpirun_command, world_size
 
 PROBE_TIMEOUT_S = 60.0

@@ -17,12 +17,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from rudra.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
+from rudra.job.tables import Fault
 from rudra.messages import Kind
 from rudra.position import Position
 from rudra.roles import Machine
 from rudra.roles.owner import outlasts
 from rudra.sampling import mix
-from rudra.tables import Fault
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 
 from rudra import data, models, sim
-from rudra.config import Job
 from rudra.devices import CPU
 from rudra.errors import ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
@@ -31,6 +30,7 @@ from rudra.executor import (
 )
 from rudra.flat import Entry, FlatModel
 from rudra.half import from_half, to_half
+from rudra.job.job import Job
 from rudra.learning import Outcome, check_batching, joint_gradient, mapped_gradients
 from rudra.statedict import Named
 from topologies import Plan

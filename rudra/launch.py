@@ -20,10 +20,10 @@ from typing import NamedTuple
 import cloudpickle
 
 from rudra.checkpoint import how_to_resume, path_of
-from rudra.config import Job
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
 from rudra.failures import TCP_FLAGS, ULFM, listed
 from rudra.forkserver import WORKER, fork_server
+from rudra.job.job import Job
 from rudra.mpirun import Mpirun
 from rudra.relay import DIED, explain, signal_name
 

@@ -15,13 +15,13 @@ from torch import nn
 
 from rudra import trees
 from rudra.augmentation import Augmentation
-from rudra.config import Job
 from rudra.data import Batch, Samples, in_memory
 from rudra.errors import ConfigError, DataError
 from rudra.events import Score
 from rudra.flat import FlatModel
+from rudra.job.job import Job
+from rudra.job.tables import TrainingTable
 from rudra.sampling import Sampler, mix, seed_all
-from rudra.tables import TrainingTable
 from rudra.trees import mapped
 
 _DRAWING, _CHANGING = 1, 2

@@ -13,10 +13,10 @@ from rudra import trees
 from rudra.buffers import tried
 from rudra.data import DataInfo
 from rudra.errors import ConfigError, meant
+from rudra.job.tables import ModelTable
 from rudra.networks import MODELS
 from rudra.plugins import call, resolve
 from rudra.sampling import seeded
-from rudra.tables import ModelTable
 from rudra.tasks import Task
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rudra.errors import ConfigError, meant
-from rudra.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
+from rudra.job.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
 
 if TYPE_CHECKING:
     import torch

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 
-from rudra.config import Job
 from rudra.errors import ResultsError, RudraError
 from rudra.forkserver import fork_server
+from rudra.job.job import Job
 from rudra.progress import Bar, duration, shown
 from rudra.results import open_results
 from rudra.sweep import Driver, Point, Sweep

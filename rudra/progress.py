@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from rudra.config import Job, named
 from rudra.costs import DEFAULTS, UNMEASURED
+from rudra.job.job import Job, named
 from rudra.summary import protocol_label, rate_text
 
 _REDRAW_S = 0.1

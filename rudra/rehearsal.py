@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rudra import costs, data, roles
-from rudra.config import Job
 from rudra.errors import ConfigError
 from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.executor import Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor, make_executors, torch_as_in
+from rudra.job.job import Job
 from rudra.messages import tail_bytes
 from rudra.predict import Rows
 from rudra.sim import Simulation, TimingOnly

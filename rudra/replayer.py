@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 from rudra import data, models, roles
-from rudra.config import Job, cores
 from rudra.costs import CostModel
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.events import (
@@ -42,6 +41,8 @@ from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.export import save
 from rudra.files import check_output
 from rudra.hands import TensorHands
+from rudra.job.job import Job, cores
+from rudra.job.tables import SimulationTable
 from rudra.messages import Kind, Message, Rows
 from rudra.recorder import arithmetic
 from rudra.records import Gradient
@@ -52,7 +53,6 @@ from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short
 from rudra.roles.owner import WEIGHTS, Owner
 from rudra.sim import Simulation
-from rudra.tables import SimulationTable
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 

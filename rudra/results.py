@@ -348,7 +348,7 @@ class Results:
     def summary(self, target: str | None = None, window: int | None = None) -> dict[str, Any]:
         """The run in numbers that fit into JSON; None stands for what is not known (yet).
 
-        `time_to_target_s` and `target_epoch` say when `target`, by default the job's, was reached (see `rudra.target`)
+        `time_to_target_s` and `target_epoch` say when `target`, by default the job's, was reached (see `rudra.job.target`)
         by the median of `window` tests, by default as many as the job says.
 
         `mean_staleness`, `max_staleness` and `staleness_histogram` (counts for σ = 0, 1, …) are over the gradients

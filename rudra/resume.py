@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from rudra import checkpoint
 from rudra.checkpoint import State
-from rudra.config import Job
 from rudra.errors import CheckpointError, ConfigError, ResultsError
 from rudra.files import check_output
-from rudra.jobfiles import parsed
+from rudra.job.job import Job
+from rudra.job.jobfiles import parsed
 from rudra.position import BEGINNING, Position
 from rudra.records import EVENT, LEARNER
 from rudra.results import Results, open_results

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from protocols import Protocol
-from rudra.config import Job, find
 from rudra.errors import ConfigError
-from rudra.tables import OptimizerTable
+from rudra.job.job import Job, find
+from rudra.job.tables import OptimizerTable
 from topologies import Plan
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rudra.errors import ConfigError
 from rudra.failures import TCP_FLAGS, ULFM
-from rudra.jobfiles import data_files
+from rudra.job.jobfiles import data_files
 
 Launcher = Literal["mpirun", "srun"]
 Mpi = Literal["pmix", "pmi2"]

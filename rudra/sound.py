@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import ResultsError
-from rudra.jobfiles import possible
+from rudra.job.jobfiles import possible
 from rudra.records import LEARNER, ROLE, TOTALS
 from rudra.statedict import key
 from rudra.writer import GROWING, STATE

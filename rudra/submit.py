@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from rudra.config import Job
 from rudra.errors import ConfigError, LaunchError, ResultsError
-from rudra.jobfiles import parsed
+from rudra.job.job import Job
+from rudra.job.jobfiles import parsed
 from rudra.launch import find_mpirun, is_open_mpi
 from rudra.slurm import Batch, Launcher, Mpi, Point, script, time_limit_s
 

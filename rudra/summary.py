@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import printable
-from rudra.target import WINDOW, Best, Target, Watch
+from rudra.job.target import WINDOW, Best, Target, Watch
 
 if TYPE_CHECKING:
     from rudra.results import Results

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rudra import costs
-from rudra.config import Job, cores
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import written
-from rudra.jobfiles import PAPER, apply, parsed, read_job, read_toml
+from rudra.job.job import Job, cores
+from rudra.job.jobfiles import PAPER, apply, parsed, read_job, read_toml
 
 FORMAT = 1
 INDEX = "sweep.json"
@@ -66,7 +66,7 @@ class Sweep:
         title: of the report.
         quick: whether it is the quick variant of a study.
         driver: what runs the points.
-        figure: what the report shows first, see `rudra.tables.StudyTable`.
+        figure: what the report shows first, see `rudra.job.tables.StudyTable`.
         grid: key -> values, where the points are combinations.
         paper: rows of the paper's numbers; `file` is the point that each belongs to, or None.
     """

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from rudra import trees
 from rudra.errors import ConfigError, DataError, meant
+from rudra.job.tables import TaskTable, short
 from rudra.plugins import call, resolve
-from rudra.tables import TaskTable, short
 
 Reduction = Literal["mean", "none"]
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from rudra import costs
 from rudra.branches import Branch, by_gradients, by_weights
-from rudra.config import Job, cores
 from rudra.errors import ConfigError, ResultsError, TopologyError
+from rudra.job.job import Job, cores
 from rudra.results import Results, open_results
 from rudra.summary import protocol_label
 from topologies import Plan

@@ -12,7 +12,7 @@ from typing import Any
 
 from rudra.bench.phases import PLACES
 from rudra.bench.report import Report
-from rudra.config import cores
+from rudra.job.job import cores
 
 BENCHMARKS = {  # name -> what it compares, and the goal
     "overhead": (

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rudra.bench.ranks import SERVER, alexnet_job, lenet_job, on_ranks, train, write_images
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.session import rest
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import torch
 
 from rudra import models
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.config import Job
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
 from rudra.flat import FlatModel
+from rudra.job.job import Job
 from rudra.session import keep_freed_memory
 
 LENET = DataInfo("lenet", 1, 1, (1, 28, 28), 10)

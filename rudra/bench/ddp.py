@@ -21,7 +21,7 @@ from rudra.bench.ranks import (
     write_images,
 )
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.session import rest
 
 if TYPE_CHECKING:

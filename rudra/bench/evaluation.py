@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rudra.api import run as run_job
 from rudra.bench.report import Report, ratios, spread
-from rudra.config import Job
+from rudra.job.job import Job
 
 
 def run(*, quick: bool) -> Report:

@@ -11,9 +11,9 @@ import torch
 
 from rudra import data, models
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.config import Job
 from rudra.data import DataInfo, Samples, Split
 from rudra.flat import FlatModel
+from rudra.job.job import Job
 from rudra.learning import GradientSource
 from rudra.session import keep_freed_memory
 from rudra.sources import Dense

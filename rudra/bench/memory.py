@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, train
 from rudra.bench.report import Goal, Report
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.rehearsal import memory_bytes, restart_peak
 from rudra.session import rest
 

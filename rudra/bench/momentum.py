@@ -30,11 +30,11 @@ from torch.utils.data import TensorDataset
 
 from rudra import data, models, networks, roles
 from rudra.bench.report import Goal, Report
-from rudra.config import Job
 from rudra.costs import CostModel
 from rudra.events import Finish, Keep, Record, Update
 from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.hands import TensorHands
+from rudra.job.job import Job
 from rudra.sim import Simulation
 
 GROUPS = (1, 2, 4, 8, 16)

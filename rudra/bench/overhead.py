@@ -11,8 +11,8 @@ import torch
 from rudra import networks
 from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, lenet_job, on_ranks, step_s, train, write_images
 from rudra.bench.report import Goal, Report, spread
-from rudra.config import Job
 from rudra.flat import FlatModel
+from rudra.job.job import Job
 from rudra.optim import UpdateRule
 from rudra.session import rest
 

@@ -23,9 +23,9 @@ from rudra import data
 from rudra.bench.hosts import missing, two_hosts
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.bench.report import Goal, Report, Spread, ratios, spread
-from rudra.config import Job
 from rudra.events import Compute
 from rudra.executor import LearnerExecutor, make_executors
+from rudra.job.job import Job
 from rudra.session import rest
 from topologies import Plan, base
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from rudra import costs
 from rudra.bench.report import Goal, Report
-from rudra.config import Job
-from rudra.jobfiles import PAPER, shipped_jobs
+from rudra.job.job import Job
+from rudra.job.jobfiles import PAPER, shipped_jobs
 from rudra.predict import Outline, Prediction, outline, predict
 
 EPOCHS = 140

@@ -9,7 +9,7 @@ import numpy as np
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.bench.standins import Learner, Server, Statistics, drive
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.session import rest
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 from rudra.api import run as train
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.calibrate import calibrate
-from rudra.config import Job
 from rudra.costs import at
+from rudra.job.job import Job
 from rudra.predict import predict, steady_rate
 
 MINIBATCH_SIZE = 16

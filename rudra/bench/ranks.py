@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from rudra import networks
-from rudra.config import Job
 from rudra.errors import RunError
+from rudra.job.job import Job
 from rudra.launch import launch
 from rudra.results import Results, open_results
 from rudra.session import rest

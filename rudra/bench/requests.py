@@ -12,7 +12,7 @@ import numpy as np
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.bench.standins import Learner, Server, Statistics, UpdatingServer, drive
-from rudra.config import Job, cores
+from rudra.job.job import Job, cores
 from rudra.session import rest
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rudra.bench.paper import IMAGENET
 from rudra.bench.report import Report
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.predict import Prediction, predict
 
 LEARNERS = [2**i for i in range(2, 13)]

@@ -13,8 +13,8 @@ from rudra import data, models
 from rudra.api import simulate
 from rudra.bench.prediction import noise
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.config import Job, cores
 from rudra.flat import FlatModel
+from rudra.job.job import Job, cores
 from rudra.learning import GradientSource
 from rudra.rehearsal import memory_bytes
 from rudra.results import Results, open_results

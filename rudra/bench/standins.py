@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 from rudra.bench.ranks import STATISTICS
-from rudra.config import Job
 from rudra.events import Accumulate, Compute, Computed, Finish, Record, Update
 from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
+from rudra.job.job import Job
+from rudra.job.tables import OptimizerTable
 from rudra.optim import UpdateRule
 from rudra.recorder import Recorder
 from rudra.roles import make
 from rudra.session import rest
-from rudra.tables import OptimizerTable
 from topologies import Plan
 
 if TYPE_CHECKING:

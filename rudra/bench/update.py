@@ -7,11 +7,11 @@ import torch
 
 from rudra import models
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.config import Job, cores
 from rudra.data import DataInfo
 from rudra.events import Accumulate, Update
 from rudra.executor import ServerExecutor
 from rudra.flat import FlatModel
+from rudra.job.job import Job, cores
 
 INFO = DataInfo("bench", 1, 1, (3, 224, 224), 1000)
 ADD = 3  # vectors that `a += b` moves: it reads two and writes one over one of these

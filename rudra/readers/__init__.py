@@ -6,6 +6,7 @@ shapes and numbers alone.
 
 from collections.abc import Callable, Collection
 
+from rudra.job.tables import DataTable
 from rudra.readers.arff import read_arff
 from rudra.readers.arrays import read_hdf5, read_npz
 from rudra.readers.cifar import read_cifar10
@@ -16,7 +17,6 @@ from rudra.readers.folder import read_folder
 from rudra.readers.idx import read_idx
 from rudra.readers.libsvm import read_libsvm
 from rudra.readers.text import read_text
-from rudra.tables import DataTable
 
 __all__ = ["READERS", "SPLITS", "Arrays", "check_labels"]
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rudra.errors import DataError, one_line
+from rudra.job.tables import DataTable
 from rudra.readers.common import DAMAGE, SPLITS, Arrays, check_labels, content_of, no_options, path_of, read
 from rudra.sources import Dense
-from rudra.tables import DataTable
 
 _BATCH = 10_000  # images in each file
 _LARGEST = 1 << 26  # bytes of a file, which has half as many

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rudra.errors import ConfigError, DataError, one_line
+from rudra.job.tables import DataTable
 from rudra.sources import Source
-from rudra.tables import DataTable
 
 SPLITS = ("train", "test")
 DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError, tarfile.TarError)

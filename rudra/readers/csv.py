@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from rudra.errors import ConfigError, DataError
+from rudra.job.tables import DataTable, Table, checked
 from rudra.readers.common import Arrays, class_count, existing, is_number, opened, path_of, shown
 from rudra.sources import Dense
-from rudra.tables import DataTable, Table, checked
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")
 """Values that are none."""

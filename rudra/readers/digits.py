@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from rudra.errors import DataError, one_line
+from rudra.job.tables import DataTable
 from rudra.readers.common import Arrays, check_labels, content_of, no_options
 from rudra.sources import Dense
-from rudra.tables import DataTable
 
 _LARGEST = 1 << 26  # bytes of the file
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rudra.errors import DataError
+from rudra.job.tables import DataTable
 from rudra.readers.common import Arrays, check_labels, content_of, first_of, no_options, path_of
 from rudra.sources import Dense
-from rudra.tables import DataTable
 
 
 def read_idx(table: DataTable, wanted: Collection[str]) -> Arrays:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from rudra.errors import DataError
+from rudra.job.tables import DataTable, Table, checked
 from rudra.readers.common import Arrays, blocks, class_count, is_number, numbers_of, path_of, shown
 from rudra.sources import Dense, Sparse
-from rudra.tables import DataTable, Table, checked
 
 _MOST = 2**31 - 1  # the largest index
 _LARGEST = float(np.finfo(np.float32).max)

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from rudra.errors import DataError
+from rudra.job.tables import DataTable, Table, checked
 from rudra.readers.common import Arrays, class_count, content_of, path_of
 from rudra.sources import Windows
-from rudra.tables import DataTable, Table, checked
 
 _CODE_POINTS = 0x110000
 

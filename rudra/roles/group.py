@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from rudra.config import Job
 from rudra.events import (
     Action,
     Committed,
@@ -32,6 +31,8 @@ from rudra.events import (
     Stopped,
     Updated,
 )
+from rudra.job.job import Job
+from rudra.job.tables import FaultsTable, ResultsTable
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
@@ -39,7 +40,6 @@ from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
 from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.minibatches import Minibatches
 from rudra.roles.owner import Owner
-from rudra.tables import FaultsTable, ResultsTable
 from topologies import Plan
 from topologies.plan import STATISTICS_SERVER
 

@@ -30,12 +30,12 @@ from rudra.events import (
     Sent,
     Started,
 )
+from rudra.job.tables import FaultsTable, ResultsTable
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.machine import States, halt, short
 from rudra.roles.minibatches import Minibatches
-from rudra.tables import FaultsTable, ResultsTable
 from topologies import Plan
 
 DROPPED = -1

@@ -3,11 +3,11 @@
 from math import isfinite
 
 from rudra.events import Action, Computed, Fail, Warn
+from rudra.job.tables import FaultsTable, ResultsTable
 from rudra.messages import Kind
 from rudra.position import Position
 from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox
-from rudra.tables import FaultsTable, ResultsTable
 
 
 class Minibatches(Machine):

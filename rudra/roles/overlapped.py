@@ -26,12 +26,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rudra.events import Action, Compute, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.job.tables import FaultsTable, ResultsTable
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient
 from rudra.roles.learner import Learner, State
 from rudra.roles.machine import States, halt, short
-from rudra.tables import FaultsTable, ResultsTable
 from topologies import Plan
 
 WEIGHTS = ("weights", "weights 1", "weights 2")

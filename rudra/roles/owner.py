@@ -14,7 +14,6 @@ from collections import deque
 import numpy as np
 
 from rudra import records
-from rudra.config import Job
 from rudra.events import (
     Action,
     Commit,
@@ -34,6 +33,7 @@ from rudra.events import (
     Updated,
     Warn,
 )
+from rudra.job.job import Job
 from rudra.messages import PACK, Kind, Message, Rows
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient

@@ -20,7 +20,6 @@ from enum import auto
 from typing import Any, ClassVar, NamedTuple
 
 from protocols import Clock
-from rudra.config import Job
 from rudra.events import (
     Action,
     Committed,
@@ -40,6 +39,7 @@ from rudra.events import (
     Warn,
     Withdrawn,
 )
+from rudra.job.job import Job
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.roles.intake import Intake

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rudra import records
-from rudra.config import Job
 from rudra.errors import EXIT_FAILED, EXIT_STOPPED
 from rudra.events import (
     Action,
@@ -36,11 +35,12 @@ from rudra.events import (
     Started,
     Sync,
 )
+from rudra.job.job import Job
+from rudra.job.target import Best, Target, Watch
 from rudra.messages import Kind, Message, Rows
 from rudra.position import BEGINNING, Position
 from rudra.roles.machine import Machine, States
 from rudra.roles.owner import CREDITS
-from rudra.target import Best, Target, Watch
 from topologies import Plan
 
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from rudra.config import Job
+from rudra.job.job import Job
 from topologies import Plan
 from topologies.plan import LEARNER
 

@@ -20,8 +20,8 @@ from enum import auto
 from typing import Any, ClassVar
 
 from protocols import Clock
-from rudra.config import Job
 from rudra.events import Action, Drop, Fail, Hash, Hashed, Lost, Receive, Received, Send, Sent, Started, Tick, Withdrawn
+from rudra.job.job import Job
 from rudra.messages import Kind, Message
 from rudra.position import BEGINNING, Position
 from rudra.records import Gradient

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rudra import cli, costs
-from rudra.config import Job
-from rudra.jobfiles import shipped_jobs
+from rudra.job.job import Job
+from rudra.job.jobfiles import shipped_jobs
 from rudra.predict import predict
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]

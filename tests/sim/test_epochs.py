@@ -11,7 +11,7 @@ from clusters import check_epochs, train
 
 import rudra
 from rudra.cli import main
-from rudra.config import Job
+from rudra.job.job import Job
 
 LEARNERS, EPOCHS = 8, 6
 BASE: dict[str, Any] = {"name": "base"}

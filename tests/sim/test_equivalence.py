@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import rudra
 from rudra import data, models
-from rudra.config import Job
 from rudra.events import Compute, Computed, Update
 from rudra.executor import Executor
 from rudra.flat import FlatModel
+from rudra.job.job import Job
 from rudra.sampling import Sampler
 
 MU = 8

@@ -13,11 +13,11 @@ from torch import nn
 import rudra
 from protocols import Protocol
 from rudra import hands
-from rudra.config import Job
 from rudra.errors import ConfigError
 from rudra.events import Copy
 from rudra.executor import Executor
 from rudra.hands import BigBatchHands, TensorHands, VmapHands
+from rudra.job.job import Job
 
 BUSY = {"jitter": 0.9, "latency_jitter_s": 0.05, "message_s": 1e-3, "update_s": 5e-3}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from clusters import train
 
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.messages import tail_bytes
 
 pytestmark = pytest.mark.slow

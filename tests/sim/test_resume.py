@@ -8,7 +8,7 @@ import torch
 from clusters import Saved, Trained, train
 from torch import nn
 
-from rudra.config import Job
+from rudra.job.job import Job
 from topologies import Plan
 
 MU = 8

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rudra import roster
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.results import ResultsWriter
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, rows, sha256

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.results import LayoutEntry, ResultsWriter
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rudra.config import Job
 from rudra.events import (
     Accumulate,
     Action,
@@ -26,6 +25,7 @@ from rudra.events import (
     Update,
     Updated,
 )
+from rudra.job.job import Job
 from rudra.messages import Kind, Message
 from rudra.records import Gradient
 from rudra.roles import Machine, make

@@ -13,9 +13,9 @@ import torch
 
 from rudra.data import Samples, load
 from rudra.errors import ConfigError, DataError
+from rudra.job.tables import DataTable
 from rudra.readers.arff import read_arff
 from rudra.sources import Dense, Sparse
-from rudra.tables import DataTable
 from tests.unit.test_data import REAL, needs_real_data
 
 HEAD = """% a comment

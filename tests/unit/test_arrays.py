@@ -13,8 +13,8 @@ import torch
 
 from rudra.data import Split, in_memory, load
 from rudra.errors import ConfigError, DataError
+from rudra.job.tables import DataTable
 from rudra.sources import Stored
-from rudra.tables import DataTable
 
 Rows = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import torch
 
 from rudra.augmentation import Augmentation
 from rudra.errors import ConfigError
-from rudra.tables import AugmentTable
+from rudra.job.tables import AugmentTable
 
 IMAGES = torch.arange(1, 64 * 2 * 5 * 4 + 1, dtype=torch.float32).reshape(64, 2, 5, 4)
 

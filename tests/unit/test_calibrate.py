@@ -8,7 +8,7 @@ import pytest
 
 from rudra import calibrate, cli, records
 from rudra.calibrate import Alone, Probe
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.predict import Outline, outline, predict
 
 STEPS = 400

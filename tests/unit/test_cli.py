@@ -13,9 +13,9 @@ import pytest
 
 import rudra
 from rudra.cli import EPILOG, _load, _parser, main
-from rudra.config import Job
-from rudra.jobfiles import shipped_jobs
-from rudra.tables import Hook, Table
+from rudra.job.job import Job
+from rudra.job.jobfiles import shipped_jobs
+from rudra.job.tables import Hook, Table
 
 ROOT = Path(__file__).resolve().parents[2]
 

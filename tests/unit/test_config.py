@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from protocols import Clock, Protocol
-from rudra.config import Job
 from rudra.errors import ConfigError
-from rudra.tables import OptimizerTable
+from rudra.job.job import Job
+from rudra.job.tables import OptimizerTable
 from topologies import Plan, base
 
 TRAINING = (

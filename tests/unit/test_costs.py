@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rudra import cli, costs
-from rudra.config import Job
 from rudra.costs import CostModel, Link, at, load, presets
 from rudra.errors import ConfigError
+from rudra.job.job import Job
 
 SERVER, STATISTICS = 0, 1
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from rudra.cli import main
 from rudra.data import Data, load
 from rudra.errors import ConfigError, DataError, RudraError
+from rudra.job.tables import DataTable
 from rudra.readers import csv
-from rudra.tables import DataTable
 
 ROOT = Path(__file__).parents[2]
 SMALL = b"""age, colour, kind\r

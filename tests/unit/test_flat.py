@@ -15,9 +15,9 @@ from user_code import Anew, Assorted
 from rudra.data import DataInfo
 from rudra.errors import ConfigError, DataError
 from rudra.flat import Entry, FlatModel, sha256
+from rudra.job.tables import ModelTable
 from rudra.models import build
 from rudra.networks import cifar10_full
-from rudra.tables import ModelTable
 
 
 class Tied(nn.Module):

@@ -11,8 +11,8 @@ from PIL import Image
 
 from rudra.data import Split, in_memory, load
 from rudra.errors import ConfigError, DataError
+from rudra.job.tables import DataTable
 from rudra.readers import folder
-from rudra.tables import DataTable
 
 
 def picture(file: Path, colour: tuple[int, int, int], size: tuple[int, int] = (12, 9)) -> None:

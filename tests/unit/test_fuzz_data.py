@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rudra import data
+from rudra.job.tables import DataTable
 from rudra.readers import cifar as cifar_reader
-from rudra.tables import DataTable
 from tests.unit.fuzzing import cases, command, damaged, fresh, refused, survived
 from tests.unit.test_data import idx
 

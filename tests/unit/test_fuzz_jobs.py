@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.config import Job
-from rudra.jobfiles import shipped_jobs
-from rudra.tables import Hook, Table
+from rudra.job.job import Job
+from rudra.job.jobfiles import shipped_jobs
+from rudra.job.tables import Hook, Table
 from tests.unit.fuzzing import TEXTS, VALUES, cases, command, damaged, fresh, refused, toml
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rudra import costs, models, sweep, tasks
-from rudra.config import Job
 from rudra.data import DataInfo
-from rudra.jobfiles import shipped_jobs
+from rudra.job.job import Job
+from rudra.job.jobfiles import shipped_jobs
 from rudra.optim import UpdateRule
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rudra.config import Job
 from rudra.errors import LaunchError
+from rudra.job.job import Job
 from rudra.launch import STARTS, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
 from rudra.relay import DIED, MORE, START_LINE, Relay, end_line, exit_line, explain
 

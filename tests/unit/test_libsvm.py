@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from rudra.data import load
 from rudra.errors import ConfigError, DataError
+from rudra.job.tables import DataTable
 from rudra.readers import libsvm
 from rudra.sources import Sparse
-from rudra.tables import DataTable
 from tests.unit.fuzzing import cases
 from tests.unit.test_data import REAL, needs_real_data
 

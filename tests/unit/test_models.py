@@ -9,8 +9,8 @@ from torch import nn
 
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
+from rudra.job.tables import ModelTable
 from rudra.models import build, check_output
-from rudra.tables import ModelTable
 from rudra.tasks import Classification
 
 

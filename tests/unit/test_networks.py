@@ -13,9 +13,9 @@ from torch.nn import functional
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
 from rudra.flat import FlatModel
+from rudra.job.tables import ModelTable
 from rudra.models import build
 from rudra.networks import MODELS, _Basic, _LocalNorm
-from rudra.tables import ModelTable
 
 
 def make(name: str, *input_shape: int, classes: int = 10, **options: Any) -> nn.Module:

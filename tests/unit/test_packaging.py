@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import rudra
-from rudra.jobfiles import shipped_jobs
+from rudra.job.jobfiles import shipped_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("rudra", "protocols", "topologies")

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from rudra import networks, tasks
-from rudra.config import Job
 from rudra.errors import ConfigError
 from rudra.flat import FlatModel
+from rudra.job.job import Job
+from rudra.job.tables import TaskTable, TrainingTable
 from rudra.learning import check_gradient
-from rudra.tables import TaskTable, TrainingTable
 
 SIZE = 12
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rudra import cli
-from rudra.config import Job
 from rudra.errors import ConfigError
+from rudra.job.job import Job
 from rudra.messages import tail_bytes
 from rudra.predict import Outline, outline, predict
 

@@ -11,7 +11,7 @@ import rudra
 from rudra import costs
 from rudra.bench import paper
 from rudra.bench.paper import Row
-from rudra.config import Job
+from rudra.job.job import Job
 
 TABLES = paper.printed()
 ROWS = {row.key: row for rows in TABLES.values() for row in rows}

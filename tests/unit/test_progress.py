@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.progress import Progress, duration, summary_table
 from rudra.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.results import open_results

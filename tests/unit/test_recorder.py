@@ -14,8 +14,8 @@ from results_files import LAYOUT, SIZE, WEIGHTS, rows, sha256
 
 from protocols import Protocol
 from rudra import records
-from rudra.config import Job
 from rudra.events import Finish, Record
+from rudra.job.job import Job
 from rudra.progress import Progress
 from rudra.recorder import VERSIONED, Recorder, arithmetic, attributes, make_writer
 from rudra.results import open_results

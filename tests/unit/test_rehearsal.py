@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from rudra.cli import main
-from rudra.config import Job
+from rudra.job.job import Job
+from rudra.job.tables import OPTIMIZERS
 from rudra.rehearsal import rehearse
-from rudra.tables import OPTIMIZERS
 
 SMALL = 'model.options={"hidden" = [8]}'
 

@@ -25,7 +25,6 @@ from role_traces import (
 )
 
 from rudra import records
-from rudra.config import Job
 from rudra.errors import ProtocolError
 from rudra.events import (
     Action,
@@ -47,6 +46,8 @@ from rudra.events import (
     Updated,
     Withdrawn,
 )
+from rudra.job.job import Job
+from rudra.job.tables import FaultsTable
 from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
 from rudra.roles import group as group_
@@ -56,7 +57,6 @@ from rudra.roles import server as server_
 from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
 from rudra.roles.machine import short
-from rudra.tables import FaultsTable
 
 START = Received(Message(Kind.START, SERVER))
 DIGEST = short(HASHED.digest)

@@ -24,12 +24,12 @@ from role_traces import (
 
 from protocols import Clock, Protocol
 from rudra.events import Lost, Received, Send, Sent, Started, Stopped, Update
+from rudra.job.tables import OptimizerTable
 from rudra.messages import Kind, Message
 from rudra.roles import ParameterServer
 from rudra.roles.machine import short
 from rudra.roles.server import State
 from rudra.schedule import Schedule
-from rudra.tables import OptimizerTable
 
 G0, G1 = "gradient 0", "gradient 1"
 CREDIT = Received(Message(Kind.CREDIT, STATISTICS))

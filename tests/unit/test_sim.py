@@ -10,7 +10,6 @@ import pytest
 from clusters import Rows, job, timing
 
 from protocols import Clock, Protocol
-from rudra.config import Job
 from rudra.costs import CostModel, places
 from rudra.errors import RunError
 from rudra.events import (
@@ -31,6 +30,7 @@ from rudra.events import (
     Update,
     Updated,
 )
+from rudra.job.job import Job
 from rudra.messages import Kind, Message
 from rudra.roles import Machine
 from rudra.sim import Simulation, TimingOnly

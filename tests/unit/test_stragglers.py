@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from clusters import timing
 
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.roles.stragglers import Stragglers
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from rudra import sweep
 from rudra.cli import main
-from rudra.config import Job, cores
 from rudra.errors import ConfigError
-from rudra.jobfiles import flattened
+from rudra.job.job import Job, cores
+from rudra.job.jobfiles import flattened
 from rudra.results import open_results
 from tests.waiting import eventually
 

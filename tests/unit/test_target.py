@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rudra.config import Job
 from rudra.errors import ConfigError
-from rudra.target import Best, Target, Watch
+from rudra.job.job import Job
+from rudra.job.target import Best, Target, Watch
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch.nn import functional
 from rudra import tasks
 from rudra.data import DataInfo
 from rudra.errors import ConfigError
+from rudra.job.tables import TaskTable
 from rudra.models import check_output
-from rudra.tables import TaskTable
 
 SEED = torch.Generator().manual_seed(5)
 LOGITS = torch.randn(6, 8, generator=SEED)

@@ -10,7 +10,7 @@ import torch
 
 from rudra.data import in_memory, load
 from rudra.errors import ConfigError, DataError
-from rudra.tables import DataTable
+from rudra.job.tables import DataTable
 from tests.unit.test_data import REAL, needs_real_data
 
 

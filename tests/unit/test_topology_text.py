@@ -6,7 +6,7 @@ import pytest
 
 from rudra.branches import by_gradients, by_weights, lines
 from rudra.cli import main
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.topology import as_text, of_job, spans
 from tests.unit.report_files import write_point
 from tests.unit.results_files import write_run

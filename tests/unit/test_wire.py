@@ -11,9 +11,9 @@ import torch
 
 import rudra
 from rudra import tasks
-from rudra.config import Job
 from rudra.executor import Buffer
 from rudra.half import from_half, to_half
+from rudra.job.job import Job
 from rudra.messages import Kind, Message, tail_bytes
 from rudra.records import Gradient
 

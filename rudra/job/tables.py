@@ -1,6 +1,6 @@
 """The tables of a job, with every key, declared once: what it means, what is allowed, what it is by default.
 
-Unknown keys are refused with the list of valid ones. Rules that span tables stand in `rudra.config`.
+Unknown keys are refused with the list of valid ones. Rules that span tables stand in `rudra.job.job`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from rudra.errors import ConfigError, meant
-from rudra.jobfiles import flattened
-from rudra.target import WINDOW, Target
+from rudra.job.jobfiles import flattened
+from rudra.job.target import WINDOW, Target
 from topologies import Plan
 
 Named = str | Callable[..., Any]

@@ -1,6 +1,6 @@
 """The job: one immutable, validated description of a run.
 
-A job comes from a TOML file, from the name of a shipped job, or from code. Its tables are those of `rudra.tables`;
+A job comes from a TOML file, from the name of a shipped job, or from code. Its tables are those of `rudra.job.tables`;
 rules that span them stand together in `Job._check_across_tables`.
 """
 
@@ -20,8 +20,8 @@ import protocols
 import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
-from rudra.jobfiles import apply, parsed, read_job
-from rudra.tables import (
+from rudra.job.jobfiles import apply, parsed, read_job
+from rudra.job.tables import (
     AugmentTable,
     ClusterTable,
     DataTable,

@@ -1,0 +1,1 @@
+"""The job: its tables, its files, its target."""
