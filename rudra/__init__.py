@@ -20,8 +20,8 @@ from rudra import siblings as _siblings  # noqa: F401  first: makes sure that pr
 
 if TYPE_CHECKING:
     from rudra.api import run, simulate
+    from rudra.core.hooks import Moment
     from rudra.errors import RudraError
-    from rudra.hooks import Moment
     from rudra.job.job import Job
     from rudra.job.jobfiles import shipped_jobs
     from rudra.replayer import replay

@@ -1,4 +1,4 @@
-"""Beginning anew on real ranks, by a plan without those that died (`rudra.events.Regroup`).
+"""Beginning anew on real ranks, by a plan without those that died (`rudra.core.events.Regroup`).
 
 The owner of the weights says by which plan. Every rank then drops what is under way between those who are left, waits
 until nothing of it can write into memory any more, and makes its roles again. The statistics server goes on as it was,
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rudra.events import Event, Lost, Received, Regroup, Started, Stopped
-from rudra.messages import Kind, Message
-from rudra.position import Position
+from rudra.core.events import Event, Lost, Received, Regroup, Started, Stopped
+from rudra.core.messages import Kind, Message
+from rudra.core.training_state import Position
 from rudra.roles import Machine
 from rudra.roles.owner import outlasts
 from topologies import Plan

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from rudra.core.events import Accumulate, Compute
 from rudra.errors import RunError
-from rudra.events import Accumulate, Compute
 from rudra.job.job import Job, cores
 from rudra.launch import launch
 from rudra.predict import outline

@@ -5,7 +5,7 @@ header in JSON, the tensors), so other programs can read the tensors; what is Ru
 
 =========  ====================================================================================
 format     "rudra 1"
-state      JSON: position (`rudra.position.Position`), job as resolved, attributes of the result
+state      JSON: position (`rudra.core.training_state.Position`), job as resolved, attributes of the result
            file that outlive a restart, and for each tensor its CRC-32
 crc32      of the text of `state`
 =========  ====================================================================================
@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.core.training_state import Position
 from rudra.errors import CheckpointError
 from rudra.job.jobfiles import possible
-from rudra.position import Position
 from rudra.safetensors import LENGTH, Tensor, entry, write
 
 FORMAT = "rudra 1"

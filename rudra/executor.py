@@ -11,17 +11,17 @@ import numpy.typing as npt
 import torch
 
 from rudra import models, tasks
+from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
+from rudra.core.hooks import RoleHooks, hooks_of
+from rudra.core.messages import Message, tail_bytes
 from rudra.data import Data, Samples
 from rudra.devices import CPU, Placing, Stage, finish, page_locked
 from rudra.errors import CheckpointError, ConfigError
-from rudra.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.flat import Entry, FlatModel, sha256
 from rudra.half import from_half, to_half
-from rudra.hooks import RoleHooks, hooks_of
 from rudra.job.job import Job
 from rudra.job.target import Target
 from rudra.learning import GradientSource, Outcome, check_gradient, evaluate
-from rudra.messages import Message, tail_bytes
 from rudra.optim import UpdateRule
 from rudra.statedict import Named
 from topologies import Plan

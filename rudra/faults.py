@@ -16,10 +16,10 @@ from heapq import heapify
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rudra.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
+from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
+from rudra.core.messages import Kind
+from rudra.core.training_state import Position
 from rudra.job.tables import Fault
-from rudra.messages import Kind
-from rudra.position import Position
 from rudra.roles import Machine
 from rudra.roles.owner import outlasts
 from rudra.sampling import mix

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from rudra import data, models, sim
+from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.devices import CPU
 from rudra.errors import ConfigError
-from rudra.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.executor import (
     WEIGHTS,
     AveragingExecutor,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rudra.files import written
 
 if TYPE_CHECKING:
-    from rudra.hooks import Moment
+    from rudra.core.hooks import Moment
 
 
 class _Journal(NamedTuple):

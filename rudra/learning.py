@@ -15,9 +15,9 @@ from torch import nn
 
 from rudra import trees
 from rudra.augmentation import Augmentation
+from rudra.core.events import Score
 from rudra.data import Batch, Samples, in_memory
 from rudra.errors import ConfigError, DataError
-from rudra.events import Score
 from rudra.flat import FlatModel
 from rudra.job.job import Job
 from rudra.job.tables import TrainingTable

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rudra.anew import REGROUP_TAG, Anew
 from rudra.checkpoint import CheckpointWriter
-from rudra.doorbell import Doorbell
-from rudra.errors import RunError
-from rudra.events import (
+from rudra.core.events import (
     Accumulate,
     Action,
     Commit,
@@ -57,6 +55,10 @@ from rudra.events import (
     Withdraw,
     Withdrawn,
 )
+from rudra.core.messages import CONTROL_BYTES, Kind, Message, generation_of
+from rudra.core.training_state import Position
+from rudra.doorbell import Doorbell
+from rudra.errors import RunError
 from rudra.executor import (
     AveragingExecutor,
     Executor,
@@ -68,8 +70,6 @@ from rudra.executor import (
 )
 from rudra.failures import Losses, outcome
 from rudra.lanes import Lane, Worker
-from rudra.messages import CONTROL_BYTES, Kind, Message, generation_of
-from rudra.position import Position
 from rudra.recorder import Recorder
 from rudra.reduction import GroupReduction, library_comm, make_reduction
 from rudra.roles import Machine

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from rudra import costs, hands, roles
 from rudra.bench.report import Report
+from rudra.core.events import Accumulate, Compute, Computed, Finish, Keep, Record, Update
+from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError
-from rudra.events import Accumulate, Compute, Computed, Finish, Keep, Record, Update
 from rudra.job.job import Job
-from rudra.messages import tail_bytes
 from rudra.sim import Simulation, TimingOnly
 from topologies import Plan
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from rudra import plugins, roster
+from rudra.core.events import Finish, Keep, Record
+from rudra.core.hooks import RoleHooks
 from rudra.costs import processor
 from rudra.errors import ConfigError
-from rudra.events import Finish, Keep, Record
 from rudra.files import NETWORK, file_system
 from rudra.flat import Entry, sha256
-from rudra.hooks import RoleHooks
 from rudra.job.job import Job, named
 from rudra.progress import Progress
 from rudra.statedict import Named

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rudra.core.events import Reduce, Reduced
+from rudra.core.messages import Kind, Message, tail_bytes
+from rudra.core.records import Gradient
 from rudra.doorbell import Doorbell
-from rudra.events import Reduce, Reduced
 from rudra.executor import CACHE_LINE, Buffer, Executor, average
 from rudra.failures import outcome
-from rudra.messages import Kind, Message, tail_bytes
-from rudra.records import Gradient
 from topologies import Plan
 
 if TYPE_CHECKING:

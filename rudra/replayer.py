@@ -20,9 +20,7 @@ import torch
 from tqdm import tqdm
 
 from rudra import data, models, roles
-from rudra.costs import CostModel
-from rudra.errors import ConfigError, ProtocolError, ReplayError
-from rudra.events import (
+from rudra.core.events import (
     Action,
     Compute,
     Copy,
@@ -37,15 +35,17 @@ from rudra.events import (
     Send,
     Started,
 )
+from rudra.core.messages import Kind, Message, Rows
+from rudra.core.records import Gradient
+from rudra.costs import CostModel
+from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.export import save
 from rudra.files import check_output
 from rudra.hands import TensorHands
 from rudra.job.job import Job, cores
 from rudra.job.tables import SimulationTable
-from rudra.messages import Kind, Message, Rows
 from rudra.recorder import arithmetic
-from rudra.records import Gradient
 from rudra.results import Results, open_results
 from rudra.resume import DECISIVE, decisive
 from rudra.roles import Machine

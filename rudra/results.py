@@ -9,16 +9,16 @@ root attributes     -                    `format_version` and what is fixed when
                                          ("mpi" or "simulation"), job (as resolved, JSON), seed, threads,
                                          learners, protocol, versions, hosts, processor, device,
                                          initial_weights_sha256, replayable (not_replayable: why not), …
-/gradients          applied gradients    `rudra.records.GRADIENT`, in order of application
-/updates            updates              `rudra.records.UPDATE`
-/minibatches        mini-batches         `rudra.records.MINIBATCH`; none if the job says so
-/epochs             finished epochs      `rudra.records.EPOCH`
-/metrics            measured in tests    `rudra.records.METRIC`: what a task knows beside loss and error
-/events             events               `rudra.records.EVENT`: checkpoints, restarts, lost ranks, …
-/roles              roles                `rudra.records.ROLE`: kind, rank, parent, node and group of each, by id
-/learners           λ, none until the    `rudra.records.LEARNER`
+/gradients          applied gradients    `rudra.core.records.GRADIENT`, in order of application
+/updates            updates              `rudra.core.records.UPDATE`
+/minibatches        mini-batches         `rudra.core.records.MINIBATCH`; none if the job says so
+/epochs             finished epochs      `rudra.core.records.EPOCH`
+/metrics            measured in tests    `rudra.core.records.METRIC`: what a task knows beside loss and error
+/events             events               `rudra.core.records.EVENT`: checkpoints, restarts, lost ranks, …
+/roles              roles                `rudra.core.records.ROLE`: kind, rank, parent, node and group of each, by id
+/learners           λ, none until the    `rudra.core.records.LEARNER`
                     end
-/totals             1, none until the    `rudra.records.TOTALS`
+/totals             1, none until the    `rudra.core.records.TOTALS`
                     end
 /state              1                    status ("running", "finished", "failed", "interrupted"), reason,
                                          weights_sha256 (of the final weights), flushed_s (wall clock of the last
@@ -57,9 +57,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra import roster, sound
+from rudra.core.records import EVENT, METRIC
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
-from rudra.records import EVENT, METRIC
 from rudra.statedict import Named
 from rudra.summary import best_epoch, summarise
 from rudra.writer import (

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from rudra import checkpoint
 from rudra.checkpoint import State
+from rudra.core.records import EVENT, LEARNER
+from rudra.core.training_state import BEGINNING, Position
 from rudra.errors import CheckpointError, ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
-from rudra.position import BEGINNING, Position
-from rudra.records import EVENT, LEARNER
 from rudra.results import Results, open_results
 from rudra.schedule import Schedule, expected_updates
 from rudra.writer import Kind, Rows, checked_name

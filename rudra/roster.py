@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from rudra.messages import Rows
-from rudra.records import ROLE
+from rudra.core.messages import Rows
+from rudra.core.records import ROLE
 from topologies import Plan, Role
 
 _OPTIONAL = ("parent", "source", "group")

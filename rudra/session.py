@@ -22,13 +22,13 @@ import torch
 
 from rudra import checkpoint, devices, failures
 from rudra.checkpoint import CheckpointWriter
+from rudra.core.training_state import Position
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import end_everybody, end_with_the_dead, outcome, outlive, survivable
 from rudra.forkserver import launcher
 from rudra.job.job import Job, cores
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
-from rudra.position import Position
 from rudra.progress import Progress
 from rudra.recorder import Recorder, arithmetic, make_writer, python_objects
 from rudra.relay import exit_line

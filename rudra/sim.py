@@ -16,9 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rudra.costs import CostModel, Link
-from rudra.errors import RunError
-from rudra.events import (
+from rudra.core.events import (
     Accumulate,
     Action,
     Commit,
@@ -54,9 +52,11 @@ from rudra.events import (
     Withdraw,
     Withdrawn,
 )
+from rudra.core.messages import Kind
+from rudra.core.training_state import Position
+from rudra.costs import CostModel, Link
+from rudra.errors import RunError
 from rudra.faults import Faults
-from rudra.messages import Kind
-from rudra.position import Position
 from rudra.roles import Machine
 from rudra.sampling import mix
 from topologies import Plan

@@ -12,9 +12,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.core.records import LEARNER, ROLE, TOTALS
 from rudra.errors import ResultsError
 from rudra.job.jobfiles import possible
-from rudra.records import LEARNER, ROLE, TOTALS
 from rudra.statedict import key
 from rudra.writer import GROWING, STATE
 from topologies import Plan

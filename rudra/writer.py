@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from rudra import statedict
 from rudra.checkpoint import sync_directory
+from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
-from rudra.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.statedict import Named
 
 FORMAT_VERSION = 6

@@ -13,9 +13,9 @@ import torch
 from rudra import recorder
 from rudra.bench.ranks import SERVER, STATISTICS, lenet_job, on_ranks, step_s, train, write_images
 from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.core.messages import Kind
 from rudra.executor import Buffer, Executor, StatisticsExecutor
 from rudra.job.tables import OptimizerTable
-from rudra.messages import Kind
 from rudra.optim import UpdateRule
 from rudra.roles import machine
 from rudra.session import rest

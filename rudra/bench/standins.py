@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rudra.bench.ranks import STATISTICS
-from rudra.events import Accumulate, Compute, Computed, Finish, Record, Update
+from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update
 from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable

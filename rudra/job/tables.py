@@ -525,7 +525,7 @@ class ResultsTable(Table):
 
 
 class Hook(Table):
-    """Code of the user's own that is called at moments of roles (`rudra.hooks`)."""
+    """Code of the user's own that is called at moments of roles (`rudra.core.hooks`)."""
 
     at: Literal["update", "epoch", "end"] = Field(description="update, epoch or end")
     call: Named = Field(description="package.module:callable of one argument, a rudra.Moment")

@@ -4,8 +4,8 @@
 real ranks, `rudra.sim` in virtual time). A role sees no clock but `now`, no randomness, no tensor.
 """
 
+from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
-from rudra.position import BEGINNING, Position
 from rudra.roles.group import GroupLearner, Replica
 from rudra.roles.learner import Learner
 from rudra.roles.machine import Machine

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from rudra.events import (
+from rudra.core.events import (
     Action,
     Committed,
     Compute,
@@ -31,11 +31,11 @@ from rudra.events import (
     Stopped,
     Updated,
 )
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
 from rudra.job.tables import FaultsTable, ResultsTable
-from rudra.messages import Kind, Message
-from rudra.position import BEGINNING, Position
-from rudra.records import Gradient
 from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
 from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.minibatches import Minibatches

@@ -7,8 +7,8 @@ accumulator (the first gradient of an average; the others are averaged into it, 
 from collections import deque
 from collections.abc import Sequence
 
-from rudra.events import Accumulate, Action, Receive, Received, Withdraw
-from rudra.messages import Message
+from rudra.core.events import Accumulate, Action, Receive, Received, Withdraw
+from rudra.core.messages import Message
 
 
 class Intake:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
-from rudra.events import (
+from rudra.core.events import (
     Action,
     Compute,
     Computed,
@@ -30,10 +30,10 @@ from rudra.events import (
     Sent,
     Started,
 )
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.core.training_state import BEGINNING, Position
 from rudra.job.tables import FaultsTable, ResultsTable
-from rudra.messages import Kind, Message
-from rudra.position import BEGINNING, Position
-from rudra.records import Gradient
 from rudra.roles.machine import States, halt, short
 from rudra.roles.minibatches import Minibatches
 from topologies import Plan

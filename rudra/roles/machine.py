@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rudra.core.events import Action, Event, Halt, Lost, Received, Send
+from rudra.core.messages import PACK, ROWS, Kind, split
 from rudra.errors import ProtocolError
-from rudra.events import Action, Event, Halt, Lost, Received, Send
-from rudra.messages import PACK, ROWS, Kind, split
 from topologies import Plan
 
 Trigger = Kind | type[Event]

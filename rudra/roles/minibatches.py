@@ -2,11 +2,11 @@
 
 from math import isfinite
 
-from rudra.events import Action, Computed, Fail, Warn
+from rudra.core.events import Action, Computed, Fail, Warn
+from rudra.core.messages import Kind
+from rudra.core.records import Gradient
+from rudra.core.training_state import Position
 from rudra.job.tables import FaultsTable, ResultsTable
-from rudra.messages import Kind
-from rudra.position import Position
-from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox
 
 

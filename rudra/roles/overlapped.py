@@ -25,11 +25,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rudra.events import Action, Compute, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.core.events import Action, Compute, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.core.training_state import BEGINNING, Position
 from rudra.job.tables import FaultsTable, ResultsTable
-from rudra.messages import Kind, Message
-from rudra.position import BEGINNING, Position
-from rudra.records import Gradient
 from rudra.roles.learner import Learner, State
 from rudra.roles.machine import States, halt, short
 from topologies import Plan

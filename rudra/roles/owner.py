@@ -13,8 +13,8 @@ from collections import deque
 
 import numpy as np
 
-from rudra import records
-from rudra.events import (
+from rudra.core import records
+from rudra.core.events import (
     Action,
     Commit,
     Committed,
@@ -33,10 +33,10 @@ from rudra.events import (
     Updated,
     Warn,
 )
+from rudra.core.messages import PACK, Kind, Message, Rows
+from rudra.core.records import Gradient
+from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
-from rudra.messages import PACK, Kind, Message, Rows
-from rudra.position import BEGINNING, Position
-from rudra.records import Gradient
 from rudra.roles.machine import Machine, Outbox, Silent, listed
 from rudra.schedule import Schedule, expected_updates
 from topologies import Plan

@@ -20,7 +20,7 @@ from enum import auto
 from typing import Any, ClassVar, NamedTuple
 
 from protocols import Clock
-from rudra.events import (
+from rudra.core.events import (
     Action,
     Committed,
     Copy,
@@ -39,9 +39,9 @@ from rudra.events import (
     Warn,
     Withdrawn,
 )
+from rudra.core.messages import Kind, Message
+from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
-from rudra.messages import Kind, Message
-from rudra.position import BEGINNING, Position
 from rudra.roles.intake import Intake
 from rudra.roles.learner import DROPPED
 from rudra.roles.machine import States, halt, listed, short

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rudra import records
-from rudra.errors import EXIT_FAILED, EXIT_STOPPED
-from rudra.events import (
+from rudra.core import records
+from rudra.core.events import (
     Action,
     Evaluate,
     Evaluated,
@@ -35,10 +34,11 @@ from rudra.events import (
     Started,
     Sync,
 )
+from rudra.core.messages import Kind, Message, Rows
+from rudra.core.training_state import BEGINNING, Position
+from rudra.errors import EXIT_FAILED, EXIT_STOPPED
 from rudra.job.job import Job
 from rudra.job.target import Best, Target, Watch
-from rudra.messages import Kind, Message, Rows
-from rudra.position import BEGINNING, Position
 from rudra.roles.machine import Machine, States
 from rudra.roles.owner import CREDITS
 from topologies import Plan

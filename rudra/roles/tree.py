@@ -20,11 +20,25 @@ from enum import auto
 from typing import Any, ClassVar
 
 from protocols import Clock
-from rudra.events import Action, Drop, Fail, Hash, Hashed, Lost, Receive, Received, Send, Sent, Started, Tick, Withdrawn
+from rudra.core.events import (
+    Action,
+    Drop,
+    Fail,
+    Hash,
+    Hashed,
+    Lost,
+    Receive,
+    Received,
+    Send,
+    Sent,
+    Started,
+    Tick,
+    Withdrawn,
+)
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
-from rudra.messages import Kind, Message
-from rudra.position import BEGINNING, Position
-from rudra.records import Gradient
 from rudra.roles.intake import Intake
 from rudra.roles.machine import Machine, States, halt, listed, short
 from rudra.roles.stragglers import overdue_s, tick_s

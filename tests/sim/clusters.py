@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rudra import data, roles, sim
+from rudra.core.events import Compute, Computed, Finish, Keep, Record, Reduce, Save
+from rudra.core.training_state import BEGINNING, Position
 from rudra.costs import CostModel, places
-from rudra.events import Compute, Computed, Finish, Keep, Record, Reduce, Save
 from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.hands import TensorHands
 from rudra.job.job import Job
-from rudra.position import BEGINNING, Position
 from rudra.roles import Machine
 from topologies import Plan
 from topologies.plan import LEARNER

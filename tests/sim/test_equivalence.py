@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import rudra
 from rudra import data, models
-from rudra.events import Compute, Computed, Update
+from rudra.core.events import Compute, Computed, Update
 from rudra.executor import Executor
 from rudra.flat import FlatModel
 from rudra.job.job import Job

@@ -13,8 +13,8 @@ from torch import nn
 import rudra
 from protocols import Protocol
 from rudra import hands
+from rudra.core.events import Copy
 from rudra.errors import ConfigError
-from rudra.events import Copy
 from rudra.executor import Executor
 from rudra.hands import BigBatchHands, TensorHands, VmapHands
 from rudra.job.job import Job

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rudra
-import rudra.hooks
+import rudra.core.hooks
 from rudra.errors import ConfigError, HookError
 
 ANY = torch.Generator().manual_seed(3)
@@ -275,7 +275,7 @@ def lines_of(path: Path) -> list[dict[str, str]]:
 
 def test_the_csv_hook_writes_what_the_result_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "rudra.hooks:csv"
+    name = "rudra.core.hooks:csv"
     made = job(
         {"at": "epoch", "call": name},
         {"at": "update", "call": name, "options": {"file": "updates.csv"}, "every": 3},
@@ -326,7 +326,7 @@ def test_the_tensorboard_hook_writes_what_the_result_file_has(tmp_path: Path, mo
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
-    name = "rudra.hooks:tensorboard"
+    name = "rudra.core.hooks:tensorboard"
     made = job(
         {"at": "epoch", "call": name},
         {"at": "update", "call": name, "options": {"directory": "logs/{job}"}, "every": 5},
@@ -354,5 +354,5 @@ def test_a_hook_whose_library_is_missing_is_refused_before_training(
     monkeypatch.setattr(rudra.hooks, "find_spec", lambda name: None)
     said = r"^\[hooks\] 0.call: rudra.hooks:tensorboard needs tensorboard: pip install 'rudra\[tensorboard\]'$"
     with pytest.raises(ConfigError, match=said):
-        rudra.simulate(job({"at": "epoch", "call": "rudra.hooks:tensorboard"}), output=tmp_path / "run.h5")
+        rudra.simulate(job({"at": "epoch", "call": "rudra.core.hooks:tensorboard"}), output=tmp_path / "run.h5")
     assert not (tmp_path / "run.h5").exists()

@@ -16,9 +16,9 @@ from test_resume import ALONE, GROUPS, TREE, check_gradients, make_job
 
 from rudra import data, replay, simulate
 from rudra.cli import main
+from rudra.core.events import Update
 from rudra.costs import places
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
-from rudra.events import Update
 from rudra.executor import LearnerExecutor, OwnerExecutor, make_executors
 from rudra.hands import VmapHands
 from rudra.job.job import Job

@@ -4,8 +4,8 @@ import pytest
 import torch
 from clusters import train
 
+from rudra.core.messages import tail_bytes
 from rudra.job.job import Job
-from rudra.messages import tail_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rudra import roster
+from rudra.core.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.job.job import Job
-from rudra.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.results import ResultsWriter
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, rows, sha256
 

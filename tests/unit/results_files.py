@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.core.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.job.job import Job
-from rudra.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.results import LayoutEntry, ResultsWriter
 
 LAYOUT = (

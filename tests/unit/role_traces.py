@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rudra.events import (
+from rudra.core.events import (
     Accumulate,
     Action,
     Compute,
@@ -25,9 +25,9 @@ from rudra.events import (
     Update,
     Updated,
 )
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
 from rudra.job.job import Job
-from rudra.messages import Kind, Message
-from rudra.records import Gradient
 from rudra.roles import Machine, make
 from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rudra import calibrate, cli, records
+from rudra import calibrate, cli
 from rudra.calibrate import Alone, Probe
+from rudra.core import records
 from rudra.job.job import Job
 from rudra.predict import Outline, outline, predict
 

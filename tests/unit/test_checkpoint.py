@@ -12,9 +12,9 @@ from results_files import write_run
 
 from rudra import checkpoint
 from rudra.checkpoint import CheckpointWriter, previous_of, read
+from rudra.core.training_state import Position
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
-from rudra.position import Position
 from rudra.results import open_results
 from rudra.resume import carried, fitted
 

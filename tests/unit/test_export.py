@@ -18,8 +18,8 @@ from torch import nn
 
 import rudra
 from rudra.cli import main
+from rudra.core.records import LEARNER, TOTALS
 from rudra.errors import ConfigError, ResultsError
-from rudra.records import LEARNER, TOTALS
 from rudra.statedict import Named
 
 pytestmark = pytest.mark.slow

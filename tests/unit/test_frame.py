@@ -8,10 +8,10 @@ import pytest
 from results_files import new_writer, rows, write_run
 
 from rudra import roster
+from rudra.core.records import EVENT, MINIBATCH
 from rudra.errors import ConfigError
 from rudra.frame import TABLES
 from rudra.job.job import Job
-from rudra.records import EVENT, MINIBATCH
 from rudra.results import open_results
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from rudra.checkpoint import CheckpointWriter, read
+from rudra.core.training_state import Position
 from rudra.job.job import Job
-from rudra.position import Position
 from rudra.resume import decide, resumable
 from tests.unit.fuzzing import TEXTS, VALUES, cases, damaged, refused
 

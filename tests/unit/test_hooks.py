@@ -10,11 +10,11 @@ import pytest
 
 from rudra import Moment
 from rudra.checkpoint import State
+from rudra.core.hooks import hooks_of
+from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError
 from rudra.flat import Entry
-from rudra.hooks import hooks_of
 from rudra.job.job import Job
-from rudra.position import BEGINNING
 from rudra.recorder import python_objects
 from rudra.resume import job_of
 from topologies import Plan

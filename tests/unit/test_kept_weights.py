@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from rudra.core.records import EPOCH, LEARNER, TOTALS, UPDATE
+from rudra.core.training_state import Position
 from rudra.errors import ResultsError
-from rudra.position import Position
-from rudra.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.results import open_results
 from rudra.resume import carried
 from rudra.statedict import Named

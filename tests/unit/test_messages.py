@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra import records
-from rudra.messages import CONTROL_BYTES, ROWS, Kind, Message, split, tail_bytes
-from rudra.records import Gradient
+from rudra.core import records
+from rudra.core.messages import CONTROL_BYTES, ROWS, Kind, Message, split, tail_bytes
+from rudra.core.records import Gradient
 
 INT32 = st.integers(0, 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)

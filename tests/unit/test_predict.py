@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rudra import cli
+from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.messages import tail_bytes
 from rudra.predict import Outline, outline, predict
 
 SAMPLES = 10_000

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
+from rudra.core.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.job.job import Job
 from rudra.progress import Progress, duration, summary_table
-from rudra.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.results import open_results
 from tests.unit.results_files import WEIGHTS, new_writer, rows, sha256, write_run
 

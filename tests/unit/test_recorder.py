@@ -13,8 +13,8 @@ import pytest
 from results_files import LAYOUT, SIZE, WEIGHTS, rows, sha256
 
 from protocols import Protocol
-from rudra import records
-from rudra.events import Finish, Record
+from rudra.core import records
+from rudra.core.events import Finish, Record
 from rudra.job.job import Job
 from rudra.progress import Progress
 from rudra.recorder import VERSIONED, Recorder, arithmetic, attributes, make_writer

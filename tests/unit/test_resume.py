@@ -10,9 +10,9 @@ import pytest
 from results_files import write_run
 
 from rudra.checkpoint import CheckpointWriter
+from rudra.core.training_state import Position
 from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
-from rudra.position import Position
 from rudra.results import open_results
 from rudra.resume import Decision, carried, decide, resumable
 

@@ -24,9 +24,8 @@ from role_traces import (
     updated,
 )
 
-from rudra import records
-from rudra.errors import ProtocolError
-from rudra.events import (
+from rudra.core import records
+from rudra.core.events import (
     Action,
     Committed,
     Computed,
@@ -46,9 +45,10 @@ from rudra.events import (
     Updated,
     Withdrawn,
 )
+from rudra.core.messages import ROWS, Kind, Message
+from rudra.errors import ProtocolError
 from rudra.job.job import Job
 from rudra.job.tables import FaultsTable
-from rudra.messages import ROWS, Kind, Message
 from rudra.roles import Machine
 from rudra.roles import group as group_
 from rudra.roles import learner as learner_

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from role_traces import HASHED, SAMPLES, brief, feed, job, machine, names_of, rows_sent, sent_gradient, updated
 
-from rudra.events import Computed, Event, Received, Reduce, Reduced, Send, Sent, Started
-from rudra.messages import Kind, Message
-from rudra.records import Gradient
+from rudra.core.events import Computed, Event, Received, Reduce, Reduced, Send, Sent, Started
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
 from rudra.roles import GroupLearner, Machine, Replica
 from rudra.roles.group import Replicas
 from rudra.roles.learner import State

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from role_traces import HASHED, SAMPLES, feed, job, machine, rows_sent
 
-from rudra.events import Action, Compute, Computed, Event, Receive, Received, Send, Sent, Started
-from rudra.messages import Kind, Message
+from rudra.core.events import Action, Compute, Computed, Event, Receive, Received, Send, Sent, Started
+from rudra.core.messages import Kind, Message
 from rudra.roles import OverlappedLearner
 from rudra.roles.learner import State
 

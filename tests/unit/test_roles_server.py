@@ -23,9 +23,9 @@ from role_traces import (
 )
 
 from protocols import Clock, Protocol
-from rudra.events import Lost, Received, Send, Sent, Started, Stopped, Update
+from rudra.core.events import Lost, Received, Send, Sent, Started, Stopped, Update
+from rudra.core.messages import Kind, Message
 from rudra.job.tables import OptimizerTable
-from rudra.messages import Kind, Message
 from rudra.roles import ParameterServer
 from rudra.roles.machine import short
 from rudra.roles.server import State

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, machine
 
-from rudra import records
-from rudra.events import Evaluated, Event, Hashed, Received, Record, Score, Send, Started
-from rudra.messages import ROWS, Kind, Message
+from rudra.core import records
+from rudra.core.events import Evaluated, Event, Hashed, Received, Record, Score, Send, Started
+from rudra.core.messages import ROWS, Kind, Message
 from rudra.roles import Machine
 from rudra.roles.statistics import StatisticsServer
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from role_traces import HASHED, brief, feed, job, machine, names_of, sent_gradient
 
-from rudra.events import Event, Lost, Received, Send, Sent, Started
-from rudra.messages import Kind, Message
+from rudra.core.events import Event, Lost, Received, Send, Sent, Started
+from rudra.core.messages import Kind, Message
 from rudra.roles import TreeServer
 from rudra.roles.machine import short
 from rudra.roles.tree import State

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import topologies
 from rudra import roster
-from rudra.records import ROLE
+from rudra.core.records import ROLE
 from topologies import Plan
 
 JOBS: list[tuple[str, dict[str, Any]]] = [

@@ -10,9 +10,7 @@ import pytest
 from clusters import Rows, job, timing
 
 from protocols import Clock, Protocol
-from rudra.costs import CostModel, places
-from rudra.errors import RunError
-from rudra.events import (
+from rudra.core.events import (
     Accumulate,
     Action,
     Compute,
@@ -30,8 +28,10 @@ from rudra.events import (
     Update,
     Updated,
 )
+from rudra.core.messages import Kind, Message
+from rudra.costs import CostModel, places
+from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.messages import Kind, Message
 from rudra.roles import Machine
 from rudra.sim import Simulation, TimingOnly
 from topologies import Plan, Role

@@ -11,11 +11,11 @@ import torch
 
 import rudra
 from rudra import tasks
+from rudra.core.messages import Kind, Message, tail_bytes
+from rudra.core.records import Gradient
 from rudra.executor import Buffer
 from rudra.half import from_half, to_half
 from rudra.job.job import Job
-from rudra.messages import Kind, Message, tail_bytes
-from rudra.records import Gradient
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
 from clusters import job, train

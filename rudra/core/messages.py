@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rudra import records
-from rudra.records import Gradient
+from rudra.core import records
+from rudra.core.records import Gradient
 
 Rows = npt.NDArray[np.void]
 

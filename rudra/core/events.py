@@ -12,9 +12,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rudra.messages import Message, Rows
-from rudra.position import Position
-from rudra.records import Gradient
+from rudra.core.messages import Message, Rows
+from rudra.core.records import Gradient
+from rudra.core.training_state import Position
 from topologies import Plan
 
 Table = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rudra.core.events import Compute, Computed, Finish, Record, Update
+from rudra.core.messages import Rows
 from rudra.errors import ConfigError, HookError, Interrupted
-from rudra.events import Compute, Computed, Finish, Record, Update
 from rudra.job.job import Job, find
 from rudra.job.tables import Hook
 from rudra.journals import csv, tensorboard
-from rudra.messages import Rows
 from topologies import Plan
 from topologies.plan import Role
 

@@ -1,0 +1,1 @@
+"""What everything speaks: events, messages, records, the state of a training."""
