@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rudra.trees import called
+from rudra.data.trees import called
 
 
 class ModuleBuffer(NamedTuple):

@@ -215,7 +215,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         job: resolved.
         sizes: the μ.
     """
-    from rudra import data
+    from rudra.data import load
     from rudra.devices import placing
     from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
     from rudra.hands import find_device

@@ -14,7 +14,7 @@ from rudra import models, tasks
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.core.hooks import RoleHooks, hooks_of
 from rudra.core.messages import Message, tail_bytes
-from rudra.data import Data, Samples
+from rudra.data.load import Data, Samples
 from rudra.devices import CPU, Placing, Stage, finish, page_locked
 from rudra.errors import CheckpointError, ConfigError
 from rudra.flat import Entry, FlatModel, sha256

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
 from rudra.core.messages import Kind
 from rudra.core.training_state import Position
+from rudra.data.sampling import mix
 from rudra.job.tables import Fault
 from rudra.roles import Machine
 from rudra.roles.owner import outlasts
-from rudra.sampling import mix
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 

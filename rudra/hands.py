@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import data, models, sim
+from rudra import models, sim
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
+from rudra.data import load
 from rudra.devices import CPU
 from rudra.errors import ConfigError
 from rudra.executor import (

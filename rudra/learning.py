@@ -13,16 +13,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from rudra import trees
-from rudra.augmentation import Augmentation
 from rudra.core.events import Score
-from rudra.data import Batch, Samples, in_memory
+from rudra.data import trees
+from rudra.data.augmentation import Augmentation
+from rudra.data.load import Batch, Samples, in_memory
+from rudra.data.sampling import Sampler, mix, seed_all
+from rudra.data.trees import mapped
 from rudra.errors import ConfigError, DataError
 from rudra.flat import FlatModel
 from rudra.job.job import Job
 from rudra.job.tables import TrainingTable
-from rudra.sampling import Sampler, mix, seed_all
-from rudra.trees import mapped
 
 _DRAWING, _CHANGING = 1, 2
 """Of what else random numbers are drawn in a step, beside dropout."""

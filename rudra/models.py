@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rudra import trees
 from rudra.buffers import tried
-from rudra.data import DataInfo
+from rudra.data import trees
+from rudra.data.load import DataInfo
+from rudra.data.sampling import seeded
 from rudra.errors import ConfigError, meant
 from rudra.job.tables import ModelTable
 from rudra.networks import MODELS
 from rudra.plugins import call, resolve
-from rudra.sampling import seeded
 from rudra.tasks import Task
 
 

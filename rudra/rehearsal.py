@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra import costs, data, roles
+from rudra import costs, roles
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.core.messages import tail_bytes
+from rudra.data import load
 from rudra.errors import ConfigError
 from rudra.executor import Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor, make_executors, torch_as_in
 from rudra.job.job import Job

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rudra import data, models, roles
+from rudra import models, roles
 from rudra.core.events import (
     Action,
     Compute,
@@ -38,6 +38,7 @@ from rudra.core.events import (
 from rudra.core.messages import Kind, Message, Rows
 from rudra.core.records import Gradient
 from rudra.costs import CostModel
+from rudra.data import load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.export import save

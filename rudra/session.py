@@ -260,7 +260,7 @@ class _Session:
     def _load(self) -> None:
         from mpi4py import MPI
 
-        from rudra import data
+        from rudra.data import load
 
         kinds = {self._plan.roles[i].kind for i in self._roles}
         learns, serves = "learner" in kinds, bool(kinds & {"parameter server", "tree server"})
@@ -284,7 +284,7 @@ class _Session:
 
     def _share(self) -> None:
         """Gives every rank of the node what one of them has loaded, without a copy."""
-        from rudra import data
+        from rudra.data import load
         from rudra.shared import share
 
         if self._sharing:
@@ -304,7 +304,7 @@ class _Session:
         samples, position = self._info.training_samples, self._begin.position
         self._machines = {i: make_machine(i, self._job, self._plan, samples, position) for i in self._roles}
         if self._roles:
-            from rudra.data import Data, in_memory
+            from rudra.data.load import Data, in_memory
 
             data = self._data or Data(None, None, self._info)
             self._executors = make_executors(

@@ -55,10 +55,10 @@ from rudra.core.events import (
 from rudra.core.messages import Kind
 from rudra.core.training_state import Position
 from rudra.costs import CostModel, Link
+from rudra.data.sampling import mix
 from rudra.errors import RunError
 from rudra.faults import Faults
 from rudra.roles import Machine
-from rudra.sampling import mix
 from topologies import Plan
 from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from rudra import trees
+from rudra.data import trees
 from rudra.errors import ConfigError, DataError, meant
 from rudra.job.tables import TaskTable, short
 from rudra.plugins import call, resolve

@@ -7,7 +7,7 @@ import torch
 
 from rudra import models
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.data import DataInfo
+from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.flat import FlatModel
 from rudra.job.job import Job

@@ -9,14 +9,15 @@ import h5py
 import numpy as np
 import torch
 
-from rudra import data, models
+from rudra import models
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.data import DataInfo, Samples, Split
+from rudra.data import load
+from rudra.data.load import DataInfo, Samples, Split
+from rudra.data.sources import Dense
 from rudra.flat import FlatModel
 from rudra.job.job import Job
 from rudra.learning import GradientSource
 from rudra.session import keep_freed_memory
-from rudra.sources import Dense
 
 SIZES = (4, 16, 64)
 LIMIT = 2.0  # percent

@@ -28,10 +28,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from rudra import data, models, networks, roles
+from rudra import models, networks, roles
 from rudra.bench.report import Goal, Report
 from rudra.core.events import Finish, Keep, Record, Update
 from rudra.costs import CostModel
+from rudra.data import load
 from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.hands import TensorHands
 from rudra.job.job import Job

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra import data
 from rudra.bench.hosts import missing, two_hosts
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.bench.report import Goal, Report, Spread, ratios, spread
 from rudra.core.events import Compute
+from rudra.data import load
 from rudra.executor import LearnerExecutor, make_executors
 from rudra.job.job import Job
 from rudra.session import rest

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from rudra import data, models
+from rudra import models
 from rudra.api import simulate
 from rudra.bench.prediction import noise
 from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.data import load
 from rudra.flat import FlatModel
 from rudra.job.job import Job, cores
 from rudra.learning import GradientSource

@@ -8,7 +8,7 @@ import torch
 from rudra import models
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.core.events import Accumulate, Update
-from rudra.data import DataInfo
+from rudra.data.load import DataInfo
 from rudra.executor import ServerExecutor
 from rudra.flat import FlatModel
 from rudra.job.job import Job, cores

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 import rudra
-from rudra import data, models
+from rudra import models
+from rudra.data import load
+from rudra.data.sampling import Sampler
 from rudra.launch import launch
-from rudra.sampling import Sampler
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

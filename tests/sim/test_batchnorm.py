@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 import rudra
-from rudra import data, models
-from rudra.sampling import Sampler
+from rudra import models
+from rudra.data import load
+from rudra.data.sampling import Sampler
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 import rudra
-from rudra import data, models
+from rudra import models
 from rudra.core.events import Compute, Computed, Update
+from rudra.data import load
+from rudra.data.sampling import Sampler
 from rudra.executor import Executor
 from rudra.flat import FlatModel
 from rudra.job.job import Job
-from rudra.sampling import Sampler
 
 MU = 8
 DIGITS = 1437

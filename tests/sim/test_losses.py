@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from test_conformance import Bounded, Eager
 from test_resume import ALONE, GROUPS, TREE, check_gradients, make_job
 
-from rudra import data, replay, simulate
+from rudra import replay, simulate
 from rudra.cli import main
 from rudra.core.events import Update
 from rudra.costs import places
+from rudra.data import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.executor import LearnerExecutor, OwnerExecutor, make_executors
 from rudra.hands import VmapHands

@@ -148,7 +148,7 @@ def test_language_of_the_simulator_is_plain_torch(tmp_path: Path) -> None:
     made = made.with_(training={"epochs": 2}, optimizer={"learning_rate": 1.0})
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
         ours, order = results.state_dict(), results.gradients["step"]
-    from rudra.sampling import Sampler
+    from rudra.data.sampling import Sampler
 
     torch.manual_seed(0)
     model = Letters()

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.data import Samples, load
+from rudra.data.load import Samples, load
+from rudra.data.readers.arff import read_arff
+from rudra.data.sources import Dense, Sparse
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
-from rudra.readers.arff import read_arff
-from rudra.sources import Dense, Sparse
 from tests.unit.test_data import REAL, needs_real_data
 
 HEAD = """% a comment

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.data import Split, in_memory, load
+from rudra.data.load import Split, in_memory, load
+from rudra.data.sources import Stored
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
-from rudra.sources import Stored
 
 Rows = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)

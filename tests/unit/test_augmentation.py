@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.augmentation import Augmentation
+from rudra.data.augmentation import Augmentation
 from rudra.errors import ConfigError
 from rudra.job.tables import AugmentTable
 

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from rudra.cli import main
-from rudra.data import Data, load
+from rudra.data.load import Data, load
+from rudra.data.readers import csv
 from rudra.errors import ConfigError, DataError, RudraError
 from rudra.job.tables import DataTable
-from rudra.readers import csv
 
 ROOT = Path(__file__).parents[2]
 SMALL = b"""age, colour, kind\r
@@ -295,7 +295,7 @@ def table_of_numbers() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 def test_training_inputs_have_mean_0_and_deviation_1(
     name: str, validation: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rudra.data._BLOCK", 50)
+    monkeypatch.setattr("rudra.data.load._BLOCK", 50)
     x, y = table_of_numbers()
     keys = {"name": name, "test_split": 0.3, "validation_split": validation, **written(name, tmp_path, x, y)}
     plain, loaded = load(DataTable(**keys)), load(DataTable(**keys, standardise=True))

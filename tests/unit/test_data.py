@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from rudra.data import Split, Subset, UserSplit, in_memory, load
+from rudra.data.load import Split, Subset, UserSplit, in_memory, load
+from rudra.data.sources import Dense
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
 from rudra.plugins import call, resolve
-from rudra.sources import Dense
 
 REAL = Path(os.environ.get("RUDRA_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 needs_real_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"no data sets in {REAL}; RUDRA_DATA can name the place")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from user_code import Anew, Assorted
 
-from rudra.data import DataInfo
+from rudra.data.load import DataInfo
 from rudra.errors import ConfigError, DataError
 from rudra.flat import Entry, FlatModel, sha256
 from rudra.job.tables import ModelTable

@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from rudra.data import Split, in_memory, load
+from rudra.data.load import Split, in_memory, load
+from rudra.data.readers import folder
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
-from rudra.readers import folder
 
 
 def picture(file: Path, colour: tuple[int, int, int], size: tuple[int, int] = (12, 9)) -> None:

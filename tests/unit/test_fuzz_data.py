@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from rudra import data
+from rudra.data import load
+from rudra.data.readers import cifar as cifar_reader
 from rudra.job.tables import DataTable
-from rudra.readers import cifar as cifar_reader
 from tests.unit.fuzzing import cases, command, damaged, fresh, refused, survived
 from tests.unit.test_data import idx
 

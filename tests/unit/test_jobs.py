@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rudra import costs, models, sweep, tasks
-from rudra.data import DataInfo
+from rudra.data.load import DataInfo
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.optim import UpdateRule

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from rudra.data import Split, load
+from rudra.data.load import Split, load
+from rudra.data.sampling import Sampler
+from rudra.data.sources import Dense
 from rudra.flat import FlatModel
 from rudra.job.job import Job
 from rudra.job.tables import DataTable, ModelTable
 from rudra.learning import GradientSource, Outcome, evaluate
 from rudra.models import build, check_output
-from rudra.sampling import Sampler
-from rudra.sources import Dense
 from rudra.tasks import Classification
 
 JOB = Job(training={"minibatch_size": 4, "seed": 5})

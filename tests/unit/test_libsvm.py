@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.data import load
+from rudra.data.load import load
+from rudra.data.readers import libsvm
+from rudra.data.sources import Sparse
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
-from rudra.readers import libsvm
-from rudra.sources import Sparse
 from tests.unit.fuzzing import cases
 from tests.unit.test_data import REAL, needs_real_data
 
@@ -257,14 +257,14 @@ def test_the_quick_way_is_the_plain_way(parts: list[tuple[str, str]]) -> None:
 def test_blocks_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(SMALL * 5 + b"5 1:1")
     whole = libsvm._read(tmp_path / "a", False)
-    monkeypatch.setattr("rudra.readers.common._PIECE", 7)
+    monkeypatch.setattr("rudra.data.readers.common._PIECE", 7)
     pieces = libsvm._read(tmp_path / "a", False)
     for name in ("labels", "lengths", "columns", "values"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(pieces, name))
     (tmp_path / "a").write_bytes(SMALL * 5 + b"5 1:1\n6 x")
     with pytest.raises(DataError, match="line 32: 'x' is no index:value"):
         libsvm._read(tmp_path / "a", False)
-    monkeypatch.setattr("rudra.readers.common._LONGEST", 30)
+    monkeypatch.setattr("rudra.data.readers.common._LONGEST", 30)
     (tmp_path / "a").write_bytes(b"1" * 100)
     with pytest.raises(DataError, match="has a line of more than 30 bytes: is it no text"):
         libsvm._read(tmp_path / "a", False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rudra.data import DataInfo
+from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.job.tables import ModelTable
 from rudra.models import build, check_output

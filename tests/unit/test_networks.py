@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rudra.data import DataInfo
+from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.flat import FlatModel
 from rudra.job.tables import ModelTable

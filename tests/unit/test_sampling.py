@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, Sampler, hold_out, mix
 from rudra.errors import DataError
-from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, Sampler, hold_out, mix
 
 
 def test_a_pass_draws_every_sample_once_and_each_pass_differs() -> None:

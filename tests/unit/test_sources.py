@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rudra.data.sources import Dense, Images, Source, Sparse, Stored, Windows
 from rudra.errors import DataError
-from rudra.sources import Dense, Images, Source, Sparse, Stored, Windows
 
 Rows = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)

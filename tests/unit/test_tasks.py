@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from rudra import tasks
-from rudra.data import DataInfo
+from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.job.tables import TaskTable
 from rudra.models import check_output

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.data import in_memory, load
+from rudra.data.load import in_memory, load
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
 from tests.unit.test_data import REAL, needs_real_data

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from rudra.data.readers.common import Arrays, blocks, class_count, is_number, numbers_of, path_of, shown
+from rudra.data.sources import Dense, Sparse
 from rudra.errors import DataError
 from rudra.job.tables import DataTable, Table, checked
-from rudra.readers.common import Arrays, blocks, class_count, is_number, numbers_of, path_of, shown
-from rudra.sources import Dense, Sparse
 
 _MOST = 2**31 - 1  # the largest index
 _LARGEST = float(np.finfo(np.float32).max)

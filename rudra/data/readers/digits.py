@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from rudra.data.readers.common import Arrays, check_labels, content_of, no_options
+from rudra.data.sources import Dense
 from rudra.errors import DataError, one_line
 from rudra.job.tables import DataTable
-from rudra.readers.common import Arrays, check_labels, content_of, no_options
-from rudra.sources import Dense
 
 _LARGEST = 1 << 26  # bytes of the file
 

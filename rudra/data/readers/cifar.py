@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from rudra.data.readers.common import DAMAGE, SPLITS, Arrays, check_labels, content_of, no_options, path_of, read
+from rudra.data.sources import Dense
 from rudra.errors import DataError, one_line
 from rudra.job.tables import DataTable
-from rudra.readers.common import DAMAGE, SPLITS, Arrays, check_labels, content_of, no_options, path_of, read
-from rudra.sources import Dense
 
 _BATCH = 10_000  # images in each file
 _LARGEST = 1 << 26  # bytes of a file, which has half as many

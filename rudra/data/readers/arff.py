@@ -13,10 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from rudra.data.readers.common import (
+    Arrays,
+    blocks,
+    class_count,
+    content_of,
+    is_number,
+    listed,
+    numbers_of,
+    path_of,
+    shown,
+)
+from rudra.data.sources import Dense, Source, Sparse
 from rudra.errors import ConfigError, DataError, one_line
 from rudra.job.tables import DataTable, Table, checked
-from rudra.readers.common import Arrays, blocks, class_count, content_of, is_number, listed, numbers_of, path_of, shown
-from rudra.sources import Dense, Source, Sparse
 
 _LARGEST = float(np.finfo(np.float32).max)
 _NAMES_BYTES = 1 << 26  # of a file of label names, at most

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from rudra.data.readers.common import SPLITS, Arrays, class_count, existing, path_of, read
+from rudra.data.sources import Dense, Source, Stored, are_tokens, data_sets
 from rudra.errors import DataError, RudraError, one_line
 from rudra.job.tables import DataTable, Table, checked
-from rudra.readers.common import SPLITS, Arrays, class_count, existing, path_of, read
-from rudra.sources import Dense, Source, Stored, are_tokens, data_sets
 
 Header = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and type of an array."""

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from rudra.data.readers.common import Arrays, check_labels, content_of, first_of, no_options, path_of
+from rudra.data.sources import Dense
 from rudra.errors import DataError
 from rudra.job.tables import DataTable
-from rudra.readers.common import Arrays, check_labels, content_of, first_of, no_options, path_of
-from rudra.sources import Dense
 
 
 def read_idx(table: DataTable, wanted: Collection[str]) -> Arrays:

@@ -6,17 +6,17 @@ shapes and numbers alone.
 
 from collections.abc import Callable, Collection
 
+from rudra.data.readers.arff import read_arff
+from rudra.data.readers.arrays import read_hdf5, read_npz
+from rudra.data.readers.cifar import read_cifar10
+from rudra.data.readers.common import SPLITS, Arrays, check_labels
+from rudra.data.readers.csv import read_csv
+from rudra.data.readers.digits import read_digits
+from rudra.data.readers.folder import read_folder
+from rudra.data.readers.idx import read_idx
+from rudra.data.readers.libsvm import read_libsvm
+from rudra.data.readers.text import read_text
 from rudra.job.tables import DataTable
-from rudra.readers.arff import read_arff
-from rudra.readers.arrays import read_hdf5, read_npz
-from rudra.readers.cifar import read_cifar10
-from rudra.readers.common import SPLITS, Arrays, check_labels
-from rudra.readers.csv import read_csv
-from rudra.readers.digits import read_digits
-from rudra.readers.folder import read_folder
-from rudra.readers.idx import read_idx
-from rudra.readers.libsvm import read_libsvm
-from rudra.readers.text import read_text
 
 __all__ = ["READERS", "SPLITS", "Arrays", "check_labels"]
 

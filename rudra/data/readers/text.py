@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from rudra.data.readers.common import Arrays, class_count, content_of, path_of
+from rudra.data.sources import Windows
 from rudra.errors import DataError
 from rudra.job.tables import DataTable, Table, checked
-from rudra.readers.common import Arrays, class_count, content_of, path_of
-from rudra.sources import Windows
 
 _CODE_POINTS = 0x110000
 

@@ -19,9 +19,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from rudra.data.sources import Source
 from rudra.errors import ConfigError, DataError, one_line
 from rudra.job.tables import DataTable
-from rudra.sources import Source
 
 SPLITS = ("train", "test")
 DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError, tarfile.TarError)

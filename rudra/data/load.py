@@ -1,6 +1,6 @@
 """Training and test samples: what a mini-batch is made of, and where the samples come from.
 
-`load` gives a job's data: one of the sets that Rudra reads itself (see `rudra.readers`), or the user's own datasets.
+`load` gives a job's data: one of the sets that Rudra reads itself (see `rudra.data.readers`), or the user's own datasets.
 Every split answers `batch(indices)` in the same way, and two calls with the same indices give the same bits.
 """
 
@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from rudra import trees
+from rudra.data import trees
+from rudra.data.readers import READERS, SPLITS, Arrays, check_labels
+from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
+from rudra.data.sources import Dense, Source, are_tokens
+from rudra.data.trees import listed, mapped
 from rudra.errors import ConfigError, DataError, meant
 from rudra.job.tables import DataTable
 from rudra.plugins import call, resolve
-from rudra.readers import READERS, SPLITS, Arrays, check_labels
-from rudra.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
-from rudra.sources import Dense, Source, are_tokens
-from rudra.trees import listed, mapped
 
 Batch = tuple[Any, Any]
 """Inputs and targets: tensors whose first dimension is the sample's, or tuples and dictionaries of such."""

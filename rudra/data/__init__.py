@@ -1,0 +1,1 @@
+"""Samples: where they are read from, and who draws which."""
