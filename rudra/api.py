@@ -101,8 +101,8 @@ def simulate(
 ) -> Results:
     """Runs the same job in this process and in virtual time; arguments and results as `run`."""
     from rudra import costs, hands
+    from rudra.compute.executor import torch_as_in
     from rudra.core.messages import tail_bytes
-    from rudra.executor import torch_as_in
     from rudra.progress import Progress
     from rudra.recorder import Recorder, make_writer
     from rudra.roles import make

@@ -32,7 +32,7 @@ from rudra.recorder import arithmetic
 from rudra.results import open_results
 
 if TYPE_CHECKING:
-    from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor
+    from rudra.compute.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor
 
 Rows = npt.NDArray[Any]
 
@@ -215,9 +215,9 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         job: resolved.
         sizes: the μ.
     """
+    from rudra.compute.devices import placing
+    from rudra.compute.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
     from rudra.data import load
-    from rudra.devices import placing
-    from rudra.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
     from rudra.hands import find_device
 
     device = find_device(job)

@@ -651,7 +651,7 @@ def _topology(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from rudra.schedule import Schedule
+    from rudra.compute.schedule import Schedule
     from rudra.topology import message, roles
 
     job = _load(arguments).resolved(cores=cores())

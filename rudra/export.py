@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from rudra import safetensors
+from rudra.compute.statedict import Named
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output, written
 from rudra.results import Results
-from rudra.statedict import Named
 
 SUFFIXES = (".pt", ".safetensors")
 

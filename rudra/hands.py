@@ -13,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import models, sim
-from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
-from rudra.data import load
-from rudra.devices import CPU
-from rudra.errors import ConfigError
-from rudra.executor import (
+from rudra import sim
+from rudra.compute import models
+from rudra.compute.devices import CPU
+from rudra.compute.executor import (
     WEIGHTS,
     AveragingExecutor,
     Buffer,
@@ -29,11 +27,14 @@ from rudra.executor import (
     average,
     make_executors,
 )
-from rudra.flat import Entry, FlatModel
-from rudra.half import from_half, to_half
+from rudra.compute.flat import Entry, FlatModel
+from rudra.compute.gradients import Outcome, check_batching, joint_gradient, mapped_gradients
+from rudra.compute.half import from_half, to_half
+from rudra.compute.statedict import Named
+from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
+from rudra.data import load
+from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.learning import Outcome, check_batching, joint_gradient, mapped_gradients
-from rudra.statedict import Named
 from topologies import Plan
 
 Place = tuple[int, str]

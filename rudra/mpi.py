@@ -18,6 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from rudra.anew import REGROUP_TAG, Anew
 from rudra.checkpoint import CheckpointWriter
+from rudra.compute.executor import (
+    AveragingExecutor,
+    Executor,
+    LearnerExecutor,
+    OwnerExecutor,
+    ServerExecutor,
+    StatisticsExecutor,
+    arithmetic_of_thread,
+)
 from rudra.core.events import (
     Accumulate,
     Action,
@@ -59,15 +68,6 @@ from rudra.core.messages import CONTROL_BYTES, Kind, Message, generation_of
 from rudra.core.training_state import Position
 from rudra.doorbell import Doorbell
 from rudra.errors import RunError
-from rudra.executor import (
-    AveragingExecutor,
-    Executor,
-    LearnerExecutor,
-    OwnerExecutor,
-    ServerExecutor,
-    StatisticsExecutor,
-    arithmetic_of_thread,
-)
 from rudra.failures import Losses, outcome
 from rudra.lanes import Lane, Worker
 from rudra.recorder import Recorder

@@ -15,15 +15,15 @@ import numpy.typing as npt
 import torch
 
 from rudra import plugins, roster
+from rudra.compute.flat import Entry, sha256
+from rudra.compute.statedict import Named
 from rudra.core.events import Finish, Keep, Record
 from rudra.core.hooks import RoleHooks
 from rudra.costs import processor
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
-from rudra.flat import Entry, sha256
 from rudra.job.job import Job, named
 from rudra.progress import Progress
-from rudra.statedict import Named
 from rudra.writer import Kind, ResultsWriter, Rows
 from topologies import Plan
 

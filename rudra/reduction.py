@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rudra.compute.executor import CACHE_LINE, Buffer, Executor, average
 from rudra.core.events import Reduce, Reduced
 from rudra.core.messages import Kind, Message, tail_bytes
 from rudra.core.records import Gradient
 from rudra.doorbell import Doorbell
-from rudra.executor import CACHE_LINE, Buffer, Executor, average
 from rudra.failures import outcome
 from topologies import Plan
 

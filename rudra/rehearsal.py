@@ -15,11 +15,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rudra import costs, roles
+from rudra.compute.executor import (
+    Executor,
+    LearnerExecutor,
+    OwnerExecutor,
+    StatisticsExecutor,
+    make_executors,
+    torch_as_in,
+)
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.core.messages import tail_bytes
 from rudra.data import load
 from rudra.errors import ConfigError
-from rudra.executor import Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor, make_executors, torch_as_in
 from rudra.job.job import Job
 from rudra.predict import Rows
 from rudra.sim import Simulation, TimingOnly

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rudra import models, roles
+from rudra import roles
+from rudra.compute import models
+from rudra.compute.executor import Executor, make_executors, torch_as_in
 from rudra.core.events import (
     Action,
     Compute,
@@ -40,7 +42,6 @@ from rudra.core.records import Gradient
 from rudra.costs import CostModel
 from rudra.data import load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
-from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.export import save
 from rudra.files import check_output
 from rudra.hands import TensorHands

@@ -57,10 +57,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra import roster, sound
+from rudra.compute.statedict import Named
 from rudra.core.records import EVENT, METRIC
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
-from rudra.statedict import Named
 from rudra.summary import best_epoch, summarise
 from rudra.writer import (
     DATASETS,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rudra import checkpoint
 from rudra.checkpoint import State
+from rudra.compute.schedule import Schedule, expected_updates
 from rudra.core.records import EVENT, LEARNER
 from rudra.core.training_state import BEGINNING, Position
 from rudra.errors import CheckpointError, ConfigError, ResultsError
@@ -19,7 +20,6 @@ from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
 from rudra.results import Results, open_results
-from rudra.schedule import Schedule, expected_updates
 from rudra.writer import Kind, Rows, checked_name
 
 DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")

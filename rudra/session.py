@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from rudra import checkpoint, devices, failures
+from rudra import checkpoint, failures
 from rudra.checkpoint import CheckpointWriter
+from rudra.compute import devices
+from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.core.training_state import Position
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
-from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.failures import end_everybody, end_with_the_dead, outcome, outlive, survivable
 from rudra.forkserver import launcher
 from rudra.job.job import Job, cores
@@ -336,7 +337,7 @@ class _Session:
                 self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
 
     def _open(self, progress: dict[str, Any]) -> None:
-        from rudra.flat import sha256
+        from rudra.compute.flat import sha256
 
         server = self._plan.roles[self._plan.server].world_rank
         weights = self._executors[self._plan.server].buffer("weights").array if self._comm.rank == server else None

@@ -12,10 +12,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.compute.statedict import key
 from rudra.core.records import LEARNER, ROLE, TOTALS
 from rudra.errors import ResultsError
 from rudra.job.jobfiles import possible
-from rudra.statedict import key
 from rudra.writer import GROWING, STATE
 from topologies import Plan
 from topologies.plan import LEARNER as LEARNER_KIND

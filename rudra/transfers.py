@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from rudra.executor import Buffer, Executor
+from rudra.compute.executor import Buffer, Executor
 from rudra.failures import Losses, outcome
 
 if TYPE_CHECKING:

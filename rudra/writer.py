@@ -15,12 +15,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra import statedict
 from rudra.checkpoint import sync_directory
+from rudra.compute import statedict
+from rudra.compute.statedict import Named
 from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
-from rudra.statedict import Named
 
 FORMAT_VERSION = 6
 

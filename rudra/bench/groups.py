@@ -24,8 +24,8 @@ from rudra import costs
 from rudra.api import run as train
 from rudra.bench.ranks import PlainLoop, write_images
 from rudra.bench.report import Goal, Report, Spread, spread
+from rudra.compute.executor import torch_as_in
 from rudra.costs import CostModel
-from rudra.executor import torch_as_in
 from rudra.job.job import Job, cores
 from rudra.predict import Outline, predict, steady_rate
 from topologies import Plan

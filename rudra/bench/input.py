@@ -9,14 +9,14 @@ import h5py
 import numpy as np
 import torch
 
-from rudra import models
 from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.compute import models
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import GradientSource
 from rudra.data import load
 from rudra.data.load import DataInfo, Samples, Split
 from rudra.data.sources import Dense
-from rudra.flat import FlatModel
 from rudra.job.job import Job
-from rudra.learning import GradientSource
 from rudra.session import keep_freed_memory
 
 SIZES = (4, 16, 64)

@@ -28,12 +28,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from rudra import models, networks, roles
+from rudra import roles
 from rudra.bench.report import Goal, Report
+from rudra.compute import models, networks
+from rudra.compute.executor import Executor, make_executors, torch_as_in
 from rudra.core.events import Finish, Keep, Record, Update
 from rudra.costs import CostModel
 from rudra.data import load
-from rudra.executor import Executor, make_executors, torch_as_in
 from rudra.hands import TensorHands
 from rudra.job.job import Job
 from rudra.sim import Simulation
@@ -249,7 +250,7 @@ def _full_gradients(
     job: Job, info: data.DataInfo, train: data.Samples, path: Sequence[torch.Tensor]
 ) -> npt.NDArray[Any]:
     """The gradient over all training samples at each of some weights."""
-    from rudra.flat import FlatModel
+    from rudra.compute.flat import FlatModel
 
     model = FlatModel(models.build(job.model, info, 0))
     inputs, labels = train.batch(np.arange(len(train)))

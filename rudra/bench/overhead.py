@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra import networks
 from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, lenet_job, on_ranks, step_s, train, write_images
 from rudra.bench.report import Goal, Report, spread
-from rudra.flat import FlatModel
+from rudra.compute import networks
+from rudra.compute.flat import FlatModel
+from rudra.compute.optim import UpdateRule
 from rudra.job.job import Job
-from rudra.optim import UpdateRule
 from rudra.session import rest
 
 if TYPE_CHECKING:

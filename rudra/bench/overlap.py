@@ -22,9 +22,9 @@ import torch
 from rudra.bench.hosts import missing, two_hosts
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.bench.report import Goal, Report, Spread, ratios, spread
+from rudra.compute.executor import LearnerExecutor, make_executors
 from rudra.core.events import Compute
 from rudra.data import load
-from rudra.executor import LearnerExecutor, make_executors
 from rudra.job.job import Job
 from rudra.session import rest
 from topologies import Plan, base

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from rudra import networks
+from rudra.compute import networks
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.launch import launch

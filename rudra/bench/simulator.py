@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from rudra import models
 from rudra.api import simulate
 from rudra.bench.prediction import noise
 from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.compute import models
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import GradientSource
 from rudra.data import load
-from rudra.flat import FlatModel
 from rudra.job.job import Job, cores
-from rudra.learning import GradientSource
 from rudra.rehearsal import memory_bytes
 from rudra.results import Results, open_results
 

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from rudra.bench.ranks import STATISTICS
+from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
+from rudra.compute.optim import UpdateRule
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update
-from rudra.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
-from rudra.optim import UpdateRule
 from rudra.recorder import Recorder
 from rudra.roles import make
 from rudra.session import rest

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import torch
 
-from rudra import models
 from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.compute import models
+from rudra.compute.executor import ServerExecutor
+from rudra.compute.flat import FlatModel
 from rudra.core.events import Accumulate, Update
 from rudra.data.load import DataInfo
-from rudra.executor import ServerExecutor
-from rudra.flat import FlatModel
 from rudra.job.job import Job, cores
 
 INFO = DataInfo("bench", 1, 1, (3, 224, 224), 1000)

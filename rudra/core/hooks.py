@@ -26,7 +26,7 @@ from topologies import Plan
 from topologies.plan import Role
 
 if TYPE_CHECKING:
-    from rudra.flat import Entry
+    from rudra.compute.flat import Entry
 
 __all__ = ["At", "Called", "Moment", "RoleHooks", "csv", "hooks_of", "tensorboard"]
 

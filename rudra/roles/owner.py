@@ -13,6 +13,7 @@ from collections import deque
 
 import numpy as np
 
+from rudra.compute.schedule import Schedule, expected_updates
 from rudra.core import records
 from rudra.core.events import (
     Action,
@@ -38,7 +39,6 @@ from rudra.core.records import Gradient
 from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
 from rudra.roles.machine import Machine, Outbox, Silent, listed
-from rudra.schedule import Schedule, expected_updates
 from topologies import Plan
 from topologies.plan import LEARNER
 

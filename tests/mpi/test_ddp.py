@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import rudra
-from rudra import models
+from rudra.compute import models
 from rudra.data import load
 from rudra.data.sampling import Sampler
 from rudra.launch import launch

@@ -10,10 +10,10 @@ import user_code
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from rudra.compute.devices import Stage
+from rudra.compute.executor import Buffer
 from rudra.core.messages import tail_bytes
-from rudra.devices import Stage
 from rudra.errors import RudraError
-from rudra.executor import Buffer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import rudra
-from rudra import tasks
+from rudra.compute import tasks
 
 CLASSES = 10
 STEEP = 1e8
@@ -166,8 +166,8 @@ def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> d
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
     """As `train_all`, with vectors that lie as on a GPU; how often learners and tests used a copy, and MPI theirs."""
     from rudra import session
-    from rudra.devices import Stage
-    from rudra.executor import DirectBuffer
+    from rudra.compute.devices import Stage
+    from rudra.compute.executor import DirectBuffer
 
     make, weights, read, copies, direct = session.make_executors, Stage.weights, DirectBuffer.read, [], []
 
@@ -196,7 +196,7 @@ def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:
 def left_behind(comm: Any, directory: Path, jobs: list[Any], rounds: int) -> dict[str, Any]:
     """Runs the same jobs again and again: threads, open files and vectors of this rank after each round."""
     from rudra.bench.ranks import rest, train
-    from rudra.executor import Buffer
+    from rudra.compute.executor import Buffer
 
     threads, files, vectors = [], [], []
     for _ in range(rounds):

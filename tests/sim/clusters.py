@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rudra import roles, sim
+from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.core.events import Compute, Computed, Finish, Keep, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, Position
 from rudra.costs import CostModel, places
 from rudra.data import load
-from rudra.executor import Executor, OwnerExecutor, make_executors
 from rudra.hands import TensorHands
 from rudra.job.job import Job
 from rudra.roles import Machine

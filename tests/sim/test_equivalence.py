@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 import rudra
-from rudra import models
+from rudra.compute import models
+from rudra.compute.executor import Executor
+from rudra.compute.flat import FlatModel
 from rudra.core.events import Compute, Computed, Update
 from rudra.data import load
 from rudra.data.sampling import Sampler
-from rudra.executor import Executor
-from rudra.flat import FlatModel
 from rudra.job.job import Job
 
 MU = 8

@@ -13,9 +13,9 @@ from torch import nn
 import rudra
 from protocols import Protocol
 from rudra import hands
+from rudra.compute.executor import Executor
 from rudra.core.events import Copy
 from rudra.errors import ConfigError
-from rudra.executor import Executor
 from rudra.hands import BigBatchHands, TensorHands, VmapHands
 from rudra.job.job import Job
 

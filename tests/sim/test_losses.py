@@ -16,11 +16,11 @@ from test_resume import ALONE, GROUPS, TREE, check_gradients, make_job
 
 from rudra import replay, simulate
 from rudra.cli import main
+from rudra.compute.executor import LearnerExecutor, OwnerExecutor, make_executors
 from rudra.core.events import Update
 from rudra.costs import places
 from rudra.data import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
-from rudra.executor import LearnerExecutor, OwnerExecutor, make_executors
 from rudra.hands import VmapHands
 from rudra.job.job import Job
 from rudra.roles import Machine, ParameterServer

@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, TensorDataset
 import rudra
 from protocols.async_ import Async
 from rudra.cli import main
+from rudra.compute.executor import SAMPLED, Buffer
+from rudra.compute.flat import sha256
 from rudra.errors import ConfigError, ReplayError, RudraError
-from rudra.executor import SAMPLED, Buffer
-from rudra.flat import sha256
 
 SAMPLES = 96
 DELAYS = {"jitter": 0.8, "latency_jitter_s": 0.05, "slowdown": {0: 2.0}}

@@ -14,10 +14,10 @@ from torch.nn import functional
 from user_code import Anew
 
 import rudra
-from rudra import networks
+from rudra.compute import networks
+from rudra.compute.flat import FlatModel
+from rudra.compute.tasks import Classification, OwnLoss, Task
 from rudra.errors import ConfigError
-from rudra.flat import FlatModel
-from rudra.tasks import Classification, OwnLoss, Task
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from rudra.compute.devices import CPU, Stage, agreed, of_rank
+from rudra.compute.executor import Buffer, make_executors
 from rudra.core.messages import Kind, Message, tail_bytes
-from rudra.devices import CPU, Stage, agreed, of_rank
 from rudra.errors import ConfigError
-from rudra.executor import Buffer, make_executors
 from topologies import Plan
 from topologies import load as load_topology
 

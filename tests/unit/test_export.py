@@ -18,9 +18,9 @@ from torch import nn
 
 import rudra
 from rudra.cli import main
+from rudra.compute.statedict import Named
 from rudra.core.records import LEARNER, TOTALS
 from rudra.errors import ConfigError, ResultsError
-from rudra.statedict import Named
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rudra import costs, models, sweep, tasks
+from rudra import costs, sweep
+from rudra.compute import models, tasks
+from rudra.compute.optim import UpdateRule
 from rudra.data.load import DataInfo
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
-from rudra.optim import UpdateRule
 
 ROOT = Path(__file__).parents[2]
 NOISE = "rudra.bench.prediction:noise"

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from rudra.compute.statedict import Named
 from rudra.core.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.core.training_state import Position
 from rudra.errors import ResultsError
 from rudra.results import open_results
 from rudra.resume import carried
-from rudra.statedict import Named
 from rudra.writer import ResultsWriter
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import GradientSource, Outcome, evaluate
+from rudra.compute.models import build, check_output
+from rudra.compute.tasks import Classification
 from rudra.data.load import Split, load
 from rudra.data.sampling import Sampler
 from rudra.data.sources import Dense
-from rudra.flat import FlatModel
 from rudra.job.job import Job
 from rudra.job.tables import DataTable, ModelTable
-from rudra.learning import GradientSource, Outcome, evaluate
-from rudra.models import build, check_output
-from rudra.tasks import Classification
 
 JOB = Job(training={"minibatch_size": 4, "seed": 5})
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from rudra.compute.models import build, check_output
+from rudra.compute.tasks import Classification
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.job.tables import ModelTable
-from rudra.models import build, check_output
-from rudra.tasks import Classification
 
 
 def info(*input_shape: int, classes: int = 10) -> DataInfo:

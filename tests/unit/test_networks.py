@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rudra.compute.flat import FlatModel
+from rudra.compute.models import build
+from rudra.compute.networks import MODELS, _Basic, _LocalNorm
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
-from rudra.flat import FlatModel
 from rudra.job.tables import ModelTable
-from rudra.models import build
-from rudra.networks import MODELS, _Basic, _LocalNorm
 
 
 def make(name: str, *input_shape: int, classes: int = 10, **options: Any) -> nn.Module:

@@ -4,11 +4,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from rudra.compute.flat import Entry
+from rudra.compute.optim import UpdateRule
 from rudra.errors import ConfigError
-from rudra.flat import Entry
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
-from rudra.optim import UpdateRule
 
 SHAPES = [(20, 1, 5, 5), (20,), (500, 77), (3,)]
 SIZES = [torch.Size(shape).numel() for shape in SHAPES]

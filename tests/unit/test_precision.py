@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rudra import networks, tasks
+from rudra.compute import networks, tasks
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import check_gradient
 from rudra.errors import ConfigError
-from rudra.flat import FlatModel
 from rudra.job.job import Job
 from rudra.job.tables import TaskTable, TrainingTable
-from rudra.learning import check_gradient
 
 SIZE = 12
 

@@ -23,13 +23,13 @@ from role_traces import (
 )
 
 from protocols import Clock, Protocol
+from rudra.compute.schedule import Schedule
 from rudra.core.events import Lost, Received, Send, Sent, Started, Stopped, Update
 from rudra.core.messages import Kind, Message
 from rudra.job.tables import OptimizerTable
 from rudra.roles import ParameterServer
 from rudra.roles.machine import short
 from rudra.roles.server import State
-from rudra.schedule import Schedule
 
 G0, G1 = "gradient 0", "gradient 1"
 CREDIT = Received(Message(Kind.CREDIT, STATISTICS))

@@ -8,10 +8,10 @@ import torch
 from torch.optim import lr_scheduler
 
 from protocols import Protocol
+from rudra.compute.schedule import Schedule, expected_updates
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
-from rudra.schedule import Schedule, expected_updates
 
 EPOCHS = 12
 SCHEDULERS = "torch.optim.lr_scheduler"

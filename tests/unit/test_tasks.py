@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rudra import tasks
+from rudra.compute import tasks
+from rudra.compute.models import check_output
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.job.tables import TaskTable
-from rudra.models import check_output
 
 SEED = torch.Generator().manual_seed(5)
 LOGITS = torch.randn(6, 8, generator=SEED)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rudra.executor import Executor
+from rudra.compute.executor import Executor
 from rudra.failures import Losses
 from rudra.transfers import Going, Transfers, Wanted
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import rudra
-from rudra import tasks
+from rudra.compute import tasks
+from rudra.compute.executor import Buffer
+from rudra.compute.half import from_half, to_half
 from rudra.core.messages import Kind, Message, tail_bytes
 from rudra.core.records import Gradient
-from rudra.executor import Buffer
-from rudra.half import from_half, to_half
 from rudra.job.job import Job
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))

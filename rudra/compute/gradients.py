@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from rudra.compute.flat import FlatModel
 from rudra.core.events import Score
 from rudra.data import trees
 from rudra.data.augmentation import Augmentation
@@ -20,7 +21,6 @@ from rudra.data.load import Batch, Samples, in_memory
 from rudra.data.sampling import Sampler, mix, seed_all
 from rudra.data.trees import mapped
 from rudra.errors import ConfigError, DataError
-from rudra.flat import FlatModel
 from rudra.job.job import Job
 from rudra.job.tables import TrainingTable
 

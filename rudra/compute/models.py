@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rudra.buffers import tried
+from rudra.compute.buffers import tried
+from rudra.compute.networks import MODELS
+from rudra.compute.tasks import Task
 from rudra.data import trees
 from rudra.data.load import DataInfo
 from rudra.data.sampling import seeded
 from rudra.errors import ConfigError, meant
 from rudra.job.tables import ModelTable
-from rudra.networks import MODELS
 from rudra.plugins import call, resolve
-from rudra.tasks import Task
 
 
 def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:

@@ -10,20 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import models, tasks
+from rudra.compute import models, tasks
+from rudra.compute.devices import CPU, Placing, Stage, finish, page_locked
+from rudra.compute.flat import Entry, FlatModel, sha256
+from rudra.compute.gradients import GradientSource, Outcome, check_gradient, evaluate
+from rudra.compute.half import from_half, to_half
+from rudra.compute.optim import UpdateRule
+from rudra.compute.statedict import Named
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.core.hooks import RoleHooks, hooks_of
 from rudra.core.messages import Message, tail_bytes
 from rudra.data.load import Data, Samples
-from rudra.devices import CPU, Placing, Stage, finish, page_locked
 from rudra.errors import CheckpointError, ConfigError
-from rudra.flat import Entry, FlatModel, sha256
-from rudra.half import from_half, to_half
 from rudra.job.job import Job
 from rudra.job.target import Target
-from rudra.learning import GradientSource, Outcome, check_gradient, evaluate
-from rudra.optim import UpdateRule
-from rudra.statedict import Named
 from topologies import Plan
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 

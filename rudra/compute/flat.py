@@ -18,12 +18,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rudra.buffers import buffers_of
-from rudra.compiled import CompiledStep
+from rudra.compute.buffers import buffers_of
+from rudra.compute.compiled import CompiledStep
+from rudra.compute.statedict import Named
+from rudra.compute.tasks import Classification, Reduction, Task
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
-from rudra.statedict import Named
-from rudra.tasks import Classification, Reduction, Task
 
 _KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
 _COUNTED = 2**20  # the mean of several float32 is nearest to the right whole number up to here

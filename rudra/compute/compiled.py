@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rudra.buffers import tried
+from rudra.compute.buffers import tried
+from rudra.compute.tasks import Task
 from rudra.data.trees import called, first, mapped, moved
 from rudra.errors import ConfigError
-from rudra.tasks import Task
 
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 20, "cpp_wrapper": True}
 """Inductor's, for CPUs: that many operations are fused before a result goes to memory, which suits small mini-batches,

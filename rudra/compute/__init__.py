@@ -1,0 +1,1 @@
+"""What computes: flat models, gradients, update rules, executors, devices."""
