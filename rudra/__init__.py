@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rudra.job.job import Job
     from rudra.job.jobfiles import shipped_jobs
     from rudra.replayer import replay
-    from rudra.results import Results, open_results
+    from rudra.results.reader import Results, open_results
 
 __all__ = ["Job", "Moment", "Results", "RudraError", "open_results", "replay", "run", "shipped_jobs", "simulate"]
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from rudra.errors import ConfigError
 from rudra.files import check_output, written
-from rudra.results import Results, open_results
-from rudra.summary import protocol_label
+from rudra.results.reader import Results, open_results
+from rudra.results.summary import protocol_label
 
 SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which people tell apart whatever their colour vision; after these the lines get dashed.

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from rudra import checkpoint, launch
+from rudra import launch
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.job.job import Job, cores
-from rudra.results import Results, check_output, default_output, open_results
-from rudra.resume import Decision, decide
-from rudra.writer import checked_name
+from rudra.results import checkpoint
+from rudra.results.reader import Results, check_output, default_output, open_results
+from rudra.results.resume import Decision, decide
+from rudra.results.writer import checked_name
 
 ProgressMode = Literal["bar", "lines", "quiet"]
 
@@ -103,8 +104,8 @@ def simulate(
     from rudra import costs, hands
     from rudra.compute.executor import torch_as_in
     from rudra.core.messages import tail_bytes
-    from rudra.progress import Progress
-    from rudra.recorder import Recorder, make_writer
+    from rudra.results.progress import Progress
+    from rudra.results.recorder import Recorder, make_writer
     from rudra.roles import make
     from rudra.sim import Simulation
 

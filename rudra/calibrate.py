@@ -28,8 +28,8 @@ from rudra.errors import RunError
 from rudra.job.job import Job, cores
 from rudra.launch import launch
 from rudra.predict import outline
-from rudra.recorder import arithmetic
-from rudra.results import open_results
+from rudra.results.reader import open_results
+from rudra.results.recorder import arithmetic
 
 if TYPE_CHECKING:
     from rudra.compute.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor

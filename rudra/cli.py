@@ -22,7 +22,7 @@ from rudra.launch import leave_the_word, world_rank, world_size
 if TYPE_CHECKING:
     from protocols import Protocol
     from rudra.api import ProgressMode
-    from rudra.results import Results
+    from rudra.results.reader import Results
     from topologies import Plan
 
 ROOTS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
@@ -386,7 +386,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _resume(arguments: argparse.Namespace) -> int:
     import rudra
-    from rudra.resume import resumable
+    from rudra.results.resume import resumable
 
     _search_beside(arguments.file)
     job, path, output = resumable(arguments.file, arguments.overrides)
@@ -506,7 +506,7 @@ def _mode(arguments: argparse.Namespace) -> "ProgressMode | None":
 
 def _finished(arguments: argparse.Namespace, results: "Results", *, force: bool = True) -> int:
     """Prints the summary and draws the picture, on one rank only."""
-    from rudra.progress import summary_table
+    from rudra.results.progress import summary_table
 
     if world_size() is not None and world_rank() != 0:
         return 0
@@ -530,7 +530,7 @@ def _finished(arguments: argparse.Namespace, results: "Results", *, force: bool 
 
 def _show(arguments: argparse.Namespace) -> int:
     import rudra
-    from rudra.progress import summary_table
+    from rudra.results.progress import summary_table
 
     with rudra.open_results(arguments.file) as results:
         summary = results.summary(arguments.target, arguments.target_window)
@@ -570,7 +570,7 @@ def _epoch(text: str) -> int | str:
 
 def _export(arguments: argparse.Namespace) -> int:
     import rudra
-    from rudra.export import export
+    from rudra.results.export import export
 
     output = arguments.output
     with rudra.open_results(arguments.file) as results:
@@ -585,7 +585,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     import rudra
-    from rudra.timeline import write_timeline
+    from rudra.results.timeline import write_timeline
 
     output = arguments.output or _beside(arguments.file, ".trace.json")
     with rudra.open_results(arguments.file) as results:
@@ -702,8 +702,8 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _rehearsed(job: Job, plan: "Plan") -> dict[str, str]:
     """What came of one mini-batch, tried in this process."""
-    from rudra.progress import too_few
     from rudra.rehearsal import rehearse
+    from rudra.results.progress import too_few
 
     found = rehearse(job, plan)
     if text := too_few(job, found.samples.training):

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import cloudpickle
 
-from rudra.checkpoint import how_to_resume, path_of
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
 from rudra.failures import TCP_FLAGS, ULFM, listed
 from rudra.forkserver import WORKER, fork_server
 from rudra.job.job import Job
 from rudra.mpirun import Mpirun
 from rudra.relay import DIED, explain, signal_name
+from rudra.results.checkpoint import how_to_resume, path_of
 
 
 class Outcome(NamedTuple):
@@ -194,7 +194,7 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[s
 
 def _is_finished(output: Path) -> bool:
     """Whether training came to its end, and it was something after it that failed."""
-    from rudra.resume import finished  # HDF5, which a launch that goes well does without
+    from rudra.results.resume import finished  # HDF5, which a launch that goes well does without
 
     with suppress(RudraError):
         return finished(output)

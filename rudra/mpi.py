@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rudra.anew import REGROUP_TAG, Anew
-from rudra.checkpoint import CheckpointWriter
 from rudra.compute.executor import (
     AveragingExecutor,
     Executor,
@@ -70,8 +69,9 @@ from rudra.doorbell import Doorbell
 from rudra.errors import RunError
 from rudra.failures import Losses, outcome
 from rudra.lanes import Lane, Worker
-from rudra.recorder import Recorder
 from rudra.reduction import GroupReduction, library_comm, make_reduction
+from rudra.results.checkpoint import CheckpointWriter
+from rudra.results.recorder import Recorder
 from rudra.roles import Machine
 from rudra.roles.machine import listed
 from rudra.standstill import LEFT_S, Standstill

@@ -23,8 +23,8 @@ import numpy as np
 from rudra.errors import ResultsError, RudraError
 from rudra.forkserver import fork_server
 from rudra.job.job import Job
-from rudra.progress import Bar, duration, shown
-from rudra.results import open_results
+from rudra.results.progress import Bar, duration, shown
+from rudra.results.reader import open_results
 from rudra.sweep import Driver, Point, Sweep
 
 GRACE_S: dict[Driver, float] = {"simulation": 3.0, "mpi": 15.0}

@@ -42,14 +42,14 @@ from rudra.core.records import Gradient
 from rudra.costs import CostModel
 from rudra.data import load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
-from rudra.export import save
 from rudra.files import check_output
 from rudra.hands import TensorHands
 from rudra.job.job import Job, cores
 from rudra.job.tables import SimulationTable
-from rudra.recorder import arithmetic
-from rudra.results import Results, open_results
-from rudra.resume import DECISIVE, decisive
+from rudra.results.export import save
+from rudra.results.reader import Results, open_results
+from rudra.results.recorder import arithmetic
+from rudra.results.resume import DECISIVE, decisive
 from rudra.roles import Machine
 from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from rudra import checkpoint, failures
-from rudra.checkpoint import CheckpointWriter
+from rudra import failures
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.core.training_state import Position
@@ -30,17 +29,19 @@ from rudra.failures import end_everybody, end_with_the_dead, outcome, outlive, s
 from rudra.forkserver import launcher
 from rudra.job.job import Job, cores
 from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
-from rudra.progress import Progress
-from rudra.recorder import Recorder, arithmetic, make_writer, python_objects
 from rudra.relay import exit_line
-from rudra.results import default_output, open_results
-from rudra.resume import Carried, Decision, carried, decide
+from rudra.results import checkpoint
+from rudra.results.checkpoint import CheckpointWriter
+from rudra.results.progress import Progress
+from rudra.results.reader import default_output, open_results
+from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
+from rudra.results.resume import Carried, Decision, carried, decide
+from rudra.results.summary import tests
 from rudra.roles import Machine
 from rudra.roles import make as make_machine
 from rudra.roles.owner import Owner
 from rudra.roles.statistics import StatisticsServer
 from rudra.start import gpu_aware
-from rudra.summary import tests
 from topologies import Plan
 
 if TYPE_CHECKING:

@@ -114,7 +114,7 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
     argv = [word for word in arguments.argv if word not in {"--print", "--submit", "--force"}]
     if not all(word.isprintable() for word in argv):
         raise ConfigError("an option holds a line break or a control character, which cannot stand in a script")
-    from rudra.writer import checked_name  # HDF5, for which a --help need not wait
+    from rudra.results.writer import checked_name  # HDF5, for which a --help need not wait
 
     launcher: Launcher = _one_of("--launcher", arguments.launcher, ("mpirun", "srun"))
     if arguments.mpi and launcher == "mpirun":

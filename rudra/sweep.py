@@ -270,7 +270,7 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
 
 def _finished(file: Path) -> tuple[str, dict[str, Any]] | None:
     """Driver and job of a finished result file; None where there is none."""
-    from rudra.results import open_results
+    from rudra.results.reader import open_results
 
     try:
         with open_results(file) as results:

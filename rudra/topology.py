@@ -10,8 +10,8 @@ from rudra import costs
 from rudra.branches import Branch, by_gradients, by_weights
 from rudra.errors import ConfigError, ResultsError, TopologyError
 from rudra.job.job import Job, cores
-from rudra.results import Results, open_results
-from rudra.summary import protocol_label
+from rudra.results.reader import Results, open_results
+from rudra.results.summary import protocol_label
 from topologies import Plan
 from topologies.plan import ELSEWHERE, TREE_SERVER
 

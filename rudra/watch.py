@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.errors import ResultsError
-from rudra.progress import duration
-from rudra.progress import tested as described
-from rudra.results import Results, open_results
-from rudra.summary import protocol_label
+from rudra.results.progress import duration
+from rudra.results.progress import tested as described
+from rudra.results.reader import Results, open_results
+from rudra.results.summary import protocol_label
 
 _REFRESH_S = 1.0
 _SILENT_S = 10.0  # a writer that has flushed nothing for so long is busy with a long step, or dead

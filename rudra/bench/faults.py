@@ -21,10 +21,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from rudra.bench.report import Goal, Report
-from rudra.checkpoint import path_of
 from rudra.errors import RudraError, RunError
 from rudra.failures import ranks_below
-from rudra.results import Results, open_results
+from rudra.results.checkpoint import path_of
+from rudra.results.reader import Results, open_results
 
 LEARNERS = 4
 CALM = 3

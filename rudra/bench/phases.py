@@ -17,7 +17,7 @@ from rudra.bench.faults import adds_up
 from rudra.bench.report import Goal, Report
 from rudra.bench.strikes import PHASES, command
 from rudra.errors import RudraError
-from rudra.results import open_results
+from rudra.results.reader import open_results
 
 TIMES = 5
 """How often each role is killed at each phase."""

@@ -21,7 +21,7 @@ from rudra.compute import networks
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.launch import launch
-from rudra.results import Results, open_results
+from rudra.results.reader import Results, open_results
 from rudra.session import rest
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rudra import recorder
 from rudra.bench.ranks import SERVER, STATISTICS, lenet_job, on_ranks, step_s, train, write_images
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.compute.executor import Buffer, Executor, StatisticsExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.core.messages import Kind
 from rudra.job.tables import OptimizerTable
+from rudra.results import recorder
 from rudra.roles import machine
 from rudra.session import rest
 

@@ -18,7 +18,7 @@ from rudra.compute.gradients import GradientSource
 from rudra.data import load
 from rudra.job.job import Job, cores
 from rudra.rehearsal import memory_bytes
-from rudra.results import Results, open_results
+from rudra.results.reader import Results, open_results
 
 
 def run(*, quick: bool) -> Report:

@@ -8,7 +8,7 @@ from rudra.compute.optim import UpdateRule
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
-from rudra.recorder import Recorder
+from rudra.results.recorder import Recorder
 from rudra.roles import make
 from rudra.session import rest
 from topologies import Plan

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rudra import launch
-from rudra.checkpoint import CheckpointWriter
 from rudra.core.events import Action, Event, Halt, Hashed, Received, Updated
 from rudra.core.messages import Kind
 from rudra.failures import ranks_below
 from rudra.forkserver import launcher
 from rudra.launch import Outcome
+from rudra.results.checkpoint import CheckpointWriter
 
 MID = 12
 """Updates that have been made in the middle of a run."""

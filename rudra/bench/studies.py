@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rudra import pool, sweep
 from rudra.bench.report import Goal, Report, spread
 from rudra.errors import ConfigError, RunError
-from rudra.results import open_results
+from rudra.results.reader import open_results
 from rudra.sweep import Point
 
 SEEDS = (1, 2, 3)

@@ -564,7 +564,7 @@ def make_executors(
 
 
 def _warm_start(job: Job, layout: tuple[Entry, ...], weights: torch.Tensor) -> None:
-    from rudra.results import open_results  # h5py is needed only here
+    from rudra.results.reader import open_results  # h5py is needed only here
 
     path = job.training.warm_start
     assert path is not None

@@ -2,7 +2,7 @@
 
 Both drivers call them through what they share, the executors of roles and the recorder. A hook decides nothing: it sees
 a `Moment`, and its role waits for it. What it raises ends the run, as the user's error. Two come with Rudra, `csv` and
-`tensorboard` (see `rudra.journals`).
+`tensorboard` (see `rudra.results.journals`).
 """
 
 import inspect
@@ -21,7 +21,7 @@ from rudra.core.messages import Rows
 from rudra.errors import ConfigError, HookError, Interrupted
 from rudra.job.job import Job, find
 from rudra.job.tables import Hook
-from rudra.journals import csv, tensorboard
+from rudra.results.journals import csv, tensorboard
 from topologies import Plan
 from topologies.plan import Role
 

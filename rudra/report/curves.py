@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rudra.analysis import NOT_POSITIVE, Course, Numbers, band_of, draw_band, time_unit
-from rudra.progress import is_share
 from rudra.report.panels import Figure, Line, Panel, grouped, own_legends, said, set_axes, thin
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, Table, clock_of, percent
+from rudra.results.progress import is_share
 
 _FEW_CLASSES = 10  # of which the five best are no news
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from rudra.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.errors import ConfigError, ResultsError
-from rudra.results import open_results
-from rudra.summary import protocol_label
+from rudra.results.reader import open_results
+from rudra.results.summary import protocol_label
 from rudra.sweep import INDEX
 from rudra.topology import Cast, of_results
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra.results import open_results
+from rudra.results.reader import open_results
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = """

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import rudra
 from rudra.errors import ConfigError, RudraError
-from rudra.progress import summary_table
+from rudra.results.progress import summary_table
 
 ANY = torch.Generator().manual_seed(1)
 POINTS = torch.rand(240, 3, generator=ANY)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rudra import roster
 from rudra.core.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.job.job import Job
-from rudra.results import ResultsWriter
+from rudra.results import plan_rows
+from rudra.results.reader import ResultsWriter
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, rows, sha256
 
 TITLE = 'Tradeoff <script>alert("σ")</script> & more'

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rudra.core.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.job.job import Job
-from rudra.results import LayoutEntry, ResultsWriter
+from rudra.results.reader import LayoutEntry, ResultsWriter
 
 LAYOUT = (
     LayoutEntry("conv.weight", "parameter", (2, 1, 3, 3), 0, 18),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rudra.errors import ConfigError, ResultsError
-from rudra.results import open_results
+from rudra.results.reader import open_results
 from tests.unit.report_files import write_point
 from tests.unit.results_files import write_run
 

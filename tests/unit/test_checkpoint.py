@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from results_files import write_run
 
-from rudra import checkpoint
-from rudra.checkpoint import CheckpointWriter, previous_of, read
 from rudra.core.training_state import Position
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
-from rudra.results import open_results
-from rudra.resume import carried, fitted
+from rudra.results import checkpoint
+from rudra.results.checkpoint import CheckpointWriter, previous_of, read
+from rudra.results.reader import open_results
+from rudra.results.resume import carried, fitted
 
 POSITION = Position(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7), epoch_loss=0.1)
 JOB = json.loads(Job(cluster={"learners": 2, "threads_per_rank": 1, "device": "cuda"}).to_json())

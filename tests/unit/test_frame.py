@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from results_files import new_writer, rows, write_run
 
-from rudra import roster
 from rudra.core.records import EVENT, MINIBATCH
 from rudra.errors import ConfigError
-from rudra.frame import TABLES
 from rudra.job.job import Job
-from rudra.results import open_results
+from rudra.results import plan_rows
+from rudra.results.frame import TABLES
+from rudra.results.reader import open_results
 
 
 @pytest.mark.parametrize("table", TABLES)

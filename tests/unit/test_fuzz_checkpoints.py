@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from rudra.checkpoint import CheckpointWriter, read
 from rudra.core.training_state import Position
 from rudra.job.job import Job
-from rudra.resume import decide, resumable
+from rudra.results.checkpoint import CheckpointWriter, read
+from rudra.results.resume import decide, resumable
 from tests.unit.fuzzing import TEXTS, VALUES, cases, damaged, refused
 
 pytestmark = pytest.mark.slow

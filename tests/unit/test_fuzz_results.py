@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rudra import topology, watch
 from rudra.cli import main
-from rudra.results import open_results
+from rudra.results.reader import open_results
 from tests.unit.fuzzing import TEXTS, VALUES, cases, command, fresh, survived
 
 pytestmark = pytest.mark.slow

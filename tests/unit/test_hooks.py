@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from rudra import Moment
-from rudra.checkpoint import State
 from rudra.compute.flat import Entry
 from rudra.core.hooks import hooks_of
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.recorder import python_objects
-from rudra.resume import job_of
+from rudra.results.checkpoint import State
+from rudra.results.recorder import python_objects
+from rudra.results.resume import job_of
 from topologies import Plan
 
 

@@ -14,9 +14,9 @@ from rudra.compute.statedict import Named
 from rudra.core.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.core.training_state import Position
 from rudra.errors import ResultsError
-from rudra.results import open_results
-from rudra.resume import carried
-from rudra.writer import ResultsWriter
+from rudra.results.reader import open_results
+from rudra.results.resume import carried
+from rudra.results.writer import ResultsWriter
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256
 
 ROOT = Path(__file__).parents[2]

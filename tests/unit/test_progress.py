@@ -8,8 +8,8 @@ import pytest
 
 from rudra.core.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.job.job import Job
-from rudra.progress import Progress, duration, summary_table
-from rudra.results import open_results
+from rudra.results.progress import Progress, duration, summary_table
+from rudra.results.reader import open_results
 from tests.unit.results_files import WEIGHTS, new_writer, rows, sha256, write_run
 
 JOB = Job(name="digits", training={"epochs": 2}).resolved(learners=4, threads_per_rank=1)

@@ -16,9 +16,9 @@ from protocols import Protocol
 from rudra.core import records
 from rudra.core.events import Finish, Record
 from rudra.job.job import Job
-from rudra.progress import Progress
-from rudra.recorder import VERSIONED, Recorder, arithmetic, attributes, make_writer
-from rudra.results import open_results
+from rudra.results.progress import Progress
+from rudra.results.reader import open_results
+from rudra.results.recorder import VERSIONED, Recorder, arithmetic, attributes, make_writer
 from topologies import Plan, base
 
 

@@ -254,7 +254,7 @@ def test_simulations_without_tensors_have_no_error(tmp_path: Path, monkeypatch: 
     run = read(tmp_path / "run.h5")
     assert run.error is not None
     jobs = {"simulation": {"tensors": False}}
-    monkeypatch.setattr("rudra.results.Results.job", property(lambda self: jobs))
+    monkeypatch.setattr("rudra.results.reader.Results.job", property(lambda self: jobs))
     run = read(tmp_path / "run.h5")
     assert run.error is None
     assert [f.name for f in figures(Study("x", (run,)), [run])] == [

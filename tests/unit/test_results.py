@@ -13,12 +13,12 @@ import h5py
 import numpy as np
 import pytest
 
-from rudra import roster
 from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.errors import ResultsError
 from rudra.files import check_output, file_system
 from rudra.job.job import Job
-from rudra.results import FORMAT_VERSION, default_output, open_results
+from rudra.results import plan_rows
+from rudra.results.reader import FORMAT_VERSION, default_output, open_results
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 
 CHILD = """

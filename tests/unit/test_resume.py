@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from results_files import write_run
 
-from rudra.checkpoint import CheckpointWriter
 from rudra.core.training_state import Position
 from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
-from rudra.results import open_results
-from rudra.resume import Decision, carried, decide, resumable
+from rudra.results.checkpoint import CheckpointWriter
+from rudra.results.reader import open_results
+from rudra.results.resume import Decision, carried, decide, resumable
 
 REPLAYABLE = {"replayable": True, "not_replayable": "", "started": "then", "initial_weights_sha256": "a"}
 COSINE = {"optimizer": {"schedule": "cosine", "learning_rate": 0.1}}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topologies
-from rudra import roster
 from rudra.core.records import ROLE
+from rudra.results import plan_rows
 from topologies import Plan
 
 JOBS: list[tuple[str, dict[str, Any]]] = [

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra.results import open_results
+from rudra.results.reader import open_results
 from tests.unit.report_files import write_point
 
 

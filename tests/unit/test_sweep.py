@@ -19,7 +19,7 @@ from rudra.cli import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job, cores
 from rudra.job.jobfiles import flattened
-from rudra.results import open_results
+from rudra.results.reader import open_results
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 
 from rudra.cli import main
 from rudra.errors import ResultsError
-from rudra.results import Results, open_results
+from rudra.results.reader import Results, open_results
 from rudra.watch import Curve, Watched, plotted, watch
 from tests.unit.results_files import write_run
 from tests.waiting import eventually

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra import checkpoint
-from rudra.checkpoint import State
 from rudra.compute.schedule import Schedule, expected_updates
 from rudra.core.records import EVENT, LEARNER
 from rudra.core.training_state import BEGINNING, Position
@@ -19,8 +17,10 @@ from rudra.errors import CheckpointError, ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
-from rudra.results import Results, open_results
-from rudra.writer import Kind, Rows, checked_name
+from rudra.results import checkpoint
+from rudra.results.checkpoint import State
+from rudra.results.reader import Results, open_results
+from rudra.results.writer import Kind, Rows, checked_name
 
 DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""

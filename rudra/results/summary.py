@@ -11,7 +11,7 @@ from rudra.errors import printable
 from rudra.job.target import WINDOW, Best, Target, Watch
 
 if TYPE_CHECKING:
-    from rudra.results import Results
+    from rudra.results.reader import Results
 
 _TIMES = ("compute_s", "push_s", "wait_s", "pull_s")
 

@@ -1,4 +1,4 @@
-"""The one writer of a result file; `rudra.results` tells the layout."""
+"""The one writer of a result file; `rudra.results.reader` tells the layout."""
 
 import fcntl
 import os
@@ -15,12 +15,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.checkpoint import sync_directory
 from rudra.compute import statedict
 from rudra.compute.statedict import Named
 from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
+from rudra.results.checkpoint import sync_directory
 
 FORMAT_VERSION = 6
 

@@ -16,7 +16,7 @@ from rudra.compute.statedict import key
 from rudra.core.records import LEARNER, ROLE, TOTALS
 from rudra.errors import ResultsError
 from rudra.job.jobfiles import possible
-from rudra.writer import GROWING, STATE
+from rudra.results.writer import GROWING, STATE
 from topologies import Plan
 from topologies.plan import LEARNER as LEARNER_KIND
 from topologies.plan import PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.files import check_output, written
-from rudra.results import Results
+from rudra.results.reader import Results
 from topologies import Plan
 
 Event = dict[str, Any]

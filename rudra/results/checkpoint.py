@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from rudra.core.training_state import Position
 from rudra.errors import CheckpointError
 from rudra.job.jobfiles import possible
-from rudra.safetensors import LENGTH, Tensor, entry, write
+from rudra.results.safetensors import LENGTH, Tensor, entry, write
 
 FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"

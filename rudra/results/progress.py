@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from rudra.costs import DEFAULTS, UNMEASURED
 from rudra.job.job import Job, named
-from rudra.summary import protocol_label, rate_text
+from rudra.results.summary import protocol_label, rate_text
 
 _REDRAW_S = 0.1
 _SHORTEST_BAR = 10

@@ -8,11 +8,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from rudra import safetensors
 from rudra.compute.statedict import Named
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output, written
-from rudra.results import Results
+from rudra.results import safetensors
+from rudra.results.reader import Results
 
 SUFFIXES = (".pt", ".safetensors")
 

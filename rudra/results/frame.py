@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from rudra.errors import ConfigError
-from rudra.writer import GROWING
+from rudra.results.writer import GROWING
 
 if TYPE_CHECKING:
-    from rudra.results import Results
+    from rudra.results.reader import Results
 
 TABLES = (*GROWING, "roles", "learners")
 

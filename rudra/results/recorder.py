@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import plugins, roster
+from rudra import plugins
 from rudra.compute.flat import Entry, sha256
 from rudra.compute.statedict import Named
 from rudra.core.events import Finish, Keep, Record
@@ -23,8 +23,9 @@ from rudra.costs import processor
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
 from rudra.job.job import Job, named
-from rudra.progress import Progress
-from rudra.writer import Kind, ResultsWriter, Rows
+from rudra.results import plan_rows
+from rudra.results.progress import Progress
+from rudra.results.writer import Kind, ResultsWriter, Rows
 from topologies import Plan
 
 ACCOUNTED = ("samples", "compute_s", "push_s", "wait_s", "pull_s")

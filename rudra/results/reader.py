@@ -56,13 +56,13 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra import roster, sound
 from rudra.compute.statedict import Named
 from rudra.core.records import EVENT, METRIC
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
-from rudra.summary import best_epoch, summarise
-from rudra.writer import (
+from rudra.results import plan_rows, validation
+from rudra.results.summary import best_epoch, summarise
+from rudra.results.writer import (
     DATASETS,
     FORMAT_VERSION,
     STATE,
@@ -314,7 +314,7 @@ class Results:
         Raises:
             ResultsError: the file does not have them.
         """
-        from rudra.export import tensors_of  # torch, for which other readers need not wait
+        from rudra.results.export import tensors_of  # torch, for which other readers need not wait
 
         return tensors_of(self.tensors(epoch), self.path)
 
@@ -341,7 +341,7 @@ class Results:
         Raises:
             ConfigError: there is no such table, or no pandas.
         """
-        from rudra.frame import frame
+        from rudra.results.frame import frame
 
         return frame(self, table)
 

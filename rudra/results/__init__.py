@@ -1,0 +1,1 @@
+"""The HDF5 file of a run: written, read, summed up, exported."""
