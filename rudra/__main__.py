@@ -10,7 +10,7 @@ def main() -> int:
     """Runs the command line of this process and returns its exit code."""
     interrupts.leave_at_once()
     from rudra.cli import main as run
-    from rudra.failures import leave
+    from rudra.mpi.failures import leave
 
     interrupts.raise_again()
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from rudra import launch
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.job.job import Job, cores
+from rudra.mpi import launch
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, default_output, open_results
 from rudra.results.resume import Decision, decide
@@ -57,10 +57,10 @@ def run(
     named = None if output is None else Path(output)
     wanted = resume if isinstance(resume, bool) else Path(resume)
     if launch.world_size() is not None:
-        from rudra.start import start_mpi
+        from rudra.mpi.start import start_mpi
 
         start_mpi()
-        from rudra.session import run_ranks
+        from rudra.mpi.session import run_ranks
 
         code, path = run_ranks(job, output=named, progress=shown, overwrite=force, resume=wanted)
     else:

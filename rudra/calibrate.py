@@ -26,7 +26,7 @@ from tqdm import tqdm
 from rudra.core.events import Accumulate, Compute
 from rudra.errors import RunError
 from rudra.job.job import Job, cores
-from rudra.launch import launch
+from rudra.mpi.launch import launch
 from rudra.predict import outline
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
@@ -172,7 +172,7 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
             runs.append((own, directory / f"{place}.h5"))
         most = max(learners for _, learners in cases)
         roles = ["parameter server", "statistics server", *(f"learner {i}" for i in range(most))]
-        from rudra.session import run_all
+        from rudra.mpi.session import run_all
 
         with _followed(directory, cases, bar):
             code = launch(job, directory / "runs", roles=roles, payload=partial(run_all, runs)).code

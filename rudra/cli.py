@@ -17,7 +17,7 @@ from rudra import submit
 from rudra.errors import EXIT_STOPPED, ConfigError, RudraError, meant, printable
 from rudra.job.job import Job, cores
 from rudra.job.jobfiles import shipped_jobs
-from rudra.launch import leave_the_word, world_rank, world_size
+from rudra.mpi.launch import leave_the_word, world_rank, world_size
 
 if TYPE_CHECKING:
     from protocols import Protocol

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from rudra.errors import LaunchError
 from rudra.job.job import cores
-from rudra.launch import find_mpirun, is_open_mpi, mpirun_command, world_size
+from rudra.mpi.launch import find_mpirun, is_open_mpi, mpirun_command, world_size
 
 PROBE_TIMEOUT_S = 60.0
 DEFAULT_LEARNERS = 4

@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple, TextIO
 import numpy as np
 
 from rudra.errors import ResultsError, RudraError
-from rudra.forkserver import fork_server
 from rudra.job.job import Job
+from rudra.mpi.forkserver import fork_server
 from rudra.results.progress import Bar, duration, shown
 from rudra.results.reader import open_results
 from rudra.sweep import Driver, Point, Sweep

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rudra.errors import ConfigError
-from rudra.failures import TCP_FLAGS, ULFM
 from rudra.job.jobfiles import data_files
+from rudra.mpi.failures import TCP_FLAGS, ULFM
 
 Launcher = Literal["mpirun", "srun"]
 Mpi = Literal["pmix", "pmi2"]

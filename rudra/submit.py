@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rudra.errors import ConfigError, LaunchError, ResultsError
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
-from rudra.launch import find_mpirun, is_open_mpi
+from rudra.mpi.launch import find_mpirun, is_open_mpi
 from rudra.slurm import Batch, Launcher, Mpi, Point, script, time_limit_s
 
 if TYPE_CHECKING:

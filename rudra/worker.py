@@ -1,4 +1,4 @@
-"""One rank of a run that `rudra.launch` started; runs as a script, and finds Rudra where the launching process did."""
+"""One rank of a run that `rudra.mpi.launch` started; runs as a script, and finds Rudra where the launching process did."""
 
 import ctypes
 import gc
@@ -39,7 +39,7 @@ def main(file: str) -> int:
 
     Args:
         file: two pickles: `sys.path` of the launching process, and either a dict of the arguments of
-            `rudra.session.run_ranks` or something to call without arguments that returns the exit code.
+            `rudra.mpi.session.run_ranks` or something to call without arguments that returns the exit code.
 
     Returns:
         Exit code of this rank.
@@ -54,9 +54,9 @@ def main(file: str) -> int:
     with Path(file).open("rb") as stream:  # not the fork server's, where ranks would share one position
         sys.path[:] = pickle.load(stream)
         from rudra.errors import LaunchError
-        from rudra.launch import leave_the_word, world_rank
-        from rudra.relay import MORE, START_LINE
-        from rudra.start import start_mpi
+        from rudra.mpi.launch import leave_the_word, world_rank
+        from rudra.mpi.relay import MORE, START_LINE
+        from rudra.mpi.start import start_mpi
 
         buffer = io.BufferedWriter(PromptOutput(2, MORE))
         sys.stderr = io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True)
@@ -77,14 +77,14 @@ def main(file: str) -> int:
 
 
 def serve(listener: int, launcher: int) -> list[str]:
-    """Imports what ranks need, and forks them: see `rudra.forkserver.serve`, which returns in each of them."""
+    """Imports what ranks need, and forks them: see `rudra.mpi.forkserver.serve`, which returns in each of them."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
     import mpi4py
 
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
-    import rudra.session  # noqa: F401
-    from rudra import forkserver
+    import rudra.mpi.session  # noqa: F401
+    from rudra.mpi import forkserver
 
     gc.freeze()
     return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))
@@ -94,7 +94,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     """What this rank is to run; None if some rank could not load it, of which the first one says why."""
     from mpi4py import MPI
 
-    from rudra.failures import end_with_the_dead
+    from rudra.mpi.failures import end_with_the_dead
 
     run: Callable[[], int] | None = None
     report = ""
@@ -103,7 +103,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
         if callable(payload):
             run = payload
         else:
-            from rudra.session import run_ranks
+            from rudra.mpi.session import run_ranks
 
             def run() -> int:
                 return run_ranks(**payload)[0]
@@ -127,8 +127,8 @@ if __name__ == "__main__":
         if arguments[0] == "--serve":
             arguments = serve(*map(int, arguments[1:]))
         code = main(*arguments)
-        from rudra.failures import leave
-        from rudra.relay import end_line
+        from rudra.mpi.failures import leave
+        from rudra.mpi.relay import end_line
 
         os.write(2, end_line(code))
         sys.exit(leave(code))

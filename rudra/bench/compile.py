@@ -11,7 +11,7 @@ from rudra.compute.flat import FlatModel
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.session import keep_freed_memory
+from rudra.mpi.session import keep_freed_memory
 
 LENET = DataInfo("lenet", 1, 1, (1, 28, 28), 10)
 RESNET = DataInfo("resnet32", 1, 1, (3, 32, 32), 10)

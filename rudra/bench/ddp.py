@@ -22,7 +22,7 @@ from rudra.bench.ranks import (
 )
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.job.job import Job
-from rudra.session import rest
+from rudra.mpi.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

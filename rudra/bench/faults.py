@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from rudra.bench.report import Goal, Report
 from rudra.errors import RudraError, RunError
-from rudra.failures import ranks_below
+from rudra.mpi.failures import ranks_below
 from rudra.results.checkpoint import path_of
 from rudra.results.reader import Results, open_results
 

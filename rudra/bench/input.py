@@ -17,7 +17,7 @@ from rudra.data import load
 from rudra.data.load import DataInfo, Samples, Split
 from rudra.data.sources import Dense
 from rudra.job.job import Job
-from rudra.session import keep_freed_memory
+from rudra.mpi.session import keep_freed_memory
 
 SIZES = (4, 16, 64)
 LIMIT = 2.0  # percent

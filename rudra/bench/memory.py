@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, train
 from rudra.bench.report import Goal, Report
 from rudra.job.job import Job
+from rudra.mpi.session import rest
 from rudra.rehearsal import memory_bytes, restart_peak
-from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

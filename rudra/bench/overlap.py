@@ -26,7 +26,7 @@ from rudra.compute.executor import LearnerExecutor, make_executors
 from rudra.core.events import Compute
 from rudra.data import load
 from rudra.job.job import Job
-from rudra.session import rest
+from rudra.mpi.session import rest
 from topologies import Plan, base
 
 if TYPE_CHECKING:

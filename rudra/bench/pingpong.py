@@ -10,7 +10,7 @@ from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
 from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.bench.standins import Learner, Server, Statistics, drive
 from rudra.job.job import Job
-from rudra.session import rest
+from rudra.mpi.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

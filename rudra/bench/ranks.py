@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 from rudra.compute import networks
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.launch import launch
+from rudra.mpi.launch import launch
+from rudra.mpi.session import rest
 from rudra.results.reader import Results, open_results
-from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,7 +77,7 @@ def _rank(measure: Measure, directory: Path, arguments: dict[str, Any]) -> int:
 
 def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
     """Takes this rank's part in a run; returns its results, open, on every rank (of `comm`, if not of all)."""
-    from rudra.session import run_ranks
+    from rudra.mpi.session import run_ranks
 
     job = job.with_(cluster={"device": "cpu"})  # as what it is compared with
     code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True, comm=comm)

@@ -16,9 +16,9 @@ from rudra.compute.executor import Buffer, Executor, StatisticsExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.core.messages import Kind
 from rudra.job.tables import OptimizerTable
+from rudra.mpi.session import rest
 from rudra.results import recorder
 from rudra.roles import machine
-from rudra.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

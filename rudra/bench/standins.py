@@ -8,9 +8,9 @@ from rudra.compute.optim import UpdateRule
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
+from rudra.mpi.session import rest
 from rudra.results.recorder import Recorder
 from rudra.roles import make
-from rudra.session import rest
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def drive(
     comm: "MPI.Comm", job: Job, plan: Plan, executor: Executor, steps: int, *, spins: bool = True
 ) -> list[dict[str, float]]:
     """Trains; on the statistics server's rank: the account of each learner, and how long the training took."""
-    from rudra.mpi import Rank
+    from rudra.mpi.driver import Rank
 
     account = Account()
     (role,) = plan.on_rank(comm.rank)

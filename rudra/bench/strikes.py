@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rudra import launch
 from rudra.core.events import Action, Event, Halt, Hashed, Received, Updated
 from rudra.core.messages import Kind
-from rudra.failures import ranks_below
-from rudra.forkserver import launcher
-from rudra.launch import Outcome
+from rudra.mpi import launch
+from rudra.mpi.failures import ranks_below
+from rudra.mpi.forkserver import launcher
+from rudra.mpi.launch import Outcome
 from rudra.results.checkpoint import CheckpointWriter
 
 MID = 12
@@ -117,7 +117,7 @@ class Armed:
     payload: dict[str, Any]
 
     def __call__(self) -> int:
-        from rudra.session import run_ranks
+        from rudra.mpi.session import run_ranks
 
         with ExitStack() as until:
             self._set(until)
@@ -132,8 +132,8 @@ class Armed:
 
     def _set(self, until: ExitStack) -> None:
         """Looks out for the moment, on the rank that notices it."""
-        from rudra import session
-        from rudra.mpi import Rank
+        from rudra.mpi import session
+        from rudra.mpi.driver import Rank
 
         phase = self.strike.phase
         places: dict[str, tuple[type, str]] = {

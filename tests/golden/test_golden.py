@@ -8,7 +8,7 @@ from bits import FILE, KEY, bits
 from runs import ON_RANKS, RUNS, warm_start
 
 import rudra
-from rudra.forkserver import fork_server
+from rudra.mpi.forkserver import fork_server
 
 KNOWN = json.loads(FILE.read_text()).get(KEY)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra.forkserver import fork_server
+from rudra.mpi.forkserver import fork_server
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests here share `user_code`, and so do the ranks that they start
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import rudra
 from rudra.errors import RudraError
-from rudra.failures import ranks_below
-from rudra.launch import find_mpirun
+from rudra.mpi.failures import ranks_below
+from rudra.mpi.launch import find_mpirun
 from tests.waiting import eventually
 
 HERE = Path(__file__).parent

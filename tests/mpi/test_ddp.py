@@ -13,7 +13,7 @@ import rudra
 from rudra.compute import models
 from rudra.data import load
 from rudra.data.sampling import Sampler
-from rudra.launch import launch
+from rudra.mpi.launch import launch
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

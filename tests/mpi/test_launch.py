@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import below, gone, mpirun_of
 
-from rudra.failures import ranks_below
+from rudra.mpi.failures import ranks_below
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(90)]

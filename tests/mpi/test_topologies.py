@@ -16,7 +16,7 @@ from processes import HERE, ROOT, finish, gone, mpirun, ranks_of, start, wait_fo
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from rudra.launch import find_mpirun
+from rudra.mpi.launch import find_mpirun
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

@@ -120,7 +120,7 @@ def dying_3() -> nn.Module:
 
 def deaf() -> nn.Module:
     """Nobody makes anything of the death of learner 1, and what it had promised never comes."""
-    from rudra import mpi
+    from rudra.mpi import driver
     from rudra.roles.server import ParameterServer
 
     mpi.LEFT_S = 2.0
@@ -165,9 +165,9 @@ def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> d
 
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
     """As `train_all`, with vectors that lie as on a GPU; how often learners and tests used a copy, and MPI theirs."""
-    from rudra import session
     from rudra.compute.devices import Stage
     from rudra.compute.executor import DirectBuffer
+    from rudra.mpi import session
 
     make, weights, read, copies, direct = session.make_executors, Stage.weights, DirectBuffer.read, [], []
 
@@ -188,7 +188,7 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
 
 
 def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:
-    from rudra.start import gpu_aware
+    from rudra.mpi.start import gpu_aware
 
     return {"aware": gpu_aware()}
 
@@ -211,7 +211,7 @@ def left_behind(comm: Any, directory: Path, jobs: list[Any], rounds: int) -> dic
 
 def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
     """Where ranks have clocks that are hours apart, and every two ranks make a node: this rank's view of the origin."""
-    from rudra.mpi import clock_origin
+    from rudra.mpi.driver import clock_origin
 
     def clock() -> float:
         return time.perf_counter() + 3600.0 * (comm.rank // 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rudra.forkserver import fork_server, process_of
+from rudra.mpi.forkserver import fork_server, process_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rudra.lanes import Lane, Worker
+from rudra.mpi.comm_threads import Lane, Worker
 
 
 class Rank:

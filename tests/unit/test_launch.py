@@ -9,8 +9,8 @@ import pytest
 
 from rudra.errors import LaunchError
 from rudra.job.job import Job
-from rudra.launch import STARTS, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
-from rudra.relay import DIED, MORE, START_LINE, Relay, end_line, exit_line, explain
+from rudra.mpi.launch import STARTS, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
+from rudra.mpi.relay import DIED, MORE, START_LINE, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + RULE
@@ -179,8 +179,8 @@ def test_how_a_launch_ends(
     mpirun, output = tmp_path / "mpirun", tmp_path / "out.h5"
     mpirun.write_text(STAND_IN.format(python=sys.executable, deed=deed))
     mpirun.chmod(0o755)
-    monkeypatch.setattr("rudra.launch.find_mpirun", lambda: mpirun)
-    monkeypatch.setattr("rudra.mpirun.ENDS_S", 0.3)
+    monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpi.mpirun.ENDS_S", 0.3)
     if checkpoint:
         output.with_suffix(".ckpt").touch()
     if code is None:
@@ -207,7 +207,7 @@ def test_an_mpirun_that_another_one_disturbed_is_started_again(
     deed += f"if os.path.getsize(starts.name) <= {collisions}: say({COLLISION!r}); sys.exit(1)\n"
     mpirun.write_text(STAND_IN.format(python=sys.executable, deed=f"{deed}say({START_LINE + end_line(0)!r})"))
     mpirun.chmod(0o755)
-    monkeypatch.setattr("rudra.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
     assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server"], payload=None).code == code
     assert starts.stat().st_size == min(collisions + 1, STARTS)
 

@@ -12,11 +12,11 @@ FORBIDDEN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "
 MODULES = {"marshal", "shelve", "dill", "joblib", "runpy"}
 ONLY_IN = {
     "pickle.load": {"rudra/worker.py"},  # what the launcher of the same run wrote, for this user alone
-    "pickle.loads": {"rudra/shared.py"},  # what another rank of the same run and node has in memory
+    "pickle.loads": {"rudra/mpi/node_memory.py"},  # what another rank of the same run and node has in memory
     "pickle.Unpickler": set[str](),
     "pickle._Unpickler": {"rudra/readers/cifar.py"},  # which finds no class but stand-ins
-    "os.umask": {"rudra/forkserver.py"},  # a rank's is its proxy's
-    "tempfile.mkstemp": {"rudra/launch.py"},  # the same; others follow the umask
+    "os.umask": {"rudra/mpi/forkserver.py"},  # a rank's is its proxy's
+    "tempfile.mkstemp": {"rudra/mpi/launch.py"},  # the same; others follow the umask
     "importlib.import_module": {
         "rudra/plugins.py",  # package.module:callable
         "rudra/__init__.py",

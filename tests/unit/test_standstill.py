@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rudra.standstill import AGAIN_S, Standstill
+from rudra.mpi.standstill import AGAIN_S, Standstill
 
 ROOT, SERVER, LEARNER = 1, 0, 2
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rudra.start import library_name, unsuited
+from rudra.mpi.start import library_name, unsuited
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, repo rev: v5.0.11"
 OLD = "Open MPI v4.1.6, package: Debian OpenMPI"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rudra.compute.executor import Executor
-from rudra.failures import Losses
-from rudra.transfers import Going, Transfers, Wanted
+from rudra.mpi.failures import Losses
+from rudra.mpi.transfers import Going, Transfers, Wanted
 
 FAILED, PENDING, IN_STATUS = 75, 76, 18
 ANYBODY = -1

@@ -21,8 +21,8 @@ from rudra.compute.executor import CACHE_LINE, Buffer, Executor, average
 from rudra.core.events import Reduce, Reduced
 from rudra.core.messages import Kind, Message, tail_bytes
 from rudra.core.records import Gradient
-from rudra.doorbell import Doorbell
-from rudra.failures import outcome
+from rudra.mpi.doorbell import Doorbell
+from rudra.mpi.failures import outcome
 from topologies import Plan
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import cloudpickle
 
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
-from rudra.failures import TCP_FLAGS, ULFM, listed
-from rudra.forkserver import WORKER, fork_server
 from rudra.job.job import Job
-from rudra.mpirun import Mpirun
-from rudra.relay import DIED, explain, signal_name
+from rudra.mpi.failures import TCP_FLAGS, ULFM, listed
+from rudra.mpi.forkserver import WORKER, fork_server
+from rudra.mpi.mpirun import Mpirun
+from rudra.mpi.relay import DIED, explain, signal_name
 from rudra.results.checkpoint import how_to_resume, path_of
 
 
@@ -143,7 +143,7 @@ def launch(
         job: names the run in messages.
         output: result file of the run; what the ranks need to start lies beside it meanwhile.
         roles: what each world rank is, for messages: `["statistics server", "parameter server", "learner 0", …]`.
-        payload: arguments of `rudra.session.run_ranks`, or something to call on every rank that returns its exit code;
+        payload: arguments of `rudra.mpi.session.run_ranks`, or something to call on every rank that returns its exit code;
             cloudpickle takes what stands in `__main__` by value.
         verbose: if it does not end well, what mpirun and MPI have said beside is shown too.
         survivable: the ranks know what to do when one of them dies; else mpirun ends the others.

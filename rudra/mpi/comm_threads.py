@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
-from rudra.failures import outcome
+from rudra.mpi.failures import outcome
 
 if TYPE_CHECKING:
     from mpi4py import MPI

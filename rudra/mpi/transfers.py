@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rudra.compute.executor import Buffer, Executor
-from rudra.failures import Losses, outcome
+from rudra.mpi.failures import Losses, outcome
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rudra.errors import LaunchError
-from rudra.failures import watched_start
-from rudra.launch import world_size
+from rudra.mpi.failures import watched_start
+from rudra.mpi.launch import world_size
 
 START_S = 300
 """A rank that needs longer for MPI's start is ended: it may wait for one that has died, for ever."""

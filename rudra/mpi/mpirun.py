@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from rudra.errors import LaunchError
-from rudra.failures import APPEAR_S, neighbours, started_below
-from rudra.relay import Relay
+from rudra.mpi.failures import APPEAR_S, neighbours, started_below
+from rudra.mpi.relay import Relay
 
 GRACE_S = 30.0
 """How long the ranks may take to stop in order after Ctrl-C, and to write a checkpoint, before they are ended."""

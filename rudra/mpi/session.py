@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from rudra import failures
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.core.training_state import Position
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
-from rudra.failures import end_everybody, end_with_the_dead, outcome, outlive, survivable
-from rudra.forkserver import launcher
 from rudra.job.job import Job, cores
-from rudra.mpi import FAILURE_TAG, Ended, Rank, Reported
-from rudra.relay import exit_line
+from rudra.mpi import failures
+from rudra.mpi.driver import FAILURE_TAG, Ended, Rank, Reported
+from rudra.mpi.failures import end_everybody, end_with_the_dead, outcome, outlive, survivable
+from rudra.mpi.forkserver import launcher
+from rudra.mpi.relay import exit_line
+from rudra.mpi.start import gpu_aware
 from rudra.results import checkpoint
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
@@ -41,7 +42,6 @@ from rudra.roles import Machine
 from rudra.roles import make as make_machine
 from rudra.roles.owner import Owner
 from rudra.roles.statistics import StatisticsServer
-from rudra.start import gpu_aware
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def run_ranks(
         progress: keyword arguments `mode` and `columns` of the progress bar.
         overwrite: whether an existing file may be replaced.
         resume: a checkpoint or result file to go on from; True: that of `output`, if there is one.
-        launched: `rudra.launch` started this rank, and will say what is to be said of a run that was ended.
+        launched: `rudra.mpi.launch` started this rank, and will say what is to be said of a run that was ended.
         comm: of the ranks that run it; by default all.
 
     Returns:
@@ -287,7 +287,7 @@ class _Session:
     def _share(self) -> None:
         """Gives every rank of the node what one of them has loaded, without a copy."""
         from rudra.data import load
-        from rudra.shared import share
+        from rudra.mpi.node_memory import share
 
         if self._sharing:
             self._data = share(self._node, self._loader, self._data)

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from rudra.forkserver import launcher, process_of
-from rudra.relay import DIED
+from rudra.mpi.forkserver import launcher, process_of
+from rudra.mpi.relay import DIED
 
 if TYPE_CHECKING:
     from mpi4py import MPI

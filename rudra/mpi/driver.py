@@ -1,10 +1,10 @@
 """The MPI driver: roles on real ranks.
 
 One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is computed in
-that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers (`rudra.lanes`). Only
+that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers (`rudra.mpi.comm_threads`). Only
 buffer-mode calls are on the training path: a control message is one small eager send, a tensor one transfer from its
 own buffer into the receiver's. Where ranks share cores, a waiting rank sleeps until a neighbour rings
-(`rudra.doorbell`): the core belongs to whoever computes. A rank with a core to itself spins for a while before it
+(`rudra.mpi.doorbell`): the core belongs to whoever computes. A rank with a core to itself spins for a while before it
 sleeps.
 """
 
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rudra.anew import REGROUP_TAG, Anew
 from rudra.compute.executor import (
     AveragingExecutor,
     Executor,
@@ -65,17 +64,18 @@ from rudra.core.events import (
 )
 from rudra.core.messages import CONTROL_BYTES, Kind, Message, generation_of
 from rudra.core.training_state import Position
-from rudra.doorbell import Doorbell
 from rudra.errors import RunError
-from rudra.failures import Losses, outcome
-from rudra.lanes import Lane, Worker
-from rudra.reduction import GroupReduction, library_comm, make_reduction
+from rudra.mpi.comm_threads import Lane, Worker
+from rudra.mpi.doorbell import Doorbell
+from rudra.mpi.failures import Losses, outcome
+from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
+from rudra.mpi.regroup import REGROUP_TAG, Anew
+from rudra.mpi.standstill import LEFT_S, Standstill
+from rudra.mpi.transfers import Going, Transfers, Wanted
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.recorder import Recorder
 from rudra.roles import Machine
 from rudra.roles.machine import listed
-from rudra.standstill import LEFT_S, Standstill
-from rudra.transfers import Going, Transfers, Wanted
 from topologies import Plan
 from topologies.plan import LEARNER
 

@@ -21,7 +21,7 @@ from rudra.roles.owner import outlasts
 from topologies import Plan
 
 if TYPE_CHECKING:
-    from rudra.mpi import Rank
+    from rudra.mpi.driver import Rank
 
 REGROUP_TAG = 2
 """Of the message that says who is gone, and from where the others go on."""

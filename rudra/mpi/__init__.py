@@ -1,0 +1,1 @@
+"""The driver of real ranks, and what only it needs."""
