@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rudra.errors import RudraError
     from rudra.job.job import Job
     from rudra.job.jobfiles import shipped_jobs
-    from rudra.replayer import replay
     from rudra.results.reader import Results, open_results
+    from rudra.simulation.replay import replay
 
 __all__ = ["Job", "Moment", "Results", "RudraError", "open_results", "replay", "run", "shipped_jobs", "simulate"]
 

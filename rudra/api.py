@@ -101,13 +101,13 @@ def simulate(
     job: Job, *, output: str | Path | None = None, force: bool = False, progress: ProgressMode | None = None
 ) -> Results:
     """Runs the same job in this process and in virtual time; arguments and results as `run`."""
-    from rudra import costs, hands
     from rudra.compute.executor import torch_as_in
     from rudra.core.messages import tail_bytes
     from rudra.results.progress import Progress
     from rudra.results.recorder import Recorder, make_writer
     from rudra.roles import make
-    from rudra.sim import Simulation
+    from rudra.simulation import costs, tensors
+    from rudra.simulation.driver import Simulation
 
     path = _output(job, output, force)
     measured = costs.source(job)

@@ -27,9 +27,9 @@ from rudra.core.events import Accumulate, Compute
 from rudra.errors import RunError
 from rudra.job.job import Job, cores
 from rudra.mpi.launch import launch
-from rudra.predict import outline
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
+from rudra.simulation.predict import outline
 
 if TYPE_CHECKING:
     from rudra.compute.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor
@@ -218,7 +218,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     from rudra.compute.devices import placing
     from rudra.compute.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
     from rudra.data import load
-    from rudra.hands import find_device
+    from rudra.simulation.tensors import find_device
 
     device = find_device(job)
     plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()

@@ -405,7 +405,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from rudra import costs, predict
+    from rudra.simulation import costs, predict
 
     counts: Sequence[int | None] = _numbers("--learners", arguments.counts) or [None]
     overrides = _overrides(arguments)
@@ -423,7 +423,8 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from rudra import calibrate, costs, files
+    from rudra import calibrate, files
+    from rudra.simulation import costs
 
     if world_size() is not None:
         raise ConfigError("rudra calibrate starts mpirun itself: start it plainly")
@@ -702,8 +703,8 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _rehearsed(job: Job, plan: "Plan") -> dict[str, str]:
     """What came of one mini-batch, tried in this process."""
-    from rudra.rehearsal import rehearse
     from rudra.results.progress import too_few
+    from rudra.simulation.rehearsal import rehearse
 
     found = rehearse(job, plan)
     if text := too_few(job, found.samples.training):

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rudra import costs
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import written
 from rudra.job.job import Job, cores
 from rudra.job.jobfiles import PAPER, apply, parsed, read_job, read_toml
+from rudra.simulation import costs
 
 FORMAT = 1
 INDEX = "sweep.json"

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rudra import costs
 from rudra.branches import Branch, by_gradients, by_weights
 from rudra.errors import ConfigError, ResultsError, TopologyError
 from rudra.job.job import Job, cores
 from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
+from rudra.simulation import costs
 from topologies import Plan
 from topologies.plan import ELSEWHERE, TREE_SERVER
 

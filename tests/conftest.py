@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from rudra import costs
+from rudra.simulation import costs
 
 settings.register_profile("fuzz", max_examples=2000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
 

@@ -20,14 +20,14 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rudra import costs
 from rudra.api import run as train
 from rudra.bench.ranks import PlainLoop, write_images
 from rudra.bench.report import Goal, Report, Spread, spread
 from rudra.compute.executor import torch_as_in
-from rudra.costs import CostModel
 from rudra.job.job import Job, cores
-from rudra.predict import Outline, predict, steady_rate
+from rudra.simulation import costs
+from rudra.simulation.costs import CostModel
+from rudra.simulation.predict import Outline, predict, steady_rate
 from topologies import Plan
 
 MACHINES = 32

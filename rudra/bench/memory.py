@@ -10,7 +10,7 @@ from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, 
 from rudra.bench.report import Goal, Report
 from rudra.job.job import Job
 from rudra.mpi.session import rest
-from rudra.rehearsal import memory_bytes, restart_peak
+from rudra.simulation.rehearsal import memory_bytes, restart_peak
 
 if TYPE_CHECKING:
     from mpi4py import MPI

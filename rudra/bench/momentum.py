@@ -33,11 +33,11 @@ from rudra.bench.report import Goal, Report
 from rudra.compute import models, networks
 from rudra.compute.executor import Executor, make_executors, torch_as_in
 from rudra.core.events import Finish, Keep, Record, Update
-from rudra.costs import CostModel
 from rudra.data import load
-from rudra.hands import TensorHands
 from rudra.job.job import Job
-from rudra.sim import Simulation
+from rudra.simulation.costs import CostModel
+from rudra.simulation.driver import Simulation
+from rudra.simulation.tensors import TensorHands
 
 GROUPS = (1, 2, 4, 8, 16)
 TIMES: dict[str, dict[str, Any]] = {

@@ -14,11 +14,11 @@ from functools import cache, partial
 from statistics import mean
 from typing import Any, NamedTuple
 
-from rudra import costs
 from rudra.bench.report import Goal, Report
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, shipped_jobs
-from rudra.predict import Outline, Prediction, outline, predict
+from rudra.simulation import costs
+from rudra.simulation.predict import Outline, Prediction, outline, predict
 
 EPOCHS = 140
 GRADIENTS = 10_000

@@ -10,7 +10,7 @@ from typing import Any
 from rudra.bench.paper import IMAGENET
 from rudra.bench.report import Report
 from rudra.job.job import Job
-from rudra.predict import Prediction, predict
+from rudra.simulation.predict import Prediction, predict
 
 LEARNERS = [2**i for i in range(2, 13)]
 GAIN = 0.1

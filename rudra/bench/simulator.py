@@ -17,8 +17,8 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.data import load
 from rudra.job.job import Job, cores
-from rudra.rehearsal import memory_bytes
 from rudra.results.reader import Results, open_results
+from rudra.simulation.rehearsal import memory_bytes
 
 
 def run(*, quick: bool) -> Report:

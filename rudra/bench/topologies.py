@@ -10,7 +10,7 @@ from typing import Any
 
 from rudra.bench.paper import GRADIENTS, Row, imagenet, paper_tables, table4
 from rudra.bench.report import Goal, Report
-from rudra.predict import Prediction
+from rudra.simulation.predict import Prediction
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "p775": {},

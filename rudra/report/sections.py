@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rudra.analysis import matters
-from rudra.costs import DEFAULTS, UNMEASURED
 from rudra.report.charts import figures
 from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying
 from rudra.report.tables import Table, comparison, summary
 from rudra.report.who import drawings
+from rudra.simulation.costs import DEFAULTS, UNMEASURED
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from rudra.compute.flat import Entry, sha256
 from rudra.compute.statedict import Named
 from rudra.core.events import Finish, Keep, Record
 from rudra.core.hooks import RoleHooks
-from rudra.costs import processor
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
 from rudra.job.job import Job, named
 from rudra.results import plan_rows
 from rudra.results.progress import Progress
 from rudra.results.writer import Kind, ResultsWriter, Rows
+from rudra.simulation.costs import processor
 from topologies import Plan
 
 ACCOUNTED = ("samples", "compute_s", "push_s", "wait_s", "pull_s")

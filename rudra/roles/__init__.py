@@ -1,7 +1,7 @@
 """Roles: what learners and servers do, as state machines without I/O.
 
 `handle(event, now)` takes what happened and returns what should be done; drivers do it (`rudra.mpi.driver` on
-real ranks, `rudra.sim` in virtual time). A role sees no clock but `now`, no randomness, no tensor.
+real ranks, `rudra.simulation.driver` in virtual time). A role sees no clock but `now`, no randomness, no tensor.
 """
 
 from rudra.core.training_state import BEGINNING, Position

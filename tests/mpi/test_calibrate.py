@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rudra import cli, costs
+from rudra import cli
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
-from rudra.predict import predict
+from rudra.simulation import costs
+from rudra.simulation.predict import predict
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
 

@@ -9,15 +9,16 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rudra import roles, sim
+from rudra import roles
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.core.events import Compute, Computed, Finish, Keep, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, Position
-from rudra.costs import CostModel, places
 from rudra.data import load
-from rudra.hands import TensorHands
 from rudra.job.job import Job
 from rudra.roles import Machine
+from rudra.simulation import driver
+from rudra.simulation.costs import CostModel, places
+from rudra.simulation.tensors import TensorHands
 from topologies import Plan
 from topologies.plan import LEARNER
 

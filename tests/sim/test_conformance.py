@@ -12,9 +12,9 @@ from readme import names_in
 import protocols
 import topologies
 from protocols import Protocol
-from rudra.costs import places
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.simulation.costs import places
 
 Bounded = names_in("bounded.py")["Bounded"]
 

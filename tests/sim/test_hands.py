@@ -12,12 +12,12 @@ from torch import nn
 
 import rudra
 from protocols import Protocol
-from rudra import hands
 from rudra.compute.executor import Executor
 from rudra.core.events import Copy
 from rudra.errors import ConfigError
-from rudra.hands import BigBatchHands, TensorHands, VmapHands
 from rudra.job.job import Job
+from rudra.simulation import tensors
+from rudra.simulation.tensors import BigBatchHands, TensorHands, VmapHands
 
 BUSY = {"jitter": 0.9, "latency_jitter_s": 0.05, "message_s": 1e-3, "update_s": 5e-3}
 

@@ -18,13 +18,13 @@ from rudra import replay, simulate
 from rudra.cli import main
 from rudra.compute.executor import LearnerExecutor, OwnerExecutor, make_executors
 from rudra.core.events import Update
-from rudra.costs import places
 from rudra.data import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
-from rudra.hands import VmapHands
 from rudra.job.job import Job
 from rudra.roles import Machine, ParameterServer
 from rudra.roles.owner import Owner
+from rudra.simulation.costs import places
+from rudra.simulation.tensors import VmapHands
 from topologies.plan import LEARNER, TREE_SERVER
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from rudra import calibrate, cli
 from rudra.calibrate import Alone, Probe
 from rudra.core import records
 from rudra.job.job import Job
-from rudra.predict import Outline, outline, predict
+from rudra.simulation.predict import Outline, outline, predict
 
 STEPS = 400
 PUSH_S, WAIT_S, PULL_S, UPDATE_S = 9e-4, 1.6e-3, 6e-4, 7e-4

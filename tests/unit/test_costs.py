@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from rudra import cli, costs
-from rudra.costs import CostModel, Link, at, load, presets
+from rudra import cli
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.simulation import costs
+from rudra.simulation.costs import CostModel, Link, at, load, presets
 
 SERVER, STATISTICS = 0, 1
 

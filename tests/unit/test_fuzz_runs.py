@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.costs import PRESETS
+from rudra.simulation.costs import PRESETS
 from tests.unit.fuzzing import TEXTS, VALUES, Said, cases, command, damaged, fresh, toml
 from tests.unit.test_fuzz_jobs import DEEP, KEYS, NAMES
 

@@ -10,7 +10,7 @@ from rudra import cli
 from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.predict import Outline, outline, predict
+from rudra.simulation.predict import Outline, outline, predict
 
 SAMPLES = 10_000
 SIZE = 1_000_000  # bytes

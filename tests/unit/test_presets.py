@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import rudra
-from rudra import costs
 from rudra.bench import paper
 from rudra.bench.paper import Row
 from rudra.job.job import Job
+from rudra.simulation import costs
 
 TABLES = paper.printed()
 ROWS = {row.key: row for rows in TABLES.values() for row in rows}

@@ -11,7 +11,7 @@ from torch import nn
 from rudra.cli import main
 from rudra.job.job import Job
 from rudra.job.tables import OPTIMIZERS
-from rudra.rehearsal import rehearse
+from rudra.simulation.rehearsal import rehearse
 
 SMALL = 'model.options={"hidden" = [8]}'
 

@@ -29,11 +29,11 @@ from rudra.core.events import (
     Updated,
 )
 from rudra.core.messages import Kind, Message
-from rudra.costs import CostModel, places
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.roles import Machine
-from rudra.sim import Simulation, TimingOnly
+from rudra.simulation.costs import CostModel, places
+from rudra.simulation.driver import Simulation, TimingOnly
 from topologies import Plan, Role
 from topologies.plan import LEARNER, PARAMETER_SERVER
 

@@ -20,7 +20,7 @@ from rudra.job.job import Job
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
 from clusters import job, train
 
-from rudra.hands import TensorHands
+from rudra.simulation.tensors import TensorHands
 
 GRADIENT = Gradient(-1, 3, 4, 7, 2, -1, 1.0, 0.5, 1)
 

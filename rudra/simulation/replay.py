@@ -39,11 +39,9 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message, Rows
 from rudra.core.records import Gradient
-from rudra.costs import CostModel
 from rudra.data import load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.files import check_output
-from rudra.hands import TensorHands
 from rudra.job.job import Job, cores
 from rudra.job.tables import SimulationTable
 from rudra.results.export import save
@@ -54,7 +52,9 @@ from rudra.roles import Machine
 from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short
 from rudra.roles.owner import WEIGHTS, Owner
-from rudra.sim import Simulation
+from rudra.simulation.costs import CostModel
+from rudra.simulation.driver import Simulation
+from rudra.simulation.tensors import TensorHands
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra import costs, hands, roles
+from rudra import roles
 from rudra.bench.report import Report
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Keep, Record, Update
 from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.sim import Simulation, TimingOnly
+from rudra.simulation import costs, tensors
+from rudra.simulation.driver import Simulation, TimingOnly
 from topologies import Plan
 
 ROUNDS = 24

@@ -27,7 +27,7 @@ from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 
 if TYPE_CHECKING:
-    from rudra.sim import Simulation, _Actor, _Way
+    from rudra.simulation.driver import Simulation, _Actor, _Way
 
 
 class Faults:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra import costs, roles
+from rudra import roles
 from rudra.compute.executor import (
     Executor,
     LearnerExecutor,
@@ -28,8 +28,9 @@ from rudra.core.messages import tail_bytes
 from rudra.data import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.predict import Rows
-from rudra.sim import Simulation, TimingOnly
+from rudra.simulation import costs
+from rudra.simulation.driver import Simulation, TimingOnly
+from rudra.simulation.predict import Rows
 from topologies import Plan
 from topologies.plan import LEARNER, STATISTICS_SERVER
 

@@ -2,7 +2,7 @@
 
 A queue of events ordered by (time, priority, sequence) drives the roles, so a simulation is deterministic, ties
 included. Gradients are computed for real, at the virtual moment at which they would be ready; how long that and
-everything else takes comes from a cost model (`rudra.costs`). A transfer of a tensor waits until the receiver has
+everything else takes comes from a cost model (`rudra.simulation.costs`). A transfer of a tensor waits until the receiver has
 posted a buffer, as MPI's rendezvous does, and until both ends' ports are free.
 """
 
@@ -54,11 +54,11 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind
 from rudra.core.training_state import Position
-from rudra.costs import CostModel, Link
 from rudra.data.sampling import mix
 from rudra.errors import RunError
-from rudra.faults import Faults
 from rudra.roles import Machine
+from rudra.simulation.costs import CostModel, Link
+from rudra.simulation.faults import Faults
 from topologies import Plan
 from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 

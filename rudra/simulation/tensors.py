@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import sim
 from rudra.compute import models
 from rudra.compute.devices import CPU
 from rudra.compute.executor import (
@@ -35,6 +34,7 @@ from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Eva
 from rudra.data import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.simulation import driver
 from topologies import Plan
 
 Place = tuple[int, str]

@@ -1,0 +1,1 @@
+"""The driver in virtual time, and what only it needs."""
