@@ -519,7 +519,7 @@ def _finished(arguments: argparse.Namespace, results: "Results", *, force: bool 
         print(summary_table(results.summary()))
         written = [results.path]
     if _has("matplotlib"):
-        from rudra.analysis import plot
+        from rudra.report.analysis import plot
 
         picture = written[0].with_suffix(".png")
         if force or not os.path.lexists(picture):
@@ -540,7 +540,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from rudra.analysis import plot
+    from rudra.report.analysis import plot
 
     output = arguments.output or _beside(arguments.files[0], ".png")
     plot(arguments.files, output, log=arguments.log, force=arguments.force)
@@ -618,7 +618,7 @@ def _page(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from rudra.watch import watch
+    from rudra.report.watch import watch
 
     watch(arguments.file, once=arguments.once, wait=arguments.wait)
     return 0
@@ -636,7 +636,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
 
 
 def _topology(arguments: argparse.Namespace) -> int:
-    from rudra import topology
+    from rudra.report import topology
 
     sizes = _numbers("--nodes", arguments.nodes)
     if arguments.job.endswith(".h5"):
@@ -653,7 +653,7 @@ def _topology(arguments: argparse.Namespace) -> int:
 
 def _validate(arguments: argparse.Namespace) -> int:
     from rudra.compute.schedule import Schedule
-    from rudra.topology import message, roles
+    from rudra.report.topology import message, roles
 
     job = _load(arguments).resolved(cores=cores())
     plan, topology = job.plan(), job.make_topology()

@@ -254,7 +254,7 @@ def _tasks(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, int], lis
 
 def _fitted(jobs: Sequence[Job], sizes: Sequence[int]) -> tuple[str, list[str]]:
     """What so many ranks make of the jobs, and what is odd about it."""
-    from rudra import topology
+    from rudra.report import topology
 
     casts = [topology.of_job(job, sum(sizes), sizes) for job in jobs]
     told = dict.fromkeys(topology.counted(cast.plan, range(len(cast.plan.roles))) for cast in casts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rudra.analysis import (
+from rudra.report.analysis import (
     COLOURS,
     Blocks,
     blocks_of,

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from rudra.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.errors import ConfigError, ResultsError
+from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
+from rudra.report.topology import Cast, of_results
 from rudra.results.reader import open_results
 from rudra.results.summary import protocol_label
 from rudra.sweep import INDEX
-from rudra.topology import Cast, of_results
 
 _MOST_BLOCKS = 2000
 _LONGEST_LABEL = 60

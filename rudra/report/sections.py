@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rudra.analysis import matters
+from rudra.report.analysis import matters
 from rudra.report.charts import figures
 from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying

@@ -7,9 +7,9 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
-from rudra.analysis import COLOURS, STYLE, log_ticks
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
+from rudra.report.analysis import COLOURS, STYLE, log_ticks
 from rudra.report.ink import GRID, INK, MUTED
 from rudra.report.panels import Figure
 from rudra.report.tables import Table

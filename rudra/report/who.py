@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from rudra.analysis import COLOURS
-from rudra.branches import Branch, by_gradients, by_weights
+from rudra.report.analysis import COLOURS
 from rudra.report.ink import GRID, INK, MUTED
 from rudra.report.panels import Figure, Panel
+from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, Table
-from rudra.topology import Cast, Place, counted, name_of, placed, roles, spans
+from rudra.report.topology import Cast, Place, counted, name_of, placed, roles, spans
 from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 _MOST_DRAWN = 6

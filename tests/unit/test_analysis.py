@@ -13,7 +13,7 @@ from tests.unit.results_files import write_run
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
 from matplotlib.figure import Figure
 
-from rudra.analysis import _draw, _load, plot
+from rudra.report.analysis import _draw, _load, plot
 
 
 @pytest.fixture

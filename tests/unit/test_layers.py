@@ -58,7 +58,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/results/writer.py": CORE | {"h5py"},
     "rudra/results/validation.py": CORE | {"h5py"},
     "rudra/report": CORE | {"h5py", "matplotlib", "jinja2"},
-    "rudra/analysis.py": CORE | {"h5py", "matplotlib", "pandas"},
+    "rudra/report/analysis.py": CORE | {"h5py", "matplotlib", "pandas"},
     "rudra/bench": LEARNING | {"mpi4py", "h5py"},
     "rudra/calibrate.py": LEARNING,
     "rudra/doctor.py": LEARNING | {"h5py"},

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rudra.branches import by_gradients, by_weights, lines
 from rudra.cli import main
 from rudra.job.job import Job
-from rudra.topology import as_text, of_job, spans
+from rudra.report.plan_tree import by_gradients, by_weights, lines
+from rudra.report.topology import as_text, of_job, spans
 from tests.unit.report_files import write_point
 from tests.unit.results_files import write_run
 from topologies import Plan, Role, load

@@ -15,8 +15,8 @@ import pytest
 
 from rudra.cli import main
 from rudra.errors import ResultsError
+from rudra.report.watch import Curve, Watched, plotted, watch
 from rudra.results.reader import Results, open_results
-from rudra.watch import Curve, Watched, plotted, watch
 from tests.unit.results_files import write_run
 from tests.waiting import eventually
 

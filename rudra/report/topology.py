@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rudra.branches import Branch, by_gradients, by_weights
 from rudra.errors import ConfigError, ResultsError, TopologyError
 from rudra.job.job import Job, cores
+from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
 from rudra.simulation import costs
