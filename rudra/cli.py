@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rudra import submit
 from rudra.errors import EXIT_STOPPED, ConfigError, RudraError, meant, printable
 from rudra.job.job import Job, cores
 from rudra.job.jobfiles import shipped_jobs
 from rudra.mpi.launch import leave_the_word, world_rank, world_size
+from rudra.studies import submit
 
 if TYPE_CHECKING:
     from protocols import Protocol
@@ -423,8 +423,9 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from rudra import calibrate, files
+    from rudra import files
     from rudra.simulation import costs
+    from rudra.studies import calibrate
 
     if world_size() is not None:
         raise ConfigError("rudra calibrate starts mpirun itself: start it plainly")
@@ -468,7 +469,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from rudra import pool, sweep
+    from rudra.studies import pool, sweep
 
     if world_size() is not None:
         raise ConfigError("rudra sweep starts mpirun itself: start it plainly")

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 
 from rudra.api import run as train
 from rudra.bench.report import Goal, Report, ratios, spread
-from rudra.calibrate import calibrate
 from rudra.job.job import Job
 from rudra.simulation.costs import at
 from rudra.simulation.predict import predict, steady_rate
+from rudra.studies.calibrate import calibrate
 
 MINIBATCH_SIZE = 16
 SIZES = (12, 24)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra import pool, sweep
 from rudra.bench.report import Goal, Report, spread
 from rudra.errors import ConfigError, RunError
 from rudra.results.reader import open_results
-from rudra.sweep import Point
+from rudra.studies import pool, sweep
+from rudra.studies.sweep import Point
 
 SEEDS = (1, 2, 3)
 SMALLEST = {"data.train_limit": 256, "data.test_limit": 64, "training.epochs": 1, "optimizer.milestones": []}

@@ -16,7 +16,7 @@ from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate
 from rudra.report.topology import Cast, of_results
 from rudra.results.reader import open_results
 from rudra.results.summary import protocol_label
-from rudra.sweep import INDEX
+from rudra.studies.sweep import INDEX
 
 _MOST_BLOCKS = 2000
 _LONGEST_LABEL = 60

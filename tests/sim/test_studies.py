@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rudra
-from rudra import sweep
+from rudra.studies import sweep
 
 TIME_ALONE = ["simulation.tensors=false", "results.minibatches=false"]
 

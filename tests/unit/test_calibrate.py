@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rudra import calibrate, cli
-from rudra.calibrate import Alone, Probe
+from rudra import cli
 from rudra.core import records
 from rudra.job.job import Job
 from rudra.simulation.predict import Outline, outline, predict
+from rudra.studies import calibrate
+from rudra.studies.calibrate import Alone, Probe
 
 STEPS = 400
 PUSH_S, WAIT_S, PULL_S, UPDATE_S = 9e-4, 1.6e-3, 6e-4, 7e-4

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rudra import calibrate
 from rudra.cli import main
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
+from rudra.studies import calibrate
 
 TINY = "--set=data.train_limit=32 --set=data.test_limit=16 --set=training.epochs=1 --set=model.name=mlp"
 TINY += " --set=cluster.learners=2 --set=cluster.threads_per_rank=1"

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rudra import sweep
 from rudra.compute import models, tasks
 from rudra.compute.optim import UpdateRule
 from rudra.data.load import DataInfo
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.simulation import costs
+from rudra.studies import sweep
 
 ROOT = Path(__file__).parents[2]
 NOISE = "rudra.bench.prediction:noise"

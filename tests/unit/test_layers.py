@@ -60,7 +60,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/report": CORE | {"h5py", "matplotlib", "jinja2"},
     "rudra/report/analysis.py": CORE | {"h5py", "matplotlib", "pandas"},
     "rudra/bench": LEARNING | {"mpi4py", "h5py"},
-    "rudra/calibrate.py": LEARNING,
+    "rudra/studies/calibrate.py": LEARNING,
     "rudra/doctor.py": LEARNING | {"h5py"},
 }
 ONLY_INSIDE_FUNCTIONS = {"matplotlib", "sklearn", "jinja2", "pandas", "PIL", "zstandard"}

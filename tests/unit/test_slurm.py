@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rudra.cli import main
-from rudra.slurm import Batch, Point, script, time_limit_s
+from rudra.studies.slurm import Batch, Point, script, time_limit_s
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ BATCH = Batch(
 def _in_a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an environment .venv; and whatever MPI this machine has, srun would find Open MPI's."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rudra.submit._mpi_of", lambda environment: "pmix")
+    monkeypatch.setattr("rudra.studies.submit._mpi_of", lambda environment: "pmix")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "rudra").touch()
 

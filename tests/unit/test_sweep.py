@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from rudra import sweep
 from rudra.cli import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job, cores
 from rudra.job.jobfiles import flattened
 from rudra.results.reader import open_results
+from rudra.studies import sweep
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,7 +25,7 @@ from rudra.job.job import Job
 from rudra.mpi.forkserver import fork_server
 from rudra.results.progress import Bar, duration, shown
 from rudra.results.reader import open_results
-from rudra.sweep import Driver, Point, Sweep
+from rudra.studies.sweep import Driver, Point, Sweep
 
 GRACE_S: dict[Driver, float] = {"simulation": 3.0, "mpi": 15.0}
 """How long a worker may take to close its result file when it is stopped."""

@@ -15,10 +15,10 @@ from rudra.errors import ConfigError, LaunchError, ResultsError
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
 from rudra.mpi.launch import find_mpirun, is_open_mpi
-from rudra.slurm import Batch, Launcher, Mpi, Point, script, time_limit_s
+from rudra.studies.slurm import Batch, Launcher, Mpi, Point, script, time_limit_s
 
 if TYPE_CHECKING:
-    from rudra.sweep import Sweep
+    from rudra.studies.sweep import Sweep
 
 WARNING_S = 120
 """How long before the time limit a run is told, unless that is more than a quarter of it."""
@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     file = Path(batch.file)
     _write(file, text, force=arguments.force)
     if study is not None:  # for `rudra report`
-        from rudra import sweep
+        from rudra.studies import sweep
 
         with sweep.locked(Path(batch.output)):
             study.write_index(Path(batch.output))
@@ -194,7 +194,7 @@ def _points(
     arguments: argparse.Namespace, overrides: Sequence[str]
 ) -> tuple[list[tuple[list[str], str]], "Sweep | None"]:
     """What sets each element of an array apart, with its result file; and the sweep that they make up."""
-    from rudra import sweep
+    from rudra.studies import sweep
 
     if not arguments.grid:
         return [], None
