@@ -9,7 +9,7 @@ from rudra import interrupts
 def main() -> int:
     """Runs the command line of this process and returns its exit code."""
     interrupts.leave_at_once()
-    from rudra.cli import main as run
+    from rudra.cli.main import main as run
     from rudra.mpi.failures import leave
 
     interrupts.raise_again()

@@ -95,7 +95,7 @@ def command(victim: str, phase: str, number: int, mark: Path, argv: Sequence[str
 
 def main(argv: Sequence[str]) -> int:
     """What `command` runs."""
-    from rudra import cli
+    from rudra.cli import main
 
     victim, phase, number, mark, *rest = argv
     Strike(victim, phase, int(number), Path(mark)).arm()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra import cli
+from rudra.cli import main
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.simulation import costs

@@ -14,7 +14,7 @@ from traces import check_trace
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.errors import RudraError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]

@@ -10,7 +10,7 @@ import pytest
 from clusters import check_epochs, train
 
 import rudra
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.job.job import Job
 
 LEARNERS, EPOCHS = 8, 6

@@ -15,7 +15,7 @@ from test_conformance import Bounded, Eager
 from test_resume import ALONE, GROUPS, TREE, check_gradients, make_job
 
 from rudra import replay, simulate
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.compute.executor import LearnerExecutor, OwnerExecutor, make_executors
 from rudra.core.events import Update
 from rudra.data import load

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import rudra
 from protocols.async_ import Async
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.compute.executor import SAMPLED, Buffer
 from rudra.compute.flat import sha256
 from rudra.errors import ConfigError, ReplayError, RudraError

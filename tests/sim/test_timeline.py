@@ -11,7 +11,7 @@ import pytest
 from traces import check_trace
 
 import rudra
-from rudra.cli import main
+from rudra.cli.main import main
 
 LEARNERS = 3
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.errors import RudraError
 from rudra.plugins import resolve
 

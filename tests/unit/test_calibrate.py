@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rudra import cli
+from rudra.cli import main
 from rudra.core import records
 from rudra.job.job import Job
 from rudra.simulation.predict import Outline, outline, predict

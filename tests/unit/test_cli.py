@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rudra
-from rudra.cli import EPILOG, _load, _parser, main
+from rudra.cli.main import EPILOG, _load, _parser, main
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.job.tables import Hook, Table

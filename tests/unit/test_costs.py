@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rudra import cli
+from rudra.cli import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import costs

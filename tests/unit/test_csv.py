@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.data.load import Data, load
 from rudra.data.readers import csv
 from rudra.errors import ConfigError, DataError, RudraError

@@ -17,7 +17,7 @@ from results_files import WEIGHTS, new_writer, rows, sha256
 from torch import nn
 
 import rudra
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.compute.statedict import Named
 from rudra.core.records import LEARNER, TOTALS
 from rudra.errors import ConfigError, ResultsError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
 from rudra.studies import calibrate

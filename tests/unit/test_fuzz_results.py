@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.report import topology, watch
 from rudra.results.reader import open_results
 from tests.unit.fuzzing import TEXTS, VALUES, cases, command, fresh, survived

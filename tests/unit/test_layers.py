@@ -61,7 +61,7 @@ RULES = {  # file or directory -> what it may import; the longest name that fits
     "rudra/report/analysis.py": CORE | {"h5py", "matplotlib", "pandas"},
     "rudra/bench": LEARNING | {"mpi4py", "h5py"},
     "rudra/studies/calibrate.py": LEARNING,
-    "rudra/doctor.py": LEARNING | {"h5py"},
+    "rudra/cli/doctor.py": LEARNING | {"h5py"},
 }
 ONLY_INSIDE_FUNCTIONS = {"matplotlib", "sklearn", "jinja2", "pandas", "PIL", "zstandard"}
 SOURCES = sorted(file for package in OURS for file in (ROOT / package).rglob("*.py"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rudra import cli
+from rudra.cli import main
 from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job

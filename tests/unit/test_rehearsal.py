@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.job.job import Job
 from rudra.job.tables import OPTIMIZERS
 from rudra.simulation.rehearsal import rehearse

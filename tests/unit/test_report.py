@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rudra
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.errors import ConfigError, ResultsError
 from tests.unit.report_files import TITLE, write_point, write_study
 from tests.unit.results_files import write_run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.studies.slurm import Batch, Point, script, time_limit_s
 from tests.waiting import eventually
 

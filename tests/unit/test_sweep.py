@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job, cores
 from rudra.job.jobfiles import flattened

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.job.job import Job
 from rudra.report.plan_tree import by_gradients, by_weights, lines
 from rudra.report.topology import as_text, of_job, spans

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.errors import ResultsError
 from rudra.report.watch import Curve, Watched, plotted, watch
 from rudra.results.reader import Results, open_results

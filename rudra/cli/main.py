@@ -747,7 +747,7 @@ def _momentum_text(job: Job, plan: "Plan", protocol: "Protocol") -> str:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from rudra import doctor
+    from rudra.cli import doctor
 
     return doctor.main(as_json=arguments.json)
 
