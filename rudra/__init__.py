@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Moment", "Results", "RudraError", "open_results", "replay", "run", "shipped_jobs", "simulate"]
 
 _LATE = {
-    "Job": "config",
-    "Moment": "hooks",
-    "Results": "results",
+    "Job": "job.job",
+    "Moment": "core.hooks",
+    "Results": "results.reader",
     "RudraError": "errors",
-    "open_results": "results",
-    "replay": "replayer",
+    "open_results": "results.reader",
+    "replay": "simulation.replay",
     "run": "api",
-    "shipped_jobs": "jobfiles",
+    "shipped_jobs": "job.jobfiles",
     "simulate": "api",
 }
 """Where names are that are loaded when somebody asks for them; some need torch or h5py."""

@@ -13,7 +13,9 @@ from types import FrameType
 from typing import Any, Literal
 
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
-from rudra.job.job import Job, cores
+from rudra.job.job import Job
+from rudra.job.tables import DEFAULTS
+from rudra.machine import cores
 from rudra.mpi import launch
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, default_output, open_results
@@ -105,15 +107,14 @@ def simulate(
     from rudra.core.messages import tail_bytes
     from rudra.results.progress import Progress
     from rudra.results.recorder import Recorder, make_writer
-    from rudra.roles import make
     from rudra.simulation import costs, tensors
-    from rudra.simulation.driver import Simulation
+    from rudra.simulation.assembly import assemble
 
     path = _output(job, output, force)
     measured = costs.source(job)
     job = costs.load(job.resolved(cores=cores()))
     if job.simulation.tensors:
-        job = job.with_(cluster={"device": hands.find_device(job).type})
+        job = job.with_(cluster={"device": tensors.find_device(job).type})
     elif job.hooks:
         raise ConfigError(
             "[hooks]: [simulation] tensors = false trains nothing, so nothing calls them; valid: no hooks"
@@ -122,10 +123,9 @@ def simulate(
         job = job.with_(cluster={"device": "cpu"}, training={"evaluate": False})
     plan = job.plan(costs.places(job))
     with torch_as_in(job):
-        cluster = hands.make(job, plan)
+        cluster = tensors.make(job, plan)
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
         unsaved = job.with_(results={"checkpoint_every": "never"})
-        machines = {i: make(i, unsaved, plan, samples) for i in range(len(plan.roles))}
         writer = make_writer(
             path,
             job,
@@ -136,7 +136,7 @@ def simulate(
             plan=plan,
             state_dict=cluster.state_dict,
             driver="simulation",
-            costs=measured or costs.DEFAULTS,
+            costs=measured or DEFAULTS,
             training_samples=samples,
             classes=cluster.info.classes,
             hosts=[socket.gethostname()],
@@ -144,16 +144,10 @@ def simulate(
         checkpoint.discard(checkpoint.path_of(path))  # of a run that this one replaces
         with writer:
             shown = Progress(job, samples, **_progress(progress))
-            simulation = Simulation(
-                plan,
-                machines,
-                cluster.hands,
-                Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None),
-                costs.CostModel(job.simulation, plan, job.training.minibatch_size),
-                size_bytes=cluster.size * 4 + tail_bytes(1),
-                seed=job.training.seed,
-                gradient_share=job.cluster.gradient_share,
-                make=lambda role, plan, position: make(role, unsaved, plan, samples, position),
+            recorder = Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None)
+            size_bytes = cluster.size * 4 + tail_bytes(1)
+            simulation = assemble(
+                unsaved, plan, cluster.hands, recorder, training_samples=samples, size_bytes=size_bytes
             )
             try:
                 with _told_to_end():

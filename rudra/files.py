@@ -8,6 +8,9 @@ from typing import IO
 
 from rudra.errors import ResultsError
 
+SWEEP_INDEX = "sweep.json"
+"""Tells which runs of a directory are the points of a sweep."""
+
 
 def check_output(path: Path, force: bool) -> None:
     """Raises ResultsError if no file can be made at `path`; `force` allows to replace one."""

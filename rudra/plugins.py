@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, meant
 
 OURS = {"rudra", "protocols", "topologies"}
 """Modules that a user's may not be named like."""
@@ -35,6 +35,31 @@ def resolve(name: str) -> object:
             raise ConfigError(f"{name}: {module_name} has no attribute {attribute!r}{_mistaken(module_name)}")
         found = getattr(found, part)
     return found
+
+
+def choose(key: str, name: object, shipped: Mapping[str, Any]) -> Any:
+    """What a key of a job names: one of Rudra's own, or the user's object.
+
+    Args:
+        key: for the error's text, such as `[model] name`.
+        name: in `shipped`, or `package.module:name`; what is no text is the object itself.
+        shipped: by name, the object, or where it is, as `package.module:name`.
+
+    Raises:
+        ConfigError: there is no such object.
+    """
+    if not isinstance(name, str):
+        return name
+    found = shipped.get(name, name)
+    if not isinstance(found, str):
+        return found
+    if ":" not in found:
+        valid = ", ".join([*shipped, "package.module:callable"])
+        raise ConfigError(f"{key}: unknown '{name}'; valid: {valid}{meant(name, shipped)}")
+    try:
+        return resolve(found)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _mistaken(module: str) -> str:

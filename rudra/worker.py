@@ -1,4 +1,4 @@
-"""One rank of a run that `rudra.mpi.launch` started; runs as a script, and finds Rudra where the launching process did."""
+"""One rank of a run that `rudra.mpi.launch` started: a script, which finds Rudra where the launching process did."""
 
 import ctypes
 import gc

@@ -11,8 +11,8 @@ from importlib import metadata
 from typing import Any
 
 from rudra.bench.phases import PLACES
-from rudra.bench.report import Report
-from rudra.job.job import cores
+from rudra.findings import Report
+from rudra.machine import cores
 
 BENCHMARKS = {  # name -> what it compares, and the goal
     "overhead": (

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rudra.bench.ranks import SERVER, alexnet_job, lenet_job, on_ranks, train, write_images
-from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 

@@ -5,11 +5,11 @@ import time
 
 import torch
 
-from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
+from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import keep_freed_memory
 

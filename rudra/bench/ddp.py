@@ -20,7 +20,7 @@ from rudra.bench.ranks import (
     train,
     write_images,
 )
-from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from rudra.api import run as run_job
-from rudra.bench.report import Report, ratios, spread
+from rudra.findings import Report, ratios, spread
 from rudra.job.job import Job
 
 

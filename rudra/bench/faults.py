@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rudra.bench.report import Goal, Report
 from rudra.errors import RudraError, RunError
+from rudra.findings import Goal, Report
 from rudra.mpi.failures import ranks_below
 from rudra.results.checkpoint import path_of
 from rudra.results.reader import Results, open_results

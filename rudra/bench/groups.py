@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from rudra.api import run as train
 from rudra.bench.ranks import PlainLoop, write_images
-from rudra.bench.report import Goal, Report, Spread, spread
 from rudra.compute.executor import torch_as_in
-from rudra.job.job import Job, cores
+from rudra.findings import Goal, Report, Spread, spread
+from rudra.job.job import Job
+from rudra.machine import cores
 from rudra.simulation import costs
 from rudra.simulation.costs import CostModel
 from rudra.simulation.predict import Outline, predict, steady_rate

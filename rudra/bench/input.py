@@ -9,13 +9,12 @@ import h5py
 import numpy as np
 import torch
 
-from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
-from rudra.data import load
-from rudra.data.load import DataInfo, Samples, Split
+from rudra.data.load import DataInfo, Samples, Split, in_memory, load
 from rudra.data.sources import Dense
+from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import keep_freed_memory
 
@@ -37,7 +36,7 @@ def run(*, quick: bool) -> Report:
         with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:
             for name, job, samples, wanted in _cases(Path(directory), 64 if quick else None):
                 for size in SIZES[:1] if quick else SIZES:
-                    ahead = not data.in_memory(samples)
+                    ahead = not in_memory(samples)
                     case = _Case(job.with_(training={"minibatch_size": size}), samples)
                     times, waits = case.measure(1 if quick else 15, 0.0 if quick else TURN_S)
                     faster = ratios(times[False], times[True])
@@ -66,7 +65,7 @@ def _cases(directory: Path, samples: int | None) -> Iterator[tuple[str, Job, Sam
     images = {"name": "hdf5", "path": directory / "images.h5", "options": {"cache_bytes": 1 << 20}}
     job = Job(model={"name": "resnet32", "options": {"blocks": 1}}, data=images)
     _write(directory / "images.h5", samples or 4096)
-    compressed = data.load(job.data, test=False).training
+    compressed = load(job.data, test=False).training
     assert compressed is not None
     yield "ResNet-8, 64x64 px, gzip", job, compressed, False
 

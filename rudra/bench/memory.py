@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, train
-from rudra.bench.report import Goal, Report
+from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 from rudra.simulation.rehearsal import memory_bytes, restart_peak

@@ -28,15 +28,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from rudra import roles
-from rudra.bench.report import Goal, Report
 from rudra.compute import models, networks
 from rudra.compute.executor import Executor, make_executors, torch_as_in
 from rudra.core.events import Finish, Keep, Record, Update
-from rudra.data import load
+from rudra.data.load import DataInfo, Samples, load
+from rudra.findings import Goal, Report
 from rudra.job.job import Job
-from rudra.simulation.costs import CostModel
-from rudra.simulation.driver import Simulation
+from rudra.simulation.assembly import assemble
 from rudra.simulation.tensors import TensorHands
 
 GROUPS = (1, 2, 4, 8, 16)
@@ -227,7 +225,7 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
     plan, updates = job.plan(), 8 * job.learners + 12
     per_update = job.make_protocol(plan).gradients_per_update
     with torch_as_in(job):
-        loaded = data.load(job.data, seed=job.training.seed)
+        loaded = load(job.data, seed=job.training.seed)
         train, info = loaded.training, loaded.info
         assert train is not None
         executors: dict[int, Executor] = make_executors(
@@ -238,17 +236,13 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
         path = [weights.vector.clone()]
         hands.moved = lambda: path.append(executors[plan.server].buffer("weights").vector.clone())
         samples = updates * per_update * job.training.minibatch_size
-        machines = {i: roles.make(i, job, plan, samples) for i in range(len(plan.roles))}
-        costs = CostModel(job.simulation, plan, job.training.minibatch_size)
-        Simulation(plan, machines, hands, rows, costs, size_bytes=4, seed=job.training.seed).run()
+        assemble(job, plan, hands, rows, training_samples=samples, size_bytes=4).run()
         gradients = _full_gradients(job, info, train, path[:-1])
     steps = torch.stack(path).double().diff(dim=0).numpy()
     return steps, gradients, float(np.concatenate(rows.found).mean())
 
 
-def _full_gradients(
-    job: Job, info: data.DataInfo, train: data.Samples, path: Sequence[torch.Tensor]
-) -> npt.NDArray[Any]:
+def _full_gradients(job: Job, info: DataInfo, train: Samples, path: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
     """The gradient over all training samples at each of some weights."""
     from rudra.compute.flat import FlatModel
 

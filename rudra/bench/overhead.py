@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, lenet_job, on_ranks, step_s, train, write_images
-from rudra.bench.report import Goal, Report, spread
 from rudra.compute import networks
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
+from rudra.findings import Goal, Report, spread
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 

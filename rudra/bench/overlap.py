@@ -21,10 +21,10 @@ import torch
 
 from rudra.bench.hosts import missing, two_hosts
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
-from rudra.bench.report import Goal, Report, Spread, ratios, spread
 from rudra.compute.executor import LearnerExecutor, make_executors
 from rudra.core.events import Compute
-from rudra.data import load
+from rudra.data.load import load
+from rudra.findings import Goal, Report, Spread, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 from topologies import Plan, base
@@ -147,7 +147,7 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     """Seconds that a gradient takes where nothing is exchanged."""
     import time
 
-    loaded = data.load(job.data, test=False, seed=job.training.seed)
+    loaded = load(job.data, test=False, seed=job.training.seed)
     plan = job.plan()
     role = plan.learners[learner]
     executor = make_executors(job, plan, (role,), loaded, prefetch=True)[role]

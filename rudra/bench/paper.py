@@ -14,7 +14,7 @@ from functools import cache, partial
 from statistics import mean
 from typing import Any, NamedTuple
 
-from rudra.bench.report import Goal, Report
+from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, shipped_jobs
 from rudra.simulation import costs

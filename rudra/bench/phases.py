@@ -14,9 +14,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from rudra.bench.faults import adds_up
-from rudra.bench.report import Goal, Report
 from rudra.bench.strikes import PHASES, command
 from rudra.errors import RudraError
+from rudra.findings import Goal, Report
 from rudra.results.reader import open_results
 
 TIMES = 5

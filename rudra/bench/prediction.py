@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rudra.api import run as train
-from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.simulation.costs import at
 from rudra.simulation.predict import predict, steady_rate

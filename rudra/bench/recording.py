@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from rudra.bench.ranks import SERVER, STATISTICS, lenet_job, on_ranks, step_s, train, write_images
-from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.compute.executor import Buffer, Executor, StatisticsExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.core.messages import Kind
+from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.session import rest
 from rudra.results import recorder

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rudra.bench.paper import IMAGENET
-from rudra.bench.report import Report
+from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.simulation.predict import Prediction, predict
 

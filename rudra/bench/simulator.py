@@ -11,12 +11,13 @@ import torch
 
 from rudra.api import simulate
 from rudra.bench.prediction import noise
-from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
-from rudra.data import load
-from rudra.job.job import Job, cores
+from rudra.data.load import load
+from rudra.findings import Goal, Report, ratios, spread
+from rudra.job.job import Job
+from rudra.machine import cores
 from rudra.results.reader import Results, open_results
 from rudra.simulation.rehearsal import memory_bytes
 
@@ -90,7 +91,7 @@ def _simulated_s(job: Job) -> float:
 
 def _bare_s(job: Job) -> float:
     job = job.resolved(cores=cores())
-    train, _, info, _ = data.load(job.data, test=False, seed=job.training.seed)
+    train, _, info, _ = load(job.data, test=False, seed=job.training.seed)
     assert train is not None
     model = FlatModel(models.build(job.model, info, job.training.seed))
     weights, gradient = torch.empty(model.size), torch.empty(model.size)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from rudra.bench.ranks import STATISTICS
 from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
 from rudra.compute.optim import UpdateRule
+from rudra.compute.schedule import schedule_of
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
@@ -84,7 +85,7 @@ def drive(
     (role,) = plan.on_rank(comm.rank)
     recorder = account if comm.rank == STATISTICS else None
     mine = comm.Dup()
-    machines = {role: make(role, job, plan, steps)}
+    machines = {role: make(role, job, plan, steps, schedule_of(job, plan, steps))}
     Rank(mine, plan, machines, {role: executor}, recorder, spins=spins).run()
     rest(mine)
     mine.Free()

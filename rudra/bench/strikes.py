@@ -89,17 +89,20 @@ def _has_mpi(process: int) -> bool:
 
 def command(victim: str, phase: str, number: int, mark: Path, argv: Sequence[str]) -> list[str]:
     """The command line of `rudra`, of which the first launch is hit."""
-    code = "import sys; from rudra.bench.strikes import main; sys.exit(main(sys.argv[1:]))"
+    code = """
+import sys
+from rudra.bench.strikes import armed
+from rudra.cli.main import main
+sys.exit(main(armed(sys.argv[1:])))
+"""
     return [sys.executable, "-c", code, victim, phase, str(int(number)), str(mark), *argv]
 
 
-def main(argv: Sequence[str]) -> int:
-    """What `command` runs."""
-    from rudra.cli import main
-
+def armed(argv: Sequence[str]) -> list[str]:
+    """Arms the strike that a command line of `command` begins with; gives the rest of it."""
     victim, phase, number, mark, *rest = argv
     Strike(victim, phase, int(number), Path(mark)).arm()
-    return cli.main(rest)
+    return rest
 
 
 @dataclass(frozen=True)

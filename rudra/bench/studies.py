@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra.bench.report import Goal, Report, spread
 from rudra.errors import ConfigError, RunError
+from rudra.findings import Goal, Report, spread
 from rudra.results.reader import open_results
 from rudra.studies import pool, sweep
 from rudra.studies.sweep import Point

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rudra.bench.paper import GRADIENTS, Row, imagenet, paper_tables, table4
-from rudra.bench.report import Goal, Report
+from rudra.findings import Goal, Report
 from rudra.simulation.predict import Prediction
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {

@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 import torch
 
-from rudra.bench.report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.executor import ServerExecutor
 from rudra.compute.flat import FlatModel
 from rudra.core.events import Accumulate, Update
 from rudra.data.load import DataInfo
-from rudra.job.job import Job, cores
+from rudra.findings import Goal, Report, ratios, spread
+from rudra.job.job import Job
+from rudra.machine import cores
 
 INFO = DataInfo("bench", 1, 1, (3, 224, 224), 1000)
 ADD = 3  # vectors that `a += b` moves: it reads two and writes one over one of these

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rudra.errors import LaunchError
-from rudra.job.job import cores
+from rudra.machine import cores
 from rudra.mpi.launch import find_mpirun, is_open_mpi, mpirun_command, world_size
 
 PROBE_TIMEOUT_S = 60.0
@@ -31,7 +31,7 @@ levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THRE
           MPI.THREAD_MULTIPLE: "multiple"}
 names = comm.gather(MPI.Get_processor_name())
 if comm.rank == 0:
-    from rudra.start import gpu_aware
+    from rudra.mpi.start import gpu_aware
     print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "threads": levels[MPI.Query_thread()],
                       "size": comm.size, "hosts": sorted(set(names)), "gpu": gpu_aware()}), flush=True)
 """

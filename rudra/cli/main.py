@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rudra.errors import EXIT_STOPPED, ConfigError, RudraError, meant, printable
-from rudra.job.job import Job, cores
+from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
+from rudra.job.tables import UNMEASURED
+from rudra.machine import cores
 from rudra.mpi.launch import leave_the_word, world_rank, world_size
 from rudra.studies import submit
 
@@ -405,7 +407,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from rudra.simulation import costs, predict
+    from rudra.simulation import predict
 
     counts: Sequence[int | None] = _numbers("--learners", arguments.counts) or [None]
     overrides = _overrides(arguments)
@@ -416,7 +418,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         print("\n".join(json.dumps(p.as_dict()) for p in found))
         return 0
     job = found[0].job
-    source = found[0].costs or f"defaults ({costs.UNMEASURED} {arguments.job})"
+    source = found[0].costs or f"defaults ({UNMEASURED} {arguments.job})"
     print(f"{job.name}: {_protocol_text(job)}, μ = {job.training.minibatch_size}, costs: {source}")
     print(predict.as_text(found))
     return 0
@@ -653,7 +655,7 @@ def _topology(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from rudra.compute.schedule import Schedule
+    from rudra.compute.schedule import planned
     from rudra.report.topology import message, roles
 
     job = _load(arguments).resolved(cores=cores())
@@ -661,7 +663,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     protocol = job.make_protocol(plan)
     factor = protocol.modulation.rate_factor(0.0)
     by_update = job.optimizer.schedule_every == "update"  # how many there are depends on the data
-    known = (job.optimizer.learning_rate,) if by_update else Schedule(job.optimizer, job.training.epochs).rates
+    known = (job.optimizer.learning_rate,) if by_update else planned(job.optimizer, job.training.epochs).rates
     rates = [f"{rate * factor:.4g}" for rate in known]
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.modulation.name

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +13,14 @@ import torch
 
 from rudra.compute import models, tasks
 from rudra.compute.devices import CPU, Placing, Stage, finish, page_locked
-from rudra.compute.flat import Entry, FlatModel, sha256
+from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import GradientSource, Outcome, check_gradient, evaluate
 from rudra.compute.half import from_half, to_half
 from rudra.compute.optim import UpdateRule
 from rudra.compute.statedict import Named
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
 from rudra.core.hooks import RoleHooks, hooks_of
+from rudra.core.layout import Entry
 from rudra.core.messages import Message, tail_bytes
 from rudra.data.load import Data, Samples
 from rudra.errors import CheckpointError, ConfigError
@@ -38,6 +40,10 @@ DOWNCAST = "downcast"
 SAMPLED = 128
 """Elements of the weights in the digest of an update: enough to catch what differs, few enough to cost nothing. Result
 files depend on it: another number is another `FORMAT_VERSION`."""
+
+
+FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
+"""Gives the weights of a warm start: what a result file holds for a model of that layout, (size,) float32."""
 
 
 @contextmanager
@@ -278,14 +284,15 @@ class AveragingExecutor(Executor):
 class OwnerExecutor(Executor):
     """Lets the optimiser step weights of its own."""
 
-    def own(self, job: Job, plan: Plan, flat: FlatModel) -> None:
-        """Takes over the weights that the model was built with."""
+    def own(self, job: Job, plan: Plan, flat: FlatModel, first_weights: FirstWeights | None) -> None:
+        """Takes over the weights that the model was built with, or those of a warm start."""
         weights = self.buffer("weights").vector
         flat.read_into(weights)
         if flat.device == weights.device:
             flat.bind(weights)  # frees the model's own: a server has no room for both
         if job.training.warm_start is not None:
-            _warm_start(job, flat.layout, weights)
+            assert first_weights is not None
+            weights.copy_(torch.from_numpy(first_weights(job.training.warm_start, flat.layout)))
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
         self._rule = UpdateRule(table, weights[: self.parameters], self.layout)
         self._counters = sum(entry.kind == "counter" for entry in self.layout)  # at the end of the vector
@@ -494,6 +501,7 @@ def make_executors(
     prefetch: bool,
     device: torch.device = CPU,
     placing: Placing = "device",
+    first_weights: FirstWeights | None = None,
 ) -> dict[int, Executor]:
     """Executors of some roles of one process, which share one model.
 
@@ -505,6 +513,7 @@ def make_executors(
         prefetch: whether each learner gets an input thread.
         device: where to compute gradients and tests.
         placing: where buffers are; servers and optimisers work where theirs are.
+        first_weights: gives those of a warm start; jobs without one need none.
 
     Raises:
         ConfigError: the model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
@@ -549,7 +558,7 @@ def make_executors(
         else:
             executor = (Executor if data.test is None else StatisticsExecutor)(*about, direct=direct)
         if isinstance(executor, OwnerExecutor):
-            executor.own(job, plan, flat)
+            executor.own(job, plan, flat, first_weights)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             source = GradientSource(job, plan.roles[role].index, flat, data.training, prefetch=prefetch)
@@ -561,20 +570,3 @@ def make_executors(
         executor.hooks = hooks.get(role)
         made[role] = executor
     return made
-
-
-def _warm_start(job: Job, layout: tuple[Entry, ...], weights: torch.Tensor) -> None:
-    from rudra.results.reader import open_results  # h5py is needed only here
-
-    path = job.training.warm_start
-    assert path is not None
-    with open_results(path) as results:
-        theirs, ours = [(e.name, tuple(e.shape)) for e in results.layout], [(e.name, tuple(e.shape)) for e in layout]
-        if results.weights is None:
-            raise ConfigError(f"[training] warm_start: {path} holds no final weights (its run is {results.status})")
-        if len(results.weights) != len(weights):
-            raise ConfigError(f"[training] warm_start: {path} holds another model, of {len(results.weights):,} numbers")
-        if theirs != ours:
-            differing = next((f"{a} against {b}" for a, b in zip(theirs, ours, strict=False) if a != b), "their number")
-            raise ConfigError(f"[training] warm_start: {path} holds another model: {differing}")
-        weights.copy_(torch.from_numpy(results.weights))

@@ -8,8 +8,7 @@ whole number, int64 without dimensions; weights hold whole numbers, too, and onl
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from rudra.compute.buffers import buffers_of
 from rudra.compute.compiled import CompiledStep
 from rudra.compute.statedict import Named
 from rudra.compute.tasks import Classification, Reduction, Task
+from rudra.core.layout import Entry, Kind
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
 
@@ -31,20 +31,6 @@ _LARGE = 2**16  # elements of a linear layer's weight from which writing its gra
 _SCALE, _LESS = 2.0**12, 2.0**-4
 """What a loss is multiplied with in float16, where small gradients would be lost, and that scale where large ones are:
 2^12, 2^8, 2^4, 1, in each step anew, so that a step's bits depend on no other."""
-
-
-Kind = Literal["parameter", "buffer", "counter"]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Place of one tensor in the flat vector."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int  # elements
-    size: int  # elements
-    kind: Kind
 
 
 class _LinearInto(torch.autograd.Function):

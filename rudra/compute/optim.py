@@ -14,7 +14,7 @@ from rudra.job.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
 if TYPE_CHECKING:
     import torch
 
-    from rudra.compute.flat import Entry
+    from rudra.core.layout import Entry
 
 _WITH_MOMENTUM = {"sgd", "rmsprop"}
 _NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}

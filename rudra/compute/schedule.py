@@ -1,73 +1,56 @@
-"""Learning rates before modulation: what the schedule and the warm-up make of α0."""
+"""The rates of a job's schedule, of which torch knows most."""
 
 import inspect
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+
+import torch
 
 from protocols import Protocol
+from rudra.core.schedule import Schedule
 from rudra.errors import ConfigError
 from rudra.job.job import Job, find
 from rudra.job.tables import OptimizerTable
 from topologies import Plan
 
 
-class Schedule:
-    """The learning rate as a function of how far training is, and of nothing else.
+def schedule_of(job: Job, plan: Plan, training_samples: int) -> Schedule:
+    """The learning rates of a job.
 
-    Milestones count all epochs; those of a plateau are told when tests say so (`lower`). Cosine and torch's other
-    schedulers are stepped once an epoch, and begin with the first epoch that the warm-up has no part in; or once an
-    update, whose numbers then stand in the place of epochs.
+    Args:
+        job: resolved.
+        plan: who is who.
+        training_samples: size of the training set, by which epochs are counted.
+
+    Raises:
+        ConfigError: the schedule is not there, does not take its options, or gives no rates.
+    """
+    return planned(job.optimizer, job.training.epochs, expected_updates(job, plan, training_samples))
+
+
+def planned(table: OptimizerTable, epochs: int, updates: int | None = None) -> Schedule:
+    """The learning rates of a table.
+
+    Cosine and torch's other schedulers are stepped once an epoch, and begin with the first epoch that the warm-up has
+    no part in; or once an update.
 
     Args:
         table: [optimizer] of the job.
         epochs: of the job.
         updates: that these will take; None: nobody can tell.
 
-    Attributes:
-        starts: completed epochs (or updates) from which the rates hold, ascending from 0.
-        rates: one for each, after the warm-up.
-
     Raises:
-        ConfigError: the schedule is not there, does not take its options, or gives no rates.
+        ConfigError: as for `schedule_of`.
     """
-
-    def __init__(self, table: OptimizerTable, epochs: int, updates: int | None = None) -> None:
-        self._warm_up = table.warm_up
-        self._by_update = table.schedule_every == "update"
-        self._table = table
-        if table.schedule in ("step", "plateau"):
-            self.lower(table.milestones)
-            return
-        if self._by_update:
-            steps = updates or table.schedule_options.get("total_steps")
-            if not isinstance(steps, int) or steps < 1:
-                where = (
-                    "[optimizer] schedule_every = 'update': how many updates the protocol makes of an epoch is its own"
-                )
-                raise ConfigError(f"{where}; schedule_options.total_steps must say how many there are in all")
-            self.rates = tuple(_stepped(table, steps))
-            self.starts = tuple(range(steps))
-            return
-        first = min(math.ceil(table.warm_up), epochs - 1)
-        self.rates = tuple(_stepped(table, epochs - first))
-        self.starts = (0, *range(first + 1, epochs))
-
-    def lower(self, milestones: Sequence[int]) -> None:
-        """The rate is multiplied by the job's factor after each of these epochs, and of no others."""
-        self.starts = (0, *milestones)
-        self.rates = tuple(self._table.learning_rate * self._table.factor**count for count in range(len(self.starts)))
-
-    def rate(self, epoch: int, progress: float, update: int = 0) -> float:
-        """The rate of an update.
-
-        Args:
-            epoch: completed ones before it.
-            progress: samples applied by then, its own among them, in epochs.
-            update: made before it.
-        """
-        rate = self.rates[bisect_right(self.starts, update if self._by_update else epoch) - 1]
-        return rate * (progress / self._warm_up) if progress < self._warm_up else rate
+    if table.schedule in ("step", "plateau"):
+        return Schedule.stepped(table, table.milestones)
+    if table.schedule_every == "update":
+        steps = updates or table.schedule_options.get("total_steps")
+        if not isinstance(steps, int) or steps < 1:
+            where = "[optimizer] schedule_every = 'update': how many updates the protocol makes of an epoch is its own"
+            raise ConfigError(f"{where}; schedule_options.total_steps must say how many there are in all")
+        return Schedule(table, tuple(range(steps)), _stepped(table, steps))
+    first = min(math.ceil(table.warm_up), epochs - 1)
+    return Schedule(table, (0, *range(first + 1, epochs)), _stepped(table, epochs - first))
 
 
 def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
@@ -79,10 +62,8 @@ def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
     return -(-job.training.epochs * training_samples // samples)
 
 
-def _stepped(table: OptimizerTable, epochs: int) -> list[float]:
+def _stepped(table: OptimizerTable, epochs: int) -> tuple[float, ...]:
     """What one of torch's schedulers gives for each epoch, or each update."""
-    import torch  # takes a second, and milestones need none
-
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=table.learning_rate)
     make, options = find("[optimizer] schedule", table.schedule), table.schedule_options
     if table.schedule == "cosine":
@@ -103,4 +84,4 @@ def _stepped(table: OptimizerTable, epochs: int) -> list[float]:
         if not (math.isfinite(rate) and rate >= 0):
             after = f"{step} {table.schedule_every}s"
             raise ConfigError(f"[optimizer] schedule: gives a rate of {rate} after {after}; valid: >= 0")
-    return rates
+    return tuple(rates)

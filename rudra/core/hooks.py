@@ -2,7 +2,7 @@
 
 Both drivers call them through what they share, the executors of roles and the recorder. A hook decides nothing: it sees
 a `Moment`, and its role waits for it. What it raises ends the run, as the user's error. Two come with Rudra, `csv` and
-`tensorboard` (see `rudra.results.journals`).
+`tensorboard` (`rudra.results.journals`).
 """
 
 import inspect
@@ -11,24 +11,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rudra.core.events import Compute, Computed, Finish, Record, Update
+from rudra.core.layout import Entry
 from rudra.core.messages import Rows
 from rudra.errors import ConfigError, HookError, Interrupted
-from rudra.job.job import Job, find
+from rudra.job.job import Job
 from rudra.job.tables import Hook
-from rudra.results.journals import csv, tensorboard
+from rudra.plugins import choose
 from topologies import Plan
 from topologies.plan import Role
-
-if TYPE_CHECKING:
-    from rudra.compute.flat import Entry
-
-__all__ = ["At", "Called", "Moment", "RoleHooks", "csv", "hooks_of", "tensorboard"]
 
 At = Literal["update", "epoch", "end"]
 Floats = npt.NDArray[np.float32]
@@ -72,7 +68,7 @@ class Moment:
     errors: float | None = None
     row: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    _layout: "Sequence[Entry]" = field(default=(), repr=False, compare=False)
+    _layout: Sequence[Entry] = field(default=(), repr=False, compare=False)
     _source: Source | None = field(default=None, repr=False, compare=False)
 
     def weights(self) -> dict[str, Floats]:
@@ -109,7 +105,7 @@ class RoleHooks:
     """
 
     def __init__(
-        self, hooks: Sequence[Called], job: str, id_: int, role: Role, layout: "Sequence[Entry]", *, replica: bool
+        self, hooks: Sequence[Called], job: str, id_: int, role: Role, layout: Sequence[Entry], *, replica: bool
     ) -> None:
         self._hooks, self._job, self._id, self._role, self._layout = hooks, job, id_, role, layout
         self._replica = replica
@@ -176,7 +172,7 @@ class RoleHooks:
                 raise HookError(text) from error
 
 
-def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: "Sequence[Entry]") -> dict[int, RoleHooks]:
+def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entry]) -> dict[int, RoleHooks]:
     """The hooks of some roles of one process, by role; of roles without any there is nothing.
 
     Args:
@@ -203,7 +199,7 @@ def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: "Sequence[Ent
 
 def _called(place: int, hook: Hook) -> Called:
     where, named = f"[hooks] {place}.call", hook.call
-    found = find(where, named)
+    found = choose(where, named, hook.SHIPPED)
     name = named if isinstance(named, str) else getattr(named, "__qualname__", type(named).__qualname__)
     if not callable(found):
         raise ConfigError(f"{where}: {name} is a {type(found).__name__}, and cannot be called")

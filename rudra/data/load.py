@@ -1,6 +1,6 @@
 """Training and test samples: what a mini-batch is made of, and where the samples come from.
 
-`load` gives a job's data: one of the sets that Rudra reads itself (see `rudra.data.readers`), or the user's own datasets.
+`load` gives a job's data: one of the sets that Rudra reads itself (`rudra.data.readers`), or the user's own datasets.
 Every split answers `batch(indices)` in the same way, and two calls with the same indices give the same bits.
 """
 

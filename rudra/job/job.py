@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -322,8 +321,3 @@ def _name_of(value: Any) -> str:
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}:{value.__qualname__}"
     return f"{type(value).__module__}:{type(value).__qualname__}"
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -31,7 +31,7 @@ def data_files(directory: str, suffix: str) -> list[Path]:
         directory: that they and directories of them lie in, in the checkout or below the wheel's `share/rudra`.
         suffix: how their names end.
     """
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     if (checkout / "setup.cfg").is_file():
         return list((checkout / directory).rglob(f"*{suffix}"))
     listed = importlib.metadata.distribution("rudra").files or []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -394,6 +394,13 @@ class Fault(Table):
 _WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slowdown_s")
 
 
+DEFAULTS = "defaults"
+"""Names the costs that stand in `SimulationTable`, also where others were measured."""
+
+UNMEASURED = "not measured here: run rudra calibrate"
+"""What is to be said of times that come from these."""
+
+
 class SimulationTable(Table):
     costs: str | None = Field(
         None,
@@ -525,10 +532,12 @@ class ResultsTable(Table):
 
 
 class Hook(Table):
-    """Code of the user's own that is called at moments of roles (`rudra.core.hooks`)."""
+    """Code that is called at moments of roles (`rudra.core.hooks`)."""
+
+    SHIPPED: ClassVar[dict[str, str]] = {name: f"rudra.results.journals:{name}" for name in ("csv", "tensorboard")}
 
     at: Literal["update", "epoch", "end"] = Field(description="update, epoch or end")
-    call: Named = Field(description="package.module:callable of one argument, a rudra.Moment")
+    call: Named = Field(description="csv, tensorboard, or package.module:callable of one argument, a rudra.Moment")
     role: str | None = Field(
         None,
         description="whose moments: a role as `rudra topology` names it, or learners, all of them; default: see Hooks",
@@ -539,8 +548,9 @@ class Hook(Table):
     @field_validator("call")
     @classmethod
     def _callable(cls, value: Named) -> Named:
-        if isinstance(value, str) and ":" not in value:
-            raise ValueError(f"'{value}' is unknown; valid: package.module:callable")
+        if isinstance(value, str) and ":" not in value and value not in cls.SHIPPED:
+            valid = ", ".join([*cls.SHIPPED, "package.module:callable"])
+            raise ValueError(f"'{value}' is unknown; valid: {valid}{meant(value, cls.SHIPPED)}")
         return value
 
     @field_validator("every")

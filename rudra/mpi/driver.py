@@ -1,11 +1,11 @@
 """The MPI driver: roles on real ranks.
 
 One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is computed in
-that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers (`rudra.mpi.comm_threads`). Only
-buffer-mode calls are on the training path: a control message is one small eager send, a tensor one transfer from its
-own buffer into the receiver's. Where ranks share cores, a waiting rank sleeps until a neighbour rings
-(`rudra.mpi.doorbell`): the core belongs to whoever computes. A rank with a core to itself spins for a while before it
-sleeps.
+that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers
+(`rudra.mpi.comm_threads`). Only buffer-mode calls are on the training path: a control message is one small eager send,
+a tensor one transfer from its own buffer into the receiver's. Where ranks share cores, a waiting rank sleeps until a
+neighbour rings (`rudra.mpi.doorbell`): the core belongs to whoever computes. A rank with a core to itself spins for a
+while before it sleeps.
 """
 
 import secrets

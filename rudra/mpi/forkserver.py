@@ -35,7 +35,7 @@ _STATUS = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")
 _ARGUMENTS_BYTES = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-WORKER = (sys.executable, "-P", str(Path(__file__).with_name("worker.py")))
+WORKER = (sys.executable, "-P", str(Path(__file__).parents[1] / "worker.py"))
 """The command of a rank, without its arguments."""
 
 

@@ -143,8 +143,8 @@ def launch(
         job: names the run in messages.
         output: result file of the run; what the ranks need to start lies beside it meanwhile.
         roles: what each world rank is, for messages: `["statistics server", "parameter server", "learner 0", …]`.
-        payload: arguments of `rudra.mpi.session.run_ranks`, or something to call on every rank that returns its exit code;
-            cloudpickle takes what stands in `__main__` by value.
+        payload: arguments of `rudra.mpi.session.run_ranks`, or something to call on every rank that returns its exit
+            code; cloudpickle takes what stands in `__main__` by value.
         verbose: if it does not end well, what mpirun and MPI have said beside is shown too.
         survivable: the ranks know what to do when one of them dies; else mpirun ends the others.
 

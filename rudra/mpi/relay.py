@@ -1,4 +1,4 @@
-"""What ranks and their launcher write on standard error: lines for the user, words for `rudra.mpi.launch`, and noise."""
+"""What ranks and their launcher write on standard error: lines for the user, words for the launch, and noise."""
 
 import re
 import signal

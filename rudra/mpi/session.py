@@ -22,9 +22,11 @@ import torch
 
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
+from rudra.compute.schedule import schedule_of
 from rudra.core.training_state import Position
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
-from rudra.job.job import Job, cores
+from rudra.job.job import Job
+from rudra.machine import cores
 from rudra.mpi import failures
 from rudra.mpi.driver import FAILURE_TAG, Ended, Rank, Reported
 from rudra.mpi.failures import end_everybody, end_with_the_dead, outcome, outlive, survivable
@@ -38,6 +40,7 @@ from rudra.results.reader import default_output, open_results
 from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
 from rudra.results.resume import Carried, Decision, carried, decide
 from rudra.results.summary import tests
+from rudra.results.warm_start import final_weights
 from rudra.roles import Machine
 from rudra.roles import make as make_machine
 from rudra.roles.owner import Owner
@@ -262,7 +265,7 @@ class _Session:
     def _load(self) -> None:
         from mpi4py import MPI
 
-        from rudra.data import load
+        from rudra.data.load import Data, load
 
         kinds = {self._plan.roles[i].kind for i in self._roles}
         learns, serves = "learner" in kinds, bool(kinds & {"parameter server", "tree server"})
@@ -279,14 +282,14 @@ class _Session:
         needs: list[tuple[bool, bool]] = self._node.allgather(self._needs)
         self._loader = next((rank for rank, need in enumerate(needs) if any(need)), 0)
         self._sharing = sum(map(any, needs)) > 1
-        self._data: data.Data | None = None
+        self._data: Data | None = None
         if self._node.rank == self._loader and any(self._needs):
             train, test = (any(need) for need in zip(*needs, strict=True))
-            self._data = data.load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+            self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
 
     def _share(self) -> None:
         """Gives every rank of the node what one of them has loaded, without a copy."""
-        from rudra.data import load
+        from rudra.data.load import load
         from rudra.mpi.node_memory import share
 
         if self._sharing:
@@ -296,15 +299,15 @@ class _Session:
         if not train and not test:
             self._data = None
         elif self._data is None:
-            self._data = data.load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+            self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
         else:
             self._data = self._data.part(train=train, test=test)
 
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(None if self._data is None else self._data.info, source)
-        samples, position = self._info.training_samples, self._begin.position
-        self._machines = {i: make_machine(i, self._job, self._plan, samples, position) for i in self._roles}
+        self._schedule = schedule_of(self._job, self._plan, self._info.training_samples)
+        self._machines = {i: self._machine(i, self._plan, self._begin.position) for i in self._roles}
         if self._roles:
             from rudra.data.load import Data, in_memory
 
@@ -317,6 +320,7 @@ class _Session:
                 prefetch=not in_memory(data.training),
                 device=self._device,
                 placing=devices.placing(self._device, gpu_aware_mpi=self._job.cluster.gpu_aware_mpi),
+                first_weights=final_weights,
             )
 
     def _restore(self) -> None:
@@ -525,7 +529,10 @@ class _Session:
                     raise CheckpointError(f"{path}: is not what the first learner has written for all to go on from")
                 time.sleep(0.1)
             executor.restore(found[1])
-        return make_machine(role, self._job, plan, self._info.training_samples, position)
+        return self._machine(role, plan, position)
+
+    def _machine(self, role: int, plan: Plan, position: Position) -> Machine:
+        return make_machine(role, self._job, plan, self._info.training_samples, self._schedule, position)
 
     def _meet(self) -> None:
         """Waits for all ranks without burning a core, and not in silence."""

@@ -12,11 +12,11 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from rudra.errors import ConfigError, ResultsError
+from rudra.files import SWEEP_INDEX
 from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.report.topology import Cast, of_results
 from rudra.results.reader import open_results
 from rudra.results.summary import protocol_label
-from rudra.studies.sweep import INDEX
 
 _MOST_BLOCKS = 2000
 _LONGEST_LABEL = 60
@@ -230,7 +230,7 @@ def collect(paths: Sequence[Path]) -> list[Study]:
 
 def _directory(path: Path) -> Iterator[Study]:
     """The sweep or the files in a directory; failing these, what is in the directories in it."""
-    if os.path.isfile(path / INDEX):
+    if os.path.isfile(path / SWEEP_INDEX):
         yield _sweep(path)
         return
     files = sorted(path.glob("*.h5"))
@@ -238,29 +238,31 @@ def _directory(path: Path) -> Iterator[Study]:
         yield Study(path.resolve().name, _labelled([_tolerant(file) for file in files]))
         return
     inner = [
-        p for p in sorted(path.iterdir()) if os.path.isdir(p) and (os.path.isfile(p / INDEX) or any(p.glob("*.h5")))
+        p
+        for p in sorted(path.iterdir())
+        if os.path.isdir(p) and (os.path.isfile(p / SWEEP_INDEX) or any(p.glob("*.h5")))
     ]
     if not inner:
-        raise ConfigError(f"{path}: has neither a result file nor a {INDEX}")
+        raise ConfigError(f"{path}: has neither a result file nor a {SWEEP_INDEX}")
     for directory in inner:
         yield from _directory(directory)
 
 
 def _sweep(path: Path) -> Study:
     try:
-        index = _Index.model_validate_json((path / INDEX).read_bytes())
+        index = _Index.model_validate_json((path / SWEEP_INDEX).read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path / INDEX}: damaged: {where + ': ' if where else ''}{first['msg']}") from None
+        raise ConfigError(f"{path / SWEEP_INDEX}: damaged: {where + ': ' if where else ''}{first['msg']}") from None
     except OSError as error:
-        raise ConfigError(f"{path / INDEX}: cannot read: {error.strerror or error}") from None
+        raise ConfigError(f"{path / SWEEP_INDEX}: cannot read: {error.strerror or error}") from None
     runs = [
         replace(_tolerant(path / point.file), label=_short(point.label or point.file), overrides=point.overrides)
         for point in index.points
     ]
     if not runs:
-        raise ConfigError(f"{path / INDEX}: has no points")
+        raise ConfigError(f"{path / SWEEP_INDEX}: has no points")
     title = index.title or index.job or path.resolve().name
     return Study(title, tuple(runs), index.figure, index.quick, tuple(index.paper))
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rudra.job.tables import DEFAULTS, UNMEASURED
 from rudra.report.analysis import matters
 from rudra.report.charts import figures
 from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying
 from rudra.report.tables import Table, comparison, summary
 from rudra.report.who import drawings
-from rudra.simulation.costs import DEFAULTS, UNMEASURED
 
 
 @dataclass(frozen=True)

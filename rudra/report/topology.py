@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rudra.errors import ConfigError, ResultsError, TopologyError
-from rudra.job.job import Job, cores
+from rudra.job.job import Job
+from rudra.machine import cores
 from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from rudra.job.job import Job, named
+from rudra.job.tables import DEFAULTS, UNMEASURED
 from rudra.results.summary import protocol_label, rate_text
-from rudra.simulation.costs import DEFAULTS, UNMEASURED
 
 _REDRAW_S = 0.1
 _SHORTEST_BAR = 10

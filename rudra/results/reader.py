@@ -132,13 +132,13 @@ class Results:
                 raise ResultsError(f"{path}: has format version {version}; this Rudra reads {known}")
             if missing:
                 raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
-            self.attributes = sound.attributes(self.attributes, path)
-            self._job = sound.job(self.attributes.get("job", "{}"), path)
+            self.attributes = validation.attributes(self.attributes, path)
+            self._job = validation.job(self.attributes.get("job", "{}"), path)
             with self._reading():
                 for name in DATASETS:
                     if not isinstance(self._file.get(name, getlink=True), h5py.HardLink):
                         raise ValueError(f"/{name} is a link")
-                    sound.dataset(self._file[name], name)
+                    validation.dataset(self._file[name], name)
         except ResultsError:
             self.close()
             raise
@@ -238,7 +238,7 @@ class Results:
         """Who was who."""
         rows = self.roles
         with self._reading():
-            return sound.plan(roster.plan_of(rows, self.attributes), self.attributes["learners"])
+            return validation.plan(plan_rows.plan_of(rows, self.attributes), self.attributes["learners"])
 
     @property
     def weights(self) -> NDArray[np.float32] | None:
@@ -295,7 +295,7 @@ class Results:
             dataset = self._file["weights/epochs"]
             if self.live:
                 dataset.id.refresh()
-            sound.fits(dataset.shape[1] * dataset.dtype.itemsize, "weights/epochs", self.path.stat().st_size)
+            validation.fits(dataset.shape[1] * dataset.dtype.itemsize, "weights/epochs", self.path.stat().st_size)
             weights: NDArray[np.float32] = dataset[place]
         rows = self.epochs
         if hashlib.sha256(weights.data).hexdigest().encode() != rows["weights_sha256"][rows["epoch"] == epoch][0]:
@@ -332,7 +332,7 @@ class Results:
             values |= {e.name: values[e.name].astype(np.int64) for e in layout if e.kind == "counter"}
             named = [Named(*(row[column].decode() for column in ("name", "tensor", "dtype"))) for row in rows]
             for tensor in {each.tensor for each in named} - values.keys():
-                values[tensor] = sound.fixed(self._file, tensor, file_bytes)
+                values[tensor] = validation.fixed(self._file, tensor, file_bytes)
             return tuple(each._replace(value=values[each.tensor]) for each in named)
 
     def frame(self, table: str) -> Any:
@@ -348,7 +348,7 @@ class Results:
     def summary(self, target: str | None = None, window: int | None = None) -> dict[str, Any]:
         """The run in numbers that fit into JSON; None stands for what is not known (yet).
 
-        `time_to_target_s` and `target_epoch` say when `target`, by default the job's, was reached (see `rudra.job.target`)
+        `time_to_target_s` and `target_epoch` say when `target`, by default the job's, was reached (`rudra.job.target`)
         by the median of `window` tests, by default as many as the job says.
 
         `mean_staleness`, `max_staleness` and `staleness_histogram` (counts for σ = 0, 1, …) are over the gradients
@@ -376,7 +376,7 @@ class Results:
         with self._reading():
             if self.live:
                 self._file[name].id.refresh()
-            sound.fits(self._file[name].nbytes, name, self.path.stat().st_size)
+            validation.fits(self._file[name].nbytes, name, self.path.stat().st_size)
             return len(self._file[name])
 
     def _rows(self, name: Kind) -> Rows:
@@ -390,11 +390,11 @@ class Results:
             dataset = self._file[name]
             if self.live:
                 dataset.id.refresh()
-            sound.fits(dataset.nbytes, name, self.path.stat().st_size)
+            validation.fits(dataset.nbytes, name, self.path.stat().st_size)
             return self._checked(name, dataset[()])
 
     def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
-        found = sound.rows(name, values, self.attributes.get("learners"))
+        found = validation.rows(name, values, self.attributes.get("learners"))
         if name == "updates" and self.attributes["format_version"] == 5:  # where the first epoch was 0
             found["epoch"] += 1
         return found

@@ -15,17 +15,18 @@ import numpy.typing as npt
 import torch
 
 from rudra import plugins
-from rudra.compute.flat import Entry, sha256
+from rudra.compute.flat import sha256
 from rudra.compute.statedict import Named
 from rudra.core.events import Finish, Keep, Record
 from rudra.core.hooks import RoleHooks
+from rudra.core.layout import Entry
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
 from rudra.job.job import Job, named
+from rudra.machine import processor
 from rudra.results import plan_rows
 from rudra.results.progress import Progress
 from rudra.results.writer import Kind, ResultsWriter, Rows
-from rudra.simulation.costs import processor
 from topologies import Plan
 
 ACCOUNTED = ("samples", "compute_s", "push_s", "wait_s", "pull_s")
@@ -146,7 +147,7 @@ def make_writer(
     return ResultsWriter(
         path,
         attributes=known,
-        roles=roster.rows_of(plan),
+        roles=plan_rows.rows_of(plan),
         layout=layout,
         size=size,
         learners=job.learners,
@@ -184,7 +185,7 @@ def attributes(
         "modulation": protocol.modulation.name,
         "rate_factor": protocol.modulation.rate_factor(0.0),
         "topology": named(job.topology.name),
-        **roster.about(plan),
+        **plan_rows.about(plan),
         "learners": job.learners,
         "momentum": job.explicit_momentum(plan),
         "minibatch_size": job.training.minibatch_size,

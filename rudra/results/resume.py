@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.compute.schedule import Schedule, expected_updates
+from rudra.compute.schedule import schedule_of
 from rudra.core.records import EVENT, LEARNER
 from rudra.core.training_state import BEGINNING, Position
 from rudra.errors import CheckpointError, ConfigError, ResultsError
@@ -186,10 +186,7 @@ def _replanned(state: State, job: Job) -> str:
     with open_results(checkpoint.results_of(state.path)) as results:
         samples = int(results.attributes["training_samples"])
     plan = job.plan()
-    schedules = [
-        Schedule(long.optimizer, long.training.epochs, expected_updates(long, plan, samples))
-        for long in (job.with_(training={"epochs": epochs}), job)
-    ]
+    schedules = [schedule_of(long, plan, samples) for long in (job.with_(training={"epochs": epochs}), job)]
     position = state.position
     by_update = job.optimizer.schedule_every == "update"
     done = position.timestamp if by_update else -(-position.samples // samples)

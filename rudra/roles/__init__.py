@@ -4,6 +4,7 @@
 real ranks, `rudra.simulation.driver` in virtual time). A role sees no clock but `now`, no randomness, no tensor.
 """
 
+from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
 from rudra.roles.group import GroupLearner, Replica
@@ -29,7 +30,9 @@ __all__ = [
 ]
 
 
-def make(role: int, job: Job, plan: Plan, training_samples: int, position: Position = BEGINNING) -> Machine:
+def make(
+    role: int, job: Job, plan: Plan, training_samples: int, schedule: Schedule, position: Position = BEGINNING
+) -> Machine:
     """The state machine of one role of a plan.
 
     Args:
@@ -37,16 +40,17 @@ def make(role: int, job: Job, plan: Plan, training_samples: int, position: Posit
         job: resolved.
         plan: who is who.
         training_samples: size of the training set, by which epochs are counted.
+        schedule: the learning rates, for whoever owns weights.
         position: where training begins.
     """
     kind = plan.roles[role].kind
     if kind == LEARNER:
         if not plan.served:
-            return Replica(role, plan, job, training_samples, position)
+            return Replica(role, plan, job, training_samples, schedule, position)
         cls = OverlappedLearner if plan.overlapped else GroupLearner if plan.groups else Learner
         return cls(role, plan, job.faults, job.results, position)
     if kind == PARAMETER_SERVER:
-        return ParameterServer(role, plan, job, training_samples, position)
+        return ParameterServer(role, plan, job, training_samples, schedule, position)
     if kind == TREE_SERVER:
         return TreeServer(role, plan, job, position)
     return StatisticsServer(role, plan, job, position)

@@ -33,6 +33,7 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
+from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
 from rudra.job.tables import FaultsTable, ResultsTable
@@ -253,6 +254,7 @@ class Replica(Minibatches, Owner):
         plan: who is who.
         job: resolved.
         training_samples: samples of one epoch.
+        schedule: the learning rates, before modulation.
         position: where training begins.
     """
 
@@ -278,9 +280,11 @@ class Replica(Minibatches, Owner):
         (Replicas.STOPPED, Kind.DONE): "_finish",
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job, training_samples: int, position: Position = BEGINNING) -> None:
+    def __init__(
+        self, role: int, plan: Plan, job: Job, training_samples: int, schedule: Schedule, position: Position = BEGINNING
+    ) -> None:
         self._leads = plan.server == role
-        Owner.__init__(self, role, plan, job, training_samples, position, reports=self._leads)
+        Owner.__init__(self, role, plan, job, training_samples, schedule, position, reports=self._leads)
         self._open_books(job.faults, job.results, position)
         self._ended_training = self._told_enough = False
         self._told_lowered = len(position.lowered)

@@ -13,7 +13,6 @@ from collections import deque
 
 import numpy as np
 
-from rudra.compute.schedule import Schedule, expected_updates
 from rudra.core import records
 from rudra.core.events import (
     Action,
@@ -36,6 +35,7 @@ from rudra.core.events import (
 )
 from rudra.core.messages import PACK, Kind, Message, Rows
 from rudra.core.records import Gradient
+from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
 from rudra.roles.machine import Machine, Outbox, Silent, listed
@@ -77,6 +77,7 @@ class Owner(Machine):
         plan: who is who.
         job: resolved.
         training_samples: samples of one epoch.
+        schedule: the learning rates, before modulation.
         position: where training begins.
         reports: whether the statistics server hears of it.
     """
@@ -87,14 +88,14 @@ class Owner(Machine):
         plan: Plan,
         job: Job,
         training_samples: int,
+        schedule: Schedule,
         position: Position = BEGINNING,
         *,
         reports: bool = True,
     ) -> None:
         super().__init__(role, plan)
         self._job = job
-        updates = expected_updates(job, plan, training_samples)
-        self.schedule = Schedule(job.optimizer, job.training.epochs, updates)
+        self.schedule = schedule
         self._follow(plan, position)
         self.epochs = job.training.epochs
         self.training_samples = training_samples
@@ -129,7 +130,7 @@ class Owner(Machine):
         self.protocol = self._job.make_protocol(plan)
         self._lowered = position.lowered
         if self._job.optimizer.plateau is not None:
-            self.schedule.lower(self._lowered)
+            self.schedule = Schedule.stepped(self._job.optimizer, self._lowered)
         self._gradient_weight = self.protocol.modulation.gradient_weight
         self._steps = [position.step(i) for i in range(plan.numbers)]
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
@@ -282,7 +283,7 @@ class Owner(Machine):
         """Has the rate fall so often in all; what was told before counts once."""
         while len(self._lowered) < count:
             self._lowered = (*self._lowered, max(self.epoch, *self._lowered, 0) + 1)
-            self.schedule.lower(self._lowered)
+            self.schedule = Schedule.stepped(self._job.optimizer, self._lowered)
             if self._reports:
                 text = f"tests got no better: the rate is multiplied by {self._job.optimizer.factor:g}"
                 self._tell("plateau", self.timestamp, now - self._began, f"{text} after epoch {self._lowered[-1]}")

@@ -40,6 +40,7 @@ from rudra.core.events import (
     Withdrawn,
 )
 from rudra.core.messages import Kind, Message
+from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, Position
 from rudra.job.job import Job
 from rudra.roles.intake import Intake
@@ -82,6 +83,7 @@ class ParameterServer(Owner):
         plan: who is who.
         job: resolved.
         training_samples: samples of one epoch.
+        schedule: the learning rates, before modulation.
         position: where training begins.
     """
 
@@ -121,8 +123,10 @@ class ParameterServer(Owner):
         **{(state, Stopped): "_stop_again" for state in (State.DRAINING, State.CLOSING)},
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job, training_samples: int, position: Position = BEGINNING) -> None:
-        super().__init__(role, plan, job, training_samples, position)
+    def __init__(
+        self, role: int, plan: Plan, job: Job, training_samples: int, schedule: Schedule, position: Position = BEGINNING
+    ) -> None:
+        super().__init__(role, plan, job, training_samples, schedule, position)
         self.state = State.INITIALISING
         self._warnings = _warnings(job, plan)
 

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import re
 from collections import Counter
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rudra.errors import ConfigError
-from rudra.job.job import Job, cores, named
+from rudra.job.job import Job, named
 from rudra.job.jobfiles import read_toml
-from rudra.job.tables import SimulationTable
+from rudra.job.tables import DEFAULTS, SimulationTable
+from rudra.machine import cores, processor
 from topologies import Plan
 from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 
@@ -31,12 +31,6 @@ PRESETS = Path(__file__).parent / "presets"
 
 MEASURED = Path.home() / ".cache" / "rudra"
 """Where files of `rudra calibrate` are found without being named."""
-
-DEFAULTS = "defaults"
-"""Names the costs that stand in `rudra.job.tables`, also where others were measured."""
-
-UNMEASURED = "not measured here: run rudra calibrate"
-"""What is to be said of times that come from these."""
 
 
 class Link(NamedTuple):
@@ -149,15 +143,6 @@ def measured_path(job: Job) -> Path:
     decides += [job.cluster.device, job.optimizer.name, processor(), cores()]
     digest = hashlib.sha256(json.dumps(decides, default=str, sort_keys=True).encode()).hexdigest()[:12]
     return MEASURED / f"{re.sub('[^0-9A-Za-z_.]', '-', name)}-{digest}.toml"
-
-
-def processor() -> str:
-    """This machine's, as the kernel names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def load(job: Job) -> Job:

@@ -2,8 +2,8 @@
 
 A queue of events ordered by (time, priority, sequence) drives the roles, so a simulation is deterministic, ties
 included. Gradients are computed for real, at the virtual moment at which they would be ready; how long that and
-everything else takes comes from a cost model (`rudra.simulation.costs`). A transfer of a tensor waits until the receiver has
-posted a buffer, as MPI's rendezvous does, and until both ends' ports are free.
+everything else takes comes from a cost model (`rudra.simulation.costs`). A transfer of a tensor waits until the
+receiver has posted a buffer, as MPI's rendezvous does, and until both ends' ports are free.
 """
 
 import gc

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra import roles
-from rudra.bench.report import Report
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Keep, Record, Update
 from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError
+from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.simulation import costs, tensors
-from rudra.simulation.driver import Simulation, TimingOnly
+from rudra.simulation.assembly import assemble
+from rudra.simulation.driver import TimingOnly
 from topologies import Plan
 
 ROUNDS = 24
@@ -89,7 +89,7 @@ def outline(job: Job) -> Outline:
         ConfigError: there is no such model, or it does not fit the data.
         DataError: files are missing that would tell.
     """
-    cluster = hands.make(job.with_(simulation={"tensors": False}), job.plan())
+    cluster = tensors.make(job.with_(simulation={"tensors": False}), job.plan())
     return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1))
 
 
@@ -120,14 +120,12 @@ def predict(
     per_update = job.gradients_per_update(job.plan())
     updates = updates or _enough(job, per_update)
     plan = job.plan(costs.places(job))
-    model = costs.CostModel(job.simulation, plan, job.training.minibatch_size)
-    minibatch_size = job.training.minibatch_size
+    minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(minibatch_size, updates, plan.server), Rows()
-    machines = {i: roles.make(i, job, plan, updates * per_update * minibatch_size) for i in range(len(plan.roles))}
-    seed = job.training.seed
-    share, size = job.cluster.gradient_share, known.size_bytes
-    Simulation(plan, machines, meter, rows, model, size_bytes=size, seed=seed, gradient_share=share).run()
-    found = _evaluate(job, plan, model, meter, rows, training_samples, known.size_bytes)
+    simulated = updates * per_update * minibatch_size
+    simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size)
+    simulation.run()
+    found = _evaluate(job, plan, simulation.costs, meter, rows, training_samples, size)
     return replace(found, costs=measured)
 
 

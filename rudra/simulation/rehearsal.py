@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra import roles
 from rudra.compute.executor import (
     Executor,
     LearnerExecutor,
@@ -25,11 +24,12 @@ from rudra.compute.executor import (
 )
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
 from rudra.core.messages import tail_bytes
-from rudra.data import load
+from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation import costs
-from rudra.simulation.driver import Simulation, TimingOnly
+from rudra.results.warm_start import final_weights
+from rudra.simulation.assembly import assemble
+from rudra.simulation.driver import TimingOnly
 from rudra.simulation.predict import Rows
 from topologies import Plan
 from topologies.plan import LEARNER, STATISTICS_SERVER
@@ -86,10 +86,10 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         taking |= dict.fromkeys(hook.roles(plan)[:1])
     with torch_as_in(job):
         alone = memory_bytes("VmRSS")
-        loaded = data.load(job.data, seed=job.training.seed)
+        loaded = load(job.data, seed=job.training.seed)
         with_data = memory_bytes("VmRSS")
         restart_peak()
-        made = make_executors(job, plan, tuple(taking), loaded, prefetch=False)
+        made = make_executors(job, plan, tuple(taking), loaded, prefetch=False, first_weights=final_weights)
         for executor in made.values():
             executor.hooks = None  # made, and called by nobody: what they do may last
             executor.prepare()
@@ -155,10 +155,8 @@ def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
     size = job.training.minibatch_size
     job = job.with_(training={"epochs": 1, "evaluate": False}, results={"checkpoint_every": "never"}, hooks=())
     job = job.with_(simulation={"faults": ()})
-    machines = {i: roles.make(i, job, plan, ROUNDS * size * len(plan.learners)) for i in range(len(plan.roles))}
-    model = costs.CostModel(job.simulation, plan, size)
-    hands = _Counted(size)
-    Simulation(plan, machines, hands, Rows(), model, size_bytes=4, seed=0).run()
+    hands, samples = _Counted(size), ROUNDS * size * len(plan.learners)
+    assemble(job, plan, hands, Rows(), training_samples=samples, size_bytes=4).run()
     return hands.names
 
 

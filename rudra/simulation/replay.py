@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rudra import roles
 from rudra.compute import models
 from rudra.compute.executor import Executor, make_executors, torch_as_in
 from rudra.core.events import (
@@ -39,19 +38,22 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message, Rows
 from rudra.core.records import Gradient
-from rudra.data import load
+from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.files import check_output
-from rudra.job.job import Job, cores
+from rudra.job.job import Job
 from rudra.job.tables import SimulationTable
+from rudra.machine import cores
 from rudra.results.export import save
 from rudra.results.reader import Results, open_results
 from rudra.results.recorder import arithmetic
 from rudra.results.resume import DECISIVE, decisive
+from rudra.results.warm_start import final_weights
 from rudra.roles import Machine
 from rudra.roles.learner import GRADIENT
 from rudra.roles.machine import States, short
 from rudra.roles.owner import WEIGHTS, Owner
+from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
 from rudra.simulation.tensors import TensorHands
@@ -458,13 +460,15 @@ def _version(timestamp: int) -> str:
 
 def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Path | None, quiet: bool) -> Replayed:
     updates = record.updates_count if until is None else until
-    loaded = data.load(job.data, test=False, seed=job.training.seed)
+    loaded = load(job.data, test=False, seed=job.training.seed)
     info = loaded.info
-    executors = make_executors(job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False)
+    executors = make_executors(
+        job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False, first_weights=final_weights
+    )
     for executor in executors.values():
         executor.prepare()
     hands = TensorHands(executors, halves=job.cluster.wire == "float16")
-    machines = {i: roles.make(i, job, plan, info.training_samples) for i in range(len(plan.roles))}
+    machines = machines_of(job, plan, info.training_samples)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     driver = _Replay(record, plan, machines, hands, _Comparison(record, bar.update))
     difference: Difference | None = None
@@ -494,7 +498,7 @@ def _differs(update: int, what: str, then: Any, now: Any) -> NoReturn:
     raise _Left(update, f"{what}: {then} in the record, {now} in the replay")
 
 
-def _save(path: Path, job: Job, info: data.DataInfo, server: Executor) -> None:
+def _save(path: Path, job: Job, info: DataInfo, server: Executor) -> None:
     """Writes the server's weights as a state dict of the model; what they lack is as it was at first."""
     weights = server.buffer("weights").vector
     state = models.build(job.model, info, job.training.seed).state_dict()

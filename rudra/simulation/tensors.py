@@ -26,14 +26,16 @@ from rudra.compute.executor import (
     average,
     make_executors,
 )
-from rudra.compute.flat import Entry, FlatModel
+from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import Outcome, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
 from rudra.compute.statedict import Named
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
-from rudra.data import load
+from rudra.core.layout import Entry
+from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.results.warm_start import final_weights
 from rudra.simulation import driver
 from topologies import Plan
 
@@ -323,8 +325,8 @@ class Cluster:
         executors: by role; without tensors there are none.
     """
 
-    hands: sim.Hands
-    info: data.DataInfo
+    hands: driver.Hands
+    info: DataInfo
     layout: tuple[Entry, ...]
     size: int
     initial_sha256: str
@@ -347,9 +349,9 @@ def make(job: Job, plan: Plan) -> Cluster:
     if not job.simulation.tensors:
         return _without_tensors(job)
     device = find_device(job)
-    loaded = data.load(job.data, seed=job.training.seed)
+    loaded = load(job.data, seed=job.training.seed)
     info, roles = loaded.info, tuple(range(len(plan.roles)))
-    executors = make_executors(job, plan, roles, loaded, prefetch=False, device=device)
+    executors = make_executors(job, plan, roles, loaded, prefetch=False, device=device, first_weights=final_weights)
     server = executors[plan.server]
     hands = _KINDS[job.simulation.batching](executors, halves=job.cluster.wire == "float16")
     if job.simulation.batching != "none":
@@ -365,17 +367,17 @@ def make(job: Job, plan: Plan) -> Cluster:
 
 
 def _without_tensors(job: Job) -> Cluster:
-    info = data.load(job.data, train=False, test=False, seed=job.training.seed).info
+    info = load(job.data, train=False, test=False, seed=job.training.seed).info
     try:
         with torch.device("meta"):  # shapes alone
             flat = FlatModel(models.build(job.model, info, job.training.seed))
     except Exception:  # a factory that needs real tensors
         flat = FlatModel(models.build(job.model, info, job.training.seed))
-    hands = sim.TimingOnly(job.training.minibatch_size)
+    hands = driver.TimingOnly(job.training.minibatch_size)
     return Cluster(hands, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
 
 
-def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: data.DataInfo) -> None:
+def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: DataInfo) -> None:
     batching, protocol = job.simulation.batching, job.make_protocol()
     if batching == "big-batch" and not (protocol.ordered and protocol.gradients_per_update == job.learners):
         raise ConfigError(

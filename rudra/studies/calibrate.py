@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from rudra.core.events import Accumulate, Compute
 from rudra.errors import RunError
-from rudra.job.job import Job, cores
+from rudra.job.job import Job
+from rudra.machine import cores
 from rudra.mpi.launch import launch
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
@@ -217,14 +218,14 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     """
     from rudra.compute.devices import placing
     from rudra.compute.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
-    from rudra.data import load
+    from rudra.data.load import load
     from rudra.simulation.tensors import find_device
 
     device = find_device(job)
     plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()
     compute_s = {}
     with torch_as_in(job):
-        loaded = data.load(job.data, seed=job.training.seed)
+        loaded = load(job.data, seed=job.training.seed)
         info = loaded.info
         for size in sizes:
             sized = job.with_(training={"minibatch_size": size})

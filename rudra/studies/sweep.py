@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rudra.errors import ConfigError, ResultsError, printable
-from rudra.files import written
-from rudra.job.job import Job, cores
+from rudra.files import SWEEP_INDEX, written
+from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, apply, parsed, read_job, read_toml
+from rudra.machine import cores
 from rudra.simulation import costs
 
 FORMAT = 1
-INDEX = "sweep.json"
 _SYMBOLS = {
     "training.minibatch_size": "μ = {}",
     "cluster.learners": "λ = {}",
@@ -86,7 +86,7 @@ class Sweep:
         own = {"title": self.title, "job": self.name, "quick": self.quick, "driver": self.driver}
         index = {"format": FORMAT, **own, "grid": self.grid, "figure": self.figure}
         text = json.dumps({**index, "points": points, "paper": self.paper}, indent=1, ensure_ascii=False, default=str)
-        with written(directory / INDEX) as file:
+        with written(directory / SWEEP_INDEX) as file:
             file.write(text.encode() + b"\n")
 
     def finished(self, directory: Path, *, force: bool = False) -> set[str]:
@@ -95,9 +95,13 @@ class Sweep:
         Raises:
             ConfigError: there are finished points or an index of another job, which only `force` replaces.
         """
-        if not force and os.path.lexists(directory / INDEX) and (other := _indexed(directory / INDEX)) != self.name:
+        if (
+            not force
+            and os.path.lexists(directory / SWEEP_INDEX)
+            and (other := _indexed(directory / SWEEP_INDEX)) != self.name
+        ):
             what = "is no index of a sweep" if other is None else f"is of a sweep of {printable(other)}"
-            raise ConfigError(f"{directory / INDEX} {what}; give another --output, or --force to replace it")
+            raise ConfigError(f"{directory / SWEEP_INDEX} {what}; give another --output, or --force to replace it")
         done: set[str] = set()
         for point in self.points:
             found = _finished(directory / point.file)

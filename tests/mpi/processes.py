@@ -15,7 +15,13 @@ from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SCRIPT = "import sys; from rudra import cli, failures, launch; {}; sys.exit(cli.main(sys.argv[1:]))"
+SCRIPT = """
+import sys
+from rudra.cli.main import main
+from rudra.mpi import failures, launch
+{}
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def start(*arguments: str | Path, before: str = "pass", **environment: str) -> subprocess.Popen[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.simulation import costs
@@ -14,7 +14,7 @@ from rudra.simulation.predict import predict
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(150)]
 
 MODULE = """
-from rudra.networks import lenet
+from rudra.compute.networks import lenet
 
 def network(input_shape, classes):
     return lenet(input_shape, classes)
@@ -30,7 +30,7 @@ def test_a_calibration_leaves_a_file_that_predicts(
     job.write_text(shipped_jobs()["digits"].read_text().replace('"lenet"', '"beside_job:network"'))
     monkeypatch.setattr(costs, "MEASURED", tmp_path / "measured")
     measure = ["calibrate", str(job), "--sizes", "8,16", "--seconds", "0.1", "--quiet"]
-    assert cli.main([*measure, "--set", "optimizer.learning_rate=1e30"]) == 0
+    assert main([*measure, "--set", "optimizer.learning_rate=1e30"]) == 0
     said = capsys.readouterr()
     (path,) = (tmp_path / "measured").iterdir()
     assert (said.out, said.err) == (f"wrote {path}; predict and simulate find it there\n", "")

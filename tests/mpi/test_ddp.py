@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import rudra
 from rudra.compute import models
-from rudra.data import load
+from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.mpi.launch import launch
 
@@ -28,7 +28,7 @@ def ddp(job: rudra.Job, directory: Path) -> int:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(directory / "store"), LEARNERS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=LEARNERS)
-    split, _, info, _ = data.load(job.data, test=False)
+    split, _, info, _ = load(job.data, test=False)
     assert split is not None
     module = nn.parallel.DistributedDataParallel(models.build(job.model, info, job.training.seed))
     size = job.training.minibatch_size

@@ -25,9 +25,9 @@ SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.errors import RudraError
-from rudra.launch import launch
+from rudra.mpi.launch import launch
 
 def rank_main():
     from mpi4py import MPI

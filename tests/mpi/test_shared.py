@@ -14,7 +14,7 @@ import os, sys, threading
 import numpy as np, torch
 from mpi4py import MPI
 from torch.utils.data import TensorDataset
-from rudra.shared import share
+from rudra.mpi.node_memory import share
 
 comm, what = MPI.COMM_WORLD, sys.argv[1]
 made = None

@@ -77,7 +77,7 @@ class Series:
 LAUNCH = """
 import pickle, sys
 from pathlib import Path
-from rudra.launch import launch
+from rudra.mpi.launch import launch
 series = pickle.loads(Path(sys.argv[1]).read_bytes())
 plan = series.job.plan()
 roles = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]

@@ -249,7 +249,7 @@ def test_an_mpi_without_threads_is_refused_where_they_are_needed(tmp_path: Path)
     script = tmp_path / "funneled.py"
     script.write_text(
         "import sys\nimport mpi4py\nmpi4py.rc.thread_level = 'funneled'\n"
-        "from rudra.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+        "from rudra.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
     )
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     launcher = [

@@ -123,7 +123,7 @@ def deaf() -> nn.Module:
     from rudra.mpi import driver
     from rudra.roles.server import ParameterServer
 
-    mpi.LEFT_S = 2.0
+    driver.LEFT_S = 2.0
     ParameterServer.lose = lambda *about: []  # type: ignore[method-assign]
     return dying_3()
 

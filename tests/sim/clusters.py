@@ -9,15 +9,15 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rudra import roles
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.core.events import Compute, Computed, Finish, Keep, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, Position
-from rudra.data import load
+from rudra.data.load import load
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.simulation import driver
-from rudra.simulation.costs import CostModel, places
+from rudra.simulation.assembly import assemble
+from rudra.simulation.costs import places
 from rudra.simulation.tensors import TensorHands
 from topologies import Plan
 from topologies.plan import LEARNER
@@ -127,17 +127,9 @@ def timing(job_: Job, training_samples: int, after: Callable[[Machine], None] = 
         after: what to do with a machine after each of its events.
     """
     plan = job_.plan(places(job_))
-    machines = {i: roles.make(i, job_, plan, training_samples) for i in range(len(plan.roles))}
-
-    def make(role: int, plan: Plan, position: Position) -> Machine:
-        return roles.make(role, job_, plan, training_samples, position)
-
-    rows = Rows()
-    hands = sim.TimingOnly(job_.training.minibatch_size)
-    seed = job_.training.seed
-    costs = CostModel(job_.simulation, plan, job_.training.minibatch_size)
-    simulation = sim.Simulation(
-        plan, machines, hands, rows, costs, size_bytes=SIZE_BYTES, seed=seed, check=after, make=make
+    rows, hands = Rows(), driver.TimingOnly(job_.training.minibatch_size)
+    simulation = assemble(
+        job_, plan, hands, rows, training_samples=training_samples, size_bytes=SIZE_BYTES, check=after
     )
     rows.time_s = simulation.run()
     rows.code = simulation.code
@@ -228,13 +220,12 @@ def train(
         stop_at: when somebody asks the run to stop, in virtual seconds.
     """
     plan = job_.plan(places(job_))
-    loaded = data.load(job_.data)
+    loaded = load(job_.data)
     info = loaded.info
     torch.set_num_threads(job_.cluster.threads_per_rank or 1)
     roles_ = tuple(range(len(plan.roles)))
     executors = make_executors(job_, plan, roles_, loaded, prefetch=False)
     position = BEGINNING if resumed is None else resumed.position
-    machines = {i: roles.make(i, job_, plan, info.training_samples, position) for i in roles_}
     if resumed is not None:
         for executor in executors.values():
             if isinstance(executor, OwnerExecutor):
@@ -247,16 +238,15 @@ def train(
         assert isinstance(executor, OwnerExecutor)
         saved.append(Saved(action.position, {name: copy.copy() for name, copy in executor.state().items()}))
 
-    simulation = sim.Simulation(
+    simulation = assemble(
+        job_,
         plan,
-        machines,
         hands,
         rows,
-        CostModel(job_.simulation, plan, job_.training.minibatch_size),
+        training_samples=info.training_samples,
         size_bytes=1_000_000,
-        seed=job_.training.seed + position.timestamp,
+        position=position,
         save=save,
-        make=lambda role, plan, position: roles.make(role, job_, plan, info.training_samples, position),
         check=validate,
     )
     if stop_at is not None:

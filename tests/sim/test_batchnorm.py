@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import rudra
 from rudra.compute import models
-from rudra.data import load
+from rudra.data.load import load
 from rudra.data.sampling import Sampler
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def job(**tables: Any) -> rudra.Job:
 def plainly(made: rudra.Job, updates: int, batch: int) -> tuple[nn.Module, float]:
     """The same samples in plain torch, a batch at a time: the model and its test error."""
     torch.set_num_threads(1)
-    loaded = data.load(made.data)
+    loaded = load(made.data)
     assert loaded.training is not None
     assert loaded.test is not None
     model = models.build(made.model, loaded.info, made.training.seed)
@@ -72,7 +72,7 @@ def test_one_learner_is_plain_torch(tmp_path: Path) -> None:
 
 def statistics(made: rudra.Job, learner: int, size: int) -> dict[str, torch.Tensor]:
     """Of a learner after its first mini-batch."""
-    loaded = data.load(made.data)
+    loaded = load(made.data)
     assert loaded.training is not None
     model = models.build(made.model, loaded.info, made.training.seed).train()
     inputs, _ = loaded.training.batch(Sampler(made.training.seed, learner, len(loaded.training)).indices(0, size))

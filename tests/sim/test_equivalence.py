@@ -16,7 +16,7 @@ from rudra.compute import models
 from rudra.compute.executor import Executor
 from rudra.compute.flat import FlatModel
 from rudra.core.events import Compute, Computed, Update
-from rudra.data import load
+from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.job.job import Job
 
@@ -50,7 +50,7 @@ def plain_sgd(job: Job, steps: int, batches: Any, rate: float, schedule: Any = N
 
     What `schedule` makes of the optimiser is stepped after each step of it.
     """
-    split, _, info, _ = data.load(job.data, test=False)
+    split, _, info, _ = load(job.data, test=False)
     assert split is not None
     module = models.build(job.model, info, job.training.seed)
     optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9, **options)
@@ -205,7 +205,7 @@ def test_groups_clipping_warm_up_and_cosine_are_plain_torch_bit_for_bit() -> Non
     job = job.with_(model={"name": Normed}, training={"epochs": 4}, data={"train_limit": 30 * MU})
     trained = train(job)
 
-    split, _, info, _ = data.load(job.data, test=False)
+    split, _, info, _ = load(job.data, test=False)
     assert split is not None
     module = models.build(job.model, info, job.training.seed)
     assert isinstance(module, Normed)
@@ -254,7 +254,7 @@ def test_recorded_gradients_explain_the_weights(
 
 def redone(job: Job, rows: Rows, form: str = "torch", dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The weights that a record leads to, with momentum by hand in one form or the other."""
-    split, _, info, _ = data.load(job.data, test=False)
+    split, _, info, _ = load(job.data, test=False)
     assert split is not None
     flat = FlatModel(models.build(job.model, info, job.training.seed))
     weights = torch.empty(flat.size)
@@ -397,7 +397,7 @@ def test_a_warm_start_begins_with_the_final_weights_of_another_run(topology: dic
         summary, found, gradients = results.summary(), tensors(results), results.gradients
     assert summary["initial_weights_sha256"] == sha256
     assert summary["updates"] == 1
-    split, _, info, _ = data.load(one.data, test=False)
+    split, _, info, _ = load(one.data, test=False)
     assert split is not None
     module = models.build(one.model, info, 3)
     total: dict[str, torch.Tensor] = {}
@@ -438,7 +438,7 @@ def test_batch_norm_statistics_travel_and_are_averaged() -> None:
 
     job = make_job("hardsync", 3, 1).with_(model={"name": factory})
     trained = train(job)
-    split, _, info, _ = data.load(job.data, test=False)
+    split, _, info, _ = load(job.data, test=False)
     assert split is not None
     means = []
     for learner in range(3):

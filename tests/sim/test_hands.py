@@ -40,12 +40,12 @@ def make_job(name: str = "async", learners: int = 4, *, model: Any = "mlp", limi
 class Copying(Guarded):
     """Every role has buffers of its own, and a transfer copies: how real ranks do it."""
 
-    def _share(self, source: hands.Place, target: hands.Place) -> None:
+    def _share(self, source: tensors.Place, target: tensors.Place) -> None:
         buffer = self._new()
         buffer.vector.copy_(self._held(source).vector)
         self._hold(target, buffer)
 
-    def _forget_stale(self, weights: hands.Place) -> None:
+    def _forget_stale(self, weights: tensors.Place) -> None:
         """Nobody shares with the server, so that says nothing."""
 
 
@@ -290,9 +290,9 @@ def test_a_model_that_needs_real_tensors_is_built_for_its_size_alone(tmp_path: P
 
 def test_no_gpu_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hands.find_device(make_job(cluster={"device": "auto"})).type == "cpu"
+    assert tensors.find_device(make_job(cluster={"device": "auto"})).type == "cpu"
     with pytest.raises(ConfigError, match=r"\[cluster\] device = 'cuda': torch sees no GPU here; valid: cpu, auto"):
-        hands.find_device(make_job(cluster={"device": "cuda"}))
+        tensors.find_device(make_job(cluster={"device": "cuda"}))
 
 
 @pytest.mark.gpu

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rudra
-import rudra.core.hooks
 from rudra.errors import ConfigError, HookError
+from rudra.results import journals
 
 ANY = torch.Generator().manual_seed(3)
 INPUTS = torch.randn(96, 6, generator=ANY)
@@ -275,7 +275,7 @@ def lines_of(path: Path) -> list[dict[str, str]]:
 
 def test_the_csv_hook_writes_what_the_result_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "rudra.core.hooks:csv"
+    name = "csv"
     made = job(
         {"at": "epoch", "call": name},
         {"at": "update", "call": name, "options": {"file": "updates.csv"}, "every": 3},
@@ -310,9 +310,7 @@ def test_the_csv_hook_goes_on_with_its_file(tmp_path: Path) -> None:
     path.write_text("epoch,old\n1,x\n2,y\n3,z\n4")
     for number in (3, 4):
         metrics = {"test": {"a, b": 0.5}} if number == 4 else {}
-        rudra.hooks.csv(
-            rudra.Moment("epoch", "r", 0, "j", epoch=number, row={"loss": 0.25}, metrics=metrics), str(path)
-        )
+        journals.csv(rudra.Moment("epoch", "r", 0, "j", epoch=number, row={"loss": 0.25}, metrics=metrics), str(path))
     assert lines_of(path) == [
         {"epoch": "1", "old": "x", "loss": "", "test_a, b": ""},
         {"epoch": "2", "old": "y", "loss": "", "test_a, b": ""},
@@ -326,7 +324,7 @@ def test_the_tensorboard_hook_writes_what_the_result_file_has(tmp_path: Path, mo
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
-    name = "rudra.core.hooks:tensorboard"
+    name = "tensorboard"
     made = job(
         {"at": "epoch", "call": name},
         {"at": "update", "call": name, "options": {"directory": "logs/{job}"}, "every": 5},
@@ -351,8 +349,8 @@ def test_the_tensorboard_hook_writes_what_the_result_file_has(tmp_path: Path, mo
 def test_a_hook_whose_library_is_missing_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rudra.hooks, "find_spec", lambda name: None)
-    said = r"^\[hooks\] 0.call: rudra.hooks:tensorboard needs tensorboard: pip install 'rudra\[tensorboard\]'$"
+    monkeypatch.setattr("rudra.core.hooks.find_spec", lambda name: None)
+    said = r"^\[hooks\] 0.call: tensorboard needs tensorboard: pip install 'rudra\[tensorboard\]'$"
     with pytest.raises(ConfigError, match=said):
-        rudra.simulate(job({"at": "epoch", "call": "rudra.core.hooks:tensorboard"}), output=tmp_path / "run.h5")
+        rudra.simulate(job({"at": "epoch", "call": "tensorboard"}), output=tmp_path / "run.h5")
     assert not (tmp_path / "run.h5").exists()

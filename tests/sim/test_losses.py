@@ -18,7 +18,7 @@ from rudra import replay, simulate
 from rudra.cli.main import main
 from rudra.compute.executor import LearnerExecutor, OwnerExecutor, make_executors
 from rudra.core.events import Update
-from rudra.data import load
+from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job
 from rudra.roles import Machine, ParameterServer
@@ -413,7 +413,7 @@ def test_without_the_first_replica_nothing_goes_on() -> None:
 
 def by_hand(run_: Job, rows: Rows) -> torch.Tensor:
     """Weights after updates by the mean gradients of the mini-batches that the record names."""
-    loaded = data.load(run_.data)
+    loaded = load(run_.data)
     plan = run_.plan(places(run_))
     executors = make_executors(run_, plan, tuple(range(len(plan.roles))), loaded, prefetch=False)
     owner = executors[plan.server]

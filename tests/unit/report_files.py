@@ -46,7 +46,7 @@ def write_point(
     known = {"name": "grid", "job": job.to_json(), "driver": "simulation", "protocol": protocol, "topology": topology}
     known |= {"learners": lam, "minibatch_size": mu, "epochs": epochs, "training_samples": 3200, "hosts": ["köln"]}
     made = job.make_protocol(plan)
-    known |= {"gradients_per_update": made.gradients_per_update, **roster.about(plan)}
+    known |= {"gradients_per_update": made.gradients_per_update, **plan_rows.about(plan)}
     known |= {"modulation": made.modulation.name, "rate_factor": made.modulation.rate_factor(0.0)}
     about = known | ({"n": n} if n else {}) | about
     cost = {"hardsync": 1.4, "softsync": 1.0 + 0.01 * (n or 0)}[protocol]
@@ -58,7 +58,7 @@ def write_point(
     updates, sigma = 40 * epochs, n or 0
     stale = np.random.default_rng(mu).binomial(2 * sigma, 0.5, (updates, 2)) if lam > 1 else np.zeros((updates, 2), int)
     times = np.linspace(0, time_s, updates)
-    extra = {"size": SIZE, "learners": lam, "flush_s": 0.0, "overwrite": False, "roles": roster.rows_of(plan)}
+    extra = {"size": SIZE, "learners": lam, "flush_s": 0.0, "overwrite": False, "roles": plan_rows.rows_of(plan)}
     with ResultsWriter(path, attributes=about, layout=LAYOUT, **extra) as writer:
         stamps, rate = np.arange(updates) + 1, {"learning_rate": learning_rate}
         common = {"timestamp": stamps, "time_s": times, "mean_staleness": stale.mean(1), "gradients": 2}

@@ -104,7 +104,7 @@ def test_without_matplotlib(runs):
     code = f"""
 import sys
 sys.modules["matplotlib"] = None
-from rudra.analysis import plot
+from rudra.report.analysis import plot
 from rudra.errors import ConfigError
 try:
     plot(["{runs / "soft.h5"}"], "{runs / "picture.png"}")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rudra.bench import BENCHMARKS, main, scaling, topologies
-from rudra.bench.report import Goal, Report, ratios, spread
+from rudra.findings import Goal, Report, ratios, spread
 
 
 def test_each_benchmark_is_listed_with_its_goal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.core import records
 from rudra.job.job import Job
 from rudra.simulation.predict import Outline, outline, predict
@@ -106,5 +106,5 @@ def test_a_file_that_exists_or_cannot_be_is_refused_before_anything_runs(
     path = tmp_path / "costs.toml"
     path.touch()
     for output, text in ((path, "exists; give another name or --force"), (tmp_path / "a" / "b.toml", "does not exist")):
-        assert cli.main(["calibrate", "digits", "-o", str(output)]) == 2
+        assert main(["calibrate", "digits", "-o", str(output)]) == 2
         assert text in capsys.readouterr().err

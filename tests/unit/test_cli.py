@@ -227,7 +227,7 @@ def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_without_a_launcher_says_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to(sys.executable)
-    code = "import sys; sys.executable = sys.argv[1]; from rudra.cli import main; sys.exit(main(['doctor']))"
+    code = "import sys; sys.executable = sys.argv[1]; from rudra.cli.main import main; sys.exit(main(['doctor']))"
     env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, str(tmp_path / "python")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import costs
@@ -342,8 +342,8 @@ def test_times_that_nobody_measured_are_labelled(
     options: list[str], labelled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = ["digits", "--set", "training.epochs=1", "--set", "data.train_limit=64", *options]
-    assert cli.main(["simulate", *job, "--output", str(tmp_path / "run.h5")]) == 0
-    assert cli.main(["predict", *job]) == 0
-    assert cli.main(["show", str(tmp_path / "run.h5")]) == 0
+    assert main(["simulate", *job, "--output", str(tmp_path / "run.h5")]) == 0
+    assert main(["predict", *job]) == 0
+    assert main(["show", str(tmp_path / "run.h5")]) == 0
     said = capsys.readouterr().out
     assert said.count("not measured here: run rudra calibrate") == 3 * labelled

@@ -224,9 +224,9 @@ def test_what_is_not_installed_is_one_line(
 
 LOADING = """
 import sys, time
-from rudra.data import load
-from rudra.rehearsal import memory_bytes
-from rudra.tables import DataTable
+from rudra.data.load import load
+from rudra.simulation.rehearsal import memory_bytes
+from rudra.job.tables import DataTable
 before = time.process_time()
 info = load(DataTable(name="csv", path=sys.argv[1], test_split=0.2, standardise=True, options={"header": False})).info
 assert (info.training_samples + info.test_samples, info.input_shape, info.classes) == (581_012, (54,), 7), info

@@ -254,7 +254,7 @@ FILLING = """
 import resource, sys, torch
 from pathlib import Path
 from rudra.errors import ResultsError
-from rudra.export import save
+from rudra.results.export import save
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     save({"large": torch.zeros(1 << 20)}, Path(sys.argv[1]))

@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn import functional
 from user_code import Anew, Assorted
 
-from rudra.compute.flat import Entry, FlatModel, sha256
+from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.models import build
 from rudra.compute.networks import cifar10_full
+from rudra.core.layout import Entry
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import ModelTable

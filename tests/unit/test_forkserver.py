@@ -25,7 +25,7 @@ if "--serve" in sys.argv:
     if {broken}:
         sys.exit(1)
     import numpy.random
-    from rudra.forkserver import launcher, serve
+    from rudra.mpi.forkserver import launcher, serve
     sys.argv[1:] = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[-2:]))
 assert sys.argv[1:] == ["the", "arguments"]
 """

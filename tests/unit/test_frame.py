@@ -18,7 +18,7 @@ from rudra.results.reader import open_results
 @pytest.mark.parametrize("table", TABLES)
 def test_a_frame_has_the_rows_of_the_file(tmp_path: Path, table: str) -> None:
     plan = Job(cluster={"learners": 4}).plan()
-    write_run(tmp_path / "run.h5", updates=10, epochs=2, staleness=1, roles=roster.rows_of(plan))
+    write_run(tmp_path / "run.h5", updates=10, epochs=2, staleness=1, roles=plan_rows.rows_of(plan))
     with open_results(tmp_path / "run.h5") as results:
         found, expected = results.frame(table), getattr(results, table)
     assert list(found.columns) == [name for name in expected.dtype.names if name != "pad"]

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from rudra.data import load
+from rudra.data.load import load as load_data
 from rudra.data.readers import cifar as cifar_reader
 from rudra.job.tables import DataTable
 from tests.unit.fuzzing import cases, command, damaged, fresh, refused, survived
@@ -69,7 +69,7 @@ def load(name: str, path: Path, limit: int | None = None) -> None:
 
 
 def load_table(table: DataTable) -> None:
-    train, test, info, _ = data.load(table)
+    train, test, info, _ = load_data(table)
     assert train is not None
     assert test is not None
     train.batch(np.arange(len(train)))
@@ -174,7 +174,7 @@ def test_digits(here: Path, draw: st.DataObject, monkeypatch: pytest.MonkeyPatch
         put(here / "datasets" / "data", "digits.csv.gz", content, draw.draw(KINDS))
         spec = SimpleNamespace(submodule_search_locations=[str(here)])
         patch.setattr(importlib.util, "find_spec", lambda name: spec)
-        refused(lambda: data.load(DataTable(name="digits")), "digits")
+        refused(lambda: load_data(DataTable(name="digits")), "digits")
 
 
 def made(name: str, place: Path) -> dict[str, bytes]:

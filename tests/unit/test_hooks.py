@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rudra import Moment
-from rudra.compute.flat import Entry
 from rudra.core.hooks import hooks_of
+from rudra.core.layout import Entry
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -45,10 +45,13 @@ def job(*hooks: Any, topology: dict[str, Any] | None = None, learners: int | Non
         ({"at": "end"}, "hooks must be a list of tables, not {'at': 'end'}"),
         ([3], "[hooks] 0 must be a table, not 3"),
         ([CALL], "[hooks] 0.at is missing: update, epoch or end"),
-        ([{"at": "end"}], "[hooks] 0.call is missing: package.module:callable of one argument, a rudra.Moment"),
+        ([{"at": "end"}], "[hooks] 0.call is missing: csv, tensorboard, or package.module:callable of one argument"),
         ([{"at": "start", **CALL}], "[hooks] 0.at must be 'update', 'epoch' or 'end', not 'start'"),
         ([{"at": "end", "call": 3}], "[hooks] 0.call must be a text, not 3"),
-        ([{"at": "end", "call": "log"}], "[hooks] 0.call 'log' is unknown; valid: package.module:callable"),
+        (
+            [{"at": "end", "call": "log"}],
+            "[hooks] 0.call 'log' is unknown; valid: csv, tensorboard, package.module:callable",
+        ),
         ([{"at": "end", **CALL, "role": 3}], "[hooks] 0.role must be a text, not 3"),
         ([{"at": "epoch", **CALL, "every": 0}], "[hooks] 0.every must be >= 1, not 0"),
         ([{"at": "end", **CALL, "every": 2}], "[hooks] 0.every counts updates and epochs, and a run has one end"),

@@ -213,7 +213,7 @@ def test_an_mpirun_that_another_one_disturbed_is_started_again(
 
 
 @pytest.mark.parametrize(
-    "command", [["-m", "rudra"], ["-c", "import sys; sys.argv[0] = '/bin/rudra'; import rudra.cli"]]
+    "command", [["-m", "rudra"], ["-c", "import sys; sys.argv[0] = '/bin/rudra'; import rudra.cli.main"]]
 )
 def test_an_interrupt_while_python_imports_is_quiet(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "pydantic.py").write_text(

@@ -1,4 +1,4 @@
-"""Who may import what, and what `import rudra` does not start."""
+"""Which room may import which, and what `import rudra` does not start."""
 
 import ast
 import subprocess
@@ -8,95 +8,73 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STANDARD = set(sys.stdlib_module_names)
-OURS = {"rudra", "protocols", "topologies"}
-CORE = STANDARD | OURS | {"numpy", "pydantic", "pydantic_core", "cloudpickle", "tqdm", "msgspec"}
-LEARNING = CORE | {"torch", "sklearn"}
+ABOVE = {"rudra/__init__.py", "rudra/__main__.py", "rudra/api.py", "rudra/worker.py"}
+"""Beside the ground, on which all stand: what stands on all."""
 
-RULES = {  # file or directory -> what it may import; the longest name that fits counts
-    "protocols": STANDARD | {"numpy", "protocols"},
-    "topologies": STANDARD | {"topologies"},
-    "rudra": CORE,
-    "rudra/data/load.py": LEARNING,
-    "rudra/readers": CORE | {"h5py", "PIL", "pandas", "zstandard"},
-    "rudra/results/journals.py": LEARNING,
-    "rudra/data/sources.py": CORE | {"h5py", "PIL"},
-    "rudra/compute/models.py": LEARNING,
-    "rudra/compute/tasks.py": LEARNING,
-    "rudra/data/augmentation.py": LEARNING,
-    "rudra/mpi/node_memory.py": LEARNING | {"mpi4py"},
-    "rudra/compute/compiled.py": LEARNING,
-    "rudra/data/trees.py": LEARNING,
-    "rudra/compute/buffers.py": LEARNING,
-    "rudra/data/sampling.py": LEARNING,
-    "rudra/compute/networks.py": LEARNING,
-    "rudra/compute/flat.py": LEARNING,
-    "rudra/compute/half.py": LEARNING,
-    "rudra/compute/optim.py": LEARNING,
-    "rudra/compute/schedule.py": LEARNING,
-    "rudra/compute/gradients.py": LEARNING,
-    "rudra/compute/executor.py": LEARNING,
-    "rudra/compute/devices.py": LEARNING,
-    "rudra/results/recorder.py": LEARNING,
-    "rudra/simulation/replay.py": LEARNING,
-    "rudra/simulation/tensors.py": LEARNING,
-    "rudra/results/export.py": LEARNING,
-    "rudra/mpi/forkserver.py": STANDARD,
-    "rudra/results/frame.py": CORE | {"pandas"},
-    "rudra/api.py": LEARNING,
-    "rudra/mpi/driver.py": LEARNING | {"mpi4py"},
-    "rudra/mpi/regroup.py": CORE | {"mpi4py"},
-    "rudra/mpi/comm_threads.py": CORE | {"mpi4py"},
-    "rudra/mpi/failures.py": CORE | {"mpi4py"},
-    "rudra/mpi/standstill.py": CORE | {"mpi4py"},
-    "rudra/mpi/transfers.py": LEARNING | {"mpi4py"},
-    "rudra/mpi/reduction.py": LEARNING | {"mpi4py"},
-    "rudra/mpi/session.py": LEARNING | {"mpi4py"},
-    "rudra/worker.py": CORE | {"mpi4py"},
-    "rudra/mpi/start.py": CORE | {"mpi4py"},
-    "rudra/results/reader.py": CORE | {"h5py", "torch"},
-    "rudra/results/writer.py": CORE | {"h5py"},
-    "rudra/results/validation.py": CORE | {"h5py"},
-    "rudra/report": CORE | {"h5py", "matplotlib", "jinja2"},
-    "rudra/report/analysis.py": CORE | {"h5py", "matplotlib", "pandas"},
-    "rudra/bench": LEARNING | {"mpi4py", "h5py"},
-    "rudra/studies/calibrate.py": LEARNING,
-    "rudra/cli/doctor.py": LEARNING | {"h5py"},
+OF_JOB = {"numpy", "pydantic", "pydantic_core", "protocols", "topologies"}
+WITH_TORCH = OF_JOB | {"torch", "msgspec", "tqdm", "cloudpickle"}
+RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import beside itself, and libraries
+    "protocols": ("", {"numpy"}),
+    "topologies": ("", set()),
+    "ground": ("", set()),
+    "job": ("ground", OF_JOB),
+    "core": ("ground job", OF_JOB | {"msgspec"}),
+    "data": ("ground job", OF_JOB | {"torch", "h5py", "PIL", "pandas", "zstandard"}),
+    "compute": ("ground job core data", WITH_TORCH),
+    "roles": ("ground job core", OF_JOB | {"msgspec"}),
+    "results": ("ground job core data compute", WITH_TORCH | {"h5py", "pandas"}),
+    "mpi": ("ground job core data compute roles results", WITH_TORCH | {"mpi4py"}),
+    "simulation": ("ground job core data compute roles results", WITH_TORCH),
+    "report": ("ground job core results simulation", OF_JOB | {"matplotlib", "jinja2"}),
+    "studies": ("ground job core data compute results mpi simulation above report", WITH_TORCH),
+    "above": ("ground job core data compute roles results mpi simulation cli", WITH_TORCH | {"mpi4py"}),
+    "bench": (
+        "ground job core data compute roles results mpi simulation above report studies",
+        WITH_TORCH | {"mpi4py", "h5py"},
+    ),
+    "cli": ("ground job core data compute results mpi simulation above report studies bench", WITH_TORCH | {"h5py"}),
 }
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "sklearn", "jinja2", "pandas", "PIL", "zstandard"}
-SOURCES = sorted(file for package in OURS for file in (ROOT / package).rglob("*.py"))
+ONLY_INSIDE_FUNCTIONS = {"matplotlib", "jinja2", "pandas", "PIL", "zstandard"}
+SOURCES = sorted(file for place in ("rudra", "protocols", "topologies") for file in (ROOT / place).rglob("*.py"))
 
 
-def imports(tree: ast.AST) -> set[str]:
-    """Top-level names of everything that is imported anywhere below."""
-    found: set[str] = set()
+def room_of(file: Path) -> str:
+    place = file.relative_to(ROOT)
+    if str(place) in ABOVE:
+        return "above"
+    if place.parts[0] != "rudra":
+        return place.parts[0]
+    return place.parts[1] if len(place.parts) > 2 else "ground"
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Modules that are imported anywhere below; of Rudra's own, their rooms, such as `rudra: job`."""
+    found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add(str(node.module).partition(".")[0])
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports would slip through"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            path = ROOT.joinpath(*name.split("."))
+            while path != ROOT and not (path.is_dir() or path.with_suffix(".py").is_file()):
+                path = path.parent  # a name in a module
+            inside = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            first = name.partition(".")[0]
+            found.add(f"rudra: {room_of(inside)}" if first == "rudra" else first)
     return found
 
 
-def allowed(name: str) -> set[str]:
-    return RULES[max((rule for rule in RULES if name == rule or name.startswith(rule.removesuffix(".py"))), key=len)]
-
-
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_stay_inside_the_layer(file: Path) -> None:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    assert imports(tree) - allowed(str(file.relative_to(ROOT))) == set()
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+def test_imports_stay_inside_the_room_and_those_below(file: Path) -> None:
+    tree, room = ast.parse(file.read_text(encoding="utf-8")), room_of(file)
+    rooms, libraries = RULES[room]
+    allowed = {f"rudra: {name}" for name in (room, *rooms.split())} | libraries | {room}
+    assert imported(tree) - set(sys.stdlib_module_names) - allowed == set()
     inside = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
-    at_import = set().union(*(imports(node) for node in statements if node not in inside))
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    at_import = set().union(*(imported(node) for node in statements if node not in inside))
     assert at_import & ONLY_INSIDE_FUNCTIONS == set()
-
-
-def test_relative_imports_are_not_used() -> None:
-    """They would slip through the table above."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES}
-    relative = [f for f, tree in trees.items() for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
-    assert relative == []
 
 
 def test_importing_rudra_starts_no_mpi_and_loads_no_pictures() -> None:

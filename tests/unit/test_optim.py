@@ -4,8 +4,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from rudra.compute.flat import Entry
 from rudra.compute.optim import UpdateRule
+from rudra.core.layout import Entry
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rudra.cli import main
+from rudra.cli.main import main
 from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -104,7 +104,7 @@ def test_too_few_updates_are_refused() -> None:
 
 def test_the_command_shows_a_row_for_each_number_of_learners(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["predict", "rudra/table2", "--learners", "1,2,30", "--updates", "20", "--samples", "50000"]
-    assert cli.main(arguments) == 0
+    assert main(arguments) == 0
     title, head, *rows = capsys.readouterr().out.splitlines()
     assert title.startswith("table2: 1-softsync, μ = ")
     assert title.endswith("costs: p775")
@@ -112,7 +112,7 @@ def test_the_command_shows_a_row_for_each_number_of_learners(capsys: pytest.Capt
     assert [row.split()[0] for row in rows[:3]] == ["1", "2", "30"]
     times = [float(row.split()[1]) for row in rows[:3]]
     assert times == sorted(times, reverse=True)
-    assert cli.main([*arguments, "--json"]) == 0
+    assert main([*arguments, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["learners"] for line in lines] == [1, 2, 30]
     assert [line["epoch_s"] for line in lines] == pytest.approx(times, rel=1e-3)
@@ -128,7 +128,7 @@ def test_the_command_shows_a_row_for_each_number_of_learners(capsys: pytest.Capt
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["predict", "digits", *arguments]) == 2
+    assert main(["predict", "digits", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith("rudra: ")
     assert text in said
@@ -137,7 +137,7 @@ def test_mistakes_are_one_line(arguments: list[str], text: str, capsys: pytest.C
 
 def test_nothing_is_read_that_need_not_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "nowhere"
-    assert cli.main(["predict", "rudra/table2", "--set", f"data.path={missing}", "--updates", "20"]) == 0
+    assert main(["predict", "rudra/table2", "--set", f"data.path={missing}", "--updates", "20"]) == 0
 
 
 def test_a_prediction_is_of_a_cluster_in_which_nothing_goes_wrong() -> None:

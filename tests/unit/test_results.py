@@ -25,9 +25,9 @@ CHILD = """
 import sys
 from pathlib import Path
 from rudra import roster
-from rudra.config import Job
+from rudra.job.job import Job
 from rudra.errors import ResultsError
-from rudra.records import EPOCH, GRADIENT, UPDATE
+from rudra.core.records import EPOCH, GRADIENT, UPDATE
 from tests.unit.results_files import *
 
 path = Path(sys.argv[1])
@@ -354,7 +354,7 @@ def test_without_swmr_the_file_is_whole_between_two_flushes(tmp_path, child):
                 assert results.status == "running"
                 assert len(results.updates) == 3 * count
         reader = child("""
-            from rudra.results import open_results
+            from rudra.results.reader import open_results
             results = open_results(path)
             print("reading", flush=True)
             sys.stdin.readline()
@@ -640,9 +640,9 @@ def test_what_cannot_be_is_damage(tmp_path, damage, message):
 )
 def test_roles_that_cannot_be_are_damage(tmp_path, column, values, message):
     plan = Job(cluster={"learners": 2}).plan()
-    who = roster.rows_of(plan)
+    who = plan_rows.rows_of(plan)
     who[column] = values
-    about = {**roster.about(plan), "learners": 2}
+    about = {**plan_rows.about(plan), "learners": 2}
     with new_writer(tmp_path / "run.h5", **about) as writer:
         writer.flush(force=True)
     with h5py.File(tmp_path / "run.h5", "r+") as file:

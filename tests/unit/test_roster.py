@@ -25,9 +25,9 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
 def back(plan: Plan) -> Plan:
     """As it comes out of a file, where attributes are NumPy's."""
     attributes = {
-        name: value if isinstance(value, str) else np.int64(value) for name, value in roster.about(plan).items()
+        name: value if isinstance(value, str) else np.int64(value) for name, value in plan_rows.about(plan).items()
     }
-    return roster.plan_of(np.frombuffer(roster.rows_of(plan).tobytes(), ROLE), attributes)
+    return plan_rows.plan_of(np.frombuffer(plan_rows.rows_of(plan).tobytes(), ROLE), attributes)
 
 
 @given(st.sampled_from(JOBS), st.lists(st.integers(0, 4), min_size=2, max_size=20).map(sorted))
@@ -35,7 +35,7 @@ def test_a_plan_comes_back(job: tuple[str, dict[str, Any]], nodes: list[int]) ->
     plan = topologies.load(*job).plan(len(nodes), nodes)
     found = back(plan)
     assert found.roles == plan.roles
-    assert roster.about(found) == roster.about(plan)
+    assert plan_rows.about(found) == plan_rows.about(plan)
     assert (found.children, found.receivers, found.groups) == (plan.children, plan.receivers, plan.groups)
 
 
@@ -46,7 +46,7 @@ def test_a_plan_comes_back_as_it_was_fitted(name: str, options: dict[str, Any]) 
 
 
 def test_what_is_nobody_is_minus_one() -> None:
-    rows = roster.rows_of(topologies.load("base").plan(1))
+    rows = plan_rows.rows_of(topologies.load("base").plan(1))
     assert rows["parent"].tolist() == [-1, 0, 0]
     assert rows["source"].tolist() == rows["group"].tolist() == [-1, -1, -1]
     assert rows["kind"].tolist() == [b"parameter server", b"statistics server", b"learner"]

@@ -16,8 +16,9 @@ import pytest
 
 from rudra.cli.main import main
 from rudra.errors import ConfigError
-from rudra.job.job import Job, cores
+from rudra.job.job import Job
 from rudra.job.jobfiles import flattened
+from rudra.machine import cores
 from rudra.results.reader import open_results
 from rudra.studies import sweep
 from tests.waiting import eventually
@@ -61,7 +62,7 @@ rows = [
 """
 USER = """
 import os, signal, time
-from rudra.networks import mlp
+from rudra.compute.networks import mlp
 
 def fragile(input_shape, classes, fault):
     if fault == "dies":

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 WRITER = """
 import sys, time
 from pathlib import Path
-from rudra.records import UPDATE
+from rudra.core.records import UPDATE
 from tests.unit.results_files import new_writer, rows
 with new_writer(Path(sys.argv[1])) as writer:
     for i in range(int(sys.argv[2])):

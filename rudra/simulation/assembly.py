@@ -1,0 +1,67 @@
+"""Puts a job's roles into virtual time."""
+
+from collections.abc import Callable
+
+from rudra import roles
+from rudra.compute.schedule import schedule_of
+from rudra.core.events import Save
+from rudra.core.training_state import BEGINNING, Position
+from rudra.job.job import Job
+from rudra.roles import Machine
+from rudra.simulation.costs import CostModel
+from rudra.simulation.driver import Hands, Recorder, Simulation
+from topologies import Plan
+
+
+def machines_of(job: Job, plan: Plan, training_samples: int, position: Position = BEGINNING) -> dict[int, Machine]:
+    """The state machines of all roles; arguments as of `assemble`."""
+    schedule = schedule_of(job, plan, training_samples)
+    return {i: roles.make(i, job, plan, training_samples, schedule, position) for i in range(len(plan.roles))}
+
+
+def assemble(
+    job: Job,
+    plan: Plan,
+    hands: Hands,
+    recorder: Recorder,
+    *,
+    training_samples: int,
+    size_bytes: int,
+    position: Position = BEGINNING,
+    save: Callable[[int, Save], None] | None = None,
+    check: Callable[[Machine], None] | None = None,
+) -> Simulation:
+    """A simulation of a job, ready to run.
+
+    Args:
+        job: resolved, with its costs read in.
+        plan: who is who.
+        hands: what computes.
+        recorder: what takes the statistics server's rows.
+        training_samples: of one epoch.
+        size_bytes: of a gradient or the weights on the wire.
+        position: where training begins.
+        save: see `Simulation`, as is the next.
+        check: called after every event.
+
+    Raises:
+        ConfigError: the job's schedule gives no rates.
+    """
+    schedule = schedule_of(job, plan, training_samples)
+
+    def make(role: int, plan: Plan, position: Position) -> Machine:
+        return roles.make(role, job, plan, training_samples, schedule, position)
+
+    return Simulation(
+        plan,
+        machines_of(job, plan, training_samples, position),
+        hands,
+        recorder,
+        CostModel(job.simulation, plan, job.training.minibatch_size),
+        size_bytes=size_bytes,
+        seed=job.training.seed + position.timestamp,
+        gradient_share=job.cluster.gradient_share,
+        make=make,
+        save=save,
+        check=check,
+    )
