@@ -284,7 +284,7 @@ class AveragingExecutor(Executor):
 class OwnerExecutor(Executor):
     """Lets the optimiser step weights of its own."""
 
-    def own(self, job: Job, plan: Plan, flat: FlatModel, first_weights: FirstWeights | None) -> None:
+    def own(self, job: Job, plan: Plan, flat: FlatModel, first_weights: FirstWeights | None = None) -> None:
         """Takes over the weights that the model was built with, or those of a warm start."""
         weights = self.buffer("weights").vector
         flat.read_into(weights)

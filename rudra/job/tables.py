@@ -537,7 +537,7 @@ class Hook(Table):
     SHIPPED: ClassVar[dict[str, str]] = {name: f"rudra.results.journals:{name}" for name in ("csv", "tensorboard")}
 
     at: Literal["update", "epoch", "end"] = Field(description="update, epoch or end")
-    call: Named = Field(description="csv, tensorboard, or package.module:callable of one argument, a rudra.Moment")
+    call: Named = Field(description="csv, tensorboard, or package.module:callable of a rudra.Moment")
     role: str | None = Field(
         None,
         description="whose moments: a role as `rudra topology` names it, or learners, all of them; default: see Hooks",
