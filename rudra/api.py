@@ -16,7 +16,6 @@ from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.job.job import Job
 from rudra.job.tables import DEFAULTS
 from rudra.machine import cores
-from rudra.mpi import launch
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, default_output, open_results
 from rudra.results.resume import Decision, decide
@@ -55,10 +54,12 @@ def run(
         RudraError: a mistake in the job or the launch, or a run that failed; the ranks themselves have then said why on
             stderr, and `exit_code` tells which of the two it was (2 or 1), or 3: it was stopped, and can be resumed.
     """
+    from rudra.mpi.launch import world_size  # not before: it has MPI wait for us to start it
+
     shown = _progress(progress)
     named = None if output is None else Path(output)
     wanted = resume if isinstance(resume, bool) else Path(resume)
-    if launch.world_size() is not None:
+    if world_size() is not None:
         from rudra.mpi.start import start_mpi
 
         start_mpi()
@@ -81,6 +82,8 @@ def run(
 
 def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool) -> int:
     """Starts the ranks, and again where the job says so; the exit code."""
+    from rudra.mpi.launch import launch
+
     path, job = begin.output, job.with_(cluster=begin.cluster or {}).resolved(cores=cores())
     plan = job.plan()
     names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
@@ -89,7 +92,7 @@ def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool
     for restart in range(job.faults.restarts + 1):
         more = {"overwrite": begin.overwrite, "resume": begin.checkpoint or False, "launched": True}
         payload = {"job": job, "output": path, "progress": shown, **more}
-        outcome = launch.launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
+        outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
         if outcome.code:
             _wait_for_results(path)
         if not outcome.lost or restart == job.faults.restarts:

@@ -80,11 +80,10 @@ def serve(listener: int, launcher: int) -> list[str]:
     """Imports what ranks need, and forks them: see `rudra.mpi.forkserver.serve`, which returns in each of them."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
-    import mpi4py
-
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
-    import rudra.mpi.session  # noqa: F401
     from rudra.mpi import forkserver
+
+    with suppress(ImportError, RuntimeError):  # where there is no MPI each rank says so, when it starts it
+        import rudra.mpi.session  # noqa: F401
 
     gc.freeze()
     return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))

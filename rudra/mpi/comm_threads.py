@@ -10,12 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, Queue
-from typing import TYPE_CHECKING
+
+from mpi4py import MPI
 
 from rudra.mpi.failures import outcome
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 """Pauses between two looks at transfers under way: they grow while nothing happens."""
@@ -68,7 +66,7 @@ class Worker(threading.Thread):
 class _Carried:
     """A transfer."""
 
-    request: "MPI.Request"
+    request: MPI.Request
     done: Callable[[], None]
     receives: bool
 
@@ -83,7 +81,7 @@ class Lane(Worker):
     """
 
     def __init__(
-        self, name: str, post: Post, wait: "Callable[[MPI.Request], object]" = lambda request: request.Wait()
+        self, name: str, post: Post, wait: Callable[[MPI.Request], object] = lambda request: request.Wait()
     ) -> None:
         self._carried: list[_Carried] = []
         self._forgotten: list[_Carried] = []  # receives that may still write
@@ -91,7 +89,7 @@ class Lane(Worker):
         self._wait = wait
         super().__init__(name, post)
 
-    def carry(self, start: Callable[[], "MPI.Request"], done: Callable[[], None], *, receives: bool = False) -> None:
+    def carry(self, start: Callable[[], MPI.Request], done: Callable[[], None], *, receives: bool = False) -> None:
         """Starts a transfer; `done` is called in the rank's own thread when it is over."""
         self.submit(lambda: self._carried.append(_Carried(start(), done, receives)))
 

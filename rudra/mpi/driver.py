@@ -14,7 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from mpi4py import MPI
 
 from rudra.compute.executor import (
     AveragingExecutor,
@@ -79,9 +81,6 @@ from rudra.roles.machine import listed
 from topologies import Plan
 from topologies.plan import LEARNER
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 FAILURE_TAG, CLOCK_TAG, STANDSTILL_TAG, FIRST_TAG = 0, 1, REGROUP_TAG + 1, REGROUP_TAG + 2
 CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, CHANNELS = 0, 1, 2, 3, 4
 """Tags from the first on: of each role these channels, tensors' once more each time that roles begin anew."""
@@ -104,7 +103,7 @@ class Ended(Exception):
 class _Ring:
     """Posted receives for the control messages of one role, taken in the order of arrival."""
 
-    def __init__(self, comm: "MPI.Comm", role: int) -> None:
+    def __init__(self, comm: MPI.Comm, role: int) -> None:
         self._buffers = [bytearray(CONTROL_BYTES) for _ in range(RING)]
         tag = FIRST_TAG + role * CHANNELS + CONTROL
         self._requests = [comm.Recv_init(b, tag=tag) for b in self._buffers]
@@ -150,7 +149,7 @@ class Rank:
 
     def __init__(
         self,
-        comm: "MPI.Comm",
+        comm: MPI.Comm,
         plan: Plan,
         machines: dict[int, Machine],
         executors: dict[int, Executor],
@@ -163,8 +162,6 @@ class Rank:
         spins: bool = False,
         halves: bool = False,
     ) -> None:
-        from mpi4py import MPI
-
         self._mpi, self._comm, self._plan = MPI, comm, plan
         self._machines, self._executors, self._recorder = machines, executors, recorder
         self._anew = Anew(self, remake)
@@ -328,7 +325,7 @@ class Rank:
             lost = [i for i, role in enumerate(self._plan.roles) if role.world_rank in ranks]
             self._events.extend((role, Lost(other)) for other in lost for role in self._machines)
 
-    def _reduction(self, role: int, library: "MPI.Comm | None" = None) -> GroupReduction:
+    def _reduction(self, role: int, library: MPI.Comm | None = None) -> GroupReduction:
         tag = self._tag(self._plan.group_of(role)[0], REDUCTIONS)
         return make_reduction(self._comm, self._plan, role, tag, self._executors[role], self._doorbell, library)
 
@@ -578,10 +575,8 @@ class Rank:
         self._computer.submit(arithmetic_of_thread())
 
 
-def make_doorbell(comm: "MPI.Comm") -> Doorbell:
+def make_doorbell(comm: MPI.Comm) -> Doorbell:
     """This rank's doorbell; all ranks call this together."""
-    from mpi4py import MPI
-
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     neighbours = node.allgather(comm.rank)
     node.Free()
@@ -589,7 +584,7 @@ def make_doorbell(comm: "MPI.Comm") -> Doorbell:
 
 
 def clock_origin(
-    comm: "MPI.Comm", root: int, clock: Callable[[], float] = time.perf_counter, node: "MPI.Comm | None" = None
+    comm: MPI.Comm, root: int, clock: Callable[[], float] = time.perf_counter, node: MPI.Comm | None = None
 ) -> float:
     """One moment as every rank's own clock shows it, so that times since then can be compared between ranks.
 
@@ -606,8 +601,6 @@ def clock_origin(
     Returns:
         Reading of this rank's clock, in seconds, at the moment that all agree on.
     """
-    from mpi4py import MPI
-
     own = comm.Split_type(MPI.COMM_TYPE_SHARED) if node is None else node
     leaders: list[int] = comm.allgather(own.bcast(comm.rank))
     offset = 0.0  # root's clock - this one's
@@ -625,7 +618,7 @@ def clock_origin(
     return float(comm.bcast(clock(), root)) - ahead
 
 
-def _ask_time(comm: "MPI.Comm", root: int, clock: Callable[[], float]) -> tuple[float, float]:
+def _ask_time(comm: MPI.Comm, root: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Round trip in seconds, and by how much root's clock is ahead of this one."""
     asked = clock()
     theirs: float = comm.sendrecv(None, root, CLOCK_TAG, None, root, CLOCK_TAG)

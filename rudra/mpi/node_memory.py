@@ -10,20 +10,18 @@ import os
 import pickle
 import secrets
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpi4py import MPI
 
 _ALIGNED = 64
 _TOKEN = 16
 
 
-def share(node: "MPI.Comm", leader: int, made: Any) -> Any:
+def share(node: MPI.Comm, leader: int, made: Any) -> Any:
     """Gives the ranks of a node what one of them made; arrays and tensors in it are one memory for all.
 
     Who writes to that memory gets copies of the pages that he writes.

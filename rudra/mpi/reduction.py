@@ -11,11 +11,12 @@ everything else.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from mpi4py import MPI
 
 from rudra.compute.executor import CACHE_LINE, Buffer, Executor, average
 from rudra.core.events import Reduce, Reduced
@@ -24,9 +25,6 @@ from rudra.core.records import Gradient
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import outcome
 from topologies import Plan
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _ALIGNED = CACHE_LINE // 4
 
@@ -46,12 +44,12 @@ class GroupReduction:
 
     def __init__(
         self,
-        comm: "MPI.Comm",
+        comm: MPI.Comm,
         members: Sequence[int],
         tag: int,
         size: int,
         ring: Callable[[], None],
-        library: "MPI.Comm | None" = None,
+        library: MPI.Comm | None = None,
     ) -> None:
         self._comm, self._members, self._tag, self._ring, self._library = comm, members, tag, ring, library
         self._k, self._rank = len(members), members.index(comm.rank)
@@ -140,9 +138,7 @@ class GroupReduction:
             if self._action.to_all or self._rank == 0:
                 self._receive(array[self._slices[i]], i)
 
-    def _allreduce(self, library: "MPI.Comm") -> None:
-        from mpi4py import MPI
-
+    def _allreduce(self, library: MPI.Comm) -> None:
         assert self._action is not None
         self._buffer.vector.mul_(self._action.gradient.samples)
         self._requests = [library.Iallreduce(MPI.IN_PLACE, self._buffer.array, MPI.SUM)]
@@ -165,13 +161,13 @@ class GroupReduction:
 
 
 def make_reduction(
-    comm: "MPI.Comm",
+    comm: MPI.Comm,
     plan: Plan,
     role: int,
     tag: int,
     executor: Executor,
     doorbell: Doorbell,
-    library: "MPI.Comm | None" = None,
+    library: MPI.Comm | None = None,
 ) -> GroupReduction:
     """A learner's part in the reductions of its compute group.
 
@@ -194,10 +190,8 @@ def make_reduction(
     return GroupReduction(comm, members, tag, executor.size, ring, library)
 
 
-def library_comm(comm: "MPI.Comm", plan: Plan, roles: Collection[int]) -> "MPI.Comm | None":
+def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:
     """For groups whose gradients the MPI library adds, the communicator of that of these roles; all ranks together."""
-    from mpi4py import MPI
-
     if not plan.groups or plan.reduction != "mpi":
         return None
     for group, members in enumerate(plan.groups):

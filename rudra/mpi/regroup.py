@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from mpi4py import MPI
 
 from rudra.core.events import Event, Lost, Received, Regroup, Started, Stopped
 from rudra.core.messages import Kind, Message
@@ -53,8 +54,6 @@ class Anew:
             self._begin(position)
 
     def _look_for_plan(self) -> None:
-        from mpi4py import MPI
-
         plan, comm, status = self._rank._plan, self._rank._comm, MPI.Status()
         owner = plan.roles[plan.server].world_rank
         try:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
+from mpi4py import MPI
 
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
@@ -46,9 +47,6 @@ from rudra.roles import make as make_machine
 from rudra.roles.owner import Owner
 from rudra.roles.statistics import StatisticsServer
 from topologies import Plan
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 GRACE_S = 5.0
 """How long a failing rank leaves the statistics server to save the results, an ending one all to stop in order."""
@@ -78,7 +76,7 @@ def run_ranks(
     overwrite: bool,
     resume: Path | bool = False,
     launched: bool = False,
-    comm: "MPI.Comm | None" = None,
+    comm: MPI.Comm | None = None,
 ) -> tuple[int, Path]:
     """Runs this rank's part of a job, to the end.
 
@@ -95,8 +93,6 @@ def run_ranks(
         The exit code: 0, 1 (the run failed), 2 (a mistake in the job or the launch) or 3 (it was stopped as somebody
         asked, and can be resumed); and the result file.
     """
-    from mpi4py import MPI
-
     with end_with_the_dead(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
         return _run_ranks(job, output, progress, overwrite, resume, launched, (comm or MPI.COMM_WORLD).Dup())
 
@@ -110,8 +106,6 @@ def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
     Returns:
         The exit code: 0, or that of the first run that did not go well.
     """
-    from mpi4py import MPI
-
     world = MPI.COMM_WORLD
     for job, path in runs:
         comm = world.Split(0 if world.rank < job.plan().ranks else MPI.UNDEFINED)
@@ -134,7 +128,7 @@ def _run_ranks(
     overwrite: bool,
     resume: Path | bool,
     launched: bool,
-    comm: "MPI.Comm",
+    comm: MPI.Comm,
 ) -> tuple[int, Path]:
     begin = _decided(comm, lambda: decide(job, output, resume, force=overwrite, named=lambda: default_output(job.name)))
     if isinstance(begin, int):
@@ -160,7 +154,7 @@ def _run_ranks(
     return code, begin.output
 
 
-def _decided(comm: "MPI.Comm", decision: Callable[[], Decision]) -> Decision | int:
+def _decided(comm: MPI.Comm, decision: Callable[[], Decision]) -> Decision | int:
     """What rank 0 decides, on every rank; or the exit code, if it cannot, and says why."""
     found: Decision | int = 0
     if comm.rank == 0:
@@ -173,10 +167,8 @@ def _decided(comm: "MPI.Comm", decision: Callable[[], Decision]) -> Decision | i
     return agreed
 
 
-def _resolve(job: Job, comm: "MPI.Comm") -> tuple[Job, Plan, torch.device]:
+def _resolve(job: Job, comm: MPI.Comm) -> tuple[Job, Plan, torch.device]:
     """Fits the job to the ranks there are; every rank comes to the same result, and to where it computes itself."""
-    from mpi4py import MPI
-
     topology = job.make_topology()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     places: list[int] = comm.allgather(node.bcast(comm.rank))
@@ -214,7 +206,7 @@ class _Session:
     """Everything from the resolved job to the end of the run, on one rank."""
 
     def __init__(
-        self, comm: "MPI.Comm", job: Job, plan: Plan, begin: Decision, device: torch.device, *, launched: bool
+        self, comm: MPI.Comm, job: Job, plan: Plan, begin: Decision, device: torch.device, *, launched: bool
     ) -> None:
         self._comm, self._job, self._plan, self._begin, self._launched = comm, job, plan, begin, launched
         self._device = device
@@ -263,8 +255,6 @@ class _Session:
         return f"{names} (rank {self._comm.rank})"
 
     def _load(self) -> None:
-        from mpi4py import MPI
-
         from rudra.data.load import Data, load
 
         kinds = {self._plan.roles[i].kind for i in self._roles}
@@ -376,8 +366,6 @@ class _Session:
         kinds: list[dict[str, str]],
     ) -> None:
         """Creates the result file."""
-        from mpi4py import MPI
-
         executor, position = self._executors[self._plan.statistics], self._begin.position
         self._writer = make_writer(
             self._begin.output,
@@ -494,8 +482,6 @@ class _Session:
 
     def _depart(self, rank: Rank) -> bool:
         """Waits until all ranks have done their part; False: one has died, and what it left undone nobody waits for."""
-        from mpi4py import MPI
-
         if rank.look():
             return False
         try:
@@ -619,10 +605,8 @@ def _floats_of(executors: dict[int, Executor]) -> Callable[[int, str], Any]:
     return lambda role, buffer: executors[role].buffer(buffer).array
 
 
-def _sum_on_node(comm: "MPI.Comm", value: int) -> int:
+def _sum_on_node(comm: MPI.Comm, value: int) -> int:
     """Sum over the ranks of this node; all ranks call this together, so never in a step that may fail on one."""
-    from mpi4py import MPI
-
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     total: int = node.allreduce(value)
     node.Free()
@@ -635,7 +619,7 @@ def _end_softly_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def rest(comm: "MPI.Comm") -> None:
+def rest(comm: MPI.Comm) -> None:
     """Waits for all ranks, and leaves the core to those that work meanwhile."""
     request = comm.Ibarrier()
     while not request.Test():

@@ -6,10 +6,8 @@ statistics server's rank; that one ends the run when all do, and it waits itself
 """
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpi4py import MPI
 
 LEFT_S = 30.0
 """How long all may wait for each other when a rank has died."""
@@ -28,7 +26,7 @@ class Standstill:
         tell: sends a rank something small.
     """
 
-    def __init__(self, comm: "MPI.Comm", root: int, tag: int, tell: Callable[[bytes, int, int], None]) -> None:
+    def __init__(self, comm: MPI.Comm, root: int, tag: int, tell: Callable[[bytes, int, int], None]) -> None:
         self._comm, self._root, self._tag, self._tell = comm, root, tag, tell
         self._said_at = float("-inf")
         self._waits: dict[int, tuple[float, str]] = {}  # rank -> when it said last that it waits, and for what
@@ -55,8 +53,6 @@ class Standstill:
         return None if any(now - at > 2 * AGAIN_S for at, _ in said) else [text, *(text for _, text in said)]
 
     def _listen(self) -> None:
-        from mpi4py import MPI
-
         status = MPI.Status()
         try:
             while self._comm.Iprobe(MPI.ANY_SOURCE, self._tag, status):

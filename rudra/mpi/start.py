@@ -27,10 +27,7 @@ def start_mpi() -> None:
     """
     expected = world_size()
     try:
-        import mpi4py
-
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
-        from mpi4py import MPI
+        from mpi4py import MPI, rc
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(f"MPI cannot be used: {reason}; `rudra doctor` says more") from None
@@ -42,7 +39,7 @@ def start_mpi() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)
         with watched_start():
-            MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))  # multiple, unless users say less
+            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))  # multiple, unless users say less
         signal.alarm(0)
     found = MPI.COMM_WORLD.size
     if expected is not None and expected != found:

@@ -2,16 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from mpi4py import MPI
 
 from rudra.compute.executor import Buffer, Executor
 from rudra.mpi.failures import Losses, outcome
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 @dataclass(slots=True)
@@ -52,7 +49,7 @@ class Going:
 class _Coming:
     """A receive that MPI knows of."""
 
-    request: "MPI.Request"
+    request: MPI.Request
     wanted: Wanted
     buffer: Buffer
 
@@ -76,7 +73,7 @@ class Transfers:
 
     def __init__(
         self,
-        comm: "MPI.Comm",
+        comm: MPI.Comm,
         losses: Losses,
         executors: Mapping[int, Executor],
         received: Callable[[int, str, bool], None],
@@ -91,7 +88,7 @@ class Transfers:
         self._aside: list[_Coming] = []
         self._wanted: list[Wanted] = []
 
-    def send(self, request: "MPI.Request", going: Going) -> None:
+    def send(self, request: MPI.Request, going: Going) -> None:
         """Takes over a send."""
         self._sends.append((request, going))
 
@@ -103,8 +100,6 @@ class Transfers:
             self._post(wanted)
 
     def _post(self, wanted: Wanted) -> None:
-        from mpi4py import MPI
-
         buffer = self._executors[wanted.role].buffer(wanted.name)
         source = MPI.ANY_SOURCE if wanted.source is None else wanted.source
         request = self._comm.Irecv(_wire(buffer, wanted), source, wanted.tag)
@@ -122,8 +117,6 @@ class Transfers:
             self._ending = [coming for coming in self._ending if outcome(coming.request) == "no"]
 
     def _poll_sends(self) -> None:
-        from mpi4py import MPI
-
         requests = [request for request, _ in self._sends]
         try:
             finished = MPI.Request.Testsome(requests)
@@ -149,8 +142,6 @@ class Transfers:
                 self._wanted.append(coming.wanted)
 
     def _look_for_wanted(self) -> None:
-        from mpi4py import MPI
-
         for wanted in list(self._wanted):
             if self._served_aside(wanted):
                 continue
@@ -208,8 +199,6 @@ class Transfers:
 
     def _cancelled(self, coming: _Coming) -> bool:
         """Cancels a receive; False: it has matched. One that is over then is reported."""
-        from mpi4py import MPI
-
         coming.request.Cancel()
         status = MPI.Status()
         what = outcome(coming.request, status)
