@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -247,29 +248,44 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
     """Asks for a rank, and ends as it ends; returns if nobody can be asked."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # passed on, so that the rank may end in order
+    woken, wakes = socket.socketpair()
+    woken.setblocking(False)
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())  # a signal right before a call that waits does not end it
+    for number in PASSED_ON:
+        signal.signal(number, lambda *_: None)
     with socket.socket(socket.AF_UNIX) as server:
-        try:
+        told = b""
+        with suppress(OSError):
             server.connect(f"\0{address}")
-            if _peer(server)[1] != os.geteuid():
-                return
-            socket.send_fds(server, [os.fsencode("\0".join(arguments))], [0, 1, 2])
-            told = server.recv(_STATUS.size)
-        except OSError:
-            return
+            if _peer(server)[1] == os.geteuid():
+                socket.send_fds(server, [os.fsencode("\0".join(arguments))], [0, 1, 2])
+                told = server.recv(_STATUS.size)
         if not told:
+            _no_longer_passed_on()
+            with suppress(BlockingIOError):
+                for number in woken.recv(4096):
+                    os.kill(os.getpid(), number)
             return
         (rank,) = _STATUS.unpack(told)
-        for number in PASSED_ON:
-            signal.signal(number, lambda number, _: os.kill(rank, number))
         libc.prctl(_PR_SET_NAME, f"{STANDS_FOR}{rank}".encode())
+        while server not in select.select([server, woken], [], [])[0]:
+            for number in woken.recv(4096):
+                with suppress(ProcessLookupError):
+                    os.kill(rank, number)
         told = server.recv(_STATUS.size)
+    _no_longer_passed_on()
     code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left one, if any
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _no_longer_passed_on() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sh
 CHILD = """
 import sys
 from pathlib import Path
-from rudra import roster
+from rudra.results import plan_rows
 from rudra.job.job import Job
 from rudra.errors import ResultsError
 from rudra.core.records import EPOCH, GRADIENT, UPDATE
