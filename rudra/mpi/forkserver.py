@@ -264,15 +264,15 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
         if not told:
             _no_longer_passed_on()
             with suppress(BlockingIOError):
-                for number in woken.recv(4096):
-                    os.kill(os.getpid(), number)
+                for caught in woken.recv(4096):
+                    os.kill(os.getpid(), caught)
             return
         (rank,) = _STATUS.unpack(told)
         libc.prctl(_PR_SET_NAME, f"{STANDS_FOR}{rank}".encode())
         while server not in select.select([server, woken], [], [])[0]:
-            for number in woken.recv(4096):
+            for caught in woken.recv(4096):
                 with suppress(ProcessLookupError):
-                    os.kill(rank, number)
+                    os.kill(rank, caught)
         told = server.recv(_STATUS.size)
     _no_longer_passed_on()
     code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL

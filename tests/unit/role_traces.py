@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rudra.compute.schedule import schedule_of
 from rudra.core.events import (
     Accumulate,
     Action,
@@ -48,7 +49,8 @@ def job(name: str, learners: int = 2, **tables: Any) -> Job:
 
 
 def machine(role: int, run: Job, training_samples: int = 10**6, nodes: Sequence[int] | None = None) -> Machine:
-    return make(role, run, run.plan(nodes), training_samples)
+    plan = run.plan(nodes)
+    return make(role, run, plan, training_samples, schedule_of(run, plan, training_samples))
 
 
 def plan(learners: int = 2) -> Plan:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import rudra
-from rudra.cli.main import EPILOG, _load, _parser, main
+from rudra.cli.main import EPILOG, main, names, parser_of
+from rudra.cli.options import job_of
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.job.tables import Hook, Table
@@ -89,11 +90,11 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("text", [EPILOG, (ROOT / "README.md").read_text(encoding="utf-8")], ids=["help", "README"])
 def test_the_jobs_of_the_examples_are_valid(text: str) -> None:
     examples = re.findall(r"^ *rudra ((?:run|simulate) .+?)(?:\s{2,}.*|#.*)?$", text, re.MULTILINE)
-    parsed = [_parser().parse_args(shlex.split(example)) for example in examples]
+    parsed = [parser_of(names()).parse_args(shlex.split(example)) for example in examples]
     shipped = [arguments for arguments in parsed if arguments.job in shipped_jobs()]
     assert shipped
     for arguments in shipped:
-        _load(arguments)
+        job_of(arguments)
 
 
 def test_validate_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:

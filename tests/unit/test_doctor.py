@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rudra.cli import doctor
+from rudra.cli import examination
 
 GIB = 2**30
 LIST = "echo 'MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4' >&2"
@@ -45,18 +45,18 @@ def test_slurm(
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "find_mpirun", lambda: Path("mpirun"))
-    monkeypatch.setattr(doctor, "is_open_mpi", lambda mpirun: open_mpi)
-    said = doctor._slurm()
+    monkeypatch.setattr(examination, "find_mpirun", lambda: Path("mpirun"))
+    monkeypatch.setattr(examination, "is_open_mpi", lambda mpirun: open_mpi)
+    said = examination._slurm()
     assert said.state == state
     assert found in said.found
     assert bool(said.advice) == (state == "warn")
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._gpus().found == "torch sees none; learners compute on the CPU"
+    assert examination._gpus().found == "torch sees none; learners compute on the CPU"
     gpus = [SimpleNamespace(name="NVIDIA A", total_memory=80 * GIB), SimpleNamespace(name="B", total_memory=24 * GIB)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
-    assert doctor._gpus().found == "0: NVIDIA A, 80 GiB; 1: B, 24 GiB"
+    assert examination._gpus().found == "0: NVIDIA A, 80 GiB; 1: B, 24 GiB"

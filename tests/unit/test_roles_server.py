@@ -23,9 +23,9 @@ from role_traces import (
 )
 
 from protocols import Clock, Protocol
-from rudra.compute.schedule import Schedule
 from rudra.core.events import Lost, Received, Send, Sent, Started, Stopped, Update
 from rudra.core.messages import Kind, Message
+from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
 from rudra.roles import ParameterServer
 from rudra.roles.machine import short
@@ -315,7 +315,7 @@ def test_an_aggregate_counts_as_the_gradients_that_it_stands_for() -> None:
 
 def test_the_schedule_counts_completed_epochs() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 3}, protocol={"modulation": "none"})
-    role.schedule = Schedule(OptimizerTable(learning_rate=1.0, milestones=(1, 2)), 3)
+    role.schedule = Schedule.stepped(OptimizerTable(learning_rate=1.0), (1, 2))
     told = [text for step in range(2) for text in feed(role, gradient(0, step, step, G0), *returned(0))]
     told += feed(role, gradient(0, 2, 2, G0))
     rates = [text for text in told if "update" in text]

@@ -8,7 +8,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from protocols import Protocol
-from rudra.compute.schedule import Schedule, expected_updates
+from rudra.compute.schedule import expected_updates, planned
+from rudra.core.schedule import Schedule
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
@@ -34,7 +35,7 @@ def by_hand(make: Callable[[torch.optim.Optimizer], Any], epochs: int = EPOCHS) 
 
 
 def schedule(epochs: int = EPOCHS, **table: Any) -> Schedule:
-    return Schedule(OptimizerTable(learning_rate=0.4, **table), epochs)
+    return planned(OptimizerTable(learning_rate=0.4, **table), epochs)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_scheduler_that_is_stepped_by_updates(options: dict[str, Any]) -> None
     """The number of updates is known, unless the job says another one."""
     wanted = options or {"total_steps": 70}
     table = {"schedule": f"{SCHEDULERS}:OneCycleLR", "schedule_options": {"max_lr": 2.0, **options}}
-    made = Schedule(OptimizerTable(learning_rate=0.4, schedule_every="update", **table), 3, 70)
+    made = planned(OptimizerTable(learning_rate=0.4, schedule_every="update", **table), 3, 70)
     expected = by_hand(lambda o: lr_scheduler.OneCycleLR(o, 2.0, **wanted), 70)
     assert [made.rate(update // 30, update / 30, update) for update in range(70)] == pytest.approx(expected, rel=1e-12)
     assert made.rate(3, 3.0, 75) == made.rates[-1], "more than there should have been"
@@ -132,7 +133,7 @@ def test_one_that_is_stepped_by_epochs_is_told_how_many_there_are() -> None:
 
 
 def test_cosine_falls_over_all_updates() -> None:
-    made = Schedule(OptimizerTable(learning_rate=0.4, schedule="cosine", schedule_every="update"), 3, 50)
+    made = planned(OptimizerTable(learning_rate=0.4, schedule="cosine", schedule_every="update"), 3, 50)
     expected = by_hand(lambda o: lr_scheduler.CosineAnnealingLR(o, 50), 50)
     assert [made.rate(0, 0.0, update) for update in range(50)] == pytest.approx(expected, rel=1e-12)
 
@@ -180,6 +181,6 @@ def test_where_nobody_knows_the_updates_the_job_must_say() -> None:
     with pytest.raises(
         ConfigError, match=r"^\[optimizer\] schedule_every = 'update': .*; schedule_options.total_steps m"
     ):
-        Schedule(OptimizerTable(**table), 3)
+        planned(OptimizerTable(**table), 3)
     table["schedule_options"] = {"max_lr": 2.0, "total_steps": 40}
-    assert len(Schedule(OptimizerTable(**table), 3).rates) == 40
+    assert len(planned(OptimizerTable(**table), 3).rates) == 40

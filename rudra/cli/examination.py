@@ -1,0 +1,278 @@
+"""`rudra doctor`: looks at everything that a run needs, and says what to do about each thing that is wrong."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rudra.errors import LaunchError
+from rudra.machine import cores
+from rudra.mpi.launch import find_mpirun, is_open_mpi, mpirun_command, world_size
+
+PROBE_TIMEOUT_S = 60.0
+DEFAULT_LEARNERS = 4
+
+PROBE = """
+import json, sys
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
+          MPI.THREAD_MULTIPLE: "multiple"}
+names = comm.gather(MPI.Get_processor_name())
+if comm.rank == 0:
+    from rudra.mpi.start import gpu_aware
+    print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "threads": levels[MPI.Query_thread()],
+                      "size": comm.size, "hosts": sorted(set(names)), "gpu": gpu_aware()}), flush=True)
+"""
+
+ULFM_PROBE = """
+import sys
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+if comm.Is_revoked():
+    sys.exit(1)
+shrunk = comm.Shrink()
+if comm.rank == 0:
+    print("ulfm", shrunk.size, flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        subject: what was looked at.
+        state: "fail" stops every run, "warn" a kind of run.
+        found: what was seen.
+        advice: what to do about it; empty where all is well.
+    """
+
+    subject: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+def main(*, as_json: bool = False) -> int:
+    """Prints the report as it grows; returns 1 if something would stop a run, else 0."""
+    findings: list[Finding] = []
+    for finding in examine():
+        findings.append(finding)
+        if not as_json:
+            print(_line(finding), flush=True)
+    failed = [f.subject for f in findings if f.state == "fail"]
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(f) for f in findings]}, indent=2))
+    else:
+        print(f"\nnot ready: {', '.join(failed)}" if failed else "\nready: try `rudra run digits`")
+    return 1 if failed else 0
+
+
+def examine() -> Iterator[Finding]:
+    """Looks at one thing after the other."""
+    yield Finding("python", "ok", f"{platform.python_version()} in {sys.prefix}")
+    yield _torch()
+    yield _gpus()
+    yield _package("numpy")
+    yield _package("mpi4py", advice="pip install mpi4py")
+    yield from _mpi()
+    yield _slurm()
+    yield _cores()
+    yield _swmr()
+    for extra, module in (("digits", "sklearn"), ("plot", "matplotlib")):
+        yield _extra(extra, module)
+
+
+def _line(finding: Finding) -> str:
+    mark = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}[finding.state]
+    advice = f"\n     {'':16}-> {finding.advice}" if finding.advice else ""
+    return f"{mark} {finding.subject:16}{finding.found}{advice}"
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding("torch", "fail", _first_line(error), "pip install torch")
+    return Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _gpus() -> Finding:
+    """The GPUs on which learners of this node would compute."""
+    with suppress(ImportError, OSError):
+        import torch
+
+        if torch.cuda.is_available():
+            about = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+            sizes = [f"{place}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for place, gpu in enumerate(about)]
+            return Finding("gpus", "ok", "; ".join(sizes))
+    return Finding("gpus", "ok", "torch sees none; learners compute on the CPU")
+
+
+def _package(name: str, advice: str = "") -> Finding:
+    try:
+        return Finding(name, "ok", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "fail", "not installed", advice or f"pip install {name}")
+
+
+def _extra(extra: str, module: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding(module, "warn", "not installed", f"pip install 'rudra[{extra}]'")
+    return Finding(module, "ok", "installed")
+
+
+def _mpi() -> Iterator[Finding]:
+    """The launcher, and what two ranks that it starts say of the MPI library."""
+    if world_size() is not None:
+        yield Finding(
+            "launcher", "warn", "this process is an MPI rank itself", "run `rudra doctor` without mpirun or srun"
+        )
+        return
+    try:
+        mpirun = find_mpirun()
+        open_mpi = is_open_mpi(mpirun)
+    except LaunchError as error:
+        yield Finding("launcher", "fail", "cannot be used", str(error))
+        return
+    yield Finding("launcher", "ok", f"{mpirun}{'' if open_mpi else ' (not Open MPI)'}")
+    said, reason = _probe(mpirun, open_mpi, PROBE)
+    if said is None:
+        yield Finding("mpi", "fail", reason, "see the message; is mpirun's MPI the one that mpi4py loads?")
+        return
+    yield from _mpi_findings(json.loads(said))
+    if open_mpi:
+        works = _probe(mpirun, open_mpi, ULFM_PROBE, "--with-ft", "ulfm")[0] == "ulfm 2"
+        advice = "" if works else "runs go on after a lost learner only where the MPI library has ULFM (Open MPI >= 5)"
+        yield Finding("fault tolerance", "ok" if works else "warn", "ULFM works" if works else "no ULFM", advice)
+
+
+def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
+    library = str(seen["library"]).split(",")[0].split("\n")[0]
+    if seen["size"] != 2:
+        advice = "install one MPI only, or put the mpirun that belongs to this library first on PATH"
+        yield Finding("mpi", "fail", f"mpirun started 2 ranks, {library} found {seen['size']}", advice)
+        return
+    yield Finding("mpi", "ok", f"{library}, 2 ranks met on {', '.join(seen['hosts'])}")
+    threads = seen["threads"]
+    if threads == "multiple":
+        yield Finding("mpi threads", "ok", "MPI_THREAD_MULTIPLE is granted")
+    else:
+        advice = "base works; push and pull threads need an MPI library built with MPI_THREAD_MULTIPLE"
+        yield Finding("mpi threads", "warn", f"only MPI_THREAD_{threads.upper()} is granted", advice)
+    told = {
+        True: "yes: cluster.gpu_aware_mpi can be set",
+        False: "no; what is on a GPU travels through main memory",
+        None: "the library does not tell; what is on a GPU travels through main memory",
+    }
+    yield Finding("mpi gpu-aware", "ok", told[seen["gpu"]])
+
+
+def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[str | None, str]:
+    """Runs a script on two ranks: the last line of its output or None, and the reason if it failed."""
+    command = mpirun_command(mpirun, 2, [sys.executable, "-c", script], open_mpi=open_mpi, root=os.geteuid() == 0)
+    command[1:1] = options
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        output, errors = process.communicate(timeout=PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+        return None, f"two ranks gave no answer within {PROBE_TIMEOUT_S:.0f} s"
+    lines = output.strip().splitlines()
+    if process.returncode == 0 and lines:
+        return lines[-1], ""
+    words = [line for line in errors.splitlines() if line.strip("- ")]
+    reason = next((line for line in words if "Error:" in line), words[0] if words else "it said nothing")
+    return None, f"mpirun ended with code {process.returncode}: {reason}"
+
+
+def _slurm() -> Finding:
+    """Whether batch jobs can be submitted here, and which ranks srun can start."""
+    if shutil.which("sbatch") is None:
+        return Finding("slurm", "ok", "not here; only batch jobs need it")
+    said, reason = _asked("sinfo", "--noheader", "--format=%R")
+    if said is None:
+        return Finding("slurm", "warn", f"sbatch is here, but no controller answers: {reason}", "is this a login node?")
+    partitions = ", ".join(dict.fromkeys(said.split()))
+    types, reason = _asked("srun", "--mpi=list")
+    offered = mpi_types(types or "")
+    found = f"partitions {partitions}; srun --mpi offers {', '.join(offered) or reason or 'nothing'}"
+    try:
+        wanted = "pmix" if is_open_mpi(find_mpirun()) else "pmi2"
+    except LaunchError:
+        return Finding("slurm", "ok", found)
+    if wanted not in offered:
+        return Finding(
+            "slurm", "warn", f"{found}, not {wanted}", "start the ranks of this MPI with mpirun in batch jobs"
+        )
+    return Finding("slurm", "ok", f"{found}; this MPI needs {wanted}")
+
+
+def mpi_types(said: str) -> list[str]:
+    """What `srun --mpi=list` offers: of those between which it chooses, the ones that start MPI ranks."""
+    words = (line.strip() for line in said.splitlines())
+    return sorted(word for word in words if re.fullmatch(r"[a-z]\w*", word) and word != "none")
+
+
+def _asked(*command: str) -> tuple[str | None, str]:
+    """What a command of SLURM's says, or None and why it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, _first_line(error)
+    said = (done.stdout + done.stderr).strip()
+    return (said, "") if done.returncode == 0 else (None, said.partition("\n")[0] or f"{command[0]} failed")
+
+
+def _cores() -> Finding:
+    usable = cores()
+    threads = max(1, usable // DEFAULT_LEARNERS)
+    found = f"{usable} usable; {threads} per learner with {DEFAULT_LEARNERS} learners"
+    if usable < DEFAULT_LEARNERS:
+        return Finding("cores", "warn", found, "learners share cores: it works, more slowly")
+    return Finding("cores", "ok", found)
+
+
+def _swmr() -> Finding:
+    """Whether a result file can be read while it is written, in the temporary directory's file system."""
+    try:
+        import h5py
+    except (ImportError, OSError) as error:
+        return Finding("h5py", "fail", _first_line(error), "pip install h5py")
+    found = f"{h5py.__version__}, HDF5 {h5py.version.hdf5_version}"
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "probe.h5"
+            with h5py.File(path, "w", libver="latest") as file:
+                file.create_dataset("rows", (1,), maxshape=(None,), dtype="i8")
+                file.swmr_mode = True
+                file.flush()
+                h5py.File(path, "r", libver="latest", swmr=True).close()
+    except OSError as error:
+        return Finding(
+            "h5py", "warn", f"{found}: {_first_line(error)}", "result files open only after their run has ended"
+        )
+    return Finding("h5py", "ok", f"{found}, readable while written")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,49 @@
+"""What a run or a simulation says at its end."""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rudra.cli.options import has, job_of
+from rudra.errors import EXIT_STOPPED
+
+if TYPE_CHECKING:
+    from rudra.api import ProgressMode
+    from rudra.results.reader import Results
+
+
+def report(arguments: argparse.Namespace, execute: Callable[..., "Results"]) -> int:
+    """Runs or simulates, then says what came of it."""
+    job = job_of(arguments)
+    results = execute(job, output=arguments.output, force=arguments.force, progress=mode_of(arguments))
+    return finished(arguments, results, force=arguments.force)
+
+
+def mode_of(arguments: argparse.Namespace) -> "ProgressMode | None":
+    return "quiet" if arguments.quiet else None
+
+
+def finished(arguments: argparse.Namespace, results: "Results", *, force: bool = True) -> int:
+    """Prints the summary and draws the picture, on one rank only."""
+    from rudra.mpi.launch import world_rank, world_size
+    from rudra.results.progress import summary_table
+
+    if world_size() is not None and world_rank() != 0:
+        return 0
+    with results:
+        code = EXIT_STOPPED if results.status == "interrupted" else 0  # a simulation that a loss stopped
+        if arguments.quiet:
+            print(results.path)
+            return code
+        print(summary_table(results.summary()))
+        written = [results.path]
+    if has("matplotlib"):
+        from rudra.report.analysis import plot
+
+        picture = written[0].with_suffix(".png")
+        if force or not os.path.lexists(picture):
+            plot(written, picture, force=force)
+            written.append(picture)
+    print("wrote " + ", ".join(map(str, written)))
+    return code

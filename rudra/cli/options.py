@@ -1,0 +1,115 @@
+"""What several commands have in common: options, and how their texts are read."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rudra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rudra.job.job import Job
+
+ROOTS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
+"""One of these is at the root of a project."""
+
+
+def job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
+    parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
+    parser.add_argument("--learners", type=int, metavar="N", help="number of learners, as --set cluster.learners=N")
+    set_option(parser, "override any key of the job; may be given several times")
+    if runs:
+        parser.add_argument(
+            "-o", "--output", type=Path, metavar="FILE.h5", help="default: made from the job's name and the time"
+        )
+        force_option(parser, "FILE.h5")
+        parser.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
+
+
+def force_option(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--force", action="store_true", help=f"replace {what} if it exists")
+
+
+def log_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log", action="store_true", help="logarithmic axes for errors, losses and learning rates")
+
+
+def verbose_option(parser: argparse.ArgumentParser) -> None:
+    text = "where a run does not end well, also show what MPI and mpirun said"
+    parser.add_argument("--verbose", action="store_true", help=text)
+
+
+def set_option(parser: argparse.ArgumentParser, about: str) -> None:
+    more = "; without a value: its default again"
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides", help=about + more
+    )
+
+
+def job_of(arguments: argparse.Namespace) -> "Job":
+    """The job of the command line."""
+    from rudra.job.job import Job
+
+    return Job.load(arguments.job, overrides_of(arguments))
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """What the command line changes."""
+    search_beside(arguments.job)
+    learners = [] if arguments.learners is None else [f"cluster.learners={arguments.learners}"]
+    return [*arguments.overrides, *learners]
+
+
+def search_beside(file: str | Path) -> None:
+    """Where the `package.module:callable` of a job or result file may lie: beside it, at its project's root, or here.
+
+    These places come last, so that what is there stands in for nobody else's modules.
+    """
+    places = [Path.cwd()]
+    if os.path.isfile(file):
+        directory = Path(file).resolve().parent
+        roots = (place for place in (directory, *directory.parents) if any((place / mark).exists() for mark in ROOTS))
+        places = [directory, next(roots, directory), *places]
+    sys.path += [place for place in dict.fromkeys(map(str, places)) if place not in sys.path]
+
+
+def numbers(option: str, text: str | None) -> list[int]:
+    """Whole numbers between commas; none where the option was not given."""
+    if text is None:
+        return []
+    found = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(found) != len(text.split(",")) or 0 in found:
+        raise ConfigError(f"{option} {text}: must be whole numbers >= 1 between commas, such as 1,2,4")
+    return found
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, not '{text}'")
+        return int(text)
+
+    return number
+
+
+def beside(file: Path, suffix: str) -> Path:
+    """The file's name with another suffix."""
+    if not file.name:
+        raise ConfigError(f"{file}: is a directory; give a result file")
+    return file.with_suffix(suffix)
+
+
+def has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def protocol_text(job: "Job") -> str:
+    name = job.protocol.name if isinstance(job.protocol.name, str) else job.protocol.name.__name__
+    return f"{job.protocol.n or 1}-softsync" if name == "softsync" else name
+
+
+def counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -1,0 +1,39 @@
+"""`rudra timeline`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rudra.cli.options import beside, force_option
+
+SUMMARY = "write a run as a trace for Perfetto or Chrome"
+
+MORE = """\
+Open it at https://ui.perfetto.dev: when each learner computed, pushed, waited and pulled, and when
+the servers updated and tested, on one clock."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE.h5")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="TRACE.json", help=".json or .json.gz; default: FILE.trace.json"
+    )
+    force_option(parser, "TRACE.json")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    import rudra
+    from rudra.results.timeline import write_timeline
+
+    output = arguments.output or beside(arguments.file, ".trace.json")
+    with rudra.open_results(arguments.file) as results:
+        if not results.job.get("results", {}).get("minibatches", True):
+            print(
+                f"rudra: {arguments.file}: holds no times of learners: [results] minibatches = false", file=sys.stderr
+            )
+        with tqdm(unit=" rows", desc=output.name, leave=False, disable=None) as bar:
+            events = write_timeline(results, output, bar.update, force=arguments.force)
+    print(f"wrote {output}: {events:,} events")
+    return 0

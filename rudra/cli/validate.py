@@ -1,0 +1,118 @@
+"""`rudra validate`."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from rudra.cli.options import counted, job_of, job_options, protocol_text
+from rudra.machine import cores
+
+if TYPE_CHECKING:
+    from protocols import Protocol
+    from rudra.job.job import Job
+    from topologies import Plan
+
+SUMMARY = "check a job and say what it would run"
+
+MORE = """\
+Loads the data, builds model, loss, metrics, optimiser and hooks, and tries one mini-batch and one batch of
+the test in this process, so that what a run would stumble over is found here. Predicts memory from that."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    job_options(parser, runs=False)
+    parser.add_argument("--syntax", action="store_true", help="only the job's keys; read no data, build nothing")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from rudra.compute.schedule import planned
+    from rudra.report.topology import message, roles
+
+    job = job_of(arguments).resolved(cores=cores())
+    plan, topology = job.plan(), job.make_topology()
+    protocol = job.make_protocol(plan)
+    factor = protocol.modulation.rate_factor(0.0)
+    by_update = job.optimizer.schedule_every == "update"  # how many there are depends on the data
+    known = (job.optimizer.learning_rate,) if by_update else planned(job.optimizer, job.training.epochs).rates
+    rates = [f"{rate * factor:.4g}" for rate in known]
+    rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
+    modulation = protocol.modulation.name
+    lines = {
+        "ranks": f"{plan.ranks}, topology {topology.name}, {job.learners} learners (λ)",
+        "roles": roles(plan),
+        "messages": message(plan, protocol.gradients_per_update),
+        "protocol": f"{protocol_text(job)}, {counted(protocol.gradients_per_update, 'gradient')} per update (c)",
+        "staleness": _staleness_text(protocol, plan, modulation),
+        "minibatch": f"{counted(job.training.minibatch_size, 'sample')} per gradient (μ)",
+        "learning rate": f"{' then '.join(rates)} = α0 x {factor:.4g} (modulation {modulation})",
+        "epochs": f"{job.training.epochs}, seed {job.training.seed}",
+        "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
+    }
+    for place, hook in enumerate(job.hooks):
+        role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
+        often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
+        lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
+    if job.training.target is not None:
+        window = job.training.target_window
+        few = "" if window <= job.training.epochs else f": never reached, there are {job.training.epochs} epochs"
+        lines["target"] = f"{job.training.target}, by the median of {counted(window, 'test')}{few}"
+    if job.optimizer.plateau is not None:
+        lines["schedule"] = f"times {job.optimizer.factor:g} after {job.optimizer.plateau} tests that are no better"
+    elif job.optimizer.schedule != "step":
+        lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
+    if job.optimizer.warm_up:
+        lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
+    if job.optimizer.momentum:
+        lines["momentum"] = _momentum_text(job, plan, protocol)
+        if not job.explicit_momentum(plan):
+            text = "so much asynchrony leaves no explicit momentum, and may act like more than was asked for"
+            print(f"rudra: {arguments.job}: [optimizer] momentum_correction: {text}", file=sys.stderr)
+    if not arguments.syntax:
+        lines |= _rehearsed(job, plan)
+    print(f"{arguments.job}: valid")
+    print("\n".join(f"  {key:15}{text}" for key, text in lines.items()))
+    return 0
+
+
+def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
+    """What came of one mini-batch, tried in this process."""
+    from rudra.results.progress import too_few
+    from rudra.simulation.rehearsal import rehearse
+
+    found = rehearse(job, plan)
+    if text := too_few(job, found.samples.training):
+        print(f"rudra: {job.name}: {text}", file=sys.stderr)
+    tested = ", ".join(found.metrics)
+    kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
+    return {
+        "data": f"{found.samples.training:,} training and {found.samples.test:,} test samples",
+        "model": f"{found.parameters:,} parameters; a gradient of {counted(job.training.minibatch_size, 'sample')} "
+        f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
+        **({"metrics": tested} if tested else {}),
+        "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",
+    }
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
+
+
+def _staleness_text(protocol: "Protocol", plan: "Plan", modulation: str) -> str:
+    """What gradients will be like on average, and whether a rate that is divided by n allows for it."""
+    sigma = protocol.expected_staleness
+    if not sigma:
+        return "0"
+    text = f"{'more than' if plan.overlapped else 'about'} {sigma:.3g} on average (⟨σ⟩)"
+    if modulation == "n" and sigma > protocol.n:
+        text += f", not n = {protocol.n}: α0/n is {sigma / protocol.n:.3g} times α0/⟨σ⟩"
+    return text
+
+
+def _momentum_text(job: "Job", plan: "Plan", protocol: "Protocol") -> str:
+    table, sigma = job.optimizer, protocol.expected_staleness
+    if table.momentum_correction == "none":
+        return f"{table.momentum:g}, {table.momentum_form}'s form" if table.name == "sgd" else f"{table.momentum:g}"
+    if not sigma:
+        return f"{table.momentum:g}, all of it explicit: nothing is stale"
+    acts = f"⟨σ⟩ of about {sigma:.3g} acts like {sigma / (1 + sigma):.3g}"
+    return f"{job.explicit_momentum(plan):.4g} explicit, of {table.momentum:g}: {acts}"
