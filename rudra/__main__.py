@@ -12,7 +12,6 @@ def main() -> int:
     from rudra.cli.main import main as run
     from rudra.mpi.failures import leave
 
-    interrupts.raise_again()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files can be what no encoding knows
     return leave(run(sys.argv[1:]))

@@ -54,7 +54,7 @@ def main(file: str) -> int:
     with Path(file).open("rb") as stream:  # not the fork server's, where ranks would share one position
         sys.path[:] = pickle.load(stream)
         from rudra.errors import LaunchError
-        from rudra.mpi.launch import leave_the_word, world_rank
+        from rudra.mpi.launch import let_rank0_report, world_rank
         from rudra.mpi.relay import MORE, START_LINE
         from rudra.mpi.start import start_mpi
 
@@ -65,7 +65,7 @@ def main(file: str) -> int:
         except LaunchError as error:  # the same on every rank
             if world_rank() == 0:
                 print(f"rudra: {error}", file=sys.stderr)
-            leave_the_word(error.exit_code)
+            let_rank0_report(error.exit_code)
             return error.exit_code
         os.write(2, START_LINE)
         run = _load(stream)
@@ -93,7 +93,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     """What this rank is to run; None if some rank could not load it, of which the first one says why."""
     from mpi4py import MPI
 
-    from rudra.mpi.failures import end_with_the_dead
+    from rudra.mpi.failures import abort_on_dead_rank
 
     run: Callable[[], int] | None = None
     report = ""
@@ -109,7 +109,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     except Exception as error:  # a module of the user's that is not there, or does not work
         report = f"rudra: rank {MPI.COMM_WORLD.rank} cannot load the job: {type(error).__name__}: {error}\n"
         report += traceback.format_exc()
-    with end_with_the_dead():
+    with abort_on_dead_rank():
         reports = MPI.COMM_WORLD.allgather(report)
     if MPI.COMM_WORLD.rank == 0:  # all have read it; the launcher may be killed
         with suppress(OSError):

@@ -107,7 +107,7 @@ class Plan:
     @cached_property
     def receivers(self) -> tuple[tuple[int, ...], ...]:
         """Role -> those to whom it gives weights."""
-        return self._below(self.giver)
+        return self._below(self.weight_source)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -141,7 +141,7 @@ class Plan:
         """Ids of the roles that a rank hosts."""
         return tuple(i for i, role in enumerate(self.roles) if role.world_rank == world_rank)
 
-    def giver(self, role: Role) -> int | None:
+    def weight_source(self, role: Role) -> int | None:
         """Id of the role that gives it weights; servers of a tree get none where weights have a tree of their own."""
         if self.overlapped and role.kind == TREE_SERVER:
             return None
@@ -151,7 +151,7 @@ class Plan:
         """Of every role; servers that may be anywhere are on the first node if `near`, else `ELSEWHERE`."""
         return tuple(0 if near and role.node == ELSEWHERE else role.node for role in self.roles)
 
-    def survives(self, role: int) -> bool:
+    def expendable(self, role: int) -> bool:
         """Whether all others can go on as they are without a role: a learner that nobody needs for an average or for
         weights. Without another the run can go on only by a new plan."""
         return self.roles[role].kind == LEARNER and not self.groups and not self.overlapped
@@ -182,7 +182,7 @@ class Plan:
         roles = list(self.roles)
         for id_, role in enumerate(roles):
             if id_ not in gone:
-                parent, source = living(role.parent, lambda r: r.parent), living(role.source, self.giver)
+                parent, source = living(role.parent, lambda r: r.parent), living(role.source, self.weight_source)
                 roles[id_] = replace(role, parent=parent, source=source)
         for members in self.groups:
             left = [id_ for id_ in members if id_ not in gone]
@@ -194,10 +194,10 @@ class Plan:
                 roles[id_] = replace(role, parent=None)
         return replace(plan, roles=tuple(roles))
 
-    def way(self, role: int, server: int) -> int | None:
+    def child_towards(self, role: int, server: int) -> int | None:
         """The child of a server that brings it a role's gradients; None: they do not come there."""
         parent = self.roles[role].parent
-        return role if parent == server else None if parent is None else self.way(parent, server)
+        return role if parent == server else None if parent is None else self.child_towards(parent, server)
 
     def learners_below(self, role: int) -> int:
         """How many learners' gradients pass a role, itself included."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
-from rudra.bench.standins import Learner, Server, Statistics, UpdatingServer, drive
+from rudra.bench.stubs import Learner, Server, Statistics, UpdatingServer, drive
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores

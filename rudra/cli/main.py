@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import NoReturn
 
-from rudra import cli
+from rudra import cli, interrupts
 from rudra.errors import RudraError, meant, printable
 
 COMMON = {"main", "options", "finish", "examination"}
@@ -74,18 +74,21 @@ def main(argv: Sequence[str]) -> int:
             return 0
         asked = argv[0] in known
         if asked and not hasattr(module := _module(argv[0]), "execute"):
+            interrupts.raise_again()
             return int(module.main(argv[1:]))
         arguments = parser_of(argv[:1] if asked else known).parse_args(argv, argparse.Namespace(argv=argv))
+        importlib.import_module("rudra.job.job")  # what nearly all need, and takes longest before torch
+        interrupts.raise_again()
         code = int(arguments.execute(arguments))
         sys.stdout.flush()
         return code
     except RudraError as error:
         if not error.said:
-            from rudra.mpi.launch import leave_the_word, world_rank
+            from rudra.mpi.launch import let_rank0_report, world_rank
 
             if world_rank() == 0:
                 print(error.report, file=sys.stderr)
-            leave_the_word(error.exit_code)
+            let_rank0_report(error.exit_code)
         return error.exit_code
     except MemoryError as error:
         print(f"rudra: too little memory: {printable(str(error)) or 'none is left'}", file=sys.stderr)

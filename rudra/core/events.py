@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from rudra.core.messages import Message, Rows
 from rudra.core.records import Gradient
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from topologies import Plan
 
 Table = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
@@ -244,7 +244,7 @@ class Save(Struct, frozen=True, gc=False):
     """Copy weights and optimiser state now, and write them to a checkpoint meanwhile; its end is `Saved`."""
 
     weights: str
-    position: Position
+    position: TrainingState
 
 
 class Commit(Struct, frozen=True, gc=False):
@@ -264,7 +264,7 @@ class Regroup(Struct, frozen=True, gc=False):
     """
 
     plan: Plan
-    position: Position
+    position: TrainingState
 
 
 class Record(Struct, frozen=True, gc=False):

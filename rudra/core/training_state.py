@@ -5,7 +5,7 @@ from msgspec import Struct
 from topologies import Plan
 
 
-class Position(Struct, frozen=True):
+class TrainingState(Struct, frozen=True):
     """The books of the weights' owner, right after an update.
 
     Nothing of what is under way then belongs to it: gradients that are not applied are computed again, of the weights
@@ -45,4 +45,4 @@ class Position(Struct, frozen=True):
         return sum(own) + sum(self.below(plan, child) for child in plan.children[role])
 
 
-BEGINNING = Position()
+BEGINNING = TrainingState()

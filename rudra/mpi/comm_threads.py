@@ -71,7 +71,7 @@ class _Carried:
     receives: bool
 
 
-class Lane(Worker):
+class CommThread(Worker):
     """A thread that carries out transfers, any number at a time.
 
     Args:

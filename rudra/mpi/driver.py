@@ -65,13 +65,13 @@ from rudra.core.events import (
     Withdrawn,
 )
 from rudra.core.messages import CONTROL_BYTES, Kind, Message, generation_of
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
-from rudra.mpi.comm_threads import Lane, Worker
+from rudra.mpi.comm_threads import CommThread, Worker
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
-from rudra.mpi.regroup import REGROUP_TAG, Anew
+from rudra.mpi.regroup import REGROUP_TAG, Regrouping
 from rudra.mpi.standstill import LEFT_S, Standstill
 from rudra.mpi.transfers import Going, Transfers, Wanted
 from rudra.results.checkpoint import CheckpointWriter
@@ -140,7 +140,7 @@ class Rank:
         executors: their hands.
         recorder: where the statistics server's rows go; None elsewhere.
         checkpoints: writes those of the weights' owner; None elsewhere.
-        remake: makes a role's machine for a new plan, and its executor ready, where others have died.
+        make_machine: makes a role's machine for a new plan, and its executor ready, where others have died.
         stall_warning: a wait that is longer is reported.
         stall_limit: a wait that is longer ends the run; None: never.
         spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
@@ -155,7 +155,7 @@ class Rank:
         executors: dict[int, Executor],
         recorder: Recorder | None,
         checkpoints: CheckpointWriter | None = None,
-        remake: Callable[[int, Plan, Position], Machine] | None = None,
+        make_machine: Callable[[int, Plan, TrainingState], Machine] | None = None,
         *,
         stall_warning: float = 60.0,
         stall_limit: float | None = None,
@@ -164,7 +164,7 @@ class Rank:
     ) -> None:
         self._mpi, self._comm, self._plan = MPI, comm, plan
         self._machines, self._executors, self._recorder = machines, executors, recorder
-        self._anew = Anew(self, remake)
+        self._regrouping = Regrouping(self, make_machine)
         self._checkpoints = checkpoints
         self._saver: Worker | None = None  # the thread that writes them
         self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
@@ -187,7 +187,7 @@ class Rank:
         self._computations: deque[tuple[int, Compute]] = deque()
         self._evaluation: tuple[int, Iterator[Evaluated | None]] | None = None
         self._results: deque[Callable[[], None]] = deque()  # of other threads
-        self._lanes: dict[int, Lane] = {}
+        self._comm_threads: dict[int, CommThread] = {}
         self._computer: Worker | None = None
         library = library_comm(comm, plan, machines)
         self._reductions = {
@@ -305,14 +305,14 @@ class Rank:
                 self._events.append((role, event))
         for role, ring in self._rings.items():
             while (found := ring.take()) is not None:
-                self._anew.hear(role, *found)
+                self._regrouping.hear(role, *found)
         self._transfers.poll()
         while self._sending and outcome(self._sending[0][0]) != "no":
             self._sending.popleft()
         if self._losses.active:
             self._look_for_losses()
         if self._losses.dead:
-            self._anew.poll()
+            self._regrouping.poll()
         if self._recorder is not None:
             self._look_for_failures()
         return bool(self._events)
@@ -331,7 +331,7 @@ class Rank:
 
     def _tag(self, role: int, channel: int) -> int:
         """Of tensors for a role, which are never taken for those of before."""
-        generation = 0 if role == self._plan.statistics else self._anew.generation
+        generation = 0 if role == self._plan.statistics else self._regrouping.generation
         return FIRST_TAG + (generation * len(self._plan.roles) + role) * CHANNELS + channel
 
     def _keep_lent(self, role: int) -> None:
@@ -397,7 +397,7 @@ class Rank:
                 else:
                     learner = self._executors[role]
                     assert isinstance(learner, LearnerExecutor)
-                    computed = self._anew.in_time(lambda event: self._events.append((role, event)))
+                    computed = self._regrouping.in_time(lambda event: self._events.append((role, event)))
                     self._do_beside(self._computer, lambda: learner.compute(action), computed)
             case Reduce():
                 self._reductions[role].begin(action, self._executors[role].buffer(action.buffer))
@@ -432,7 +432,7 @@ class Rank:
             case Commit():
                 self._checkpoint(role, Committed, action.timestamp)
             case Regroup():
-                self._anew.regroup(action)
+                self._regrouping.regroup(action)
             case Sync():
                 assert self._recorder is not None
                 self._recorder.sync()
@@ -464,7 +464,7 @@ class Rank:
     def _send(self, role: int, action: Send) -> None:
         to = self._plan.roles[action.to].world_rank
         if action.buffer is None:
-            data = action.message.encode(self._anew.generation)
+            data = action.message.encode(self._regrouping.generation)
             self._tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
             return
         if action.message.kind is Kind.SNAPSHOT:
@@ -477,8 +477,8 @@ class Rank:
         start = partial(self._comm.Isend, wire, to, self._tag(action.to, channel))
         self._lent[role, action.buffer] += 1
         going = Going(role, action.buffer, action.to)
-        if channel in self._lanes:
-            self._lanes[channel].carry(start, self._anew.in_time(partial(self._sent, going)))
+        if channel in self._comm_threads:
+            self._comm_threads[channel].carry(start, self._regrouping.in_time(partial(self._sent, going)))
         else:
             self._transfers.send(start(), going)
 
@@ -487,11 +487,11 @@ class Rank:
         source = None if action.source is None else self._plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
         tag = self._tag(role, channel)
-        if channel in self._lanes:
+        if channel in self._comm_threads:
             wire = self._executors[role].buffer(action.buffer).wire
             start = partial(self._comm.Irecv, wire, self._mpi.ANY_SOURCE if source is None else source, tag)
-            received = self._anew.in_time(partial(self._received, role, action.buffer, halves))
-            self._lanes[channel].carry(start, received, receives=True)
+            received = self._regrouping.in_time(partial(self._received, role, action.buffer, halves))
+            self._comm_threads[channel].carry(start, received, receives=True)
         else:
             self._transfers.receive(Wanted(role, action.buffer, source, tag, halves))
 
@@ -557,7 +557,7 @@ class Rank:
         while self._sending:
             self._losses.wait(self._sending.popleft()[0])
         self._transfers.close()
-        for thread in (*self._lanes.values(), *filter(None, (self._computer, self._saver))):
+        for thread in (*self._comm_threads.values(), *filter(None, (self._computer, self._saver))):
             thread.close()
         for reduction in self._reductions.values():
             reduction.close()
@@ -567,8 +567,8 @@ class Rank:
 
     def _start_threads(self) -> None:
         """A learner that overlaps communication has a thread to push, one to pull, and one to compute."""
-        self._lanes = {
-            channel: Lane(name, self._post, self._losses.wait)
+        self._comm_threads = {
+            channel: CommThread(name, self._post, self._losses.wait)
             for channel, name in ((GRADIENTS, "push"), (WEIGHTS, "pull"))
         }
         self._computer = Worker("compute", self._post)

@@ -209,7 +209,7 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 @contextmanager
-def end_with_the_dead() -> Iterator[None]:
+def abort_on_dead_rank() -> Iterator[None]:
     """Ends all ranks, with one line, where one has died while they set up together, or part."""
     from mpi4py import MPI
 

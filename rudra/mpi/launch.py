@@ -75,7 +75,7 @@ def world_rank(env: Mapping[str, str] = os.environ) -> int:
     return next((int(env[name]) for name in _RANKS if env.get(name, "").isdigit()), 0)
 
 
-def leave_the_word(code: int) -> None:
+def let_rank0_report(code: int) -> None:
     """Lets rank 0 say what all ranks know, before any rank's end with this code makes the launcher end the others."""
     if not any(name in os.environ for name in _RANKS):
         return

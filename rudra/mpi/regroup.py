@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from rudra.core.events import Event, Lost, Received, Regroup, Started, Stopped
 from rudra.core.messages import Kind, Message
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.roles import Machine
 from rudra.roles.owner import outlasts
 from topologies import Plan
@@ -28,22 +28,22 @@ REGROUP_TAG = 2
 """Of the message that says who is gone, and from where the others go on."""
 
 
-class Anew:
+class Regrouping:
     """How one rank begins anew; a friend of it, which changes what it has under way.
 
     Args:
         rank: in question.
-        remake: makes a role's machine for a new plan, and its executor ready; None: nobody begins anew here.
+        make_machine: makes a role's machine for a new plan, and its executor ready; None: nobody begins anew here.
 
     Attributes:
         generation: how often this rank has begun anew.
     """
 
-    def __init__(self, rank: "Rank", remake: Callable[[int, Plan, Position], Machine] | None) -> None:
-        self._rank, self._remake = rank, remake
+    def __init__(self, rank: "Rank", make_machine: Callable[[int, Plan, TrainingState], Machine] | None) -> None:
+        self._rank, self._make_machine = rank, make_machine
         self.generation = 0
-        self._position: Position | None = None  # where this rank begins when nothing of before can write any more
-        self._writing: set[int] = set()  # lanes in which something still may
+        self._position: TrainingState | None = None  # where this rank begins when nothing of before can write any more
+        self._writing: set[int] = set()  # communication threads in which something still may
         self._early: list[tuple[int, int, Message]] = []  # of ranks that were quicker: generation, receiver, message
 
     def poll(self) -> None:
@@ -63,7 +63,7 @@ class Anew:
         if told:
             data = bytearray(status.Get_count(MPI.BYTE))
             comm.Recv(data, owner, REGROUP_TAG)
-            gone, position = msgspec.msgpack.decode(data, type=tuple[list[int], Position])
+            gone, position = msgspec.msgpack.decode(data, type=tuple[list[int], TrainingState])
             self._abandon(plan.without(gone), position)
 
     def regroup(self, action: Regroup) -> None:
@@ -74,7 +74,7 @@ class Anew:
             self._rank._tell(data, other, REGROUP_TAG)
         self._abandon(action.plan, action.position)
 
-    def _abandon(self, plan: Plan, position: Position) -> None:
+    def _abandon(self, plan: Plan, position: TrainingState) -> None:
         """Forgets what is under way between those who begin anew."""
         rank = self._rank
         self.generation += 1
@@ -82,9 +82,9 @@ class Anew:
         roles = rank._running - {plan.statistics}
         going = rank._transfers.abandon(roles, plan.statistics)
         rank._lent = Counter((send.role, send.name) for send in going)
-        self._writing = set(rank._lanes)
-        for channel, lane in rank._lanes.items():
-            lane.abandon(self.in_time(partial(self._writing.discard, channel)))
+        self._writing = set(rank._comm_threads)
+        for channel, thread in rank._comm_threads.items():
+            thread.abandon(self.in_time(partial(self._writing.discard, channel)))
         for role in roles & rank._reductions.keys():
             rank._reductions[role].abandon()
         rank._computations = deque(due for due in rank._computations if due[0] not in roles)
@@ -99,7 +99,7 @@ class Anew:
         rank = self._rank
         return rank._transfers.quiet and not self._writing and all(r.quiet for r in rank._reductions.values())
 
-    def _begin(self, position: Position) -> None:
+    def _begin(self, position: TrainingState) -> None:
         """Makes the roles again."""
         rank = self._rank
         plan, dead = rank._plan, rank.lost
@@ -109,8 +109,8 @@ class Anew:
                 rank._reductions[role] = rank._reduction(role)
             rank._events.append((role, Started()))
             if role != plan.server:  # which has a new plan already, and knows who is dead
-                assert self._remake is not None
-                before, rank._machines[role] = rank._machines[role], self._remake(role, plan, position)
+                assert self._make_machine is not None
+                before, rank._machines[role] = rank._machines[role], self._make_machine(role, plan, position)
                 rank._machines[role].inherit(before)
                 rank._events.extend((role, Lost(other)) for other in unknown)
         early, self._early = self._early, []

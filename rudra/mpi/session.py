@@ -24,13 +24,13 @@ from mpi4py import MPI
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.compute.schedule import schedule_of
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.job.job import Job
 from rudra.machine import cores
 from rudra.mpi import failures
 from rudra.mpi.driver import FAILURE_TAG, Ended, Rank, Reported
-from rudra.mpi.failures import end_everybody, end_with_the_dead, outcome, outlive, survivable
+from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.forkserver import launcher
 from rudra.mpi.relay import exit_line
 from rudra.mpi.start import gpu_aware
@@ -93,7 +93,7 @@ def run_ranks(
         The exit code: 0, 1 (the run failed), 2 (a mistake in the job or the launch) or 3 (it was stopped as somebody
         asked, and can be resumed); and the result file.
     """
-    with end_with_the_dead(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
+    with abort_on_dead_rank(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
         return _run_ranks(job, output, progress, overwrite, resume, launched, (comm or MPI.COMM_WORLD).Dup())
 
 
@@ -441,7 +441,7 @@ class _Session:
             self._executors,
             recorder,
             self._checkpoints,
-            self._remake,
+            self._make_machine,
             stall_warning=faults.stall_warning,
             stall_limit=faults.stall_limit,
             spins=busy <= cores(),
@@ -505,7 +505,7 @@ class _Session:
                 os.write(2, exit_line(code))
             end_everybody(self._comm, code)
 
-    def _remake(self, role: int, plan: Plan, position: Position) -> Machine:
+    def _make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""
         executor, path = self._executors[role], checkpoint.path_of(self._begin.output)
         if isinstance(executor, OwnerExecutor):
@@ -517,7 +517,7 @@ class _Session:
             executor.restore(found[1])
         return self._machine(role, plan, position)
 
-    def _machine(self, role: int, plan: Plan, position: Position) -> Machine:
+    def _machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         return make_machine(role, self._job, plan, self._info.training_samples, self._schedule, position)
 
     def _meet(self) -> None:

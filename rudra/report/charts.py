@@ -18,7 +18,7 @@ from rudra.report.analysis import (
     time_unit,
 )
 from rudra.report.curves import curves
-from rudra.report.ink import GRID, INK, MUTED
+from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import (
     Figure,
     Finish,

@@ -8,10 +8,10 @@ from typing import Any
 from rudra.job.tables import DEFAULTS, UNMEASURED
 from rudra.report.analysis import matters
 from rudra.report.charts import figures
+from rudra.report.cluster_diagram import drawings
 from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying
 from rudra.report.tables import Table, comparison, summary
-from rudra.report.who import drawings
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
 from rudra.report.analysis import COLOURS, STYLE, log_ticks
-from rudra.report.ink import GRID, INK, MUTED
+from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import Figure
 from rudra.report.tables import Table
 

@@ -5,7 +5,7 @@ header in JSON, the tensors), so other programs can read the tensors; what is Ru
 
 =========  ====================================================================================
 format     "rudra 1"
-state      JSON: position (`rudra.core.training_state.Position`), job as resolved, attributes of the result
+state      JSON: position (`rudra.core.training_state.TrainingState`), job as resolved, attributes of the result
            file that outlive a restart, and for each tensor its CRC-32
 crc32      of the text of `state`
 =========  ====================================================================================
@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError
 from rudra.job.jobfiles import possible
 from rudra.results.safetensors import LENGTH, Tensor, entry, write
@@ -48,7 +48,7 @@ class State(NamedTuple):
     """
 
     path: Path
-    position: Position
+    position: TrainingState
     job: dict[str, Any]
     attributes: dict[str, Any]
 
@@ -102,7 +102,7 @@ class CheckpointWriter:
         self._about = {"job": job, "attributes": attributes}
         self._saved = _saved_of(path)
 
-    def save(self, position: Position, tensors: Tensors) -> None:
+    def save(self, position: TrainingState, tensors: Tensors) -> None:
         """Writes a checkpoint beside the one that counts.
 
         Args:
@@ -141,7 +141,7 @@ class CheckpointWriter:
         discard(self.path)
 
 
-def _possible(position: Position, job: Mapping[str, Any]) -> bool:
+def _possible(position: TrainingState, job: Mapping[str, Any]) -> bool:
     """Whether a run of this job could stand there."""
     counts = [position.timestamp, position.epoch, position.samples, position.applied, position.epoch_gradients]
     counts += [position.epoch_samples, *position.steps, *position.lowered]
@@ -231,7 +231,7 @@ def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[State, d
         raise CheckpointError(f"{path}: damaged: its header does not match its checksum")
     try:
         state = json.loads(text)
-        position = msgspec.convert(state["position"], Position)
+        position = msgspec.convert(state["position"], TrainingState)
         places = {name: (*entries[name]["data_offsets"], crc) for name, crc in state["crc32"].items()}
         ends = [0, *(end for _, end, _ in places.values())]
         sound = all(type(number) is int for place in places.values() for number in place)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rudra.compute.schedule import schedule_of
 from rudra.core.records import EVENT, LEARNER
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.job.job import Job
@@ -59,7 +59,7 @@ class Decision(NamedTuple):
 
     output: Path
     checkpoint: Path | None = None
-    position: Position = BEGINNING
+    position: TrainingState = BEGINNING
     cluster: dict[str, Any] | None = None
     overwrite: bool = False
     finished: bool = False
@@ -260,7 +260,7 @@ class Carried(NamedTuple):
     learners: Rows
 
 
-def carried(results: Results, position: Position, replanned: str = "") -> Carried:
+def carried(results: Results, position: TrainingState, replanned: str = "") -> Carried:
     """The rows of a run up to a checkpoint, read piece by piece while they are written again.
 
     Args:

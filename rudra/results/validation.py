@@ -168,7 +168,7 @@ def plan(found: Plan, learners: int) -> Plan:
         raise ValueError(f"/roles has {told}")
     if [found.roles[id_].index for id_ in found.learners] != list(range(learners)):
         raise ValueError("/roles has its learners in no order")
-    for above in ([role.parent for role in found.roles], [found.giver(role) for role in found.roles]):
+    for above in ([role.parent for role in found.roles], [found.weight_source(role) for role in found.roles]):
         _climb(above)
     return found
 

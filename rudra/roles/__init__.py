@@ -5,7 +5,7 @@ real ranks, `rudra.simulation.driver` in virtual time). A role sees no clock but
 """
 
 from rudra.core.schedule import Schedule
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles.group import GroupLearner, Replica
 from rudra.roles.learner import Learner
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def make(
-    role: int, job: Job, plan: Plan, training_samples: int, schedule: Schedule, position: Position = BEGINNING
+    role: int, job: Job, plan: Plan, training_samples: int, schedule: Schedule, position: TrainingState = BEGINNING
 ) -> Machine:
     """The state machine of one role of a plan.
 

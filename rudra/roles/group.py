@@ -34,12 +34,12 @@ from rudra.core.events import (
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.job.tables import FaultsTable, ResultsTable
 from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
 from rudra.roles.machine import States, halt, listed, short
-from rudra.roles.minibatches import Minibatches
+from rudra.roles.minibatch_log import MinibatchLog
 from rudra.roles.owner import Owner
 from topologies import Plan
 from topologies.plan import STATISTICS_SERVER
@@ -76,7 +76,7 @@ class GroupLearner(Learner):
     }
 
     def __init__(
-        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: Position = BEGINNING
+        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: TrainingState = BEGINNING
     ) -> None:
         super().__init__(role, plan, faults, results, position)
         group = plan.roles[role].group
@@ -228,7 +228,7 @@ class Replicas(States):
     DONE = auto()
 
 
-class Replica(Minibatches, Owner):
+class Replica(MinibatchLog, Owner):
     """A learner of the only group: it updates weights of its own.
 
         HASHING    digest of the initial weights -> READY      tell the first learner, which compares
@@ -281,7 +281,13 @@ class Replica(Minibatches, Owner):
     }
 
     def __init__(
-        self, role: int, plan: Plan, job: Job, training_samples: int, schedule: Schedule, position: Position = BEGINNING
+        self,
+        role: int,
+        plan: Plan,
+        job: Job,
+        training_samples: int,
+        schedule: Schedule,
+        position: TrainingState = BEGINNING,
     ) -> None:
         self._leads = plan.server == role
         Owner.__init__(self, role, plan, job, training_samples, schedule, position, reports=self._leads)
@@ -290,7 +296,7 @@ class Replica(Minibatches, Owner):
         self._told_lowered = len(position.lowered)
         self._ready_at = self._reduced_at = 0.0
 
-    def _follow(self, plan: Plan, position: Position) -> None:
+    def _follow(self, plan: Plan, position: TrainingState) -> None:
         super()._follow(plan, position)
         self.state: States = Replicas.HASHING
         self._made_of: tuple[Gradient, ...] = ()

@@ -32,10 +32,10 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.tables import FaultsTable, ResultsTable
 from rudra.roles.machine import States, halt, short
-from rudra.roles.minibatches import Minibatches
+from rudra.roles.minibatch_log import MinibatchLog
 from topologies import Plan
 
 DROPPED = -1
@@ -61,7 +61,7 @@ class State(States):
 COMPUTING, EXCHANGING, PUSH = State.COMPUTING, State.EXCHANGING, Kind.GRADIENT
 
 
-class Learner(Minibatches):
+class Learner(MinibatchLog):
     """One learner.
 
     Args:
@@ -103,7 +103,7 @@ class Learner(Minibatches):
     }
 
     def __init__(
-        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: Position = BEGINNING
+        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: TrainingState = BEGINNING
     ) -> None:
         super().__init__(role, plan)
         self._open_books(faults, results, position)
@@ -116,7 +116,7 @@ class Learner(Minibatches):
         self._delivered_at: float | None = None
         self._answered_at: float | None = None
         self._expects_weights = False
-        giver = plan.giver(plan.roles[role])
+        giver = plan.weight_source(plan.roles[role])
         self._source = self.server if giver is None else giver
         self._receive = Receive(WEIGHTS, self._source)
         self._pushed_at = 0.0

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from rudra.core.events import Action, Compute, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.tables import FaultsTable, ResultsTable
 from rudra.roles.learner import Learner, State
 from rudra.roles.machine import States, halt, short
@@ -80,7 +80,7 @@ class OverlappedLearner(Learner):
     }
 
     def __init__(
-        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: Position = BEGINNING
+        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: TrainingState = BEGINNING
     ) -> None:
         super().__init__(role, plan, faults, results, position)
         self._receivers = plan.receivers[role]

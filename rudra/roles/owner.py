@@ -36,7 +36,7 @@ from rudra.core.events import (
 from rudra.core.messages import PACK, Kind, Message, Rows
 from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles.machine import Machine, Outbox, Silent, listed
 from topologies import Plan
@@ -89,7 +89,7 @@ class Owner(Machine):
         job: Job,
         training_samples: int,
         schedule: Schedule,
-        position: Position = BEGINNING,
+        position: TrainingState = BEGINNING,
         *,
         reports: bool = True,
     ) -> None:
@@ -118,13 +118,13 @@ class Owner(Machine):
         self._epoch_samples = position.epoch_samples
         self._every = job.results.checkpoint_interval if reports else None
         self._last_checkpoint = position
-        self._saving: Position | None = None  # on its way to the disk
+        self._saving: TrainingState | None = None  # on its way to the disk
         self._stopped = False  # before its time
         self._closing = False  # of a run that was stopped, all is counted
         self._told_stale = False
         self._kept = position.timestamp if position.steps else -1  # timestamp of the last checkpoint
 
-    def _follow(self, plan: Plan, position: Position) -> None:
+    def _follow(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
         self.plan = plan
         self.protocol = self._job.make_protocol(plan)
@@ -291,7 +291,7 @@ class Owner(Machine):
 
     # Roles that die.
 
-    def _regroup(self, position: Position, now: float) -> list[Action]:
+    def _regroup(self, position: TrainingState, now: float) -> list[Action]:
         """Has everybody who is left begin anew from the weights that are here, which are those of a position."""
         lost = sorted(self._dead - self._buried)
         names = listed([f"{role.name} (rank {role.world_rank})" for role in map(self.plan.roles.__getitem__, lost)])
@@ -303,13 +303,13 @@ class Owner(Machine):
             learner = self.plan.roles[role].kind == LEARNER
             pushed = position.step(self.plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
-            self._bury(role, f"died {what}; what was under way is computed again", pushed, now)
+            self._record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
         if self._job.faults.on_learner_loss == "stop" and any(self.plan.roles[i].kind == LEARNER for i in lost):
             self._stopped = True
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
         return [*self._outbox.flush(now), Warn(text), Regroup(self.plan, position)]
 
-    def _bury(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
+    def _record_loss(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
         """Reports a role that is no more, and closes a learner's books."""
         self._buried.add(role)
         self._tell(kind, self.timestamp, now - self._began, text, role)
@@ -335,7 +335,7 @@ class Owner(Machine):
 
     # Checkpoints.
 
-    def _position(self, now: float) -> Position:
+    def _position(self, now: float) -> TrainingState:
         """Where training stands, without what is pending."""
         steps = list(self._steps)
         for row in np.frombuffer(b"".join(self._pending), records.GRADIENT)[::-1]:
@@ -343,10 +343,10 @@ class Owner(Machine):
         sums = (self._epoch_loss, self._epoch_errors)
         counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)
         books = (self.timestamp, self.epoch, self.samples, self.applied)
-        return Position(*books, now - self._began, tuple(steps), *sums, *counts, self._lowered)
+        return TrainingState(*books, now - self._began, tuple(steps), *sums, *counts, self._lowered)
 
     @property
-    def last_position(self) -> Position:
+    def last_position(self) -> TrainingState:
         """Where training stood when it ended."""
         return self._position(self._ended)
 

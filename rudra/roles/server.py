@@ -41,9 +41,9 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.schedule import Schedule
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
-from rudra.roles.intake import Intake
+from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
 from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.owner import WEIGHTS, Owner, left_over
@@ -124,13 +124,19 @@ class ParameterServer(Owner):
     }
 
     def __init__(
-        self, role: int, plan: Plan, job: Job, training_samples: int, schedule: Schedule, position: Position = BEGINNING
+        self,
+        role: int,
+        plan: Plan,
+        job: Job,
+        training_samples: int,
+        schedule: Schedule,
+        position: TrainingState = BEGINNING,
     ) -> None:
         super().__init__(role, plan, job, training_samples, schedule, position)
         self.state = State.INITIALISING
         self._warnings = _warnings(job, plan)
 
-    def _follow(self, plan: Plan, position: Position) -> None:
+    def _follow(self, plan: Plan, position: TrainingState) -> None:
         super()._follow(plan, position)
         role = self.id
         self.state = State.INITIALISING
@@ -152,7 +158,7 @@ class ParameterServer(Owner):
         self._receivers = plan.receivers[role]
         self._worker = {child: worker for worker, child in enumerate(self._children)}
         self._grouped = bool(plan.groups)
-        self.intake = Intake(self._children, 2, self._ordered)
+        self.intake = GradientBuffers(self._children, 2, self._ordered)
         self._stragglers = Stragglers(self._children, self._job.faults.stall_warning)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
         self._digest: int | None = None
@@ -394,7 +400,7 @@ class ParameterServer(Owner):
             return self._lose_late(role, now)
         if self._start_message is None:
             return [Fail(f"{name} died before training began", lost=True)]
-        if self.state is State.INITIALISING or not plan.survives(role):
+        if self.state is State.INITIALISING or not plan.expendable(role):
             return self._begin_anew(role, now)
         return self._go_on_without(role, name, now)
 
@@ -439,7 +445,7 @@ class ParameterServer(Owner):
             left = f"{left_over(len(self.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
         actions.append(Warn(f"{name} {end.text}; {left}"))
         text = f"{end.text} when {self._steps[learner]} of its gradients had been applied, with the next under way"
-        self._bury(role, text, pushed, now, end.kind)
+        self._record_loss(role, text, pushed, now, end.kind)
         if not training:
             return actions + self.intake.post(False) + self._close(now)
         if self._job.faults.on_learner_loss == "stop":
@@ -459,13 +465,13 @@ class ParameterServer(Owner):
         """Drops the learner that all wait for, if that takes too long."""
         child = self.intake.turn
         silence_s = overdue_s(self._job, self.plan, child, self._stragglers.heard, now)
-        return [] if child is None or silence_s is None else self._cast_out(child, silence_s)
+        return [] if child is None or silence_s is None else self._drop_straggler(child, silence_s)
 
     def _hear_of_late(self, event: Received, now: float) -> list[Action]:
         """The same, of a learner that a server of the tree waits for."""
-        return self._cast_out(event.message.value, event.message.timestamp)
+        return self._drop_straggler(event.message.value, event.message.timestamp)
 
-    def _cast_out(self, learner: int, silence_s: float) -> list[Action]:
+    def _drop_straggler(self, learner: int, silence_s: float) -> list[Action]:
         """Drops a learner, one at a time, and never the last one."""
         roles = self.plan.roles
         if self.state is not TRAINING or self._late is not None or learner in self._dead or len(self.pushed) == 1:
@@ -488,7 +494,7 @@ class ParameterServer(Owner):
 
     def _drop(self, role: int) -> list[Action]:
         """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
-        child = self.plan.way(role, self.id)
+        child = self.plan.child_towards(role, self.id)
         assert child is not None
         self._below[child] -= 1
         if child != role:

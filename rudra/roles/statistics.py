@@ -35,7 +35,7 @@ from rudra.core.events import (
     Sync,
 )
 from rudra.core.messages import Kind, Message, Rows
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import EXIT_FAILED, EXIT_STOPPED
 from rudra.job.job import Job
 from rudra.job.target import Best, Target, Watch
@@ -78,7 +78,7 @@ class StatisticsServer(Machine):
         (State.GATHERING, Kind.END): "_end_early",
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job, position: Position = BEGINNING) -> None:
+    def __init__(self, role: int, plan: Plan, job: Job, position: TrainingState = BEGINNING) -> None:
         super().__init__(role, plan)
         self.state = State.GATHERING
         self.epochs = job.training.epochs

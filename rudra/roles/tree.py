@@ -37,9 +37,9 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
-from rudra.roles.intake import Intake
+from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.machine import Machine, States, halt, listed, short
 from rudra.roles.stragglers import overdue_s, tick_s
 from topologies import Plan
@@ -93,7 +93,7 @@ class TreeServer(Machine):
         (State.STOPPED, Kind.DONE): "_finish",
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job, position: Position = BEGINNING) -> None:
+    def __init__(self, role: int, plan: Plan, job: Job, position: TrainingState = BEGINNING) -> None:
         super().__init__(role, plan)
         parent = plan.roles[role].parent
         self.parent = role if parent is None else parent
@@ -106,7 +106,7 @@ class TreeServer(Machine):
         self._together = self._share(plan.learners_below(role))
         self._below = {child: plan.learners_below(child) for child in plan.children[role]}
         self._lost = 0  # learners, of all
-        self.intake = Intake(self._children, 3, self._ordered)
+        self.intake = GradientBuffers(self._children, 3, self._ordered)
         self._pending: list[Gradient] = []
         self.timestamp = 0
         self.received = self.relayed = position.below(plan, role)
@@ -320,13 +320,13 @@ class TreeServer(Machine):
 
     def lose(self, role: int, now: float) -> list[Action]:
         plan = self.plan
-        if self.state in {State.STOPPED, State.DONE} or not plan.survives(role):
+        if self.state in {State.STOPPED, State.DONE} or not plan.expendable(role):
             return []
         self._lost += 1
         with suppress(ValueError):  # the root says so, and ends the run
             self._protocol = self._job.make_protocol(plan, self._lost)
         actions: list[Action] = []
-        child = plan.way(role, self.id)
+        child = plan.child_towards(role, self.id)
         if child is not None:
             self._below[child] -= 1
             if child != role and not self._below[child]:

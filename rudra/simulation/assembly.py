@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rudra import roles
 from rudra.compute.schedule import schedule_of
 from rudra.core.events import Save
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.simulation.costs import CostModel
@@ -13,7 +13,7 @@ from rudra.simulation.driver import Hands, Recorder, Simulation
 from topologies import Plan
 
 
-def machines_of(job: Job, plan: Plan, training_samples: int, position: Position = BEGINNING) -> dict[int, Machine]:
+def machines_of(job: Job, plan: Plan, training_samples: int, position: TrainingState = BEGINNING) -> dict[int, Machine]:
     """The state machines of all roles; arguments as of `assemble`."""
     schedule = schedule_of(job, plan, training_samples)
     return {i: roles.make(i, job, plan, training_samples, schedule, position) for i in range(len(plan.roles))}
@@ -27,7 +27,7 @@ def assemble(
     *,
     training_samples: int,
     size_bytes: int,
-    position: Position = BEGINNING,
+    position: TrainingState = BEGINNING,
     save: Callable[[int, Save], None] | None = None,
     check: Callable[[Machine], None] | None = None,
 ) -> Simulation:
@@ -49,7 +49,7 @@ def assemble(
     """
     schedule = schedule_of(job, plan, training_samples)
 
-    def make(role: int, plan: Plan, position: Position) -> Machine:
+    def make(role: int, plan: Plan, position: TrainingState) -> Machine:
         return roles.make(role, job, plan, training_samples, schedule, position)
 
     return Simulation(

@@ -53,7 +53,7 @@ from rudra.core.events import (
     Withdrawn,
 )
 from rudra.core.messages import Kind
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.data.sampling import mix
 from rudra.errors import RunError
 from rudra.roles import Machine
@@ -70,7 +70,7 @@ class Hands(Protocol):
     """What the simulator needs done with tensors; the first nine may be None, where there is nothing to do.
 
     `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void;
-    `planned` that the weights of a computation are fixed from now on; `lost` that a role is no more, `begin_anew` that
+    `planned` that the weights of a computation are fixed from now on; `lost` that a role is no more, `regroup` that
     it drops what it was about, and takes over the weights of their owner if it updates some itself. `hash` gives
     SHA-256, `update` a digest.
     """
@@ -92,7 +92,7 @@ class Hands(Protocol):
     @property
     def lost(self) -> Callable[[int], None] | None: ...
     @property
-    def begin_anew(self) -> Callable[[int, int], None] | None: ...
+    def regroup(self) -> Callable[[int, int], None] | None: ...
 
     def hash(self, role: int, buffer: str) -> str: ...
     def compute(self, role: int, action: Compute) -> Computed: ...
@@ -218,7 +218,7 @@ class Simulation:
         size_bytes: int,
         seed: int,
         gradient_share: float = 1.0,
-        make: Callable[[int, Plan, Position], Machine] | None = None,
+        make: Callable[[int, Plan, TrainingState], Machine] | None = None,
         save: Callable[[int, Save], None] | None = None,
         check: Callable[[Machine], None] | None = None,
     ) -> None:
@@ -588,7 +588,7 @@ class TimingOnly:
     accumulate: Callable[[int, Accumulate], None] | None = None
     reduce: Callable[[Mapping[int, Reduce]], None] | None = None
     lost: Callable[[int], None] | None = None
-    begin_anew: Callable[[int, int], None] | None = None
+    regroup: Callable[[int, int], None] | None = None
 
     def __init__(self, samples: int) -> None:
         self._samples = samples

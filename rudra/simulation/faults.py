@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
 from rudra.core.messages import Kind
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.data.sampling import mix
 from rudra.job.tables import Fault
 from rudra.roles import Machine
@@ -40,7 +40,7 @@ class Faults:
     """
 
     def __init__(
-        self, simulation: "Simulation", seed: int, make: Callable[[int, Plan, Position], Machine] | None
+        self, simulation: "Simulation", seed: int, make: Callable[[int, Plan, TrainingState], Machine] | None
     ) -> None:
         self._sim, self._actors = simulation, simulation._actors
         self._detection_s = simulation.costs.table.detection_s
@@ -237,8 +237,8 @@ class Faults:
                 before, actor.machine = actor.machine, self._make(actor.role, plan, action.position)
                 actor.machine.inherit(before)
                 actor.handle = sim.handler(actor.machine)
-                if sim.hands.begin_anew is not None:
-                    sim.hands.begin_anew(actor.role, owner.role)
+                if sim.hands.regroup is not None:
+                    sim.hands.regroup(actor.role, owner.role)
             sim._later(time + sim._table.latency_s, actor.take, actor, Started())
 
     def _still_counts(self, entry: tuple[Any, ...], owner: "_Actor") -> bool:

@@ -229,7 +229,7 @@ class _Record:
         first = self.losses[0]
         again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
-        anew = [row for row in self.losses if not plan.survives(row["role"])]
+        anew = [row for row in self.losses if not plan.expendable(row["role"])]
         if anew:
             name = plan.roles[anew[0]["role"]].name
             ends.append((int(anew[0]["timestamp"]), f"{name} died, and those who were left began anew"))
@@ -313,7 +313,7 @@ class _Fed(Machine):
 
     def __init__(self, role: int, plan: Plan, digest: int) -> None:
         super().__init__(role, plan)
-        parent, giver = plan.roles[role].parent, plan.giver(plan.roles[role])
+        parent, giver = plan.roles[role].parent, plan.weight_source(plan.roles[role])
         assert parent is not None
         assert giver is not None
         self._source = giver

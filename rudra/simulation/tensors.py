@@ -138,7 +138,7 @@ class TensorHands:
         for name in self._executors[role].names:
             self._let_go((role, name))
 
-    def begin_anew(self, role: int, owner: int) -> None:
+    def regroup(self, role: int, owner: int) -> None:
         """A role drops what it was about; one that updates weights itself takes over those of their owner."""
         if self._unsent is not None and self._unsent[0] == role:
             self._unsent = None
@@ -277,8 +277,8 @@ class VmapHands(TensorHands):
         super().lost(role)
         self._forget(role)
 
-    def begin_anew(self, role: int, owner: int) -> None:
-        super().begin_anew(role, owner)
+    def regroup(self, role: int, owner: int) -> None:
+        super().regroup(role, owner)
         self._forget(role)
 
     def _forget(self, role: int) -> None:

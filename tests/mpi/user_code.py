@@ -227,7 +227,7 @@ class Steep(tasks.Classification):
         return STEEP * super().loss(output, target, reduction)
 
 
-class Anew(nn.Module):
+class Regrouping(nn.Module):
     """Buffers that are not changed in place but made anew, and that the output depends on."""
 
     def __init__(self) -> None:

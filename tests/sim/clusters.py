@@ -11,7 +11,7 @@ import torch
 
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.core.events import Compute, Computed, Finish, Keep, Record, Reduce, Save
-from rudra.core.training_state import BEGINNING, Position
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
 from rudra.roles import Machine
@@ -185,7 +185,7 @@ class Guarded(TensorHands):
 class Saved(NamedTuple):
     """What a checkpoint would hold."""
 
-    position: Position
+    position: TrainingState
     tensors: dict[str, npt.NDArray[np.float32]]
 
 

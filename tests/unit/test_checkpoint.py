@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from results_files import write_run
 
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
 from rudra.results import checkpoint
@@ -18,7 +18,7 @@ from rudra.results.checkpoint import CheckpointWriter, previous_of, read
 from rudra.results.reader import open_results
 from rudra.results.resume import carried, fitted
 
-POSITION = Position(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7), epoch_loss=0.1)
+POSITION = TrainingState(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7), epoch_loss=0.1)
 JOB = json.loads(Job(cluster={"learners": 2, "threads_per_rank": 1, "device": "cuda"}).to_json())
 AUTO = Job(cluster={"learners": 2, "threads_per_rank": 1, "device": "auto"})
 
@@ -28,7 +28,7 @@ def tensors(seed: int = 0) -> dict[str, Any]:
     return {"weights": values, "optimizer.step.0": np.array([7.0], np.float32), "optimizer.empty.1": values[:0]}
 
 
-def write(path: Path, position: Position = POSITION, seed: int = 0) -> None:
+def write(path: Path, position: TrainingState = POSITION, seed: int = 0) -> None:
     writer = CheckpointWriter(path, JOB, {"python_objects": ""})
     writer.save(position, tensors(seed))
     writer.commit()
@@ -88,7 +88,7 @@ def refused(path: Path) -> None:
 def test_the_checkpoint_before_is_offered_if_it_is_whole(tmp_path: Path, length: int) -> None:
     path = tmp_path / "run.ckpt"
     write(path)
-    write(path, Position(timestamp=9, steps=(9, 9)), 1)
+    write(path, TrainingState(timestamp=9, steps=(9, 9)), 1)
     previous = previous_of(path)
     assert read(previous)[0].position == POSITION
     path.write_bytes(path.read_bytes()[:length])
@@ -132,12 +132,12 @@ def test_whenever_the_writer_dies_a_whole_checkpoint_is_left(
     if dies_in and (links or dies_in != "link"):
         monkeypatch.setattr(os, dies_in, die)
     with pytest.raises(Death) if dies_in and (links or dies_in != "link") else _nothing():
-        write(path, Position(timestamp=9, steps=(9, 9)), 1)
+        write(path, TrainingState(timestamp=9, steps=(9, 9)), 1)
     monkeypatch.undo()
     left = [p for p in (path, previous_of(path)) if p.exists()]
     assert left
     assert {read(p)[0].position.timestamp for p in left} <= {7, 9}
-    write(path, Position(timestamp=11, steps=(11, 11)), 2)  # the next run of it is not disturbed
+    write(path, TrainingState(timestamp=11, steps=(11, 11)), 2)  # the next run of it is not disturbed
     assert read(path)[0].position.timestamp == 11
 
 
@@ -192,7 +192,7 @@ def test_what_could_not_be_replayed_before_a_restart_cannot_after_it(tmp_path: P
     about = {"replayable": not why, "not_replayable": why, "started": "then", "initial_weights_sha256": "a"}
     write_run(path, updates=4, epochs=1, staleness=0, finish=False, **about)
     with open_results(path) as results:
-        kept = carried(results, Position(timestamp=2, steps=(1, 1, 1, 1))).attributes
+        kept = carried(results, TrainingState(timestamp=2, steps=(1, 1, 1, 1))).attributes
     assert kept == {key: about[key] for key in about if why or "replayable" not in key}
 
 

@@ -11,7 +11,7 @@ import torch
 from compiler import needs_compiler
 from torch import nn
 from torch.nn import functional
-from user_code import Anew
+from user_code import Regrouping
 
 import rudra
 from rudra.compute import networks
@@ -48,7 +48,7 @@ class Odd(nn.Module):
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "lenet": (lambda: networks.lenet((1, 28, 28), 10), lambda: torch.rand(5, 1, 28, 28)),
-    "buffers": (Anew, lambda: torch.rand(5, 20)),
+    "buffers": (Regrouping, lambda: torch.rand(5, 20)),
     "odd": (Odd, lambda: {"left": torch.rand(5, 2), "right": torch.rand(5, 4)}),
 }
 

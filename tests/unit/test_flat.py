@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from user_code import Anew, Assorted
+from user_code import Assorted, Regrouping
 
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.models import build
@@ -71,8 +71,8 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (Unused, (20,)),
     (sequences, (2, 256)),
     (normalised, (20,)),
-    (Anew, (20,)),
-    (lambda: torch.jit.script(Anew()), (20,)),
+    (Regrouping, (20,)),
+    (lambda: torch.jit.script(Regrouping()), (20,)),
     (dropped, (20,)),
 ]
 
@@ -153,7 +153,7 @@ def test_the_vector_and_what_is_beside_it_make_the_state_dict(make: Callable[[],
 
 
 def test_a_copy_is_made_of_buffers_that_do_not_travel() -> None:
-    module = Anew()
+    module = Regrouping()
     (kept,) = [named for named in FlatModel(module).state_dict() if named.value is not None]
     module.get_buffer("order").zero_()
     assert kept.name == "order"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
 from rudra.results.checkpoint import CheckpointWriter, read
 from rudra.results.resume import decide, resumable
@@ -21,7 +21,7 @@ from tests.unit.fuzzing import TEXTS, VALUES, cases, damaged, refused
 pytestmark = pytest.mark.slow
 
 JOB = Job(cluster={"learners": 2, "threads_per_rank": 1})
-POSITION = Position(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7))
+POSITION = TrainingState(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7))
 TENSORS = {"weights": np.arange(9, dtype=np.float32), "optimizer.step.0": np.ones(1, np.float32)}
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rudra.compute.statedict import Named
 from rudra.core.records import EPOCH, LEARNER, TOTALS, UPDATE
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.errors import ResultsError
 from rudra.results.reader import open_results
 from rudra.results.resume import carried
@@ -124,7 +124,7 @@ def test_a_resumed_run_keeps_what_lies_before_its_checkpoint(tmp_path: Path) -> 
             end_epoch(writer, epoch, kept=epoch != 1)
         writer.fail("interrupted", "stopped")
     with open_results(path) as before:
-        found = carried(before, Position(timestamp=3, epoch=3, steps=(0,) * 4))
+        found = carried(before, TrainingState(timestamp=3, epoch=3, steps=(0,) * 4))
         writer = new_writer(path, carried=found.rows, carried_weights=found.weights)
     with writer:
         end_epoch(writer, 5)

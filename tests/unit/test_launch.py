@@ -212,9 +212,10 @@ def test_an_mpirun_that_another_one_disturbed_is_started_again(
     assert starts.stat().st_size == min(collisions + 1, STARTS)
 
 
-@pytest.mark.parametrize(
-    "command", [["-m", "rudra"], ["-c", "import sys; sys.argv[0] = '/bin/rudra'; import rudra.cli.main"]]
-)
+SCRIPT = "import sys; sys.argv[0] = '/bin/rudra'; from rudra.__main__ import main; main()"
+
+
+@pytest.mark.parametrize("command", [["-m", "rudra"], ["-c", SCRIPT]])
 def test_an_interrupt_while_python_imports_is_quiet(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "pydantic.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"

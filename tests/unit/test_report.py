@@ -21,12 +21,12 @@ from matplotlib.figure import Figure
 
 from rudra.report import report
 from rudra.report.charts import figures
+from rudra.report.cluster_diagram import drawings
 from rudra.report.panels import lines_of
 from rudra.report.runs import Study, collect, read
 from rudra.report.sections import sections_of
 from rudra.report.svg import inline
 from rudra.report.tables import Table, comparison, form_of, speed_up, summary
-from rudra.report.who import drawings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -12,9 +12,9 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip insta
 pytest.importorskip("jinja2", reason="Jinja is not installed: pip install 'rudra[plot]'")
 
 from rudra.report import report
+from rudra.report.cluster_diagram import drawings
 from rudra.report.runs import collect
 from rudra.report.svg import inline
-from rudra.report.who import drawings
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from results_files import write_run
 
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
 from rudra.results.checkpoint import CheckpointWriter
@@ -28,7 +28,7 @@ def run(directory: Path, *, finished: bool = True, epochs: int = 2, **tables: An
         path, updates=16, epochs=2, staleness=0, finish=finished, job=job.to_json(), training_samples=256, **REPLAYABLE
     )
     writer = CheckpointWriter(path.with_suffix(".ckpt"), said, {"python_objects": ""})
-    position = Position(timestamp=16, epoch=2, samples=512, applied=32, time_s=0.16, steps=(8, 8, 8, 8))
+    position = TrainingState(timestamp=16, epoch=2, samples=512, applied=32, time_s=0.16, steps=(8, 8, 8, 8))
     writer.save(position, {"weights": np.zeros(3, np.float32)})
     writer.commit()
     return job, path

@@ -5,7 +5,7 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 from rudra.report.analysis import COLOURS
-from rudra.report.ink import GRID, INK, MUTED
+from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import Figure, Panel
 from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.report.runs import Run, Study
@@ -209,7 +209,7 @@ def _table(cast: Cast, name: str) -> Table:
     for role, node in zip(plan.roles, cast.nodes, strict=True):
         above = plan.roles[role.parent].name if role.parent is not None and role.kind != STATISTICS_SERVER else None
         place = "of its own" if node == ELSEWHERE else node
-        giver = None if role.kind == STATISTICS_SERVER else plan.giver(role)
+        giver = None if role.kind == STATISTICS_SERVER else plan.weight_source(role)
         source = None if giver is None else plan.roles[giver].name
         rows.append((role.name, role.world_rank, above, source, place, cast.hosts.get(node), role.group))
     heads = ("role", "rank", "gradients to", "weights from", "node", "host", "group")

@@ -11,7 +11,7 @@ from rudra.core.events import Accumulate, Action, Receive, Received, Withdraw
 from rudra.core.messages import Message
 
 
-class Intake:
+class GradientBuffers:
     """The gradient buffers of one server.
 
     Args:

@@ -5,12 +5,12 @@ from math import isfinite
 from rudra.core.events import Action, Computed, Fail, Warn
 from rudra.core.messages import Kind
 from rudra.core.records import Gradient
-from rudra.core.training_state import Position
+from rudra.core.training_state import TrainingState
 from rudra.job.tables import FaultsTable, ResultsTable
 from rudra.roles.machine import Machine, Outbox
 
 
-class Minibatches(Machine):
+class MinibatchLog(Machine):
     """The books of one learner.
 
     Attributes:
@@ -42,7 +42,7 @@ class Minibatches(Machine):
 
     timestamp: int
 
-    def _open_books(self, faults: FaultsTable, results: ResultsTable, position: Position) -> None:
+    def _open_books(self, faults: FaultsTable, results: ResultsTable, position: TrainingState) -> None:
         self.learner = self.plan.roles[self.id].index
         self.step = self._first = position.step(self.learner)
         self._non_finite_stops = faults.non_finite_loss == "stop"
@@ -56,7 +56,7 @@ class Minibatches(Machine):
 
     def inherit(self, before: Machine) -> None:
         """Takes over the books; what was computed in vain since counts as time, not as samples."""
-        assert isinstance(before, Minibatches)
+        assert isinstance(before, MinibatchLog)
         self._diary, self._warned = before._diary, before._warned
         self._first, self._last_samples = before._first, before._last_samples
         self._samples = (self.step - self._first) * self._last_samples

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rudra.mpi.comm_threads import Lane, Worker
+from rudra.mpi.comm_threads import CommThread, Worker
 
 
 class Rank:
@@ -29,7 +29,7 @@ def rank() -> Rank:
     return Rank()
 
 
-KINDS = pytest.mark.parametrize("kind", [Worker, Lane])
+KINDS = pytest.mark.parametrize("kind", [Worker, CommThread])
 
 
 @KINDS
@@ -99,28 +99,28 @@ def mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("mpi")
 def test_ends_of_transfers_are_told_whichever_comes_first(rank: Rank) -> None:
     told: list[str] = []
-    lane = Lane("pushes", rank.posted.put)
+    thread = CommThread("pushes", rank.posted.put)
     all_are_here = threading.Event()
-    lane.submit(lambda: all_are_here.wait(10) and None)
+    thread.submit(lambda: all_are_here.wait(10) and None)
     for name, tests in (("slow", 60), ("quick", 1), ("middle", 30)):
-        lane.carry(lambda tests=tests: Request(tests), lambda name=name: told.append(name))
+        thread.carry(lambda tests=tests: Request(tests), lambda name=name: told.append(name))
     all_are_here.set()
     for _ in range(3):
         rank.take()
-    lane.close()
+    thread.close()
     assert told == ["quick", "middle", "slow"]
 
 
 @pytest.mark.usefixtures("mpi")
 def test_a_transfer_is_started_while_others_are_under_way(rank: Rank) -> None:
     never, told = Request(10**9), []
-    lane = Lane("pulls", rank.posted.put)
-    lane.carry(lambda: never, lambda: told.append("never"))
+    thread = CommThread("pulls", rank.posted.put)
+    thread.carry(lambda: never, lambda: told.append("never"))
     for i in range(3):
-        lane.carry(lambda: Request(2), lambda i=i: told.append(i))
+        thread.carry(lambda: Request(2), lambda i=i: told.append(i))
         rank.take()
     assert told == [0, 1, 2]
-    lane.close()
+    thread.close()
     assert never.cancelled
     assert never.waited, "a receive to which nobody sends any more is taken back"
     assert told == [0, 1, 2]
@@ -130,14 +130,14 @@ def test_a_transfer_is_started_while_others_are_under_way(rank: Rank) -> None:
 def test_what_is_abandoned_is_not_told_and_must_not_write_any_more(rank: Rank) -> None:
     """A receive that has begun goes on until it is over; a send that nobody takes may stay for ever."""
     told: list[str] = []
-    lane = Lane("pulls", rank.posted.put)
-    lane.carry(lambda: Request(10**9), lambda: told.append("sent"))
-    lane.carry(lambda: Request(50), lambda: told.append("received"), receives=True)
-    lane.abandon(lambda: told.append("quiet"))
-    lane.carry(lambda: Request(100), lambda: told.append("anew"))
+    thread = CommThread("pulls", rank.posted.put)
+    thread.carry(lambda: Request(10**9), lambda: told.append("sent"))
+    thread.carry(lambda: Request(50), lambda: told.append("received"), receives=True)
+    thread.abandon(lambda: told.append("quiet"))
+    thread.carry(lambda: Request(100), lambda: told.append("anew"))
     rank.take()
     rank.take()
-    lane.close()
+    thread.close()
     assert told == ["quiet", "anew"]
 
 
@@ -146,11 +146,11 @@ def test_a_transfer_that_cannot_start_fails_the_rank(rank: Rank) -> None:
     def start() -> Any:
         raise OSError("no memory")
 
-    lane = Lane("pushes", rank.posted.put)
-    lane.carry(start, lambda: None)
+    thread = CommThread("pushes", rank.posted.put)
+    thread.carry(start, lambda: None)
     with pytest.raises(OSError, match="no memory"):
         rank.take()
-    lane.close()
+    thread.close()
 
 
 def descriptors() -> int:
@@ -161,7 +161,7 @@ def descriptors() -> int:
 @pytest.mark.usefixtures("mpi")
 def test_starting_and_stopping_leaves_nothing_behind(rank: Rank) -> None:
     def once() -> None:
-        workers = [kind(kind.__name__, rank.posted.put) for kind in (Worker, Lane, Lane)]
+        workers = [kind(kind.__name__, rank.posted.put) for kind in (Worker, CommThread, CommThread)]
         for worker in workers:
             worker.submit(lambda: None)
         workers[1].carry(lambda: Request(2), lambda: None)  # type: ignore[attr-defined]
