@@ -1,7 +1,6 @@
 """Whether all who are left wait for each other: what ranks tell the statistics server's, without MPI."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,9 +38,8 @@ class Status:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[int, Standstill]:
-    package = ModuleType("mpi4py")
-    package.MPI = SimpleNamespace(ANY_SOURCE=-1, BYTE=None, Status=Status, Exception=OSError)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    stub = SimpleNamespace(ANY_SOURCE=-1, BYTE=None, Status=Status, Exception=OSError)
+    monkeypatch.setattr("rudra.mpi.standstill.MPI", stub)
     boxes: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in (SERVER, ROOT, LEARNER)}
     comms = {rank: Comm(rank, boxes) for rank in boxes}
     return {rank: Standstill(comm, ROOT, 3, comm.tell) for rank, comm in comms.items()}  # type: ignore[arg-type]

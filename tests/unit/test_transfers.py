@@ -105,6 +105,7 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> Comm:
     module: Any = ModuleType("mpi4py")
     module.MPI = MPI
     monkeypatch.setitem(sys.modules, "mpi4py", module)
+    monkeypatch.setattr("rudra.mpi.transfers.MPI", MPI)
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
     return Comm()
 
