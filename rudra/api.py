@@ -89,16 +89,16 @@ def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool
     names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
     if shown["mode"] != "quiet":  # each imports torch, which takes seconds where there are fewer cores than ranks
         print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
-    for restart in range(job.faults.restarts + 1):
+    for restart in range(job.fault_tolerance.restarts + 1):
         more = {"overwrite": begin.overwrite, "resume": begin.checkpoint or False, "launched": True}
         payload = {"job": job, "output": path, "progress": shown, **more}
         outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
         if outcome.code:
             _wait_for_results(path)
-        if not outcome.lost or restart == job.faults.restarts:
+        if not outcome.lost or restart == job.fault_tolerance.restarts:
             break
         begin = decide(job, path, True, force=False, named=lambda: path)
-        print(f"rudra: restart {restart + 1} of {job.faults.restarts}: {begin.text}", file=sys.stderr)
+        print(f"rudra: restart {restart + 1} of {job.fault_tolerance.restarts}: {begin.text}", file=sys.stderr)
     return outcome.code
 
 

@@ -174,7 +174,7 @@ class _Campaign:
     def servers(self, role: str, kills: int) -> Tally:
         """Kills a role without which nothing goes on; the run is to begin again from its checkpoint."""
         tally = Tally()
-        settings = (*SETTINGS[TREE], "faults.restarts=1", "results.checkpoint_every=3 updates")
+        settings = (*SETTINGS[TREE], "fault_tolerance.restarts=1", "results.checkpoint_every=3 updates")
         for _ in range(kills):
             output = self._output()
             process = self._start(output, settings)

@@ -77,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
             interrupts.raise_again()
             return int(module.main(argv[1:]))
         arguments = parser_of(argv[:1] if asked else known).parse_args(argv, argparse.Namespace(argv=argv))
-        importlib.import_module("rudra.job.job")  # what nearly all need, and takes longest before torch
+        import rudra.job.job  # noqa: F401  what nearly all need, and takes longest before torch
+
         interrupts.raise_again()
         code = int(arguments.execute(arguments))
         sys.stdout.flush()

@@ -17,7 +17,9 @@ or not: rudra run JOB --output FILE.h5 --resume"""
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="its result file (.h5) or a checkpoint of it (.ckpt)")
-    set_option(parser, "where something is, or how the run is reported: data.path, and the tables faults and results")
+    set_option(
+        parser, "where data is, or how the run is reported: data.path, and the tables fault_tolerance and results"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
     verbose_option(parser)
 

@@ -57,7 +57,9 @@ def execute(arguments: argparse.Namespace) -> int:
         few = "" if window <= job.training.epochs else f": never reached, there are {job.training.epochs} epochs"
         lines["target"] = f"{job.training.target}, by the median of {counted(window, 'test')}{few}"
     if job.optimizer.plateau is not None:
-        lines["schedule"] = f"times {job.optimizer.factor:g} after {job.optimizer.plateau} tests that are no better"
+        lines["schedule"] = (
+            f"times {job.optimizer.decay_factor:g} after {job.optimizer.plateau} tests that are no better"
+        )
     elif job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
     if job.optimizer.warm_up:

@@ -56,7 +56,7 @@ class GradientSource:
     def __init__(self, job: Job, learner: int, model: FlatModel, split: Samples, *, prefetch: bool) -> None:
         self._seed = job.training.seed
         self._learner = learner
-        self._stops = job.faults.non_finite_loss == "stop"
+        self._stops = job.fault_tolerance.non_finite_loss == "stop"
         self.model = model
         sampler, augmentation = Sampler(self._seed, learner, len(split)), Augmentation(job.augment)
         self._inputs = _Inputs(sampler, split, job.training.minibatch_size, augmentation, self.seed)

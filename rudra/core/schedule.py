@@ -30,7 +30,9 @@ class Schedule:
     def stepped(cls, table: OptimizerTable, milestones: Sequence[int]) -> Self:
         """The rate is multiplied by the table's factor after each of these epochs."""
         starts = (0, *milestones)
-        return cls(table, starts, tuple(table.learning_rate * table.factor**count for count in range(len(starts))))
+        return cls(
+            table, starts, tuple(table.learning_rate * table.decay_factor**count for count in range(len(starts)))
+        )
 
     def rate(self, epoch: int, progress: float, update: int = 0) -> float:
         """The rate of an update.

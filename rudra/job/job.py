@@ -24,7 +24,7 @@ from rudra.job.tables import (
     AugmentTable,
     ClusterTable,
     DataTable,
-    FaultsTable,
+    FaultToleranceTable,
     Hook,
     ModelTable,
     Named,
@@ -56,7 +56,7 @@ class Job(Table):
     topology: TopologyTable = TopologyTable()
     cluster: ClusterTable = ClusterTable()
     simulation: SimulationTable = SimulationTable()
-    faults: FaultsTable = FaultsTable()
+    fault_tolerance: FaultToleranceTable = FaultToleranceTable()
     results: ResultsTable = ResultsTable()
     hooks: tuple[Hook, ...] = ()
     study: StudyTable = StudyTable()
@@ -185,13 +185,13 @@ class Job(Table):
     def _check_pair(self, plan: topologies.Plan) -> None:
         protocol = self.make_protocol(plan)
         _check_pair(protocol, plan, self.topology.name)
-        if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.wire == "float16"):
-            what = "compute groups add gradients" if plan.groups else "wire float16 converts them"
+        if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
+            what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
-        if self.faults.straggler_timeout is not None and (plan.groups or not protocol.ordered):
+        if self.fault_tolerance.straggler_timeout_s is not None and (plan.groups or not protocol.ordered):
             raise ValueError(
-                "[faults] straggler_timeout: only a server that waits for each of its learners can drop one; valid "
-                "with protocol hardsync and topology base or adv"
+                "[fault_tolerance] straggler_timeout_s: only a server that waits for each of its learners can drop one;"
+                " valid with protocol hardsync and topology base or adv"
             )
 
     def _check_hooks(self, plan: topologies.Plan, *, placed: bool) -> None:

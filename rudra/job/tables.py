@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from rudra.errors import ConfigError, meant
+from rudra.job import renamed
 from rudra.job.jobfiles import flattened
 from rudra.job.target import WINDOW, Target
 from topologies import Plan
@@ -202,8 +203,10 @@ class OptimizerTable(Table):
         "step",
         description="how the rate falls: step, cosine, plateau, or package.module:callable giving a torch scheduler",
     )
-    milestones: tuple[int, ...] = Field((), description="completed epochs after which the rate is multiplied by factor")
-    factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone, or plateau")
+    milestones: tuple[int, ...] = Field(
+        (), description="completed epochs after which the rate is multiplied by decay_factor"
+    )
+    decay_factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone, or plateau")
     schedule_options: dict[str, Any] = Field(
         {}, description="keyword arguments for the torch scheduler; plateau: patience"
     )
@@ -268,7 +271,7 @@ class OptimizerTable(Table):
     @classmethod
     def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if value and info.data.get("schedule") == "step":
-            raise ValueError("are for other schedules than 'step', which has milestones and factor")
+            raise ValueError("are for other schedules than 'step', which has milestones and decay_factor")
         if info.data.get("schedule") == "plateau":
             if unknown := [key for key in value if key != "patience"]:
                 raise ValueError(f"unknown option '{unknown[0]}' of schedule 'plateau'; valid: patience")
@@ -279,7 +282,7 @@ class OptimizerTable(Table):
 
     @property
     def plateau(self) -> int | None:
-        """Tests without progress after which the rate is multiplied by `factor`; None: it does not go by tests."""
+        """Tests without progress after which the rate is lowered; None: it does not go by tests."""
         return self.schedule_options.get("patience", 10) if self.schedule == "plateau" else None
 
     @field_validator("schedule_every")
@@ -335,7 +338,7 @@ class ClusterTable(Table):
     gpu_aware_mpi: bool = Field(
         False, description="MPI reads and writes learners' vectors on their GPUs; needs a library that can; not groups"
     )
-    wire: Literal["float32", "float16"] = Field(
+    gradient_format: Literal["float32", "float16"] = Field(
         "float32",
         description="how gradients travel to servers; float16 is half as much, is added up as float32, loses bits",
     )
@@ -344,7 +347,7 @@ class ClusterTable(Table):
     @property
     def gradient_share(self) -> float:
         """Size of a gradient on the wire, as a fraction of the weights' size."""
-        return 0.5 if self.wire == "float16" else 1.0
+        return 0.5 if self.gradient_format == "float16" else 1.0
 
 
 class Fault(Table):
@@ -473,7 +476,7 @@ class SimulationTable(Table):
         return value
 
 
-class FaultsTable(Table):
+class FaultToleranceTable(Table):
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="what a loss of NaN or infinity does to the run"
     )
@@ -483,16 +486,16 @@ class FaultsTable(Table):
     on_learner_loss: Literal["continue", "stop"] = Field(
         "continue", description="when a learner's rank dies: go on with the others, or stop with a checkpoint"
     )
-    straggler_timeout: float | None = Field(
+    straggler_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="seconds; hardsync without groups drops a learner of which nothing came for so long while all wait",
+        description="hardsync without groups drops a learner of which nothing came for so long while all wait",
     )
-    stall_warning: float = Field(60.0, gt=0, description="seconds; a rank that waits longer says for whom and for what")
-    stall_limit: float | None = Field(
+    stall_warning_s: float = Field(60.0, gt=0, description="a rank that waits longer says for whom and for what")
+    stall_limit_s: float | None = Field(
         None,
         gt=0,
-        description="seconds; a rank that waits longer ends the run; once one has died, 30 s of waiting by all do",
+        description="a rank that waits longer ends the run; once one has died, 30 s of waiting by all do",
     )
 
 
@@ -629,6 +632,8 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else key
     where += " as a key" if "[key]" in error["loc"] else ""
     if error["type"] == "extra_forbidden":
+        if name := renamed.now(tables, key):
+            return f"[{tables[0]}] {key} is now {name}" if tables else f"[{key}] is now [{name}]"
         place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
         return f"{place} '{key}'; valid: {', '.join(model.model_fields)}{meant(key, model.model_fields)}"
     if error["type"] == "value_error":

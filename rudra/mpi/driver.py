@@ -141,8 +141,8 @@ class Rank:
         recorder: where the statistics server's rows go; None elsewhere.
         checkpoints: writes those of the weights' owner; None elsewhere.
         make_machine: makes a role's machine for a new plan, and its executor ready, where others have died.
-        stall_warning: a wait that is longer is reported.
-        stall_limit: a wait that is longer ends the run; None: never.
+        stall_warning_s: a wait that is longer is reported.
+        stall_limit_s: a wait that is longer ends the run; None: never.
         spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
         halves: gradients travel as float16.
     """
@@ -157,8 +157,8 @@ class Rank:
         checkpoints: CheckpointWriter | None = None,
         make_machine: Callable[[int, Plan, TrainingState], Machine] | None = None,
         *,
-        stall_warning: float = 60.0,
-        stall_limit: float | None = None,
+        stall_warning_s: float = 60.0,
+        stall_limit_s: float | None = None,
         spins: bool = False,
         halves: bool = False,
     ) -> None:
@@ -172,7 +172,7 @@ class Rank:
         self._to_ring: set[int] = set()
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         self._shortest_s = 200e-6 if doorbell.reaches(others) else 20e-6
-        self._stall_warning, self._stall_limit = stall_warning, stall_limit
+        self._stall_warning, self._stall_limit = stall_warning_s, stall_limit_s
         self._spin_s = SPIN_S if spins else 0.0
         self._halves = halves
         self._lent: Counter[tuple[int, str]] = Counter()  # transfers under way, by role and buffer

@@ -431,7 +431,7 @@ class _Session:
         return code
 
     def _make_rank(self, recorder: Recorder | None) -> Rank:
-        faults = self._job.faults
+        tolerance = self._job.fault_tolerance
         computes = any(self._plan.roles[i].kind != "statistics server" for i in self._roles)
         busy = _sum_on_node(self._comm, int(computes))  # the statistics server gives way
         return Rank(
@@ -442,10 +442,10 @@ class _Session:
             recorder,
             self._checkpoints,
             self._make_machine,
-            stall_warning=faults.stall_warning,
-            stall_limit=faults.stall_limit,
+            stall_warning_s=tolerance.stall_warning_s,
+            stall_limit_s=tolerance.stall_limit_s,
             spins=busy <= cores(),
-            halves=self._job.cluster.wire == "float16",
+            halves=self._job.cluster.gradient_format == "float16",
         )
 
     def _serve(self, rank: Rank) -> int:
@@ -525,7 +525,7 @@ class _Session:
         self._wait(self._comm.Ibarrier().Test)
 
     def _wait(self, over: Callable[[], bool]) -> None:
-        began, warn_s = time.monotonic(), self._job.faults.stall_warning
+        began, warn_s = time.monotonic(), self._job.fault_tolerance.stall_warning_s
         while not over():
             time.sleep(1e-3)
             waited = time.monotonic() - began

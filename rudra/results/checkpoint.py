@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError
 from rudra.job.jobfiles import possible
+from rudra.job.renamed import translated
 from rudra.results.safetensors import LENGTH, Tensor, entry, write
 
 FORMAT = "rudra 1"
@@ -231,6 +232,7 @@ def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[State, d
         raise CheckpointError(f"{path}: damaged: its header does not match its checksum")
     try:
         state = json.loads(text)
+        state["job"] = translated(state["job"])
         position = msgspec.convert(state["position"], TrainingState)
         places = {name: (*entries[name]["data_offsets"], crc) for name, crc in state["crc32"].items()}
         ends = [0, *(end for _, end, _ in places.values())]

@@ -1,6 +1,6 @@
 """Result files: one HDF5 file for each run, readable while it is written.
 
-Layout, format version 5 (all numbers little-endian, all strings of fixed length, UTF-8):
+Layout, format version 6 (all numbers little-endian, all strings of fixed length, UTF-8):
 
 ==================  ===================  ===================================================================
 object              rows                 content

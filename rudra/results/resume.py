@@ -152,7 +152,7 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
         raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
     state, _ = checkpoint.read(path)
     job = job_of(state, overrides)
-    valid = f"valid: {', '.join((*LENGTH, *CHANGEABLE))}, and the tables faults and results"
+    valid = f"valid: {', '.join((*LENGTH, *CHANGEABLE))}, and the tables fault_tolerance and results"
     different = {key: then for key, then, _ in _differences(state.job, job)}
     for override in overrides:
         key, table = parsed(override)[0], override.partition(".")[0]

@@ -16,6 +16,7 @@ from rudra.compute.statedict import key
 from rudra.core.records import LEARNER, ROLE, TOTALS
 from rudra.errors import ResultsError
 from rudra.job.jobfiles import possible
+from rudra.job.renamed import translated
 from rudra.results.writer import GROWING, STATE
 from topologies import Plan
 from topologies.plan import LEARNER as LEARNER_KIND
@@ -81,6 +82,7 @@ def job(text: str, path: Path) -> Known:
         raise ResultsError(f"{path}: damaged: attribute 'job' is no JSON") from None
     if not isinstance(tables, dict):
         raise ResultsError(f"{path}: damaged: attribute 'job' holds no tables")
+    tables = translated(tables)
     for name, keys in tables.items():
         if isinstance(keys, dict) and isinstance(keys.get("options", {}), dict):
             tables[name] = Known(keys, path, f"key of the job's [{name}]")

@@ -48,7 +48,7 @@ def make(
         if not plan.served:
             return Replica(role, plan, job, training_samples, schedule, position)
         cls = OverlappedLearner if plan.overlapped else GroupLearner if plan.groups else Learner
-        return cls(role, plan, job.faults, job.results, position)
+        return cls(role, plan, job.fault_tolerance, job.results, position)
     if kind == PARAMETER_SERVER:
         return ParameterServer(role, plan, job, training_samples, schedule, position)
     if kind == TREE_SERVER:

@@ -36,7 +36,7 @@ from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
-from rudra.job.tables import FaultsTable, ResultsTable
+from rudra.job.tables import FaultToleranceTable, ResultsTable
 from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
 from rudra.roles.machine import States, halt, listed, short
 from rudra.roles.minibatch_log import MinibatchLog
@@ -76,9 +76,14 @@ class GroupLearner(Learner):
     }
 
     def __init__(
-        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: TrainingState = BEGINNING
+        self,
+        role: int,
+        plan: Plan,
+        tolerance: FaultToleranceTable,
+        results: ResultsTable,
+        position: TrainingState = BEGINNING,
     ) -> None:
-        super().__init__(role, plan, faults, results, position)
+        super().__init__(role, plan, tolerance, results, position)
         group = plan.roles[role].group
         assert group is not None
         self._group = group
@@ -291,7 +296,7 @@ class Replica(MinibatchLog, Owner):
     ) -> None:
         self._leads = plan.server == role
         Owner.__init__(self, role, plan, job, training_samples, schedule, position, reports=self._leads)
-        self._open_books(job.faults, job.results, position)
+        self._open_books(job.fault_tolerance, job.results, position)
         self._ended_training = self._told_enough = False
         self._told_lowered = len(position.lowered)
         self._ready_at = self._reduced_at = 0.0

@@ -33,7 +33,7 @@ from rudra.core.events import (
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.job.tables import FaultsTable, ResultsTable
+from rudra.job.tables import FaultToleranceTable, ResultsTable
 from rudra.roles.machine import States, halt, short
 from rudra.roles.minibatch_log import MinibatchLog
 from topologies import Plan
@@ -67,7 +67,7 @@ class Learner(MinibatchLog):
     Args:
         role: id in the plan; its parent is the server that it pushes to.
         plan: who is who.
-        faults: what a non-finite loss does.
+        tolerance: what a non-finite loss does.
         results: how long reports may wait.
         position: where training begins.
     """
@@ -103,10 +103,15 @@ class Learner(MinibatchLog):
     }
 
     def __init__(
-        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: TrainingState = BEGINNING
+        self,
+        role: int,
+        plan: Plan,
+        tolerance: FaultToleranceTable,
+        results: ResultsTable,
+        position: TrainingState = BEGINNING,
     ) -> None:
         super().__init__(role, plan)
-        self._open_books(faults, results, position)
+        self._open_books(tolerance, results, position)
         parent = plan.roles[role].parent
         self.server = role if parent is None else parent
         self.state = State.WAITING

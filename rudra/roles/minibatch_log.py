@@ -6,7 +6,7 @@ from rudra.core.events import Action, Computed, Fail, Warn
 from rudra.core.messages import Kind
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
-from rudra.job.tables import FaultsTable, ResultsTable
+from rudra.job.tables import FaultToleranceTable, ResultsTable
 from rudra.roles.machine import Machine, Outbox
 
 
@@ -42,10 +42,10 @@ class MinibatchLog(Machine):
 
     timestamp: int
 
-    def _open_books(self, faults: FaultsTable, results: ResultsTable, position: TrainingState) -> None:
+    def _open_books(self, tolerance: FaultToleranceTable, results: ResultsTable, position: TrainingState) -> None:
         self.learner = self.plan.roles[self.id].index
         self.step = self._first = position.step(self.learner)
-        self._non_finite_stops = faults.non_finite_loss == "stop"
+        self._non_finite_stops = tolerance.non_finite_loss == "stop"
         self._warned = False
         self._reports_minibatches = results.minibatches
         self._diary = Outbox(self.id, self.plan.statistics, results.report_s)
@@ -83,7 +83,7 @@ class MinibatchLog(Machine):
         if self._warned:
             return [], False
         self._warned = True
-        return [Warn(f"{text} (training goes on, as [faults] non_finite_loss says)")], False
+        return [Warn(f"{text} (training goes on, as [fault_tolerance] non_finite_loss says)")], False
 
     def _describe(self, event: Computed, pad: int = 0) -> Gradient:
         """Counts the samples of a gradient that is on its way now, and describes it."""

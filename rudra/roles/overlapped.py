@@ -29,7 +29,7 @@ from rudra.core.events import Action, Compute, Computed, Hash, Hashed, Receive, 
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.job.tables import FaultsTable, ResultsTable
+from rudra.job.tables import FaultToleranceTable, ResultsTable
 from rudra.roles.learner import Learner, State
 from rudra.roles.machine import States, halt, short
 from topologies import Plan
@@ -80,9 +80,14 @@ class OverlappedLearner(Learner):
     }
 
     def __init__(
-        self, role: int, plan: Plan, faults: FaultsTable, results: ResultsTable, position: TrainingState = BEGINNING
+        self,
+        role: int,
+        plan: Plan,
+        tolerance: FaultToleranceTable,
+        results: ResultsTable,
+        position: TrainingState = BEGINNING,
     ) -> None:
-        super().__init__(role, plan, faults, results, position)
+        super().__init__(role, plan, tolerance, results, position)
         self._receivers = plan.receivers[role]
         self._stamps = dict.fromkeys(WEIGHTS, -1)
         self._open: str | None = WEIGHTS[0]  # where the next weights may land

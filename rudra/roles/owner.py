@@ -285,7 +285,7 @@ class Owner(Machine):
             self._lowered = (*self._lowered, max(self.epoch, *self._lowered, 0) + 1)
             self.schedule = Schedule.stepped(self._job.optimizer, self._lowered)
             if self._reports:
-                text = f"tests got no better: the rate is multiplied by {self._job.optimizer.factor:g}"
+                text = f"tests got no better: the rate is multiplied by {self._job.optimizer.decay_factor:g}"
                 self._tell("plateau", self.timestamp, now - self._began, f"{text} after epoch {self._lowered[-1]}")
         return []
 
@@ -304,7 +304,9 @@ class Owner(Machine):
             pushed = position.step(self.plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
             self._record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
-        if self._job.faults.on_learner_loss == "stop" and any(self.plan.roles[i].kind == LEARNER for i in lost):
+        if self._job.fault_tolerance.on_learner_loss == "stop" and any(
+            self.plan.roles[i].kind == LEARNER for i in lost
+        ):
             self._stopped = True
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
         return [*self._outbox.flush(now), Warn(text), Regroup(self.plan, position)]

@@ -159,7 +159,7 @@ class ParameterServer(Owner):
         self._worker = {child: worker for worker, child in enumerate(self._children)}
         self._grouped = bool(plan.groups)
         self.intake = GradientBuffers(self._children, 2, self._ordered)
-        self._stragglers = Stragglers(self._children, self._job.faults.stall_warning)
+        self._stragglers = Stragglers(self._children, self._job.fault_tolerance.stall_warning_s)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
         self._digest: int | None = None
         self._ready: set[int] = set()
@@ -448,7 +448,7 @@ class ParameterServer(Owner):
         self._record_loss(role, text, pushed, now, end.kind)
         if not training:
             return actions + self.intake.post(False) + self._close(now)
-        if self._job.faults.on_learner_loss == "stop":
+        if self._job.fault_tolerance.on_learner_loss == "stop":
             self._stopped = True
             return actions + self._drain()
         complete = self.intake.complete if self._ordered else self.protocol.update_due(self._units)

@@ -87,7 +87,7 @@ class StatisticsServer(Machine):
         self._best = Best(job.training.target) if job.results.keep_best else None
         self._best_epoch = 0
         self._surpassed: list[int] = []  # epochs that were the best ones, and are still kept
-        self._stops_at_loss = job.faults.on_learner_loss == "stop"
+        self._stops_at_loss = job.fault_tolerance.on_learner_loss == "stop"
         self._learners = np.zeros(plan.numbers, records.LEARNER)
         self._accounts: set[int] = set()  # learners whose row is there, or who are no more
         self._totals: Rows | None = None

@@ -15,7 +15,7 @@ TURNS = 10
 
 def tick_s(job: Job) -> float | None:
     """How often a server looks whether to drop a learner; None: it never does."""
-    timeout = job.faults.straggler_timeout
+    timeout = job.fault_tolerance.straggler_timeout_s
     return None if timeout is None else min(1.0, timeout / 4)
 
 
@@ -29,7 +29,7 @@ def overdue_s(job: Job, plan: Plan, child: int | None, heard: Mapping[int, float
         heard: when something last came, by role.
         now: seconds.
     """
-    timeout = job.faults.straggler_timeout
+    timeout = job.fault_tolerance.straggler_timeout_s
     if timeout is None or child is None or plan.roles[child].kind != LEARNER:
         return None
     silence_s = now - heard[child]

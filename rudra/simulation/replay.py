@@ -467,7 +467,7 @@ def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Pa
     )
     for executor in executors.values():
         executor.prepare()
-    hands = TensorHands(executors, halves=job.cluster.wire == "float16")
+    hands = TensorHands(executors, halves=job.cluster.gradient_format == "float16")
     machines = machines_of(job, plan, info.training_samples)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     driver = _Replay(record, plan, machines, hands, _Comparison(record, bar.update))
@@ -567,7 +567,7 @@ def _quiet(job: Job) -> Job:
     return job.with_(
         hooks=(),
         training={"evaluate": job.optimizer.plateau is not None, "patience": None},
-        faults={"non_finite_loss": "warn"},
+        fault_tolerance={"non_finite_loss": "warn"},
         results={
             "minibatches": False,
             "report_s": 0.0,

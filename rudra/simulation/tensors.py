@@ -353,7 +353,7 @@ def make(job: Job, plan: Plan) -> Cluster:
     info, roles = loaded.info, tuple(range(len(plan.roles)))
     executors = make_executors(job, plan, roles, loaded, prefetch=False, device=device, first_weights=final_weights)
     server = executors[plan.server]
-    hands = _KINDS[job.simulation.batching](executors, halves=job.cluster.wire == "float16")
+    hands = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
     if job.simulation.batching != "none":
         _check_batching(job, executors, server.buffer("weights").vector, info)
     for executor in executors.values():

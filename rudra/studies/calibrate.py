@@ -157,7 +157,7 @@ def _timed(job: Job) -> Job:
         optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
         training={"epochs": 1, "evaluate": False, "target": None, "stop_at_target": False, "warm_start": None},
         results={"minibatches": True, "checkpoint_every": "never", "keep_every": None},
-        faults={"non_finite_loss": "warn", "straggler_timeout": None},
+        fault_tolerance={"non_finite_loss": "warn", "straggler_timeout_s": None},
     )
 
 

@@ -89,9 +89,9 @@ RUNS: dict[str, Job] = {
         "base", "async", {**MOMENTUM, "options": {"nesterov": True}}, protocol={"modulation": "mean_staleness"}
     ),
     "base 2-softsync, gradient staleness": job("base", "2-softsync", protocol={"modulation": "gradient_staleness"}),
-    "base 1-softsync, float16": job("base", "1-softsync", cluster={"wire": "float16"}),
-    "adv hardsync, float16": job("adv", "hardsync", cluster={"wire": "float16"}),
-    "groups async, float16": job("groups", "async", cluster={"wire": "float16"}),
+    "base 1-softsync, float16": job("base", "1-softsync", cluster={"gradient_format": "float16"}),
+    "adv hardsync, float16": job("adv", "hardsync", cluster={"gradient_format": "float16"}),
+    "groups async, float16": job("groups", "async", cluster={"gradient_format": "float16"}),
     "base hardsync, BatchNorm": job("base", "hardsync", model=NORMALISED),
     "adv* async, BatchNorm": job("adv*", "async", model=NORMALISED),
     "groups 1-softsync, BatchNorm": job("groups", "1-softsync", model=NORMALISED),

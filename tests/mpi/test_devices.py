@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 RUNS: dict[str, dict[str, Any]] = {
     "hardsync": {"protocol": {"name": "hardsync"}},
-    "async": {"protocol": {"name": "async"}, "cluster": {"wire": "float16"}},
+    "async": {"protocol": {"name": "async"}, "cluster": {"gradient_format": "float16"}},
     "too large for float16": {
         "protocol": {"name": "async"},
-        "cluster": {"wire": "float16"},
+        "cluster": {"gradient_format": "float16"},
         "task": {"name": user_code.Steep},
         "optimizer": {"learning_rate": 0.02 / user_code.STEEP},
     },
@@ -115,7 +115,7 @@ def test_tests_come_to_the_same_wherever_vectors_lie(
     ("tables", "reason"),
     [
         ({"topology": {"name": "groups"}}, "compute groups add gradients"),
-        ({"cluster": {"wire": "float16"}}, "wire float16 converts them"),
+        ({"cluster": {"gradient_format": "float16"}}, "gradient_format float16 converts them"),
     ],
 )
 def test_what_is_done_in_main_memory_is_not_for_gpu_aware_mpi(tables: dict[str, Any], reason: str) -> None:

@@ -102,7 +102,7 @@ def test_where_one_cannot_be_missed_the_others_begin_anew(
 
 
 def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> None:
-    job = job_file(tmp_path, "hardsync", "dying_3", faults='on_learner_loss = "stop"')
+    job = job_file(tmp_path, "hardsync", "dying_3", fault_tolerance='on_learner_loss = "stop"')
     output = tmp_path / "out.h5"
     code, _, err = finish(start("run", job, "--output", output))
     assert code == 3, err
@@ -121,7 +121,7 @@ def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> No
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Path, rank: int) -> None:
     every = 'checkpoint_every = "5 updates"'
-    job = job_file(tmp_path, "softsync", results=every, faults="restarts = 1")
+    job = job_file(tmp_path, "softsync", results=every, fault_tolerance="restarts = 1")
     output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 20)
@@ -182,7 +182,7 @@ def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Pat
 def test_a_stopped_rank_is_dropped_if_the_job_says_so(
     tmp_path: Path, rank: int, topology: str, *, comes_back: bool
 ) -> None:
-    job = job_file(tmp_path, "hardsync", faults="straggler_timeout = 2.0", topology=topology)
+    job = job_file(tmp_path, "hardsync", fault_tolerance="straggler_timeout_s = 2.0", topology=topology)
     output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 10)
@@ -208,7 +208,7 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(
 
 def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
     """Slow is not dead."""
-    job, output = job_file(tmp_path, "hardsync", faults="stall_warning = 1.0"), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, "hardsync", fault_tolerance="stall_warning_s = 1.0"), tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 10)
     pid = ranks_of(process)[3]

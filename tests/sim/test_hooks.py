@@ -204,7 +204,7 @@ def test_who_dies_has_no_end_and_a_run_that_a_loss_stops_has_one(tmp_path: Path)
     notes = Notebook()
     hooks = [{"at": "end", "call": notes, "role": role} for role in (None, "learners", SERVER)]
     lost = {"faults": [{"learner": 1, "dies_at_s": 0.5}]}
-    made = job(*hooks, simulation=lost, faults={"on_learner_loss": "stop"})
+    made = job(*hooks, simulation=lost, fault_tolerance={"on_learner_loss": "stop"})
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
         assert results.status == "interrupted"
         stopped = int(results.totals["timestamp"][0])

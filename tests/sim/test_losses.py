@@ -190,7 +190,7 @@ def test_a_run_ends_whoever_dies(topology: str, data: st.DataObject) -> None:
 @given(st.data())
 def test_a_run_that_stops_with_the_first_loss_ends_in_order(topology: str, data: st.DataObject) -> None:
     run_, training_samples = data.draw(clusters(topology))
-    run_ = run_.with_(faults={"on_learner_loss": "stop"})
+    run_ = run_.with_(fault_tolerance={"on_learner_loss": "stop"})
     rows = run(run_, training_samples)
     if rows is None:
         return
@@ -285,7 +285,7 @@ def test_a_death_before_training_begins_fails_the_run() -> None:
 def slow(*learners: int, **faults: Any) -> Job:
     """Four learners of hardsync, of whom some take 100 times as long from their second mini-batch on."""
     slows = {"slows_at_s": 3.0, "factor": 100.0, "for_s": 1000.0}
-    return small("hardsync", 4, *({"learner": i, **slows} for i in learners)).with_(faults=faults)
+    return small("hardsync", 4, *({"learner": i, **slows} for i in learners)).with_(fault_tolerance=faults)
 
 
 ADV = {"name": "adv", "options": {"fan_out": 2}}
@@ -296,7 +296,7 @@ DEEP = {"name": "adv", "options": {"fan_out": [1, 2]}}
 
 @pytest.mark.parametrize("topology", [{}, ADV, DEEP], ids=str)
 def test_who_keeps_all_waiting_is_dropped_if_the_job_says_so(topology: dict[str, Any]) -> None:
-    rows = timing(slow(1, straggler_timeout=20.0).with_(topology=topology), 400 * SAMPLES)
+    rows = timing(slow(1, straggler_timeout_s=20.0).with_(topology=topology), 400 * SAMPLES)
     (row,) = dropped(rows)
     assert row["time_s"] < 30.0
     assert rows.code == 0
@@ -311,7 +311,7 @@ def test_who_keeps_all_waiting_is_dropped_if_the_job_says_so(topology: dict[str,
 
 @pytest.mark.parametrize("topology", [{}, ADV], ids=str)
 def test_of_all_who_are_too_slow_the_last_one_stays(topology: dict[str, Any]) -> None:
-    rows = timing(slow(0, 1, 2, 3, straggler_timeout=20.0).with_(topology=topology), 40 * SAMPLES)
+    rows = timing(slow(0, 1, 2, 3, straggler_timeout_s=20.0).with_(topology=topology), 40 * SAMPLES)
     assert len(dropped(rows)) == 3
     assert len(set(rows["gradients"]["learner"][-5:])) == 1
     check_accounts(rows)
@@ -322,7 +322,7 @@ def test_of_all_who_are_too_slow_the_last_one_stays(topology: dict[str, Any]) ->
 def test_who_comes_in_time_is_not_dropped(late_s: float, topology: dict[str, Any]) -> None:
     """About the moment at which a learner would be dropped: its gradient counts, or it is out, but nobody waits."""
     fault = {"learner": 1, "slows_at_s": 3.0, "factor": late_s, "for_s": 1.05 * late_s}
-    run_ = small("hardsync", 4, fault).with_(faults={"straggler_timeout": 20.0}, topology=topology)
+    run_ = small("hardsync", 4, fault).with_(fault_tolerance={"straggler_timeout_s": 20.0}, topology=topology)
     rows = timing(run_, 80 * SAMPLES)
     assert rows.code == 0
     check_accounts(rows)
@@ -332,7 +332,9 @@ def test_who_comes_in_time_is_not_dropped(late_s: float, topology: dict[str, Any
 def test_a_tree_that_waits_for_one_of_its_servers_accuses_nobody_else() -> None:
     """Learner 3 is nearly late, again and again; from gradient to gradient the others take longer than the limit."""
     fault = {"learner": 3, "slows_at_s": 3.0, "factor": 19.3, "for_s": 300.0}
-    rows = timing(small("hardsync", 4, fault).with_(faults={"straggler_timeout": 20.0}, topology=ADV), 80 * SAMPLES)
+    rows = timing(
+        small("hardsync", 4, fault).with_(fault_tolerance={"straggler_timeout_s": 20.0}, topology=ADV), 80 * SAMPLES
+    )
     assert not len(dropped(rows))
 
 
@@ -347,12 +349,14 @@ def check_accounts(rows: Rows) -> None:
     "tables", [{"protocol": {"name": "async"}}, {"topology": {"name": "groups", "options": {"groups": 2}}}], ids=str
 )
 def test_only_who_waits_for_each_learner_can_drop_one(tables: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"straggler_timeout: only a server that waits for each of its learners can"):
+    with pytest.raises(
+        ConfigError, match=r"straggler_timeout_s: only a server that waits for each of its learners can"
+    ):
         Job(
             **{
                 "protocol": {"name": "hardsync"},
                 "cluster": {"learners": 4},
-                "faults": {"straggler_timeout": 5},
+                "fault_tolerance": {"straggler_timeout_s": 5},
                 **tables,
             }
         )
@@ -497,7 +501,7 @@ def test_learners_that_compute_together_lose_one() -> None:
 @pytest.mark.parametrize("protocol", ["hardsync", "softsync", "async"])
 def test_a_run_that_a_loss_stopped_goes_on_from_its_checkpoint(protocol: str, topology: dict[str, Any]) -> None:
     run_ = make_job(protocol, topology=topology).with_(
-        results={"checkpoint_every": "never"}, faults={"on_learner_loss": "stop"}
+        results={"checkpoint_every": "never"}, fault_tolerance={"on_learner_loss": "stop"}
     )
     stopped = train(run_.with_(simulation={"faults": FAULTS}))
     assert stopped.rows.code == EXIT_STOPPED
@@ -517,7 +521,7 @@ def test_a_simulation_that_a_loss_stopped_ends_with_its_own_exit_code(
 ) -> None:
     job_ = ["digits", "--output", str(tmp_path / "a.h5"), "--quiet", "--set", "simulation.tensors=false"]
     fault = ["--set", "simulation.faults=[{learner=1, dies_at_s=3.0}]", "--set", "training.epochs=2"]
-    assert main(["simulate", *job_, *fault, "--set", "faults.on_learner_loss=stop"]) == EXIT_STOPPED
+    assert main(["simulate", *job_, *fault, "--set", "fault_tolerance.on_learner_loss=stop"]) == EXIT_STOPPED
     assert main(["simulate", *job_, *fault, "--force"]) == 0
     assert "learner 1 (rank 3) died; 3 learners are left" in capsys.readouterr().err
 
@@ -537,7 +541,7 @@ def test_a_simulated_run_replays_across_a_learner_that_was_dropped(tmp_path: Pat
         model={"name": "mlp"},
         protocol={"name": "hardsync", "n": None},
         simulation={"faults": [fault]},
-        faults={"straggler_timeout": 5.0},
+        fault_tolerance={"straggler_timeout_s": 5.0},
         topology=topology,
     )
     with simulate(job_, output=tmp_path / "a.h5", progress="quiet") as results:

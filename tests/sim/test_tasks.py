@@ -292,7 +292,7 @@ def test_a_run_ends_when_its_tests_are_no_better_for_too_long(topology: dict[str
 def test_at_a_plateau_the_rate_falls_with_an_epoch(topology: dict[str, Any], warm_up: float, tmp_path: Path) -> None:
     """When the tests say so, and never in between; alike in a second run, and bit for bit in a replay."""
     high = {1: 2.5, 2: 0.9}.get(topology.get("options", {}).get("groups", 0), 0.5)  # so that the loss rises
-    rule = {"schedule": "plateau", "factor": 0.5, "schedule_options": {"patience": 2}, "warm_up": warm_up}
+    rule = {"schedule": "plateau", "decay_factor": 0.5, "schedule_options": {"patience": 2}, "warm_up": warm_up}
     made = job(
         "regression",
         topology=topology,
@@ -472,7 +472,12 @@ def test_a_sample_that_is_not_finite_is_named_and_no_learning_rate_blamed(
     points = POINTS.clone()
     points[123, 1] = torch.nan
     broken = {"name": pair(points, NUMBERS)}
-    made = job("regression", data=broken, faults={"non_finite_loss": policy}, training={"epochs": 2, "evaluate": False})
+    made = job(
+        "regression",
+        data=broken,
+        fault_tolerance={"non_finite_loss": policy},
+        training={"epochs": 2, "evaluate": False},
+    )
     if ends:
         with pytest.raises(RudraError, match=r"\[data\] training sample 123 has a value that is not finite"):
             rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet")

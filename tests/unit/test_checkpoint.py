@@ -154,7 +154,7 @@ class _nothing:
         ({"cluster": {"learners": 3}}, "cluster.learners was 2, and is 3 now"),
         ({"model": {"options": {"a": 1}}}, "model.options was {}, and is {'a': 1} now"),
         ({"results": {"flush_s": 9.0}}, None),
-        ({"faults": {"stall_warning": 9.0}}, None),
+        ({"fault_tolerance": {"stall_warning_s": 9.0}}, None),
         ({"data": {"path": "elsewhere"}}, None),
         ({"training": {"evaluate": False}}, None),
         ({"cluster": {"threads_per_rank": 2}}, "cluster.threads_per_rank was 1, and is 2 now"),

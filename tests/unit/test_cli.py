@@ -116,7 +116,7 @@ def test_validate_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> Non
     ("overrides", "said"),
     [
         (
-            ["optimizer.milestones=[1,2,3,4,5,6]", "optimizer.factor=0.5"],
+            ["optimizer.milestones=[1,2,3,4,5,6]", "optimizer.decay_factor=0.5"],
             ["0.04 then 0.02 then 0.01 then … then 0.000625 ="],
         ),
         (

@@ -19,8 +19,8 @@ TRAINING = (
     "target_window, stop_at_target, patience"
 )
 TABLES = (
-    "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, faults, results, hooks, "
-    "study"
+    "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, fault_tolerance, "
+    "results, hooks, study"
 )
 FOUR = {"learners": 4}
 
@@ -84,6 +84,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"training": {"epochs": 2**31}}, "[training] epochs must be < 2,147,483,648, not 2147483648"),
     ({"cluster": {"learners": 100_001}}, "[cluster] learners must be <= 100,000, not 100001"),
     ({"model": {"options": {"a": [16**5000]}}}, "[model] options must be below 2**63, not a number that long"),
+    ({"faults": {}}, "[faults] is now [fault_tolerance]"),
+    ({"fault_tolerance": {"stall_limit": 9.0}}, "[fault_tolerance] stall_limit is now stall_limit_s"),
+    ({"cluster": {"wire": "float16"}}, "[cluster] wire is now gradient_format"),
     ({"dict[": 1}, "unknown table or key 'dict['; valid: name, " + TABLES),
     ({"training": {"a\x1b[2J": 1}}, "[training] unknown key 'a\\x1b[2J'; valid: " + TRAINING),
     ({"training": {"evaluate": "no"}}, "[training] evaluate must be true, 'always' or false, not 'no'"),
@@ -113,7 +116,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"optimizer": {"schedule_options": {"eta_min": 0.1}}},
-        "[optimizer] schedule_options are for other schedules than 'step', which has milestones and factor",
+        "[optimizer] schedule_options are for other schedules than 'step', which has milestones and decay_factor",
     ),
     ({"optimizer": {"warm_up": -1}}, "[optimizer] warm_up must be >= 0, not -1"),
     ({"optimizer": {"clip_norm": 0}}, "[optimizer] clip_norm must be > 0, not 0"),
@@ -131,7 +134,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             ),
         ]
     ),
-    ({"faults": {"non_finite_loss": "go"}}, "[faults] non_finite_loss must be 'stop' or 'warn', not 'go'"),
+    (
+        {"fault_tolerance": {"non_finite_loss": "go"}},
+        "[fault_tolerance] non_finite_loss must be 'stop' or 'warn', not 'go'",
+    ),
     (
         {"protocol": {"modulation": "sqr"}},
         "[protocol] modulation must be 'auto', 'none', 'sqrt', 'n', 'mean_staleness' or 'gradient_staleness', "

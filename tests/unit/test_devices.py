@@ -127,7 +127,7 @@ def test_copies_change_no_bit(
     protocol: str, learners: int, topology: dict[str, Any], wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = {"model": {"name": network}, "topology": topology, "data": {"train_limit": 240, "test_limit": 60}}
-    run = job(protocol, learners, epochs=2, **tables).with_(cluster={"wire": wire})
+    run = job(protocol, learners, epochs=2, **tables).with_(cluster={"gradient_format": wire})
     plain = train(run, Ranks)
     monkeypatch.setattr(clusters, "make_executors", partial(make_executors, placing="staged"))
     staged = train(run, Ranks)

@@ -27,7 +27,7 @@ OPTIONS = (
 FITTING: dict[str, Any] = {
     "training": {"epochs": 1, "minibatch_size": 8, "warm_start": "nowhere.h5"},
     "model": {"name": "mlp", "options": {"hidden": [4]}},
-    "cluster": {"learners": 4, "wire": "float16"},
+    "cluster": {"learners": 4, "gradient_format": "float16"},
     "simulation": {"nodes": {2: 1, 4: 2}, "compute_s": {4: 0.1, 16: 0.2}, "learner_jitter": {1: 0.5}},
     "study": {"grid": {"protocol.n": [1, 2]}},
 }

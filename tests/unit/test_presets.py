@@ -98,7 +98,7 @@ APART = {"servers_on_first_node": False}
             "cifar10_full",
             32,
             1,
-            {"simulation": APART, "cluster": {"wire": "float16"}},
+            {"simulation": APART, "cluster": {"gradient_format": "float16"}},
             0.1271 + 1.5 * CIFAR10 * BETWEEN + 0.00082,
         ),
         # One pulls while the other has begun, so three of four transfers follow each other; one gradient is added.

@@ -93,8 +93,8 @@ def test_what_would_change_nothing_or_too_much_is_refused(tmp_path: Path, overri
 
 def test_what_may_change_does(tmp_path: Path) -> None:
     _, path = run(tmp_path)
-    job, _, output = resumable(path, ["training.epochs=5", "results.flush_s=0.5", "faults.restarts=2"])
-    assert (job.training.epochs, job.results.flush_s, job.faults.restarts, output) == (5, 0.5, 2, path)
+    job, _, output = resumable(path, ["training.epochs=5", "results.flush_s=0.5", "fault_tolerance.restarts=2"])
+    assert (job.training.epochs, job.results.flush_s, job.fault_tolerance.restarts, output) == (5, 0.5, 2, path)
 
 
 @pytest.mark.parametrize(

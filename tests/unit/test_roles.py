@@ -48,7 +48,7 @@ from rudra.core.events import (
 from rudra.core.messages import ROWS, Kind, Message
 from rudra.errors import ProtocolError
 from rudra.job.job import Job
-from rudra.job.tables import FaultsTable
+from rudra.job.tables import FaultToleranceTable
 from rudra.roles import Machine
 from rudra.roles import group as group_
 from rudra.roles import learner as learner_
@@ -80,7 +80,7 @@ def computed(step: int, loss: float = 0.5) -> Computed:
 
 def computing(**faults: Any) -> Machine:
     """A learner that computes its first gradient since time 0."""
-    role = machine(FIRST_LEARNER, job("async", faults=FaultsTable(**faults).model_dump()))
+    role = machine(FIRST_LEARNER, job("async", fault_tolerance=FaultToleranceTable(**faults).model_dump()))
     feed(role, Started(), weights(0), HASHED, START)
     return role
 

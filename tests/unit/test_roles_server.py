@@ -553,7 +553,7 @@ def test_when_training_has_ended_even_the_last_learner_may_die() -> None:
 
 
 def test_who_stops_with_a_loss_lets_in_what_is_under_way() -> None:
-    role = training("hardsync", faults={"on_learner_loss": "stop"})
+    role = training("hardsync", fault_tolerance={"on_learner_loss": "stop"})
     assert feed(role, gradient(1, 0, 0, G1)) == []
     assert feed(role, fails(0)) == [
         "warn learner 0 (rank 2) died; 1 learner is left, 1 gradient makes an update",

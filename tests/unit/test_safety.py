@@ -14,7 +14,7 @@ ONLY_IN = {
     "pickle.load": {"rudra/worker.py"},  # what the launcher of the same run wrote, for this user alone
     "pickle.loads": {"rudra/mpi/node_memory.py"},  # what another rank of the same run and node has in memory
     "pickle.Unpickler": set[str](),
-    "pickle._Unpickler": {"rudra/readers/cifar.py"},  # which finds no class but stand-ins
+    "pickle._Unpickler": {"rudra/data/readers/cifar.py"},  # which finds no class but stand-ins
     "os.umask": {"rudra/mpi/forkserver.py"},  # a rank's is its proxy's
     "tempfile.mkstemp": {"rudra/mpi/launch.py"},  # the same; others follow the umask
     "importlib.import_module": {
@@ -22,6 +22,7 @@ ONLY_IN = {
         "rudra/__init__.py",
         "rudra/siblings.py",
         "rudra/bench/__init__.py",
+        "rudra/cli/main.py",
         "protocols/base.py",
         "topologies/plan.py",
     },

@@ -42,7 +42,7 @@ def schedule(epochs: int = EPOCHS, **table: Any) -> Schedule:
     ("table", "make"),
     [
         ({}, lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
-        ({"milestones": [3, 7, 50], "factor": 0.3}, lambda o: lr_scheduler.MultiStepLR(o, [3, 7, 50], 0.3)),
+        ({"milestones": [3, 7, 50], "decay_factor": 0.3}, lambda o: lr_scheduler.MultiStepLR(o, [3, 7, 50], 0.3)),
         ({"schedule": "cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, EPOCHS)),
         (
             {"schedule": "cosine", "schedule_options": {"T_max": 5, "eta_min": 0.1}},

@@ -53,7 +53,7 @@ def test_the_server_says_who_and_how_far_behind() -> None:
         cluster={"learners": 3, "threads_per_rank": 1},
         training={"epochs": 1, "minibatch_size": 4},
         simulation={"compute_s": 0.1, "jitter": 0.0, "slowdown": {1: 300.0}},
-        faults={"stall_warning": 5.0},
+        fault_tolerance={"stall_warning_s": 5.0},
     )
     rows = timing(job, 4 * 400)
     (warning,) = rows.warnings

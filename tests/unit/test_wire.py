@@ -96,7 +96,7 @@ def test_steep_gradients_train_in_float16_and_a_replay_repeats_them(tmp_path: Pa
         training={"epochs": 4},
         optimizer={"learning_rate": 1e-9},
         protocol={"name": "softsync"},
-        cluster={"learners": 2, "threads_per_rank": 1, "wire": "float16"},
+        cluster={"learners": 2, "threads_per_rank": 1, "gradient_format": "float16"},
     )
     with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
         error = results.summary()["final_test_error"]
@@ -109,7 +109,7 @@ def test_a_simulation_rounds_what_travels(topology: dict[str, object]) -> None:
     tables = {"topology": topology, "training": {"minibatch_size": 32}, "data": {"train_limit": 384}}
     whole, rounded = (
         train(
-            job("hardsync", 3, epochs=2, **tables).with_(cluster={"wire": wire}),
+            job("hardsync", 3, epochs=2, **tables).with_(cluster={"gradient_format": wire}),
             lambda executors, halves=wire == "float16": TensorHands(executors, halves=halves),
         )
         for wire in ("float32", "float16")
