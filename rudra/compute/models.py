@@ -15,9 +15,9 @@ from rudra.compute.tasks import Task
 from rudra.data import trees
 from rudra.data.load import DataInfo
 from rudra.data.sampling import seeded
-from rudra.errors import ConfigError, meant
+from rudra.errors import ConfigError
 from rudra.job.tables import ModelTable
-from rudra.plugins import call, resolve
+from rudra.plugins import call, choose
 
 
 def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
@@ -33,12 +33,7 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
         ConfigError: no such model, options that it does not take, or a factory that gives no `torch.nn.Module`.
     """
     name = table.name if isinstance(table.name, str) else getattr(table.name, "__qualname__", repr(table.name))
-    factory: object = table.name
-    if isinstance(table.name, str):
-        if ":" not in table.name and table.name not in MODELS:
-            valid = f"{', '.join(MODELS)} or package.module:callable"
-            raise ConfigError(f"[model] unknown name '{table.name}'; valid: {valid}{meant(table.name, MODELS)}")
-        factory = MODELS.get(table.name) or resolve(table.name)
+    factory = choose("[model] name", table.name, MODELS)
     if not callable(factory):
         raise ConfigError(f"[model] {name} is a {type(factory).__name__} and cannot be called")
     with seeded(seed):

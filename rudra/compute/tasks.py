@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 
 from rudra.data import trees
-from rudra.errors import ConfigError, DataError, meant
+from rudra.errors import ConfigError, DataError
 from rudra.job.tables import TaskTable, short
-from rudra.plugins import call, resolve
+from rudra.plugins import call, choose
 
 Reduction = Literal["mean", "none"]
 
@@ -314,12 +314,7 @@ def _found(key: str, named: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
     """What a job names, and what it is called."""
     if not isinstance(named, str):
         return getattr(named, "__name__", type(named).__name__), named
-    if named in known:
-        return named, known[named]
-    if ":" not in named:
-        valid = ", ".join([*known, "package.module:callable"])
-        raise ConfigError(f"[task] {key}: unknown '{named}'; valid: {valid}{meant(named, known)}")
-    found = resolve(named)
+    found = choose(f"[task] {key}", named, known)
     if not callable(found):
         raise ConfigError(f"[task] {key}: {named} is a {type(found).__name__}, and cannot be called")
     return named, found

@@ -19,9 +19,9 @@ from rudra.data.readers import READERS, SPLITS, Arrays, check_labels
 from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.data.sources import Dense, Source, are_tokens
 from rudra.data.trees import listed, mapped
-from rudra.errors import ConfigError, DataError, meant
+from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
-from rudra.plugins import call, resolve
+from rudra.plugins import call, choose
 
 Batch = tuple[Any, Any]
 """Inputs and targets: tensors whose first dimension is the sample's, or tuples and dictionaries of such."""
@@ -318,9 +318,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
         DataError: a file is missing, damaged, or its labels are out of range.
     """
     if isinstance(table.name, str) and ":" not in table.name:
-        if table.name not in READERS:
-            valid = f"{', '.join(READERS)} or package.module:callable"
-            raise ConfigError(f"[data] unknown name '{table.name}'; valid: {valid}{meant(table.name, READERS)}")
+        choose("[data] name", table.name, READERS)
         found = _load_shipped(table, train, test, seed)
     else:
         found = _load_users(table, seed)
@@ -486,7 +484,7 @@ def _load_users(table: DataTable, seed: int) -> Data:
 
 def _collate(table: DataTable) -> Callable[[list[Any]], Any] | None:
     """The user's own way to make a mini-batch of items."""
-    made: Any = resolve(table.collate) if isinstance(table.collate, str) else table.collate
+    made = choose("[data] collate", table.collate, {})
     if made is not None and not callable(made):
         raise ConfigError(f"[data] collate: {table.collate} is a {type(made).__name__} and cannot be called")
     return made  # type: ignore[no-any-return]
@@ -496,7 +494,7 @@ def _users_pair(table: DataTable) -> tuple[str, Any]:
     """A name for messages, and what the user gave: a pair of datasets, if it is right."""
     if not isinstance(table.name, str) and not callable(table.name):
         return "datasets given in code", table.name
-    made: Callable[..., Any] | object = resolve(table.name) if isinstance(table.name, str) else table.name
+    made = choose("[data] name", table.name, {})
     name = table.name if isinstance(table.name, str) else getattr(table.name, "__qualname__", repr(table.name))
     if not callable(made):
         return name, made

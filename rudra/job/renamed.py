@@ -14,6 +14,8 @@ KEYS = {
     },
 }
 
+HOOKS = {"rudra.hooks:csv": "csv", "rudra.hooks:tensorboard": "tensorboard"}
+
 
 def now(tables: list[str], key: str) -> str | None:
     """The name that a table, or the key of a table, has now; None: it never had another."""
@@ -28,4 +30,11 @@ def translated(job: Mapping[str, Any]) -> dict[str, Any]:
     for name, renamed in KEYS.items():
         if isinstance(keys := found.get(name), dict):
             found[name] = {renamed.get(key, key): value for key, value in keys.items()}
+    if isinstance(hooks := found.get("hooks"), list):
+        found["hooks"] = [_renamed(hook) if isinstance(hook, dict) else hook for hook in hooks]
     return found
+
+
+def _renamed(hook: dict[str, Any]) -> dict[str, Any]:
+    call = hook.get("call")
+    return {**hook, "call": HOOKS.get(call, call)} if isinstance(call, str) else hook

@@ -551,6 +551,8 @@ class Hook(Table):
     @field_validator("call")
     @classmethod
     def _callable(cls, value: Named) -> Named:
+        if isinstance(value, str) and value in renamed.HOOKS:
+            raise ValueError(f"{value} is now {renamed.HOOKS[value]}")
         if isinstance(value, str) and ":" not in value and value not in cls.SHIPPED:
             valid = ", ".join([*cls.SHIPPED, "package.module:callable"])
             raise ValueError(f"'{value}' is unknown; valid: {valid}{meant(value, cls.SHIPPED)}")

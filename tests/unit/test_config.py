@@ -11,6 +11,7 @@ import pytest
 from protocols import Clock, Protocol
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.job.renamed import translated
 from rudra.job.tables import OptimizerTable
 from topologies import Plan, base
 
@@ -533,3 +534,19 @@ def test_asynchrony_gives_its_share_of_the_momentum(
     corrected = Job(optimizer={"momentum": wanted, "momentum_correction": "implicit"}, **tables)
     assert corrected.explicit_momentum() == pytest.approx(max(0.0, wanted - (1 - 1 / asynchrony)))
     assert Job(optimizer={"momentum": wanted}, **tables).explicit_momentum() == wanted
+
+
+def test_jobs_of_older_files_are_read_under_the_names_of_now() -> None:
+    older = {
+        "faults": {"stall_limit": 9.0, "restarts": 1},
+        "cluster": {"wire": "float16", "learners": 2},
+        "optimizer": {"factor": 0.5},
+        "hooks": [{"at": "end", "call": "rudra.hooks:csv"}],
+        "simulation": {"faults": []},
+    }
+    assert Job(**translated(older)) == Job(
+        fault_tolerance={"stall_limit_s": 9.0, "restarts": 1},
+        cluster={"gradient_format": "float16", "learners": 2},
+        optimizer={"decay_factor": 0.5},
+        hooks=[{"at": "end", "call": "csv"}],
+    )

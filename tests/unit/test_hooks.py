@@ -46,6 +46,7 @@ def job(*hooks: Any, topology: dict[str, Any] | None = None, learners: int | Non
         ([3], "[hooks] 0 must be a table, not 3"),
         ([CALL], "[hooks] 0.at is missing: update, epoch or end"),
         ([{"at": "end"}], "[hooks] 0.call is missing: csv, tensorboard, or package.module:callable of a rudra.Moment"),
+        ([{"at": "end", "call": "rudra.hooks:csv"}], "[hooks] 0.call rudra.hooks:csv is now csv"),
         ([{"at": "start", **CALL}], "[hooks] 0.at must be 'update', 'epoch' or 'end', not 'start'"),
         ([{"at": "end", "call": 3}], "[hooks] 0.call must be a text, not 3"),
         (
