@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from rudra.errors import ConfigError
-from rudra.job.job import find
 from rudra.job.tables import AugmentTable
+from rudra.plugins import choose
 
 
 class Augmentation:
@@ -27,7 +27,10 @@ class Augmentation:
         self._crop, self._flip = table.crop, table.flip
         self._own: Callable[..., Any] | None = None
         if table.name is not None:
-            self._own = partial(find("[augment] name", table.name), **table.options)
+            own = choose("[augment] name", table.name, {})
+            if not callable(own):
+                raise ConfigError(f"[augment] name: {table.name} is a {type(own).__name__} and cannot be called")
+            self._own = partial(own, **table.options)
 
     @property
     def idle(self) -> bool:

@@ -65,3 +65,12 @@ def test_a_callable_of_ones_own_draws_from_its_own_generator(name: Any) -> None:
 def test_only_images_can_be_moved(inputs: Any) -> None:
     with pytest.raises(ConfigError, match=r"\[augment\] crop, flip: for images \(channels, height, width\), not"):
         Augmentation(AugmentTable(flip=True))(inputs, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("hardsync", "unknown 'hardsync'; valid: package"), ("math:pi", "math:pi is a float and cannot be called")],
+)
+def test_what_cannot_be_called_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^\[augment\] name: {said}"):
+        Augmentation(AugmentTable(name=name))
