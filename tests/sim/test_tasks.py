@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 import rudra
+from rudra.data.load import load
 from rudra.errors import ConfigError, RudraError
 from rudra.results.progress import summary_table
 
@@ -363,7 +364,7 @@ def test_class_weights_change_what_is_learned_and_keep_what_is_measured(tmp_path
             assert results.summary()["metrics"]["test"]["top5_error"][-1] < 0.5
             state = results.state_dict()
         assert rudra.replay(tmp_path / f"{name}.h5").difference is None
-        images = rudra.data.load.load(made.data).test.batch(np.arange(355))[0].flatten(1)
+        images = load(made.data).test.batch(np.arange(355))[0].flatten(1)
         first, second = (key.removesuffix(".weight") for key in state if key.endswith(".weight"))
         hidden = functional.linear(images, state[f"{first}.weight"], state[f"{first}.bias"]).relu()
         output = functional.linear(hidden, state[f"{second}.weight"], state[f"{second}.bias"])
