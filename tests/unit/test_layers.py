@@ -1,6 +1,7 @@
 """Which room may import which, and what `import rudra` does not start."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,12 @@ def test_importing_rudra_starts_no_mpi_and_loads_no_pictures() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert seen.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("text", ["README.md", "docs/architecture.md", ".github/CONTRIBUTING.md"])
+def test_files_that_texts_name_are_there(text: str) -> None:
+    content = (ROOT / text).read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:rudra|tests|protocols|topologies)/[a-z_/]+\.py)`", content))
+    assert {name for name in named if not (ROOT / name).is_file()} == set()
+    if text == "docs/architecture.md":
+        assert {room for room in RULES.keys() - {"above"} if room not in content} == set()
