@@ -33,7 +33,7 @@ def touched(moment: Any) -> None:
         ("task.options.smoothing=0.1", "[task] classification: got an unexpected keyword argument 'smoothing'"),
         (f"task.name={__name__}:unfit", "gave shape (8, 10); a loss is one number, a scalar tensor"),
         ("task.name=regression", "[task] regression wants numbers, as float32; digits has targets int64"),
-        ("data.name=digit", "[data] name: unknown 'digit'; valid: digits, "),
+        ("data.name=digit", "[data] name: unknown 'digit'; valid: arff, npz, "),
         ("data.name=cifar10", "cifar10"),
         ("optimizer.options.nestorov=true", "[optimizer] unknown option 'nestorov' of sgd; valid: dampening, "),
         ("training.target=acuracy >= 0.9", "no test measures 'acuracy'"),

@@ -23,6 +23,7 @@ ONLY_IN = {
         "rudra/siblings.py",
         "rudra/bench/__init__.py",
         "rudra/cli/main.py",
+        "rudra/data/readers/__init__.py",
         "protocols/base.py",
         "topologies/plan.py",
     },

@@ -312,3 +312,6 @@ def _with_number(text: bytes, layout: _Layout, sparse: bool) -> bytes:
     if found not in layout.classes:
         raise ValueError(f"class {shown(name)}; valid: {', '.join(layout.classes)[:200]}")
     return b"%b%b%b %d" % (head, comma, b"".join(index), layout.classes[found])
+
+
+READERS = {"arff": read_arff}

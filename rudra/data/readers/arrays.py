@@ -244,3 +244,6 @@ def _largest(pairs: dict[str, _Pair], kind: str, arrays: Arrays, file: _File) ->
                 if values.min(initial=0) < 0 and not masked:
                     raise DataError(f"{file.path}: {name} has {values.min()}; valid: 0 and above")
     return largest
+
+
+READERS = {"npz": read_npz, "hdf5": read_hdf5}

@@ -356,3 +356,6 @@ def _complain(file: Path, layout: _Layout, options: Options, right: int = 0) -> 
                     remedy = "" if column == layout.target else "; columns of names go into data.options.categorical"
                     raise DataError(f"{where}: {shown(value.encode())} is no number{remedy}")
     raise DataError(f"{file}: is no table of values with {options.delimiter!r} between them")
+
+
+READERS = {"csv": read_csv}

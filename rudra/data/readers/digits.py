@@ -43,3 +43,6 @@ def read_digits(table: DataTable, wanted: Collection[str]) -> Arrays:
         if split in wanted:
             arrays.pairs[split] = Dense(images[chosen]), Dense(labels[chosen])
     return arrays
+
+
+READERS = {"digits": read_digits}

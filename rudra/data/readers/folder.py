@@ -79,3 +79,6 @@ def _check_header(file: str) -> None:
         raise DataError("[data] name = folder needs Pillow: pip install 'rudra[images]'")
     with picture(file):
         pass
+
+
+READERS = {"folder": read_folder}

@@ -59,3 +59,6 @@ def _body(file: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     if len(content) - header < expected:
         raise DataError(f"{file}: truncated: {len(content) - header} bytes of data, its header says {expected}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+READERS = {"idx": read_idx}

@@ -206,3 +206,6 @@ def _line(file: Path, row: int) -> int:
     lines = (line for block in blocks(file) for line in io.BytesIO(block))
     held = (number for number, line in enumerate(lines, 1) if _LEFT_OUT.sub(b"", line).strip())
     return next(itertools.islice(held, row, None))
+
+
+READERS = {"libsvm": read_libsvm}

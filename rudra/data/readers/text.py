@@ -66,3 +66,6 @@ def _numbered(file: Path, unit: str) -> tuple[NDArray[Any], int]:
     count = int(there.sum())
     numbers = np.cumsum(there) - 1
     return numbers.astype(np.min_scalar_type(max(0, count - 1)))[points], count
+
+
+READERS = {"text": read_text}
