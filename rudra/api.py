@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.job.job import Job
-from rudra.job.tables import DEFAULTS
+from rudra.job.simulation import DEFAULTS
 from rudra.machine import cores
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, default_output, open_results

@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.job.job import Job
-    from rudra.job.tables import UNMEASURED
+    from rudra.job.simulation import UNMEASURED
     from rudra.simulation import predict
 
     counts: Sequence[int | None] = numbers("--learners", arguments.counts) or [None]

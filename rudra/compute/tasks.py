@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from rudra.data import trees
 from rudra.errors import ConfigError, DataError
-from rudra.job.tables import TaskTable, short
+from rudra.job.table import short
+from rudra.job.tables import TaskTable
 from rudra.plugins import call, choose
 
 Reduction = Literal["mean", "none"]

@@ -20,6 +20,8 @@ import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
 from rudra.job.jobfiles import apply, parsed, read_job
+from rudra.job.simulation import SimulationTable
+from rudra.job.table import Named, Table, explain
 from rudra.job.tables import (
     AugmentTable,
     ClusterTable,
@@ -27,17 +29,13 @@ from rudra.job.tables import (
     FaultToleranceTable,
     Hook,
     ModelTable,
-    Named,
     OptimizerTable,
     ProtocolTable,
     ResultsTable,
-    SimulationTable,
     StudyTable,
-    Table,
     TaskTable,
     TopologyTable,
     TrainingTable,
-    explain,
 )
 from topologies.plan import TREE_SERVER
 

@@ -6,60 +6,27 @@ Unknown keys are refused with the list of valid ones. Rules that span tables sta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from rudra.errors import ConfigError, meant
 from rudra.job import renamed
 from rudra.job.jobfiles import flattened
+from rudra.job.table import Named, Table, short
 from rudra.job.target import WINDOW, Target
 from topologies import Plan
-
-Named = str | Callable[..., Any]
-"""The name of something shipped, `package.module:callable`, or (in code) the callable itself."""
-
 
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
 """Name in a job -> class of torch.optim."""
 
 
 _INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _unconverted(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses what would be converted silently: "16" and true are no numbers, 1 is neither true nor false."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        wanted = {annotation, *get_args(annotation)}
-        texts = [text for kind in wanted for text in get_args(kind) if isinstance(text, str)]
-        if value is None and type(None) in wanted:
-            return value
-        if bool in wanted and not isinstance(value, bool) and value not in texts:
-            raise ValueError(f"must be {', '.join(['true', *map(repr, texts)])} or false, not {short(value)}")
-        if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str):
-            raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {short(value)}")
-        if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
-            raise ValueError(f"must be below 2**63, not {short(value)}")
-        return value
-
-
-AnyTable = TypeVar("AnyTable", bound=Table)
 
 
 class ModelTable(Table):
@@ -350,132 +317,6 @@ class ClusterTable(Table):
         return 0.5 if self.gradient_format == "float16" else 1.0
 
 
-class Fault(Table):
-    """Something that happens in virtual time: learners die, or compute more slowly for a while; tree servers die.
-
-    Attributes:
-        learner: to whom; at random times None is every learner, each by itself.
-        tree_server: or to whom, if it dies at a given time.
-        dies_at_s: virtual time.
-        mean_time_to_failure_s: it dies at a random time, exponentially distributed.
-        slows_at_s: virtual time.
-        mean_time_to_slowdown_s: it slows down again and again, after such random times at its usual pace.
-        factor: on its compute time while it is slow.
-        for_s: how long it is.
-    """
-
-    learner: int | None = None
-    tree_server: int | None = None
-    dies_at_s: float | None = Field(None, ge=0)
-    mean_time_to_failure_s: float | None = Field(None, gt=0)
-    slows_at_s: float | None = Field(None, ge=0)
-    mean_time_to_slowdown_s: float | None = Field(None, gt=0)
-    factor: float | None = Field(None, gt=0)
-    for_s: float | None = Field(None, gt=0)
-
-    @model_validator(mode="after")
-    def _one_of(self) -> Self:
-        given = [key for key in _WHEN if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError(f"has {' and '.join(given) or 'no time'}; valid: one of {', '.join(_WHEN)}")
-        (when,) = given
-        if self.tree_server is not None and (when != "dies_at_s" or self.learner is not None):
-            others = [when] if self.learner is None else [when, "learner"]
-            raise ValueError(f"has tree_server and {' and '.join(others)}; valid: tree_server and dies_at_s")
-        if when in {"dies_at_s", "slows_at_s"} and self.learner is None and self.tree_server is None:
-            raise ValueError(f"has {when}, but no learner")
-        for key in ("factor", "for_s"):
-            if (getattr(self, key) is None) is not self.deadly:
-                raise ValueError(f"has {when}, and {'no ' if not self.deadly else ''}{key}")
-        return self
-
-    @property
-    def deadly(self) -> bool:
-        return self.dies_at_s is not None or self.mean_time_to_failure_s is not None
-
-
-_WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slowdown_s")
-
-
-DEFAULTS = "defaults"
-"""Names the costs that stand in `SimulationTable`, also where others were measured."""
-
-UNMEASURED = "not measured here: run rudra calibrate"
-"""What is to be said of times that come from these."""
-
-
-class SimulationTable(Table):
-    costs: str | None = Field(
-        None,
-        description="preset (p775), file of `rudra calibrate`, or defaults: gives those keys below that the job does "
-        "not; default: what `rudra calibrate` has measured here for this model",
-    )
-    compute_s: float | dict[int, float] = Field(
-        0.1, description="time that a learner takes for one mini-batch: a number, or a table of μ = seconds"
-    )
-    jitter: float = Field(0.1, ge=0, description="variation of compute_s, as a fraction")
-    distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
-        "uniform", description="of that variation; memoryless: exponential times with mean compute_s, without jitter"
-    )
-    learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of its own")
-    slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
-    straggler_probability: float = Field(0.0, ge=0, le=1, description="that a mini-batch takes much longer")
-    straggler_factor: float = Field(10.0, ge=1, description="how much longer")
-    nodes: int | dict[int, int] | None = Field(
-        None, description="nodes that learners are spread over: a number, or a table of λ = nodes; default: one each"
-    )
-    servers_on_first_node: bool = Field(False, description="with the first learners; else on a node of their own")
-    node_slowdown: float = Field(
-        0.0, ge=0, description="what each further learner on a node adds to compute_s, as a fraction"
-    )
-    cores_per_node: int | None = Field(
-        None, ge=1, description="a server's work delays learners that fill the cores of its node; default: it does not"
-    )
-    latency_s: float = Field(1e-5, ge=0, description="of every message between nodes")
-    latency_jitter_s: float = Field(0.0, ge=0, description="a random delay up to this is added to every message")
-    bandwidth_bytes_per_s: float = Field(
-        1e10, gt=0, description="of a node's link, each way, for weights and gradients"
-    )
-    local_latency_s: float | None = Field(None, ge=0, description="inside a node; default: as between nodes")
-    local_bandwidth_bytes_per_s: float | None = Field(None, gt=0, description="inside a node, of each role; likewise")
-    blocking_servers: bool = Field(
-        False, description="a server sends or receives one tensor at a time, as with blocking calls; else one each way"
-    )
-    message_s: float = Field(1e-5, ge=0, description="time in which the server handles one message")
-    gradient_s: float = Field(0.0, ge=0, description="time in which the server adds one gradient to another")
-    update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
-    evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
-    faults: tuple[Fault, ...] = Field(
-        (),
-        description="learners that die or slow down, at given times or at random: a list of tables, see Virtual time",
-    )
-    detection_s: float = Field(0.1, ge=0, description="time until the others notice that a learner has died")
-    tensors: bool = Field(True, description="false: time alone, without data, gradients and tests")
-    batching: Literal["none", "big-batch", "vmap"] = Field(
-        "none", description="compute gradients of several learners together: faster, changes bits"
-    )
-
-    @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")
-    @classmethod
-    def _positive(cls, value: Any, info: ValidationInfo) -> Any:
-        least = 0 if info.field_name == "learner_jitter" else None
-        of = {"compute_s": "μ =", "nodes": "λ ="}.get(info.field_name or "", "learner")
-        entries = {"": value} if not isinstance(value, dict) else {f"of {of} {k}": v for k, v in value.items()}
-        if not entries and info.field_name in {"compute_s", "nodes"}:
-            raise ValueError("has no entry")
-        for where, number in entries.items():
-            if number is not None and (number <= 0 if least is None else number < least):
-                raise ValueError(f"{where} must be {'> 0' if least is None else '>= 0'}, not {number}".strip())
-        return value
-
-    @field_validator("compute_s", "nodes")
-    @classmethod
-    def _positive_keys(cls, value: Any) -> Any:
-        if isinstance(value, dict) and any(key < 1 for key in value):
-            raise ValueError(f"has a key {min(value)}; valid: 1 and more")
-        return value
-
-
 class FaultToleranceTable(Table):
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="what a loss of NaN or infinity does to the run"
@@ -615,88 +456,3 @@ class StudyTable(Table):
             if not values or any(v in values[:i] for i, v in enumerate(values)):
                 raise ValueError(f"{key} must have one or more values, each once, not {short(values)}")
         return value
-
-
-def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
-    """One line for one validation error: where, what was wrong, what is allowed."""
-    kinds = ("dict[", "float", "int")  # after table and key: which part of a union it is
-    union = next((i for i, part in enumerate(error["loc"]) if i > 1 and str(part).startswith(kinds)), None)
-    if union is not None:
-        table, *keys = (str(part) for part in error["loc"][:union])
-        return f"[{table}] {'.'.join(keys)} must be a number, or a table of numbers"
-    unions = {"str", "callable"} if error["type"] in {"string_type", "callable_type"} else set()
-    *tables, key = [str(part) for part in error["loc"] if part not in unions | {"[key]"}] or [""]
-    for table in tables:
-        field = model.model_fields.get(table)
-        for kind in () if field is None else (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                model = kind
-    where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else key
-    where += " as a key" if "[key]" in error["loc"] else ""
-    if error["type"] == "extra_forbidden":
-        if name := renamed.now(tables, key):
-            return f"[{tables[0]}] {key} is now {name}" if tables else f"[{key}] is now [{name}]"
-        place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
-        return f"{place} '{key}'; valid: {', '.join(model.model_fields)}{meant(key, model.model_fields)}"
-    if error["type"] == "value_error":
-        return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
-    if error["type"] == "missing":
-        return f"{where} is missing: {model.model_fields[key].description}"
-    wanted = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
-    wanted = wanted.format(**error.get("ctx", {})) + ("" if tables or wanted != "a list" else " of tables")
-    return f"{where} must be {wanted}, not {short(error['input'])}"
-
-
-def checked(kind: type[AnyTable], options: Mapping[str, Any], *where: str) -> AnyTable:
-    """Options that a job has for one of several kinds of something.
-
-    Args:
-        kind: which options there are.
-        options: the job's.
-        where: table and key where they stand, for the error's text.
-
-    Raises:
-        ConfigError: an unknown one, or one of a wrong type.
-    """
-    try:
-        return kind(**options)
-    except ValidationError as error:
-        texts = (explain({**e, "loc": (*where, *e["loc"])}, kind) for e in error.errors())
-        raise ConfigError("; ".join(dict.fromkeys(texts))) from None
-
-
-_WANTED = {
-    "model_type": "a table",
-    "dict_type": "a table",
-    "string_type": "a text",
-    "callable_type": "a text",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "tuple_type": "a list",
-    "path_type": "a path",
-    "greater_than": "> {gt:g}",
-    "greater_than_equal": ">= {ge:g}",
-    "less_than": "< {lt:,.12g}",
-    "less_than_equal": "<= {le:,}",
-}
-"""Type of a validation error -> what was wanted; the others say it well enough themselves."""
-
-
-def _whole_numbers(value: Any) -> Iterator[int]:
-    """Those in a value, however deep."""
-    if isinstance(value, int):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _whole_numbers(inner)
-
-
-def short(value: Any) -> str:
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        return "a number that long"
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rudra.job.tables import DEFAULTS, UNMEASURED
+from rudra.job.simulation import DEFAULTS, UNMEASURED
 from rudra.report.analysis import matters
 from rudra.report.charts import figures
 from rudra.report.cluster_diagram import drawings

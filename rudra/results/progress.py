@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from rudra.job.job import Job, named
-from rudra.job.tables import DEFAULTS, UNMEASURED
+from rudra.job.simulation import DEFAULTS, UNMEASURED
 from rudra.results.summary import protocol_label, rate_text
 
 _REDRAW_S = 0.1

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rudra.errors import ConfigError
 from rudra.job.job import Job, named
 from rudra.job.jobfiles import read_toml
-from rudra.job.tables import DEFAULTS, SimulationTable
+from rudra.job.simulation import DEFAULTS, SimulationTable
 from rudra.machine import cores, processor
 from topologies import Plan
 from topologies.plan import PARAMETER_SERVER, TREE_SERVER

@@ -20,7 +20,7 @@ from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup,
 from rudra.core.messages import Kind
 from rudra.core.training_state import TrainingState
 from rudra.data.sampling import mix
-from rudra.job.tables import Fault
+from rudra.job.simulation import Fault
 from rudra.roles import Machine
 from rudra.roles.owner import outlasts
 from topologies import Plan

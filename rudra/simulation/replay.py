@@ -42,7 +42,7 @@ from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.files import check_output
 from rudra.job.job import Job
-from rudra.job.tables import SimulationTable
+from rudra.job.simulation import SimulationTable
 from rudra.machine import cores
 from rudra.results.export import save
 from rudra.results.reader import Results, open_results

@@ -16,7 +16,8 @@ from rudra.cli.main import EPILOG, main, names, parser_of
 from rudra.cli.options import job_of
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
-from rudra.job.tables import Hook, Table
+from rudra.job.table import Table
+from rudra.job.tables import Hook
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
-from rudra.job.tables import Hook, Table
+from rudra.job.table import Table
+from rudra.job.tables import Hook
 from tests.unit.fuzzing import TEXTS, VALUES, cases, command, damaged, fresh, refused, toml
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,8 @@ from rudra.data.readers.common import (
 )
 from rudra.data.sources import Dense, Source, Sparse
 from rudra.errors import ConfigError, DataError, one_line
-from rudra.job.tables import DataTable, Table, checked
+from rudra.job.table import Table, checked
+from rudra.job.tables import DataTable
 
 _LARGEST = float(np.finfo(np.float32).max)
 _NAMES_BYTES = 1 << 26  # of a file of label names, at most

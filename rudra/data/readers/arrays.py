@@ -14,7 +14,8 @@ from pydantic import Field
 from rudra.data.readers.common import SPLITS, Arrays, class_count, existing, path_of, read
 from rudra.data.sources import Dense, Source, Stored, are_tokens, data_sets
 from rudra.errors import DataError, RudraError, one_line
-from rudra.job.tables import DataTable, Table, checked
+from rudra.job.table import Table, checked
+from rudra.job.tables import DataTable
 
 Header = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and type of an array."""

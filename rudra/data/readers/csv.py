@@ -16,7 +16,8 @@ from pydantic import BeforeValidator, Field
 from rudra.data.readers.common import Arrays, class_count, existing, is_number, opened, path_of, shown
 from rudra.data.sources import Dense
 from rudra.errors import ConfigError, DataError
-from rudra.job.tables import DataTable, Table, checked
+from rudra.job.table import Table, checked
+from rudra.job.tables import DataTable
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")
 """Values that are none."""

@@ -11,7 +11,8 @@ from pydantic import Field
 from rudra.data.readers.common import Arrays, class_count, listed, path_of
 from rudra.data.sources import Dense, Images, picture
 from rudra.errors import DataError
-from rudra.job.tables import DataTable, Table, checked
+from rudra.job.table import Table, checked
+from rudra.job.tables import DataTable
 from rudra.machine import cores
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")

@@ -15,7 +15,8 @@ from pydantic import Field
 from rudra.data.readers.common import Arrays, blocks, class_count, is_number, numbers_of, path_of, shown
 from rudra.data.sources import Dense, Sparse
 from rudra.errors import DataError
-from rudra.job.tables import DataTable, Table, checked
+from rudra.job.table import Table, checked
+from rudra.job.tables import DataTable
 
 _MOST = 2**31 - 1  # the largest index
 _LARGEST = float(np.finfo(np.float32).max)

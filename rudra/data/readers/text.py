@@ -11,7 +11,8 @@ from pydantic import Field
 from rudra.data.readers.common import Arrays, class_count, content_of, path_of
 from rudra.data.sources import Windows
 from rudra.errors import DataError
-from rudra.job.tables import DataTable, Table, checked
+from rudra.job.table import Table, checked
+from rudra.job.tables import DataTable
 
 _CODE_POINTS = 0x110000
 

@@ -1,0 +1,140 @@
+"""The table [simulation] of a job: what things cost in virtual time, and what goes wrong in it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import (
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from rudra.job.table import Table
+
+
+class Fault(Table):
+    """Something that happens in virtual time: learners die, or compute more slowly for a while; tree servers die.
+
+    Attributes:
+        learner: to whom; at random times None is every learner, each by itself.
+        tree_server: or to whom, if it dies at a given time.
+        dies_at_s: virtual time.
+        mean_time_to_failure_s: it dies at a random time, exponentially distributed.
+        slows_at_s: virtual time.
+        mean_time_to_slowdown_s: it slows down again and again, after such random times at its usual pace.
+        factor: on its compute time while it is slow.
+        for_s: how long it is.
+    """
+
+    learner: int | None = None
+    tree_server: int | None = None
+    dies_at_s: float | None = Field(None, ge=0)
+    mean_time_to_failure_s: float | None = Field(None, gt=0)
+    slows_at_s: float | None = Field(None, ge=0)
+    mean_time_to_slowdown_s: float | None = Field(None, gt=0)
+    factor: float | None = Field(None, gt=0)
+    for_s: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        given = [key for key in _WHEN if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"has {' and '.join(given) or 'no time'}; valid: one of {', '.join(_WHEN)}")
+        (when,) = given
+        if self.tree_server is not None and (when != "dies_at_s" or self.learner is not None):
+            others = [when] if self.learner is None else [when, "learner"]
+            raise ValueError(f"has tree_server and {' and '.join(others)}; valid: tree_server and dies_at_s")
+        if when in {"dies_at_s", "slows_at_s"} and self.learner is None and self.tree_server is None:
+            raise ValueError(f"has {when}, but no learner")
+        for key in ("factor", "for_s"):
+            if (getattr(self, key) is None) is not self.deadly:
+                raise ValueError(f"has {when}, and {'no ' if not self.deadly else ''}{key}")
+        return self
+
+    @property
+    def deadly(self) -> bool:
+        return self.dies_at_s is not None or self.mean_time_to_failure_s is not None
+
+
+_WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slowdown_s")
+
+
+DEFAULTS = "defaults"
+"""Names the costs that stand in `SimulationTable`, also where others were measured."""
+
+UNMEASURED = "not measured here: run rudra calibrate"
+"""What is to be said of times that come from these."""
+
+
+class SimulationTable(Table):
+    costs: str | None = Field(
+        None,
+        description="preset (p775), file of `rudra calibrate`, or defaults: gives those keys below that the job does "
+        "not; default: what `rudra calibrate` has measured here for this model",
+    )
+    compute_s: float | dict[int, float] = Field(
+        0.1, description="time that a learner takes for one mini-batch: a number, or a table of μ = seconds"
+    )
+    jitter: float = Field(0.1, ge=0, description="variation of compute_s, as a fraction")
+    distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
+        "uniform", description="of that variation; memoryless: exponential times with mean compute_s, without jitter"
+    )
+    learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of its own")
+    slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
+    straggler_probability: float = Field(0.0, ge=0, le=1, description="that a mini-batch takes much longer")
+    straggler_factor: float = Field(10.0, ge=1, description="how much longer")
+    nodes: int | dict[int, int] | None = Field(
+        None, description="nodes that learners are spread over: a number, or a table of λ = nodes; default: one each"
+    )
+    servers_on_first_node: bool = Field(False, description="with the first learners; else on a node of their own")
+    node_slowdown: float = Field(
+        0.0, ge=0, description="what each further learner on a node adds to compute_s, as a fraction"
+    )
+    cores_per_node: int | None = Field(
+        None, ge=1, description="a server's work delays learners that fill the cores of its node; default: it does not"
+    )
+    latency_s: float = Field(1e-5, ge=0, description="of every message between nodes")
+    latency_jitter_s: float = Field(0.0, ge=0, description="a random delay up to this is added to every message")
+    bandwidth_bytes_per_s: float = Field(
+        1e10, gt=0, description="of a node's link, each way, for weights and gradients"
+    )
+    local_latency_s: float | None = Field(None, ge=0, description="inside a node; default: as between nodes")
+    local_bandwidth_bytes_per_s: float | None = Field(None, gt=0, description="inside a node, of each role; likewise")
+    blocking_servers: bool = Field(
+        False, description="a server sends or receives one tensor at a time, as with blocking calls; else one each way"
+    )
+    message_s: float = Field(1e-5, ge=0, description="time in which the server handles one message")
+    gradient_s: float = Field(0.0, ge=0, description="time in which the server adds one gradient to another")
+    update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
+    evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
+    faults: tuple[Fault, ...] = Field(
+        (),
+        description="learners that die or slow down, at given times or at random: a list of tables, see Virtual time",
+    )
+    detection_s: float = Field(0.1, ge=0, description="time until the others notice that a learner has died")
+    tensors: bool = Field(True, description="false: time alone, without data, gradients and tests")
+    batching: Literal["none", "big-batch", "vmap"] = Field(
+        "none", description="compute gradients of several learners together: faster, changes bits"
+    )
+
+    @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")
+    @classmethod
+    def _positive(cls, value: Any, info: ValidationInfo) -> Any:
+        least = 0 if info.field_name == "learner_jitter" else None
+        of = {"compute_s": "μ =", "nodes": "λ ="}.get(info.field_name or "", "learner")
+        entries = {"": value} if not isinstance(value, dict) else {f"of {of} {k}": v for k, v in value.items()}
+        if not entries and info.field_name in {"compute_s", "nodes"}:
+            raise ValueError("has no entry")
+        for where, number in entries.items():
+            if number is not None and (number <= 0 if least is None else number < least):
+                raise ValueError(f"{where} must be {'> 0' if least is None else '>= 0'}, not {number}".strip())
+        return value
+
+    @field_validator("compute_s", "nodes")
+    @classmethod
+    def _positive_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and any(key < 1 for key in value):
+            raise ValueError(f"has a key {min(value)}; valid: 1 and more")
+        return value

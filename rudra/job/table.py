@@ -1,0 +1,124 @@
+"""What every table of a job is, and how a mistake in one is told in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
+
+from rudra.errors import ConfigError, meant
+from rudra.job import renamed
+
+Named = str | Callable[..., Any]
+"""The name of something shipped, `package.module:callable`, or (in code) the callable itself."""
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _unconverted(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses what would be converted silently: "16" and true are no numbers, 1 is neither true nor false."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        wanted = {annotation, *get_args(annotation)}
+        texts = [text for kind in wanted for text in get_args(kind) if isinstance(text, str)]
+        if value is None and type(None) in wanted:
+            return value
+        if bool in wanted and not isinstance(value, bool) and value not in texts:
+            raise ValueError(f"must be {', '.join(['true', *map(repr, texts)])} or false, not {short(value)}")
+        if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str):
+            raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {short(value)}")
+        if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
+            raise ValueError(f"must be below 2**63, not {short(value)}")
+        return value
+
+
+AnyTable = TypeVar("AnyTable", bound=Table)
+
+
+def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
+    """One line for one validation error: where, what was wrong, what is allowed."""
+    kinds = ("dict[", "float", "int")  # after table and key: which part of a union it is
+    union = next((i for i, part in enumerate(error["loc"]) if i > 1 and str(part).startswith(kinds)), None)
+    if union is not None:
+        table, *keys = (str(part) for part in error["loc"][:union])
+        return f"[{table}] {'.'.join(keys)} must be a number, or a table of numbers"
+    unions = {"str", "callable"} if error["type"] in {"string_type", "callable_type"} else set()
+    *tables, key = [str(part) for part in error["loc"] if part not in unions | {"[key]"}] or [""]
+    for table in tables:
+        field = model.model_fields.get(table)
+        for kind in () if field is None else (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                model = kind
+    where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else key
+    where += " as a key" if "[key]" in error["loc"] else ""
+    if error["type"] == "extra_forbidden":
+        if name := renamed.now(tables, key):
+            return f"[{tables[0]}] {key} is now {name}" if tables else f"[{key}] is now [{name}]"
+        place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
+        return f"{place} '{key}'; valid: {', '.join(model.model_fields)}{meant(key, model.model_fields)}"
+    if error["type"] == "value_error":
+        return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
+    if error["type"] == "missing":
+        return f"{where} is missing: {model.model_fields[key].description}"
+    wanted = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
+    wanted = wanted.format(**error.get("ctx", {})) + ("" if tables or wanted != "a list" else " of tables")
+    return f"{where} must be {wanted}, not {short(error['input'])}"
+
+
+def checked(kind: type[AnyTable], options: Mapping[str, Any], *where: str) -> AnyTable:
+    """Options that a job has for one of several kinds of something.
+
+    Args:
+        kind: which options there are.
+        options: the job's.
+        where: table and key where they stand, for the error's text.
+
+    Raises:
+        ConfigError: an unknown one, or one of a wrong type.
+    """
+    try:
+        return kind(**options)
+    except ValidationError as error:
+        texts = (explain({**e, "loc": (*where, *e["loc"])}, kind) for e in error.errors())
+        raise ConfigError("; ".join(dict.fromkeys(texts))) from None
+
+
+_WANTED = {
+    "model_type": "a table",
+    "dict_type": "a table",
+    "string_type": "a text",
+    "callable_type": "a text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "tuple_type": "a list",
+    "path_type": "a path",
+    "greater_than": "> {gt:g}",
+    "greater_than_equal": ">= {ge:g}",
+    "less_than": "< {lt:,.12g}",
+    "less_than_equal": "<= {le:,}",
+}
+"""Type of a validation error -> what was wanted; the others say it well enough themselves."""
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """Those in a value, however deep."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _whole_numbers(inner)
+
+
+def short(value: Any) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number that long"
+    return text if len(text) <= 60 else text[:57] + "..."
