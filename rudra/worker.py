@@ -12,26 +12,28 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 
-class PromptOutput(io.RawIOBase):
-    """Standard error that mpirun passes on at once, although a progress bar ends no line."""
+class PromptOutput(io.TextIOWrapper):
+    """Standard error that mpirun passes on at once, although a progress bar ends no line.
 
-    def __init__(self, descriptor: int, more: bytes) -> None:
-        self._descriptor = descriptor
-        self._more = more
+    All below this is C, in which a signal that comes with a write does not make the same be written again.
+    """
 
-    def writable(self) -> bool:
-        return True
+    def __init__(self, descriptor: int, more: str) -> None:
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        super().__init__(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
+        self._more, self._goes_on = more, False
 
-    def fileno(self) -> int:
-        return self._descriptor
+    def write(self, text: str) -> int:
+        self._goes_on = not text.endswith("\n") if text else self._goes_on
+        return super().write(text)
 
-    def write(self, data: Any) -> int:
-        piece = bytes(data)
-        os.write(self._descriptor, piece if piece.endswith(b"\n") else piece + self._more)
-        return len(piece)
+    def flush(self) -> None:
+        if self._goes_on:
+            self._goes_on = False
+            super().write(self._more)
+        super().flush()
 
 
 def main(file: str) -> int:
@@ -58,8 +60,7 @@ def main(file: str) -> int:
         from rudra.mpi.relay import MORE, START_LINE
         from rudra.mpi.start import start_mpi
 
-        buffer = io.BufferedWriter(PromptOutput(2, MORE))
-        sys.stderr = io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True)
+        sys.stderr = PromptOutput(2, MORE.decode())
         try:
             start_mpi()
         except LaunchError as error:  # the same on every rank

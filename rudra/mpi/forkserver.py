@@ -31,7 +31,7 @@ ENDS_S = 3.0
 STANDS_FOR = "for "
 """How the name of a proxy's process begins; its rank's process follows."""
 
-_PROXY, _SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of what may use a fork server
+_PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORKSERVER"  # variables of ranks, and of what may use a fork server
 _STATUS = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")
 _ARGUMENTS_BYTES = 1 << 16
@@ -50,18 +50,18 @@ def fork_server(worker: Sequence[str] = WORKER) -> Iterator[list[str]]:
     Yields:
         The command that mpirun is to start, without the arguments of a rank.
     """
-    address, _, whose = os.environ.get(_SERVER, "").partition(" ")
+    address, _, whose = os.environ.get(SERVER, "").partition(" ")
     if sys.platform != "linux":
         yield [*worker]
     elif whose == " ".join(worker):
         yield _proxy(address, worker)
     else:
         with _started(worker) as address:
-            os.environ[_SERVER] = f"{address} {' '.join(worker)}"
+            os.environ[SERVER] = f"{address} {' '.join(worker)}"
             try:
                 yield _proxy(address, worker)
             finally:
-                del os.environ[_SERVER]
+                del os.environ[SERVER]
 
 
 def _proxy(address: str, worker: Sequence[str]) -> list[str]:
