@@ -23,8 +23,10 @@ from mpi4py import MPI
 
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
+from rudra.compute.flat import sha256
 from rudra.compute.schedule import schedule_of
 from rudra.core.training_state import TrainingState
+from rudra.data.load import Data, in_memory, load
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -32,6 +34,7 @@ from rudra.mpi import failures
 from rudra.mpi.driver import FAILURE_TAG, Ended, Rank, Reported
 from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.forkserver import launcher
+from rudra.mpi.node_memory import share
 from rudra.mpi.relay import exit_line
 from rudra.mpi.start import gpu_aware
 from rudra.results import checkpoint
@@ -255,8 +258,6 @@ class _Session:
         return f"{names} (rank {self._comm.rank})"
 
     def _load(self) -> None:
-        from rudra.data.load import Data, load
-
         kinds = {self._plan.roles[i].kind for i in self._roles}
         learns, serves = "learner" in kinds, bool(kinds & {"parameter server", "tree server"})
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
@@ -279,9 +280,6 @@ class _Session:
 
     def _share(self) -> None:
         """Gives every rank of the node what one of them has loaded, without a copy."""
-        from rudra.data.load import load
-        from rudra.mpi.node_memory import share
-
         if self._sharing:
             self._data = share(self._node, self._loader, self._data)
         self._node.Free()
@@ -299,8 +297,6 @@ class _Session:
         self._schedule = schedule_of(self._job, self._plan, self._info.training_samples)
         self._machines = {i: self._machine(i, self._plan, self._begin.position) for i in self._roles}
         if self._roles:
-            from rudra.data.load import Data, in_memory
-
             data = self._data or Data(None, None, self._info)
             self._executors = make_executors(
                 self._job,
@@ -332,8 +328,6 @@ class _Session:
                 self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
 
     def _open(self, progress: dict[str, Any]) -> None:
-        from rudra.compute.flat import sha256
-
         server = self._plan.roles[self._plan.server].world_rank
         weights = self._executors[self._plan.server].buffer("weights").array if self._comm.rank == server else None
         digest: str = self._comm.bcast(None if weights is None else sha256(weights), server)
