@@ -122,7 +122,7 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path,
     job = job_file(tmp_path, "hardsync", more=f'{more}[topology]\nname = "{topology}"\n{options}')
     output, text = tmp_path / "out.h5", job.read_text()
     text = text.replace("epochs = 5\n", 'epochs = 50\npatience = 5\ntarget = "always >= 2"\n')
-    plateau = 'schedule = "plateau"\nfactor = 0.5\nschedule_options = { patience = 2 }\n'
+    plateau = 'schedule = "plateau"\ndecay_factor = 0.5\nschedule_options = { patience = 2 }\n'
     job.write_text(text.replace("milestones = [1, 2]\n", plateau))
     code, err = run_until(job, output, 150, signal.SIGTERM)
     assert code == 3, err
