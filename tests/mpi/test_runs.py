@@ -101,7 +101,7 @@ def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: P
 
 
 def test_a_rank_that_hangs_is_named_and_ends_the_run_when_the_job_says_so(tmp_path: Path) -> None:
-    more = "[fault_tolerance]\nstall_warning = 1.0\nstall_limit = 3.0\n"
+    more = "[fault_tolerance]\nstall_warning_s = 1.0\nstall_limit_s = 3.0\n"
     job = job_file(tmp_path, "hanging", "endless", more=more)
     path = Path(job)
     path.write_text(path.read_text().replace('"async"', '"hardsync"'))
