@@ -31,7 +31,7 @@ ENDS_S = 3.0
 STANDS_FOR = "for "
 """How the name of a proxy's process begins; its rank's process follows."""
 
-_PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORKSERVER"  # variables of ranks, and of what may use a fork server
+_PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of what may use a fork server
 _STATUS = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")
 _ARGUMENTS_BYTES = 1 << 16
