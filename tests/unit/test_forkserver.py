@@ -112,8 +112,8 @@ def test_none_of_them_outlives_another(tmp_path: Path, strike: Callable[[int, in
     with rank(tmp_path, body) as (proxy,):
         assert proxy.stdout is not None
         assert proxy.stdout.readline() == "there\n"
+        assert eventually(lambda: process_of(proxy.pid) != proxy.pid, 10), "the proxy hears of it a moment later"
         process = process_of(proxy.pid)
-        assert process != proxy.pid
         strike(proxy.pid, process)
         assert proxy.wait(30) in codes
         assert eventually(lambda: not Path(f"/proc/{process}").exists(), 10)
