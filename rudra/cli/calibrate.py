@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rudra.cli.options import at_least, force_option, numbers, search_beside, set_option
-from rudra.errors import ConfigError
+from rudra.cli.options import at_least, force_option, job_argument, numbers, search_beside, set_option, start_plainly
 
 SUMMARY = "measure what a job's model costs here"
 
@@ -16,7 +15,7 @@ on this machine; a job uses a file that was written elsewhere with [simulation] 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
+    job_argument(parser)
     about = "default: where `predict` and `simulate` find it for this model on this machine; replaced if it is there"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.toml", help=about)
     parser.add_argument("--learners", type=at_least(1), default=2, metavar="N", help="how many compute at once; 2")
@@ -30,12 +29,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from rudra import files
     from rudra.job.job import Job
-    from rudra.mpi.launch import world_size
     from rudra.simulation import costs
     from rudra.studies import calibrate
 
-    if world_size() is not None:
-        raise ConfigError("rudra calibrate starts mpirun itself: start it plainly")
+    start_plainly("calibrate")
     search_beside(arguments.job)
     job = Job.load(arguments.job, arguments.overrides)
     output: Path = arguments.output or costs.measured_path(job)

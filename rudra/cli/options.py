@@ -17,8 +17,12 @@ ROOTS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
 """One of these is at the root of a project."""
 
 
-def job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
+def job_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
+
+
+def job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
+    job_argument(parser)
     parser.add_argument("--learners", type=int, metavar="N", help="number of learners, as --set cluster.learners=N")
     set_option(parser, "override any key of the job; may be given several times")
     if runs:
@@ -86,6 +90,14 @@ def numbers(option: str, text: str | None) -> list[int]:
     return found
 
 
+def start_plainly(command: str) -> None:
+    """Raises ConfigError in a rank: the command starts ranks itself."""
+    from rudra.mpi.launch import world_size
+
+    if world_size() is not None:
+        raise ConfigError(f"rudra {command} starts mpirun itself: start it plainly")
+
+
 def at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdigit() or int(text) < least:
@@ -107,8 +119,10 @@ def has(module: str) -> bool:
 
 
 def protocol_text(job: "Job") -> str:
+    from rudra.results.summary import protocol_label
+
     name = job.protocol.name if isinstance(job.protocol.name, str) else job.protocol.name.__name__
-    return f"{job.protocol.n or 1}-softsync" if name == "softsync" else name
+    return protocol_label({"protocol": name, "n": job.protocol.n or 1})
 
 
 def counted(number: int, thing: str) -> str:

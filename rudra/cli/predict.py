@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from rudra.cli.options import at_least, numbers, overrides_of, protocol_text, set_option
+from rudra.cli.options import at_least, job_argument, numbers, overrides_of, protocol_text, set_option
 
 SUMMARY = "say what a job would take, without training"
 
@@ -14,7 +14,7 @@ its table [simulation]: `costs = "p775"` (the paper's cluster), a file of `rudra
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
+    job_argument(parser)
     parser.add_argument(
         "--learners", dest="counts", metavar="N,N,…", help="one row for each number; default: the job's"
     )

@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rudra.cli.options import job_options, overrides_of
-from rudra.errors import ConfigError
+from rudra.cli.options import job_options, overrides_of, start_plainly
 
 SUMMARY = "run a grid of jobs, or the study that a job describes"
 
@@ -32,11 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from rudra.mpi.launch import world_size
     from rudra.studies import pool, sweep
 
-    if world_size() is not None:
-        raise ConfigError("rudra sweep starts mpirun itself: start it plainly")
+    start_plainly("sweep")
     study = sweep.plan(
         arguments.job,
         grid=sweep.parse_grid(arguments.grid) or None,

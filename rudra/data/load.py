@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from rudra.data import trees
-from rudra.data.readers import READERS, SPLITS, Arrays, check_labels
+from rudra.data.readers import READERS, SPLITS, Arrays, Reader, check_labels
 from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.data.sources import Dense, Source, are_tokens
 from rudra.data.trees import listed, mapped
@@ -318,8 +318,8 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
         DataError: a file is missing, damaged, or its labels are out of range.
     """
     if isinstance(table.name, str) and ":" not in table.name:
-        choose("[data] name", table.name, READERS)
-        found = _load_shipped(table, train, test, seed)
+        reader = choose("[data] name", table.name, READERS)
+        found = _load_shipped(table, reader, train, test, seed)
     else:
         found = _load_users(table, seed)
     if table.validation_split is not None:
@@ -330,7 +330,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
     return found.part(train=train, test=test)
 
 
-def _load_shipped(table: DataTable, train: bool, test: bool, seed: int) -> Data:
+def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, seed: int) -> Data:
     if table.collate is not None:
         raise ConfigError(f"[data] collate is for datasets of your own; the samples of {table.name} are alike")
     asked = {split for split, given in zip(SPLITS, (train, test), strict=True) if given}
@@ -338,7 +338,7 @@ def _load_shipped(table: DataTable, train: bool, test: bool, seed: int) -> Data:
         asked.add("train")
     # What the test needs of the training set.
     of_training = table.test_split is not None or table.standardise or table.subtract_mean is not False
-    arrays = READERS[table.name](table, {"train", *asked} if test and of_training else asked)
+    arrays = reader(table, {"train", *asked} if test and of_training else asked)
     if table.classes not in (None, arrays.classes):
         raise ConfigError(f"[data] classes: {table.classes}, but {table.name} has {arrays.classes} here")
     counts, kept = _counted(table, arrays, seed)

@@ -296,12 +296,7 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
 
 def find(key: str, name: Named) -> Any:
     """What a key names, if it is `package.module:object`; else the name itself."""
-    if not isinstance(name, str) or ":" not in name:
-        return name
-    try:
-        return plugins.resolve(name)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
+    return plugins.choose(key, name, {}) if isinstance(name, str) and ":" in name else name
 
 
 def _as_dict(table: Table) -> dict[str, Any]:

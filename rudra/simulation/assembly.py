@@ -12,11 +12,20 @@ from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Hands, Recorder, Simulation
 from topologies import Plan
 
+Make = Callable[[int, Plan, TrainingState], Machine]
+"""Makes the machine of a role of a plan, for a beginning there."""
 
-def machines_of(job: Job, plan: Plan, training_samples: int, position: TrainingState = BEGINNING) -> dict[int, Machine]:
-    """The state machines of all roles; arguments as of `assemble`."""
+
+def machines_of(
+    job: Job, plan: Plan, training_samples: int, position: TrainingState = BEGINNING
+) -> tuple[dict[int, Machine], Make]:
+    """The state machines of all roles, and what makes others for another plan; arguments as of `assemble`."""
     schedule = schedule_of(job, plan, training_samples)
-    return {i: roles.make(i, job, plan, training_samples, schedule, position) for i in range(len(plan.roles))}
+
+    def make(role: int, plan: Plan, position: TrainingState) -> Machine:
+        return roles.make(role, job, plan, training_samples, schedule, position)
+
+    return {i: make(i, plan, position) for i in range(len(plan.roles))}, make
 
 
 def assemble(
@@ -47,14 +56,10 @@ def assemble(
     Raises:
         ConfigError: the job's schedule gives no rates.
     """
-    schedule = schedule_of(job, plan, training_samples)
-
-    def make(role: int, plan: Plan, position: TrainingState) -> Machine:
-        return roles.make(role, job, plan, training_samples, schedule, position)
-
+    machines, make = machines_of(job, plan, training_samples, position)
     return Simulation(
         plan,
-        machines_of(job, plan, training_samples, position),
+        machines,
         hands,
         recorder,
         CostModel(job.simulation, plan, job.training.minibatch_size),

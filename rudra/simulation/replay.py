@@ -468,7 +468,7 @@ def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Pa
     for executor in executors.values():
         executor.prepare()
     hands = TensorHands(executors, halves=job.cluster.gradient_format == "float16")
-    machines = machines_of(job, plan, info.training_samples)
+    machines, _ = machines_of(job, plan, info.training_samples)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     driver = _Replay(record, plan, machines, hands, _Comparison(record, bar.update))
     difference: Difference | None = None

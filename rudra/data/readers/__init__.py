@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection
 from rudra.data.readers.common import SPLITS, Arrays, check_labels
 from rudra.job.tables import DataTable
 
-__all__ = ["READERS", "SPLITS", "Arrays", "check_labels"]
+__all__ = ["READERS", "SPLITS", "Arrays", "Reader", "check_labels"]
+
+Reader = Callable[[DataTable, Collection[str]], Arrays]
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 
-READERS: dict[str, Callable[[DataTable, Collection[str]], Arrays]] = {
+READERS: dict[str, Reader] = {
     name: reader for module in _MODULES for name, reader in getattr(module, "READERS", {}).items()
 }
