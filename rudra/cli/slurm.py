@@ -20,6 +20,8 @@ the job queues itself again, and goes on where it was; likewise after a node fai
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    from rudra.studies.slurm import NAMED, WARNING_S
+
     job_options(parser, runs=False)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.h5", help="default: NAME.h5; with --grid NAME-sweep")
     parser.add_argument(
@@ -32,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--cpus-per-task", metavar="C", help="cores for each rank")
     place = parser.add_argument_group("further options of sbatch")
     place.add_argument("--time", metavar="T", help="limit of one start, such as 4:00:00; default: the cluster's")
-    for option in ("partition", "account", "gpus", "mem"):
+    for option in NAMED:
         place.add_argument(f"--{option}", metavar=option.upper())
     place.add_argument(
         "--sbatch", action="append", default=[], metavar="KEY[=VALUE]", help="any other; may be given several times"
@@ -41,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--launcher", default="mpirun", metavar="NAME", help="mpirun (the default) or srun")
     how.add_argument("--mpi", metavar="TYPE", help="of srun: pmix for Open MPI, pmi2 for MPICH; default: as mpirun is")
     how.add_argument("--environment", type=Path, metavar="DIR", help="where Rudra is installed; default: this one")
-    how.add_argument("--warning", metavar="S", help="seconds before the limit to stop at; default: 120")
+    how.add_argument("--warning", metavar="S", help=f"seconds before the limit to stop at; default: {WARNING_S}")
     how.add_argument("--restarts", metavar="N", default="10", help="how often it may queue itself again; default: 10")
     what = parser.add_argument_group("the script")
     what.add_argument("--script", type=Path, metavar="FILE.sh", help="default: the result file's name with .sh")

@@ -13,6 +13,12 @@ from rudra.mpi.failures import TCP_FLAGS, ULFM
 Launcher = Literal["mpirun", "srun"]
 Mpi = Literal["pmix", "pmi2"]
 
+WARNING_S = 120
+"""How long before the time limit a run is told, unless that is more than a quarter of it."""
+
+NAMED = ("partition", "account", "gpus", "mem")
+"""Options of sbatch that `rudra slurm` takes by name, beside the tasks and the time."""
+
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 
 

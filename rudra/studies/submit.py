@@ -15,17 +15,13 @@ from rudra.errors import ConfigError, LaunchError, ResultsError
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
 from rudra.mpi.launch import find_mpirun, is_open_mpi
-from rudra.studies.slurm import Batch, Launcher, Mpi, Point, script, time_limit_s
+from rudra.studies.slurm import NAMED, WARNING_S, Batch, Launcher, Mpi, Point, script, time_limit_s
 
 if TYPE_CHECKING:
     from rudra.studies.sweep import Sweep
 
-WARNING_S = 120
-"""How long before the time limit a run is told, unless that is more than a quarter of it."""
-
 _WORD = re.compile(r"[\w.,:;=/@%+*&|()\[\]-]+")
 _OURS = {"signal", "requeue", "no-requeue", "open-mode", "array", "job-name", "output"}
-_NAMED = ("partition", "account", "gpus", "mem")
 _T = TypeVar("_T", bound=str)
 
 
@@ -169,7 +165,7 @@ def _setting(key: str, value: object) -> str:
 
 def _resources(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, str | None], list[int]]:
     """Options of sbatch in the order in which they stand in the script, and the tasks of each node."""
-    given = {name: getattr(arguments, name.replace("-", "_")) for name in (*_NAMED, "time")}
+    given = {name: getattr(arguments, name.replace("-", "_")) for name in (*NAMED, "time")}
     resources: dict[str, str | None] = {key: given[key] for key in ("partition", "account") if given[key] is not None}
     counts, sizes = _tasks(arguments, job)
     resources |= {key: str(value) for key, value in counts.items()}
