@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 
 from rudra.compute import models, networks
 from rudra.compute.executor import Executor, make_executors, torch_as_in
-from rudra.core.events import Finish, Keep, Record, Update
+from rudra.core.events import Event, Finish, Keep, Local, Record, Update
 from rudra.data.load import DataInfo, Samples, load
 from rudra.findings import Goal, Report
 from rudra.job.job import Job
@@ -199,10 +199,11 @@ class _Watched(TensorHands):
 
     moved: Callable[[], None]
 
-    def update(self, role: int, action: Update) -> int:
-        digest = super().update(role, action)
-        self.moved()
-        return digest
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        event = super().perform(role, action, seconds)
+        if isinstance(action, Update):
+            self.moved()
+        return event
 
 
 class _Staleness:

@@ -1,12 +1,13 @@
 """Stand-ins for what takes time beside communication: the roles and the driver are real, gradients come at once."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rudra.bench.ranks import STATISTICS
 from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.schedule import schedule_of
-from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update
+from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update, Updated
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.session import rest
@@ -24,8 +25,8 @@ class Learner(LearnerExecutor):
     def __init__(self, floats: int) -> None:
         Executor.__init__(self, (), floats, floats, 1)
 
-    def compute(self, action: Compute) -> Computed:
-        return Computed(action.step, 0.0, 0, 1)
+    def compute(self, action: Compute) -> Iterator[Computed]:
+        yield Computed(action.step, 0.0, 0, 1)
 
     def close(self) -> None:
         """There is no input thread."""
@@ -39,8 +40,8 @@ class Server(ServerExecutor):
 
     def accumulate(self, action: Accumulate) -> None: ...
 
-    def update(self, action: Update) -> int:
-        return 0
+    def update(self, action: Update) -> Updated:
+        return Updated(action.timestamp, 0, 0.0)
 
 
 class UpdatingServer(ServerExecutor):

@@ -2,7 +2,8 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +19,23 @@ from rudra.compute.gradients import GradientSource, Outcome, check_gradient, eva
 from rudra.compute.half import from_half, to_half
 from rudra.compute.optim import UpdateRule
 from rudra.compute.statedict import Named
-from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluated, Update
+from rudra.core.events import (
+    Accumulate,
+    Compute,
+    Computed,
+    Copy,
+    Evaluate,
+    Evaluated,
+    Event,
+    Hash,
+    Hashed,
+    Local,
+    Update,
+    Updated,
+)
 from rudra.core.hooks import RoleHooks, hooks_of
 from rudra.core.layout import Entry
-from rudra.core.messages import Message, tail_bytes
+from rudra.core.messages import Kind, Message, tail_bytes
 from rudra.data.load import Data, Samples
 from rudra.errors import CheckpointError, ConfigError
 from rudra.job.job import Job
@@ -34,6 +48,7 @@ EXPONENT = 2
 """Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
 
 WEIGHTS = "weights"
+SNAPSHOT = "snapshot"
 DOWNCAST = "downcast"
 """How the names of buffers begin that go down the weights' tree."""
 
@@ -186,7 +201,7 @@ class DirectBuffer(Buffer):
 
 
 class Executor:
-    """Buffers and arithmetic of one role.
+    """Buffers and arithmetic of one role: does its local actions, each in the method of that name.
 
     Args:
         layout: what the flat vector holds.
@@ -199,6 +214,7 @@ class Executor:
     Attributes:
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
         hooks: of this role; None: there are none.
+        lent: how many transfers from each buffer are under way.
     """
 
     state_dict: tuple[Named, ...] = ()
@@ -224,6 +240,12 @@ class Executor:
         self._pinned = stage is not None and stage.device.type == "cuda"
         self._tail = tail_bytes(gradients)
         self._buffers: dict[str, Buffer] = {}
+        self.lent: Counter[str] = Counter()
+
+    def perform(self, action: Local) -> Iterator[Event | None]:
+        """Does a local action: gives None after each piece of long work but the last, and then what has come of it."""
+        done = getattr(self, type(action).__name__.lower())(action)
+        return done if isinstance(done, Iterator) else iter((done,))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -250,12 +272,31 @@ class Executor:
         """Forgets a buffer, and frees it unless somebody else holds it."""
         return self._buffers.pop(name, None)
 
-    def hash(self, name: str) -> str:
+    def send(self, name: str, message: Message, *, halves: bool = False) -> npt.NDArray[np.uint8]:
+        """What is to travel of a buffer, which is lent until `sent`; with halves as float16."""
+        self.lent[name] += 1
+        buffer = self.buffer(name)
+        return buffer.write_half(message) if halves else buffer.write(message)
+
+    def sent(self, name: str) -> None:
+        """A transfer from the buffer is over."""
+        self.lent[name] -= 1
+        if name == SNAPSHOT:
+            self.release(name)
+
+    def sha256(self, name: str) -> str:
         """SHA-256 of a buffer's floats, in hexadecimal."""
         return sha256(self.buffer(name).array)
 
+    def hash(self, action: Hash) -> Hashed:
+        return Hashed(self.sha256(action.buffer))
+
     def copy(self, action: Copy) -> None:
         self.buffer(action.target).vector.copy_(self.buffer(action.source).vector)
+
+    def state(self) -> dict[str, npt.NDArray[np.float32]]:
+        """A copy of all that a checkpoint needs of this role; it is good until the next one is asked for."""
+        return {}
 
     def prepare(self) -> None:
         """Allocates what training needs, once the model that it was made from is gone."""
@@ -318,7 +359,6 @@ class OwnerExecutor(Executor):
         return {name: tensor.reshape(-1).to("cpu", torch.float32).numpy() for name, tensor in self._tensors().items()}
 
     def state(self) -> dict[str, npt.NDArray[np.float32]]:
-        """A copy of all that a checkpoint needs; it is good until the next one is asked for."""
         for name, tensor in self._tensors().items():
             if name not in self._copies:
                 self._copies[name] = np.full(tensor.numel(), 0, np.float32)  # touched, as all large buffers
@@ -343,8 +383,9 @@ class OwnerExecutor(Executor):
         buffer.vector.copy_(weights)
         buffer.version += 1
 
-    def update(self, action: Update) -> int:
-        """Updates the weights and returns the digest of the new ones."""
+    def update(self, action: Update) -> Updated:
+        began = time.perf_counter()
+        self._before_change()
         buffer = self.buffer(action.weights)
         gradient, weights = self.buffer(action.gradient).vector, buffer.vector
         if self.size > self.parameters:
@@ -355,14 +396,17 @@ class OwnerExecutor(Executor):
         digest = buffer.digest(action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array)
-        return digest
+        return Updated(action.timestamp, digest, time.perf_counter() - began)
+
+    def _before_change(self) -> None:
+        """The weights, or the message behind them, are about to change."""
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):
     """Hands of the parameter server.
 
     Copies of the weights that go down the weights' tree are made when they must be: until the next update, the weights
-    themselves will do (`keep`).
+    themselves will do.
     """
 
     _spare: Buffer | None = None
@@ -376,15 +420,16 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
             self._spare = before
         self.put(action.target, self.buffer(action.source))
 
-    def keep(self, lent: Collection[str]) -> None:
-        """Before the weights, or the message behind them, change: what is lent keeps its content.
+    def send(self, name: str, message: Message, *, halves: bool = False) -> npt.NDArray[np.uint8]:
+        if message.kind is Kind.SNAPSHOT:
+            self._before_change()
+        return super().send(name, message, halves=halves)
 
-        Args:
-            lent: names of the buffers that are being sent.
-        """
+    def _before_change(self) -> None:
+        """What is lent keeps its content."""
         weights = self.buffer("weights")
         sharing = [name for name, buffer in self._buffers.items() if buffer is weights and name.startswith(DOWNCAST)]
-        if not any(name in lent for name in sharing):
+        if not any(self.lent[name] for name in sharing):
             for name in sharing:
                 self.release(name)
             return
@@ -412,17 +457,17 @@ class LearnerExecutor(Executor):
         super().prepare()
         self.source.prepare()
 
-    def compute(self, action: Compute) -> Computed:
+    def compute(self, action: Compute) -> Iterator[Computed]:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:
             outcome = self.source.compute(action.step, weights.vector, gradient.vector)
             if self._direct:
                 finish(self.device)  # MPI may write to the weights at once
-            return self.computed(action, outcome)
-        staged = self._stage.gradient
-        outcome = self.source.compute(action.step, self._stage.weights(weights), staged)
-        gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
-        return self.computed(action, outcome)
+        else:
+            staged = self._stage.gradient
+            outcome = self.source.compute(action.step, self._stage.weights(weights), staged)
+            gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
+        yield self.computed(action, outcome)
 
     def computed(self, action: Compute, outcome: Outcome) -> Computed:
         """What a computation came to; its weights are still in their buffer."""
@@ -455,11 +500,10 @@ class StatisticsExecutor(Executor):
         batch = split.batch(np.arange(min(self._batch_size, len(split))))
         return (*self._flat.evaluate_batch(*batch)[2], *self._flat.task.derived(0.0))
 
-    def evaluate(self, buffer: str) -> Iterator[Evaluated | None]:
-        """Yields None after each batch but the last, then the result."""
+    def evaluate(self, action: Evaluate) -> Iterator[Evaluated | None]:
         began = time.perf_counter()
         scores = []
-        tested = self.buffer(buffer)
+        tested = self.buffer(action.buffer)
         weights = tested.vector if self._stage is None else self._stage.weights(tested)
         for name, split in self._splits.items():
             for score in evaluate(self._flat, weights, split, self._batch_size, name):
@@ -467,7 +511,7 @@ class StatisticsExecutor(Executor):
                     yield None
                 else:
                     scores.append(score)
-        yield Evaluated(buffer, tuple(scores), time.perf_counter() - began)
+        yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
 
 
 def average(into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int]) -> None:

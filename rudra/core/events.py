@@ -1,14 +1,14 @@
 """What happens to a role, and what a role wants done: the whole language between roles and drivers.
 
 Buffers are named by strings. An action that names a buffer borrows it; `Sent`, `Received`, `Computed`
-and `Evaluated` give it back. `Accumulate`, `Update` and `Copy` are done before the next action.
+and `Evaluated` give it back. Drivers send and receive, and record; what is `Local` a role's executor does.
 
 A simulation makes hundreds of millions of them, hence msgspec's structures, which cost a tenth of frozen dataclasses.
 They hold no cycles (`gc=False`).
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
@@ -165,18 +165,35 @@ class Drop(Struct, frozen=True, gc=False):
     role: int
 
 
-class Hash(Struct, frozen=True, gc=False):
+class Local(Struct, frozen=True, gc=False):
+    """What a role's executor does by itself, in the method that has the action's name in lower case.
+
+    Attributes:
+        long: other things go on meanwhile; else it is done before the next action.
+        reads: fields that name buffers whose content it needs.
+        changes: fields that name buffers whose content it changes.
+    """
+
+    long: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ()
+    changes: ClassVar[tuple[str, ...]] = ()
+
+
+class Hash(Local, frozen=True, gc=False):
     """Digest a buffer's floats; its end is `Hashed`."""
 
+    reads = ("buffer",)
     buffer: str
 
 
-class Compute(Struct, frozen=True, gc=False):
+class Compute(Local, frozen=True, gc=False):
     """Compute the gradient of mini-batch `step` at the weights; its end is `Computed`.
 
     What follows is for hooks: the weights' timestamp, and when it begins, in seconds of training.
     """
 
+    long = True
+    reads, changes = ("weights",), ("gradient",)
     step: int
     weights: str
     gradient: str
@@ -198,26 +215,28 @@ class Reduce(Struct, frozen=True, gc=False):
     to_all: bool
 
 
-class Accumulate(Struct, frozen=True, gc=False):
+class Accumulate(Local, frozen=True, gc=False):
     """`into` becomes `(1 - fraction) * into + fraction * scale * gradient`: a running average, in one pass.
 
     Where both are one buffer, the first gradient of an update is scaled in place. `scale` is not for model buffers
     (BatchNorm statistics), which are averaged as they are.
     """
 
+    reads, changes = ("gradient",), ("into",)
     into: str
     gradient: str
     fraction: float
     scale: float
 
 
-class Update(Struct, frozen=True, gc=False):
+class Update(Local, frozen=True, gc=False):
     """Let the optimiser step the weights by the averaged gradient; its end is `Updated`.
 
     Averaged model buffers replace those of before. The new weights have this timestamp. What follows is for hooks, as
     in `records.UPDATE`.
     """
 
+    reads, changes = ("gradient",), ("weights",)
     gradient: str
     weights: str
     learning_rate: float
@@ -227,16 +246,19 @@ class Update(Struct, frozen=True, gc=False):
     time_s: float = 0.0
 
 
-class Copy(Struct, frozen=True, gc=False):
+class Copy(Local, frozen=True, gc=False):
     """Copy a tensor into a buffer that exists from now until it was sent."""
 
+    reads, changes = ("source",), ("target",)
     source: str
     target: str
 
 
-class Evaluate(Struct, frozen=True, gc=False):
+class Evaluate(Local, frozen=True, gc=False):
     """Test the weights in a buffer, in small pieces between other work; its end is `Evaluated`."""
 
+    long = True
+    reads = ("buffer",)
     buffer: str
 
 
@@ -324,13 +346,8 @@ Action = (
     | Receive
     | Withdraw
     | Drop
-    | Hash
-    | Compute
+    | Local
     | Reduce
-    | Accumulate
-    | Update
-    | Copy
-    | Evaluate
     | Save
     | Commit
     | Sync

@@ -1,7 +1,7 @@
 """The MPI driver: roles on real ranks.
 
-One thread per rank owns its roles, polls for messages and carries out actions; a learner's gradient is computed in
-that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers
+One thread per rank owns its roles, polls for messages and carries out actions; what is local executors do. A learner's
+gradient is computed in that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers
 (`rudra.mpi.comm_threads`). Only buffer-mode calls are on the training path: a control message is one small eager send,
 a tensor one transfer from its own buffer into the receiver's. Where ranks share cores, a waiting rank sleeps until a
 neighbour rings (`rudra.mpi.doorbell`): the core belongs to whoever computes. A rank with a core to itself spins for a
@@ -11,39 +11,25 @@ while before it sleeps.
 import secrets
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from mpi4py import MPI
 
-from rudra.compute.executor import (
-    AveragingExecutor,
-    Executor,
-    LearnerExecutor,
-    OwnerExecutor,
-    ServerExecutor,
-    StatisticsExecutor,
-    arithmetic_of_thread,
-)
+from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.core.events import (
-    Accumulate,
     Action,
     Commit,
     Committed,
-    Compute,
-    Copy,
     Drop,
-    Evaluate,
-    Evaluated,
     Event,
     Fail,
     Finish,
     Halt,
-    Hash,
-    Hashed,
     Keep,
+    Local,
     Lost,
     Receive,
     Received,
@@ -58,8 +44,6 @@ from rudra.core.events import (
     Stopped,
     Sync,
     Tick,
-    Update,
-    Updated,
     Warn,
     Withdraw,
     Withdrawn,
@@ -175,7 +159,6 @@ class Rank:
         self._stall_warning, self._stall_limit = stall_warning_s, stall_limit_s
         self._spin_s = SPIN_S if spins else 0.0
         self._halves = halves
-        self._lent: Counter[tuple[int, str]] = Counter()  # transfers under way, by role and buffer
         self._rings = {role: _Ring(comm, role) for role in machines}
         self._losses = losses = Losses(comm)
         statistics = plan.roles[plan.statistics].world_rank
@@ -184,8 +167,7 @@ class Rank:
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent)
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
-        self._computations: deque[tuple[int, Compute]] = deque()
-        self._evaluation: tuple[int, Iterator[Evaluated | None]] | None = None
+        self._long: deque[tuple[int, Iterator[Event | None]]] = deque()  # local actions, a piece of each in turn
         self._results: deque[Callable[[], None]] = deque()  # of other threads
         self._comm_threads: dict[int, CommThread] = {}
         self._computer: Worker | None = None
@@ -282,7 +264,7 @@ class Rank:
         if self._events:
             role, event = self._events.popleft()
             self._handle(role, event)
-        elif not (self._poll() or self._compute() or self._evaluate()):
+        elif not (self._poll() or self._go_on()):
             return False
         return True
 
@@ -334,15 +316,8 @@ class Rank:
         generation = 0 if role == self._plan.statistics else self._regrouping.generation
         return FIRST_TAG + (generation * len(self._plan.roles) + role) * CHANNELS + channel
 
-    def _keep_lent(self, role: int) -> None:
-        executor = self._executors[role]
-        if isinstance(executor, ServerExecutor):
-            executor.keep({buffer for (of, buffer), count in self._lent.items() if of == role and count})
-
     def _sent(self, going: Going) -> None:
-        self._lent[going.role, going.name] -= 1
-        if going.name == "snapshot":
-            self._executors[going.role].release(going.name)
+        self._executors[going.role].sent(going.name)
         self._events.append((going.role, Sent(going.name, going.to)))
 
     def _received(self, role: int, name: str, halves: bool) -> None:
@@ -357,7 +332,7 @@ class Rank:
         self._doorbell.ring(self._comm.rank)
 
     def _do_beside(self, thread: Worker, work: Callable[[], Event], done: Callable[[Event], None]) -> None:
-        """Has another thread do something, and takes in what has become of it."""
+        """Has another thread do something, and takes in what has come of it."""
 
         def take(event: Event) -> None:
             self._beside -= 1
@@ -366,23 +341,26 @@ class Rank:
         self._beside += 1
         thread.submit(lambda: self._post(partial(take, work())))
 
-    def _compute(self) -> bool:
-        if not self._computations:
-            return False
-        role, action = self._computations.popleft()
-        executor = self._executors[role]
-        assert isinstance(executor, LearnerExecutor)
-        self._handle(role, executor.compute(action))
-        return True
+    def _perform(self, role: int, action: Local) -> None:
+        """Short work at once, long work between other things, or beside them."""
+        work = self._executors[role].perform(action)
+        if not action.long:
+            self._events.extend((role, event) for event in work if event is not None)
+        elif self._computer is None:
+            self._long.append((role, work))
+        else:
+            done = self._regrouping.in_time(lambda event: self._events.append((role, event)))
+            self._do_beside(self._computer, lambda: next(event for event in work if event is not None), done)
 
-    def _evaluate(self) -> bool:
-        if self._evaluation is None:
+    def _go_on(self) -> bool:
+        """Does a piece of long work; False if there is none."""
+        if not self._long:
             return False
-        role, batches = self._evaluation
-        result = next(batches)
-        if result is not None:
-            self._evaluation = None
-            self._handle(role, result)
+        role, work = self._long.popleft()
+        if (event := next(work)) is None:
+            self._long.append((role, work))
+        else:
+            self._handle(role, event)
         return True
 
     def _do(self, role: int, action: Action) -> None:
@@ -391,44 +369,17 @@ class Rank:
                 self._send(role, action)
             case Receive():
                 self._receive(role, action)
-            case Compute():
-                if self._computer is None:
-                    self._computations.append((role, action))
-                else:
-                    learner = self._executors[role]
-                    assert isinstance(learner, LearnerExecutor)
-                    computed = self._regrouping.in_time(lambda event: self._events.append((role, event)))
-                    self._do_beside(self._computer, lambda: learner.compute(action), computed)
+            case Local():
+                self._perform(role, action)
             case Reduce():
                 self._reductions[role].begin(action, self._executors[role].buffer(action.buffer))
-            case Accumulate():
-                executor = self._executors[role]
-                assert isinstance(executor, AveragingExecutor)
-                executor.accumulate(action)
-            case Update():
-                began = time.perf_counter()
-                executor = self._executors[role]
-                assert isinstance(executor, OwnerExecutor)
-                self._keep_lent(role)
-                digest = executor.update(action)
-                self._events.append((role, Updated(action.timestamp, digest, time.perf_counter() - began)))
-            case Copy():
-                self._executors[role].copy(action)
             case Withdraw():
                 self._withdraw(role, action.buffer)
             case Drop():
                 self._transfers.drop(action.role, self._plan.roles[action.role].world_rank)
                 self._events.append((role, Lost(action.role)))
-            case Hash():
-                self._events.append((role, Hashed(self._executors[role].hash(action.buffer))))
-            case Evaluate():
-                executor = self._executors[role]
-                assert isinstance(executor, StatisticsExecutor)
-                self._evaluation = (role, executor.evaluate(action.buffer))
             case Save():
-                executor = self._executors[role]
-                assert isinstance(executor, OwnerExecutor)
-                self._checkpoint(role, Saved, action.position, executor.state())
+                self._checkpoint(role, Saved, action.position, self._executors[role].state())
             case Commit():
                 self._checkpoint(role, Committed, action.timestamp)
             case Regroup():
@@ -467,15 +418,11 @@ class Rank:
             data = action.message.encode(self._regrouping.generation)
             self._tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
             return
-        if action.message.kind is Kind.SNAPSHOT:
-            self._keep_lent(role)
         self._to_ring.add(to)
-        buffer = self._executors[role].buffer(action.buffer)
         channel = GRADIENTS if action.message.kind is Kind.GRADIENT else WEIGHTS
         halves = self._halves and channel == GRADIENTS
-        wire = buffer.write_half(action.message) if halves else buffer.write(action.message)
+        wire = self._executors[role].send(action.buffer, action.message, halves=halves)
         start = partial(self._comm.Isend, wire, to, self._tag(action.to, channel))
-        self._lent[role, action.buffer] += 1
         going = Going(role, action.buffer, action.to)
         if channel in self._comm_threads:
             self._comm_threads[channel].carry(start, self._regrouping.in_time(partial(self._sent, going)))

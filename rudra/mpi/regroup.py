@@ -81,13 +81,14 @@ class Regrouping:
         rank._plan, self._position = plan, position
         roles = rank._running - {plan.statistics}
         going = rank._transfers.abandon(roles, plan.statistics)
-        rank._lent = Counter((send.role, send.name) for send in going)
+        for role in roles:
+            rank._executors[role].lent = Counter(send.name for send in going if send.role == role)
         self._writing = set(rank._comm_threads)
         for channel, thread in rank._comm_threads.items():
             thread.abandon(self.in_time(partial(self._writing.discard, channel)))
         for role in roles & rank._reductions.keys():
             rank._reductions[role].abandon()
-        rank._computations = deque(due for due in rank._computations if due[0] not in roles)
+        rank._long = deque(work for work in rank._long if work[0] not in roles)
 
         def counts(role: int, event: Event) -> bool:
             return role not in roles or (role == plan.server and outlasts(event, plan.statistics))

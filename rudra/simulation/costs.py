@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rudra.core.events import Accumulate, Evaluate, Local, Update
 from rudra.errors import ConfigError
 from rudra.job.job import Job, named
 from rudra.job.jobfiles import read_toml
@@ -62,12 +63,18 @@ class CostModel:
     Attributes:
         node: of every role.
         compute_s: mean duration of a mini-batch, for every learner's role.
+        local_s: durations of other local actions; those that are not here take no time.
     """
 
     def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int) -> None:
         self.table, self.plan = table, plan
         self.node = plan.nodes(near=table.servers_on_first_node)
         self.compute_s = self._compute_times(minibatch_size)
+        self.local_s: dict[type[Local], float] = {
+            Accumulate: table.gradient_s,
+            Update: table.update_s,
+            Evaluate: table.evaluation_s,
+        }
 
     def _compute_times(self, minibatch_size: int) -> dict[int, float]:
         table, plan = self.table, self.plan

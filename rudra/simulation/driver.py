@@ -9,7 +9,7 @@ receiver has posted a buffer, as MPI's rendezvous does, and until both ends' por
 import gc
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Keep,
+    Local,
     Receive,
     Received,
     Record,
@@ -67,14 +68,16 @@ _LATER = 1 << 58  # where the sequence numbers begin of what comes last among th
 
 
 class Hands(Protocol):
-    """What the simulator needs done with tensors; the first nine may be None, where there is nothing to do.
+    """What the simulator needs done with tensors; the first eight may be None, where there is nothing to do.
 
     `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void;
-    `planned` that the weights of a computation are fixed from now on; `lost` that a role is no more, `regroup` that
-    it drops what it was about, and takes over the weights of their owner if it updates some itself. `hash` gives
-    SHA-256, `update` a digest.
+    `planned` that what a long action reads is fixed from now on; `lost` that a role is no more, `regroup` that it
+    drops what it was about, and takes over the weights of their owner if it updates some itself. `perform` does a
+    local action, and gives what comes of it, which has taken so many seconds; nothing comes of those that are `idle`.
     """
 
+    @property
+    def idle(self) -> Collection[type[Local]]: ...
     @property
     def lent(self) -> Callable[[int, str], None] | None: ...
     @property
@@ -84,9 +87,7 @@ class Hands(Protocol):
     @property
     def posted(self) -> Callable[[int, str], None] | None: ...
     @property
-    def planned(self) -> Callable[[int, Compute], None] | None: ...
-    @property
-    def accumulate(self) -> Callable[[int, Accumulate], None] | None: ...
+    def planned(self) -> Callable[[int, Local], None] | None: ...
     @property
     def reduce(self) -> Callable[[Mapping[int, Reduce]], None] | None: ...
     @property
@@ -94,11 +95,7 @@ class Hands(Protocol):
     @property
     def regroup(self) -> Callable[[int, int], None] | None: ...
 
-    def hash(self, role: int, buffer: str) -> str: ...
-    def compute(self, role: int, action: Compute) -> Computed: ...
-    def update(self, role: int, action: Update) -> int: ...
-    def copy(self, role: int, action: Copy) -> None: ...
-    def evaluate(self, role: int, action: Evaluate) -> Evaluated: ...
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None: ...
 
 
 class Recorder(Protocol):
@@ -227,9 +224,9 @@ class Simulation:
         self.now = 0.0
         self.messages = self.code = 0
         self._table = costs.table
-        self._gradient_s, self._cores = costs.table.gradient_s, costs.table.cores_per_node
+        self._cores = costs.table.cores_per_node
         self._lent, self._transferred, self._sent = hands.lent, hands.transfer, hands.sent
-        self._posted, self._planned, self._accumulated = hands.posted, hands.planned, hands.accumulate
+        self._posted, self._planned, self._performed = hands.posted, hands.planned, hands.perform
         self._reducer, self._lost = hands.reduce, hands.lost
         self._size_bytes = size_bytes
         # Where all latencies are alike, tensors arrive in the order in which they are sent: that needs no event.
@@ -245,13 +242,7 @@ class Simulation:
             Send: self._send,
             Receive: self._receive,
             Withdraw: self._withdraw,
-            Compute: self._compute,
             Reduce: self._reduce,
-            Accumulate: self._accumulate,
-            Update: self._update,
-            Copy: lambda actor, action, time: hands.copy(actor.role, action),
-            Hash: self._hash,
-            Evaluate: self._evaluate,
             Save: self._save,
             Commit: lambda actor, action, time: self._soon(actor, Committed(action.timestamp)),
             Sync: lambda actor, action, time: None,
@@ -262,6 +253,10 @@ class Simulation:
             Fail: self._fail,
             Halt: self._halt,
         }
+        self._seconds = {kind: seconds for kind, seconds in costs.local_s.items() if seconds}
+        for kind in Local.__subclasses__():
+            free = kind in hands.idle and kind not in self._seconds
+            self._do[kind] = _nothing if free else self._begin if kind.long else self._perform
         self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
         self._actors: dict[int, _Actor] = {}
         for role, machine in machines.items():
@@ -487,19 +482,33 @@ class Simulation:
         receiver.take(receiver, Received(message, receive.buffer))
         sender.take(sender, Sent(buffer, receiver.role))
 
-    def _compute(self, actor: _Actor, action: Compute, time: float) -> None:
+    def _perform(self, actor: _Actor, action: Local, time: float) -> None:
+        """Short work: done at once, and what comes of it is known when its time is over."""
+        seconds = self._seconds.get(type(action), 0.0)
+        event = self._performed(actor.role, action, seconds)
+        if seconds:
+            self._work(actor, time, seconds)
+            time = actor.busy_until
+        if event is not None:
+            self._later(time, actor.take, actor, event)
+
+    def _begin(self, actor: _Actor, action: Local, time: float) -> None:
+        """Long work: done when its time is over."""
         if self._planned:
             self._planned(actor.role, action)
         actor.computing = True
-        heappush(self._queue, (time + actor.compute_s(), next(self._first), self._computed, actor, action))
+        seconds = actor.compute_s() if type(action) is Compute else self._seconds.get(type(action), 0.0)
+        heappush(self._queue, (time + seconds, next(self._first), self._end, actor, action))
 
-    def _computed(self, actor: _Actor, action: Compute) -> None:
+    def _end(self, actor: _Actor, action: Local) -> None:
         if actor.delay_s:
             delay_s, actor.delay_s = actor.delay_s, 0.0
-            self._at(self.now + delay_s, self._computed, actor, action)
+            self._at(self.now + delay_s, self._end, actor, action)
             return
         actor.computing = False
-        self._handle(actor, self.hands.compute(actor.role, action))
+        event = self._performed(actor.role, action, self._seconds.get(type(action), 0.0))
+        if event is not None:
+            self._handle(actor, event)
 
     def _reduce(self, actor: _Actor, action: Reduce, time: float) -> None:
         """A collective begins when its last member comes, and occupies the members' ports until it is over."""
@@ -524,27 +533,6 @@ class Simulation:
         event = Reduced(reductions[members[0]].sequence, tuple(action.gradient for action in reductions.values()))
         for role in members:
             self._later(self.now, self._actors[role].take, self._actors[role], event)
-
-    def _accumulate(self, actor: _Actor, action: Accumulate, time: float) -> None:
-        if self._accumulated:
-            self._accumulated(actor.role, action)
-        if self._gradient_s:
-            self._work(actor, time, self._gradient_s)
-
-    def _update(self, actor: _Actor, action: Update, time: float) -> None:
-        digest = self.hands.update(actor.role, action)
-        self._work(actor, time, self._table.update_s)
-        self._later(actor.busy_until, actor.take, actor, Updated(action.timestamp, digest, self._table.update_s))
-
-    def _hash(self, actor: _Actor, action: Hash, time: float) -> None:
-        self._later(time, actor.take, actor, Hashed(self.hands.hash(actor.role, action.buffer)))
-
-    def _evaluate(self, actor: _Actor, action: Evaluate, time: float) -> None:
-        self._at(time + self._table.evaluation_s, self._evaluated, actor, action)
-
-    def _evaluated(self, actor: _Actor, action: Evaluate) -> None:
-        result = self.hands.evaluate(actor.role, action)
-        self._handle(actor, msgspec.structs.replace(result, seconds=self._table.evaluation_s))
 
     def _save(self, actor: _Actor, action: Save, time: float) -> None:
         if self._saver is not None:
@@ -573,6 +561,9 @@ def _checked(machine: Machine, check: Callable[[Machine], None]) -> Callable[[Ev
     return handle
 
 
+def _nothing(actor: _Actor, action: Action, time: float) -> None: ...
+
+
 def _ignore(event: Event, now: float) -> list[Action]:
     return []
 
@@ -584,25 +575,24 @@ class TimingOnly:
     transfer: Callable[[int, str, int, str], None] | None = None
     sent: Callable[[int, str], None] | None = None
     posted: Callable[[int, str], None] | None = None
-    planned: Callable[[int, Compute], None] | None = None
-    accumulate: Callable[[int, Accumulate], None] | None = None
+    planned: Callable[[int, Local], None] | None = None
     reduce: Callable[[Mapping[int, Reduce]], None] | None = None
     lost: Callable[[int], None] | None = None
     regroup: Callable[[int, int], None] | None = None
 
+    idle: Collection[type[Local]] = (Accumulate, Copy)
+
     def __init__(self, samples: int) -> None:
         self._samples = samples
 
-    def copy(self, role: int, action: Copy) -> None: ...
-
-    def hash(self, role: int, buffer: str) -> str:
-        return ""  # of nothing
-
-    def update(self, role: int, action: Update) -> int:
-        return 0
-
-    def compute(self, role: int, action: Compute) -> Computed:
-        return Computed(action.step, 0.0, 0.0, self._samples)
-
-    def evaluate(self, role: int, action: Evaluate) -> Evaluated:
-        return Evaluated(action.buffer, (), 0.0)
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        match action:
+            case Compute():
+                return Computed(action.step, 0.0, 0.0, self._samples)
+            case Update():
+                return Updated(action.timestamp, 0, seconds)
+            case Evaluate():
+                return Evaluated(action.buffer, (), seconds)
+            case Hash():
+                return Hashed("")  # of nothing
+        return None

@@ -115,7 +115,7 @@ class Faults:
         """What is left of the computation under way takes so much longer."""
         sim = self._sim
         for place, (time, number, what, whom, about) in enumerate(sim._queue):
-            if whom is actor and what == sim._computed:
+            if whom is actor and what == sim._end:
                 sim._queue[place] = (sim.now + (time - sim.now) * factor, number, what, whom, about)
                 heapify(sim._queue)
                 return

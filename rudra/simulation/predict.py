@@ -6,14 +6,14 @@ start and end are left out: they are off the training path, or do not grow with 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rudra.core.events import Accumulate, Compute, Computed, Finish, Keep, Record, Update
+from rudra.core.events import Accumulate, Compute, Event, Finish, Keep, Local, Record, Update
 from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError
 from rudra.findings import Report
@@ -144,6 +144,8 @@ class _Meter(TimingOnly):
         updated: role -> updates.
     """
 
+    idle: Collection[type[Local]] = ()
+
     def __init__(self, samples: int, updates: int, owner: int) -> None:
         super().__init__(samples)
         self.transfers: Counter[tuple[int, int]] = Counter()
@@ -152,20 +154,17 @@ class _Meter(TimingOnly):
         self._updates, self._owner = updates, owner
         self._training = False
 
-    def compute(self, role: int, action: Compute) -> Computed:
-        self._training = self.updated[self._owner] < self._updates
-        return super().compute(role, action)
-
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
         self.transfers[source, to] += self._training
 
-    def accumulate(self, role: int, action: Accumulate) -> None:
-        self.added[role] += 1
-
-    def update(self, role: int, action: Update) -> int:
-        self.updated[role] += 1
-        self._training = self.updated[self._owner] < self._updates
-        return 0
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        if isinstance(action, Accumulate):
+            self.added[role] += 1
+        if isinstance(action, Update):
+            self.updated[role] += 1
+        if isinstance(action, Compute | Update):
+            self._training = self.updated[self._owner] < self._updates
+        return super().perform(role, action, seconds)
 
 
 class Rows:

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from rudra.compute.executor import (
     make_executors,
     torch_as_in,
 )
-from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
+from rudra.core.events import Compute, Event, Local, Reduce, Update
 from rudra.core.messages import tail_bytes
 from rudra.data.load import load
 from rudra.errors import ConfigError
@@ -116,9 +116,9 @@ def _gradient(server: Executor, learner: Executor) -> tuple[float, float]:
     assert isinstance(learner, LearnerExecutor)
     if learner is not server:
         learner.buffer("weights").vector.copy_(server.buffer("weights").vector)
-    learner.compute(Compute(0, "weights", "gradient"))
+    next(learner.compute(Compute(0, "weights", "gradient")))
     began = time.perf_counter()
-    loss = learner.compute(Compute(0, "weights", "gradient")).loss
+    loss = next(learner.compute(Compute(0, "weights", "gradient"))).loss
     gradient_s = time.perf_counter() - began
     if not math.isfinite(loss):
         text = "is all of the data finite, and does the loss fit?"
@@ -163,6 +163,8 @@ def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
 class _Counted(TimingOnly):
     """Remembers which buffers each role uses."""
 
+    idle: Collection[type[Local]] = ()
+
     def __init__(self, samples: int) -> None:
         super().__init__(samples)
         self.names: defaultdict[int, set[str]] = defaultdict(set)
@@ -171,27 +173,13 @@ class _Counted(TimingOnly):
         self.names[source].add(source_buffer)
         self.names[to].add(to_buffer)
 
-    def copy(self, role: int, action: Copy) -> None:
-        self.names[role] |= {action.source, action.target}
-
-    def compute(self, role: int, action: Compute) -> Computed:
-        self.names[role] |= {action.weights, action.gradient}
-        return super().compute(role, action)
-
-    def accumulate(self, role: int, action: Accumulate) -> None:
-        self.names[role] |= {action.into, action.gradient}
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        self.names[role] |= {getattr(action, field) for field in (*action.reads, *action.changes)}
+        return super().perform(role, action, seconds)
 
     def reduce(self, actions: Mapping[int, Reduce]) -> None:
         for role, action in actions.items():
             self.names[role].add(action.buffer)
-
-    def update(self, role: int, action: Update) -> int:
-        self.names[role] |= {action.gradient, action.weights}
-        return super().update(role, action)
-
-    def evaluate(self, role: int, action: Evaluate) -> Evaluated:
-        self.names[role].add(action.buffer)
-        return super().evaluate(role, action)
 
 
 def memory_bytes(name: str) -> int:

@@ -343,7 +343,7 @@ class _Replay(Simulation):
     ) -> None:
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
         if plan.served:
-            digest = short(hands.hash(plan.server, WEIGHTS))
+            digest = short(hands.sha256(plan.server, WEIGHTS))
             machines = {**machines, **{role: _Fed(role, plan, digest) for role in plan.learners}}
         super().__init__(plan, machines, hands, comparison, costs, size_bytes=1, seed=0)
         self._tensors = hands
@@ -451,7 +451,7 @@ class _Replay(Simulation):
         timestamp = self._owner.timestamp
         if self._needed.get(timestamp):
             self._kept.add(timestamp)
-            self._tensors.copy(self.plan.server, Copy(WEIGHTS, _version(timestamp)))
+            self._tensors.perform(self.plan.server, Copy(WEIGHTS, _version(timestamp)), 0.0)
 
 
 def _version(timestamp: int) -> str:
@@ -475,16 +475,16 @@ def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Pa
     server = executors[plan.server]
     with bar:
         try:
-            _same_weights(0, "initial", record.attributes["initial_weights_sha256"], server.hash("weights"))
+            _same_weights(0, "initial", record.attributes["initial_weights_sha256"], server.sha256("weights"))
             driver.repeat(updates)
             if record.finished and updates == record.updates_count:
-                _same_weights(updates, "final", record.state["weights_sha256"], server.hash("weights"))
+                _same_weights(updates, "final", record.state["weights_sha256"], server.sha256("weights"))
         except _Left as left:
             difference = left.difference
     if target is not None and difference is None:
         _save(target, job, info, server)
     done = updates if difference is None else max(0, difference.update - 1)
-    digest = server.hash("weights")
+    digest = server.sha256("weights")
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
 
 

@@ -6,12 +6,13 @@ version of the weights is copied once at most, and is gone as soon as nobody hol
 again, which bounds memory by what is held at one moment.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 
 from rudra.compute import models
 from rudra.compute.devices import CPU
@@ -22,7 +23,6 @@ from rudra.compute.executor import (
     Executor,
     LearnerExecutor,
     OwnerExecutor,
-    StatisticsExecutor,
     average,
     make_executors,
 )
@@ -30,7 +30,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import Outcome, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
 from rudra.compute.statedict import Named
-from rudra.core.events import Accumulate, Compute, Computed, Copy, Evaluate, Evaluated, Reduce, Update
+from rudra.core.events import Accumulate, Compute, Computed, Copy, Event, Hash, Hashed, Local, Reduce
 from rudra.core.layout import Entry
 from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError
@@ -57,6 +57,8 @@ class TensorHands:
     Attributes:
         vectors: that were made so far, beside those that executors made themselves: the most that were held at once.
     """
+
+    idle: Collection[type[Local]] = ()
 
     def __init__(self, executors: dict[int, Executor], *, poison: bool = False, halves: bool = False) -> None:
         self._executors, self._poison, self._halves = executors, poison, halves
@@ -89,33 +91,36 @@ class TensorHands:
         if self._poison:
             self._hold((role, buffer), self._new())
 
-    def hash(self, role: int, buffer: str) -> str:
+    def sha256(self, role: int, buffer: str) -> str:
+        """Of a buffer's floats, in hexadecimal."""
         held = self._held((role, buffer))
         if held not in self._hashes:
-            self._hashes[held] = self._executors[role].hash(buffer)
+            self._hashes[held] = self._executors[role].sha256(buffer)
         return self._hashes[held]
 
-    def planned(self, role: int, action: Compute) -> None:
-        """From now until it is computed, the computation's weights do not change."""
+    def planned(self, role: int, action: Local) -> None:
+        """From now until it is done, what a long action reads does not change."""
+
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        match action:
+            case Copy():
+                self._share((role, action.source), (role, action.target))
+                return None
+            case Hash():
+                return Hashed(self.sha256(role, action.buffer))
+            case Compute():
+                return self.compute(role, action)
+        for field_ in action.changes:
+            self._make_own((role, getattr(action, field_)))
+        event = next((e for e in self._executors[role].perform(action) if e is not None), None)
+        return structs.replace(event, seconds=seconds) if event is not None and hasattr(event, "seconds") else event
 
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
         self._hold((role, action.gradient), self._new())
-        computed = self._learner(role).compute(action)
+        (computed,) = self._learner(role).compute(action)
         self._forget_stale((role, action.weights))
         return computed
-
-    def accumulate(self, role: int, action: Accumulate) -> None:
-        self._make_own((role, action.into))
-        executor = self._executors[role]
-        assert isinstance(executor, AveragingExecutor)
-        executor.accumulate(action)
-
-    def update(self, role: int, action: Update) -> int:
-        self._make_own((role, action.weights))
-        executor = self._executors[role]
-        assert isinstance(executor, OwnerExecutor)
-        return executor.update(action)
 
     def reduce(self, reductions: Mapping[int, Reduce]) -> None:
         """Members of one group, in group_rank order, average their gradients; the result is one vector for all."""
@@ -147,14 +152,6 @@ class TensorHands:
             assert isinstance(owns, OwnerExecutor)
             self._make_own((role, WEIGHTS))
             executor.restore(owns.state())
-
-    def copy(self, role: int, action: Copy) -> None:
-        self._share((role, action.source), (role, action.target))
-
-    def evaluate(self, role: int, action: Evaluate) -> Evaluated:
-        executor = self._executors[role]
-        assert isinstance(executor, StatisticsExecutor)
-        return next(result for result in executor.evaluate(action.buffer) if result is not None)
 
     def _learner(self, role: int) -> LearnerExecutor:
         executor = self._executors[role]
@@ -256,10 +253,12 @@ class BigBatchHands(TensorHands):
         self._hold((role, action.gradient), self._gradient)
         return self._learner(role).computed(action, self._outcomes[role])
 
-    def accumulate(self, role: int, action: Accumulate) -> None:
-        into, gradient = (self._held((role, name)) for name in (action.into, action.gradient))
-        if into is not gradient or action.into == action.gradient:  # else: the mean of equals, which changes no bit
-            super().accumulate(role, action)
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        if isinstance(action, Accumulate) and action.into != action.gradient:
+            into, gradient = (self._held((role, name)) for name in (action.into, action.gradient))
+            if into is gradient:  # the mean of equals, which changes no bit
+                return None
+        return super().perform(role, action, seconds)
 
 
 class VmapHands(TensorHands):
@@ -270,8 +269,9 @@ class VmapHands(TensorHands):
         self._planned: dict[int, Compute] = {}
         self._ready: dict[int, tuple[Buffer, Outcome]] = {}
 
-    def planned(self, role: int, action: Compute) -> None:
-        self._planned[role] = action
+    def planned(self, role: int, action: Local) -> None:
+        if isinstance(action, Compute):
+            self._planned[role] = action
 
     def lost(self, role: int) -> None:
         super().lost(role)
@@ -362,7 +362,7 @@ def make(job: Job, plan: Plan) -> Cluster:
     def weights(role: int, buffer: str) -> npt.NDArray[np.float32]:
         return executors[role].buffer(buffer).array
 
-    digest, state_dict = hands.hash(plan.server, "weights"), executors[plan.statistics].state_dict
+    digest, state_dict = hands.sha256(plan.server, "weights"), executors[plan.statistics].state_dict
     return Cluster(hands, info, server.layout, server.size, digest, state_dict, weights, executors)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from rudra.core.events import Accumulate, Compute
+from rudra.core.events import Accumulate, Compute, Evaluate
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -254,7 +254,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
 
 
 def _compute(learner: "LearnerExecutor", step: int) -> None:
-    learner.compute(Compute(step, "weights", "gradient"))
+    next(learner.compute(Compute(step, "weights", "gradient")))
 
 
 def _accumulate(server: "ServerExecutor", turn: int) -> None:
@@ -264,7 +264,7 @@ def _accumulate(server: "ServerExecutor", turn: int) -> None:
 def _evaluation_s(statistics: "StatisticsExecutor", batches: int) -> float:
     """Of one test, from as many of its batches as fit into a second."""
     began, done = time.perf_counter(), 0
-    for _ in statistics.evaluate("weights"):
+    for _ in statistics.evaluate(Evaluate("weights")):
         done += 1
         if time.perf_counter() - began > 1.0:
             break

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
-from rudra.core.events import Compute, Computed, Finish, Keep, Record, Reduce, Save
+from rudra.core.events import Compute, Computed, Finish, Keep, Local, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
@@ -153,15 +153,16 @@ class Guarded(TensorHands):
         digest = self._lent[source, source_buffer][0]
         assert digest == self._digest(source, source_buffer), f"{source_buffer} of role {source} changed in flight"
         super().transfer(source, source_buffer, to, to_buffer)
-        assert digest == self._digest(to, to_buffer) == self.hash(to, to_buffer)
+        assert digest == self._digest(to, to_buffer) == self.sha256(to, to_buffer)
 
     def sent(self, role: int, buffer: str) -> None:
         assert self._lent[role, buffer].pop(0) == self._digest(role, buffer), f"{buffer} of role {role} changed"
         super().sent(role, buffer)
 
-    def planned(self, role: int, action: Compute) -> None:
+    def planned(self, role: int, action: Local) -> None:
         super().planned(role, action)
-        self._weights[role] = self._digest(role, action.weights)
+        if isinstance(action, Compute):
+            self._weights[role] = self._digest(role, action.weights)
 
     def compute(self, role: int, action: Compute) -> Computed:
         assert self._weights.pop(role) == self._digest(role, action.weights), f"weights of role {role} changed"
@@ -179,7 +180,7 @@ class Guarded(TensorHands):
         assert set(others) <= {first}
 
     def _digest(self, role: int, buffer: str) -> str:
-        return self._executors[role].hash(buffer)
+        return self._executors[role].sha256(buffer)
 
 
 class Saved(NamedTuple):

@@ -15,7 +15,7 @@ import rudra
 from rudra.compute import models
 from rudra.compute.executor import Executor
 from rudra.compute.flat import FlatModel
-from rudra.core.events import Compute, Computed, Update
+from rudra.core.events import Compute, Event, Local, Update
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.job.job import Job
@@ -316,14 +316,13 @@ class Stamped(Guarded):
         self.versions = {0: self._digest(0, "weights")}
         self.used: dict[tuple[int, int], str] = {}
 
-    def compute(self, role: int, action: Compute) -> Computed:
-        self.used[role, action.step] = self._digest(role, action.weights)
-        return super().compute(role, action)
-
-    def update(self, role: int, action: Update) -> int:
-        digest = super().update(role, action)
-        self.versions[action.timestamp] = self._digest(role, action.weights)
-        return digest
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        if isinstance(action, Compute):
+            self.used[role, action.step] = self._digest(role, action.weights)
+        event = super().perform(role, action, seconds)
+        if isinstance(action, Update):
+            self.versions[action.timestamp] = self._digest(role, action.weights)
+        return event
 
 
 SLOW_PULLS: dict[str, Any] = {"bandwidth_bytes_per_s": 3e7, "latency_jitter_s": 0.03, "jitter": 0.9, "compute_s": 0.02}

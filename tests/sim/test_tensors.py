@@ -13,7 +13,7 @@ from torch import nn
 import rudra
 from protocols import Protocol
 from rudra.compute.executor import Executor
-from rudra.core.events import Copy
+from rudra.core.events import Compute, Copy
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import tensors
@@ -104,7 +104,7 @@ def test_receivers_share_one_vector_and_get_a_copy_before_it_is_written_to() -> 
     roles[0].buffer("weights").vector.fill_(1.0)
     for learner in (1, 2):
         kept.transfer(0, "weights", learner, "weights")
-    kept.copy(0, Copy("weights", "snapshot"))
+    kept.perform(0, Copy("weights", "snapshot"), 0.0)
     assert kept.vectors == 0
     kept._make_own((0, "weights"))
     roles[0].buffer("weights").vector.fill_(2.0)
@@ -138,7 +138,8 @@ class Hasty(Guarded):
 
     def planned(self, role: int, action: Any) -> None:
         super().planned(role, action)
-        self.posted(role, action.weights)
+        if isinstance(action, Compute):
+            self.posted(role, action.weights)
 
 
 @pytest.mark.parametrize(("broken", "text"), [(Noisy, "changed in flight"), (Hasty, "weights of role 2 changed")])

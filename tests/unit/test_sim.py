@@ -20,6 +20,7 @@ from rudra.core.events import (
     Halt,
     Hash,
     Hashed,
+    Local,
     Receive,
     Received,
     Send,
@@ -70,8 +71,8 @@ class Transfers(TimingOnly):
     _samples: int = 4
     log: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def hash(self, role: int, buffer: str) -> str:
-        return f"{role} {buffer}"
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        return Hashed(f"{role} {action.buffer}") if isinstance(action, Hash) else super().perform(role, action, seconds)
 
     def lent(self, role: int, buffer: str) -> None:
         self.log.append(("lent", role, buffer))
