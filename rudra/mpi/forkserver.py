@@ -61,7 +61,7 @@ def fork_server(worker: Sequence[str] = WORKER) -> Iterator[list[str]]:
             try:
                 yield _proxy(address, worker)
             finally:
-                del os.environ[SERVER]
+                os.environ.pop(SERVER, None)
 
 
 def _proxy(address: str, worker: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import rudra
 from rudra.errors import RudraError
 from rudra.mpi.failures import ranks_below
+from rudra.mpi.forkserver import process_of
 from rudra.mpi.launch import find_mpirun
 from tests.waiting import eventually
 
@@ -24,11 +25,17 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+COMMAND = (sys.executable, "-P", str(HERE / "commands.py"))
+forks: list[list[str]] = []
+"""The command that has one forked, where there is somebody to ask."""
+
+
 def start(*arguments: str | Path, before: str = "pass", **environment: str) -> subprocess.Popen[str]:
-    """Starts the command, which executes a line of Python `before`."""
+    """Starts the command, which executes a line of Python `before`; with variables of its own it imports anew."""
     path = os.pathsep.join([str(ROOT), str(HERE)])
+    command = [*forks[0], before] if forks and not environment else [sys.executable, "-c", SCRIPT.format(before)]
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(before), *map(str, arguments)],
+        [*command, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,6 +87,7 @@ def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int, t
 
 def below(pid: int) -> list[int]:
     """The processes that a process has started, and those that these have."""
+    pid = process_of(pid)
     with suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [found for child in map(int, children) for found in (child, *below(child))]
@@ -88,7 +96,7 @@ def below(pid: int) -> list[int]:
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """World rank -> process, of all that a launch started."""
-    return ranks_below(process.pid)
+    return ranks_below(process_of(process.pid))
 
 
 def mpirun_of(process: "subprocess.Popen[Any]") -> int:
