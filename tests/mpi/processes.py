@@ -12,6 +12,7 @@ from rudra.errors import RudraError
 from rudra.mpi.failures import ranks_below
 from rudra.mpi.forkserver import process_of
 from rudra.mpi.launch import find_mpirun
+from tests import forks
 from tests.waiting import eventually
 
 HERE = Path(__file__).parent
@@ -25,15 +26,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-COMMAND = (sys.executable, "-P", str(HERE / "commands.py"))
-forks: list[list[str]] = []
-"""The command that has one forked, where there is somebody to ask."""
-
-
 def start(*arguments: str | Path, before: str = "pass", **environment: str) -> subprocess.Popen[str]:
     """Starts the command, which executes a line of Python `before`; with variables of its own it imports anew."""
     path = os.pathsep.join([str(ROOT), str(HERE)])
-    command = [*forks[0], before] if forks and not environment else [sys.executable, "-c", SCRIPT.format(before)]
+    command = [sys.executable, "-c", SCRIPT.format(before)] if environment else forks.rudra(before)
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         stdout=subprocess.PIPE,

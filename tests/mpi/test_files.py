@@ -3,8 +3,9 @@
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
+
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--set=data.train_limit=64 --set=training.epochs=1 --set=model.name=mlp --learners=1"
@@ -12,7 +13,7 @@ TINY = "--set=data.train_limit=64 --set=training.epochs=1 --set=model.name=mlp -
 
 def test_a_run_follows_the_umask_and_replaces_nothing(tmp_path: Path) -> None:
     umask = 0o027
-    command = [sys.executable, "-m", "rudra", "run", "digits", "--quiet", "--output=run.h5", *TINY.split()]
+    command = [*forks.rudra(), "run", "digits", "--quiet", "--output=run.h5", *TINY.split()]
     for more, code in ((), 0), ((), 2), (("--force",), 0):
         before = (tmp_path / "run.h5").read_bytes() if code else b""
         done = subprocess.run(

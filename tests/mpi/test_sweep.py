@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rudra.results.reader import open_results
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = """
@@ -28,7 +28,7 @@ learners = 1
 @pytest.mark.timeout(120)
 def test_points_run_one_after_the_other_and_are_found_again(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
-    command = [sys.executable, "-m", "rudra", "sweep", "job.toml", "--mpi", "--grid", "training.minibatch_size=5,20"]
+    command = [*forks.rudra(), "sweep", "job.toml", "--mpi", "--grid", "training.minibatch_size=5,20"]
     for count in (2, 0):
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rudra.simulation.costs import PRESETS
+from tests import forks
 from tests.unit.fuzzing import TEXTS, VALUES, Said, cases, command, damaged, fresh, toml
 from tests.unit.test_fuzz_jobs import DEEP, KEYS, NAMES
 
@@ -141,7 +141,7 @@ def test_indices_of_sweeps(here: Path, draw: st.DataObject) -> None:
 def run(*arguments: object, cwd: Path) -> Said:
     """The command line in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "rudra", *map(str, arguments)],
+        [*forks.rudra(), *map(str, arguments)],
         cwd=cwd, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return Said(done.returncode, done.stdout, done.stderr)

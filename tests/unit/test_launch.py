@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from rudra.errors import LaunchError
 from rudra.job.job import Job
-from rudra.mpi.launch import find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
+from rudra.mpi.launch import WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
 from rudra.mpi.relay import DIED, MORE, START_LINE, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
@@ -180,6 +181,7 @@ def test_how_a_launch_ends(
     mpirun.write_text(STAND_IN.format(python=sys.executable, deed=deed))
     mpirun.chmod(0o755)
     monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpi.launch.fork_server", lambda: nullcontext(WORKER))  # nobody would ask one
     monkeypatch.setattr("rudra.mpi.mpirun.ENDS_S", 0.3)
     if checkpoint:
         output.with_suffix(".ckpt").touch()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rudra.job.jobfiles import flattened
 from rudra.machine import cores
 from rudra.results.reader import open_results
 from rudra.studies import sweep
+from tests import forks
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,16 +90,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`rudra sweep` in a process of its own, as workers are spawned from it."""
-    with started(*arguments) as process:
+    with started(*arguments, command=forks.rudra()) as process:
         out, err = process.communicate(timeout=60)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def started(*arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "rudra", "sweep", *arguments]
+def started(*arguments: str, command: Sequence[str] = (sys.executable, "-m", "rudra")) -> "subprocess.Popen[str]":
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
+    line = [*command, "sweep", *arguments]
+    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
 
 
 def statuses(directory: Path) -> dict[str, str]:

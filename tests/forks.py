@@ -1,0 +1,56 @@
+"""`rudra …` as forks of one process that has imported everything, in place of an import of torch for each command."""
+
+import atexit
+import os
+import socket
+import sys
+from functools import cache
+
+from rudra.mpi import forkserver
+
+_SCRIPT = (sys.executable, "-P", __file__)
+
+
+@cache
+def rudra(before: str = "pass") -> list[str]:
+    """The command `rudra`, in this process's environment or one that differs in nothing that an import reads.
+
+    Args:
+        before: Python to execute first, which finds `rudra.mpi.launch` and `rudra.mpi.failures` as names.
+    """
+    return [*_server(), before]
+
+
+@cache
+def _server() -> list[str]:
+    ranks = os.environ.get(forkserver.SERVER)
+    held = forkserver.fork_server(_SCRIPT)
+    command = held.__enter__()
+    atexit.register(held.__exit__, None, None, None)
+    del os.environ[forkserver.SERVER]  # that is for ranks
+    if ranks is not None:
+        os.environ[forkserver.SERVER] = ranks
+    return command
+
+
+def _serve(listener: int, launcher: int) -> list[str]:
+    """Returns in each fork, with its arguments."""
+    import rudra.api
+    import rudra.cli.main
+    import rudra.mpi.launch
+    import rudra.results.resume
+    import rudra.simulation.tensors  # noqa: F401
+
+    return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))
+
+
+if __name__ == "__main__":
+    before, *arguments = _serve(*map(int, sys.argv[2:]))
+    os.environ.pop("RUDRA_PROXY")  # this is no rank
+    sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv[:] = ["rudra", *arguments]
+    from rudra.cli.main import main
+    from rudra.mpi import failures, launch  # noqa: F401
+
+    exec(before)
+    sys.exit(main(arguments))
