@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 PARAMETER_SERVER = "parameter server"
 TREE_SERVER = "tree server"
@@ -25,12 +25,37 @@ ELSEWHERE = -1
 Reduction = Literal["ordered", "mpi"]
 
 
+class RoleKind(NamedTuple):
+    """What is true of all roles of a kind.
+
+    Attributes:
+        numbered: there may be several, which their names tell apart.
+        serves: takes messages of many, one at a time, for each of which it has something to do.
+        trains: computes gradients.
+        tests: tests weights; nobody's gradients or weights come from it.
+    """
+
+    numbered: bool = False
+    serves: bool = False
+    trains: bool = False
+    tests: bool = False
+
+
+KINDS = {
+    PARAMETER_SERVER: RoleKind(serves=True),
+    TREE_SERVER: RoleKind(serves=True, numbered=True),
+    STATISTICS_SERVER: RoleKind(tests=True),
+    LEARNER: RoleKind(trains=True, numbered=True),
+}
+"""All kinds of roles that there are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """One role: its place in `Plan.roles` is its id, by which messages are addressed.
 
     Attributes:
-        kind: parameter server, tree server, statistics server or learner.
+        kind: one of `KINDS`.
         index: counts the roles of one kind from 0.
         world_rank: the rank that hosts it; a rank may host several.
         parent: id of the role that takes this one's gradients; None at the root.
@@ -49,7 +74,11 @@ class Role:
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.index}" if self.kind in {LEARNER, TREE_SERVER} else self.kind
+        return f"{self.kind} {self.index}" if self.about.numbered else self.kind
+
+    @property
+    def about(self) -> RoleKind:
+        return KINDS[self.kind]
 
 
 @dataclass(frozen=True)
@@ -97,7 +126,7 @@ class Plan:
     @cached_property
     def numbers(self) -> int:
         """The numbers of learners are below this, those of learners that are gone included."""
-        return sum(role.kind == LEARNER for role in self.roles)
+        return sum(role.about.trains for role in self.roles)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -154,7 +183,7 @@ class Plan:
     def expendable(self, role: int) -> bool:
         """Whether all others can go on as they are without a role: a learner that nobody needs for an average or for
         weights. Without another the run can go on only by a new plan."""
-        return self.roles[role].kind == LEARNER and not self.groups and not self.overlapped
+        return self.roles[role].about.trains and not self.groups and not self.overlapped
 
     def without(self, lost: Collection[int]) -> "Plan":
         """The plan of those who are left when roles are lost: nearest ancestors take over whoever was below them.
@@ -201,7 +230,7 @@ class Plan:
 
     def learners_below(self, role: int) -> int:
         """How many learners' gradients pass a role, itself included."""
-        return int(self.roles[role].kind == LEARNER) + sum(map(self.learners_below, self.children[role]))
+        return int(self.roles[role].about.trains) + sum(map(self.learners_below, self.children[role]))
 
     def _ids(self, kind: str) -> tuple[int, ...]:
         return tuple(i for i, role in enumerate(self.roles) if role.kind == kind and i not in self.gone)
@@ -209,7 +238,7 @@ class Plan:
     def _below(self, above: Callable[[Role], int | None]) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.roles]
         for id_, role in enumerate(self.roles):
-            if id_ in self.gone or role.kind == STATISTICS_SERVER:
+            if id_ in self.gone or role.about.tests:
                 continue
             if (parent := above(role)) is not None:
                 found[parent].append(id_)

@@ -514,6 +514,14 @@ class StatisticsExecutor(Executor):
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
 
 
+_EXECUTORS: dict[str, type[Executor]] = {
+    PARAMETER_SERVER: ServerExecutor,
+    TREE_SERVER: AveragingExecutor,
+    STATISTICS_SERVER: StatisticsExecutor,
+    LEARNER: LearnerExecutor,
+}
+
+
 def average(into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int]) -> None:
     """The mean of gradients, weighted by samples, added in order.
 
@@ -564,15 +572,16 @@ def make_executors(
             options are wrong, or there is no such hook.
     """
     task = tasks.make(job.task, data.info.classes)
-    kinds = {plan.roles[role].kind for role in roles}
-    compiled = job.training.compile and LEARNER in kinds
+    kinds = [plan.roles[role].about for role in roles]
+    trains = any(kind.trains for kind in kinds)
+    compiled = job.training.compile and trains
 
     def model(roles: int = 1) -> FlatModel:
         module = models.build(job.model, data.info, job.training.seed).to(device)
         return FlatModel(module, task, roles, job.training.precision, compiled=compiled)
 
     flat = model(len(roles))
-    if kinds - {PARAMETER_SERVER, TREE_SERVER}:
+    if not all(kind.serves for kind in kinds):
         output = models.check_output(flat.module, task, data.info)
         if job.training.target is not None and data.test is not None:
             measured = tasks.measured(task, output, data.info.sample[1])
@@ -581,26 +590,21 @@ def make_executors(
             except ConfigError as error:
                 raise ConfigError(f"[training] {error}") from None
     lonely = job.training.minibatch_size == 1 and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
-    if LEARNER in kinds and (lonely or job.training.precision != "float32"):
+    if trains and (lonely or job.training.precision != "float32"):
         check_gradient(job.training, model(), data.info.sample)
     made: dict[int, Executor] = {}
     hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:
         kind = plan.roles[role].kind
-        computes = kind in {LEARNER, STATISTICS_SERVER}
+        computes = not plan.roles[role].about.serves
         stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
         direct = placing == "direct" and computes
         where = flat.device if placing == "device" or direct else CPU
         about = (flat.layout, flat.size, flat.parameter_count, plan.records, where, stage)
-        executor: Executor
-        if kind == PARAMETER_SERVER:
-            executor = ServerExecutor(*about)
-        elif kind == TREE_SERVER:
-            executor = AveragingExecutor(*about)
-        elif kind == LEARNER:
-            executor = LearnerExecutor(*about, direct=direct) if plan.served else ReplicaExecutor(*about)
-        else:
-            executor = (Executor if data.test is None else StatisticsExecutor)(*about, direct=direct)
+        replica = kind == LEARNER and not plan.served
+        tests_nothing = kind == STATISTICS_SERVER and data.test is None
+        cls = ReplicaExecutor if replica else Executor if tests_nothing else _EXECUTORS[kind]
+        executor = cls(*about, direct=direct)
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights)
         if isinstance(executor, LearnerExecutor):

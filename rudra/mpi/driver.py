@@ -63,7 +63,6 @@ from rudra.results.recorder import Recorder
 from rudra.roles import Machine
 from rudra.roles.machine import listed
 from topologies import Plan
-from topologies.plan import LEARNER
 
 FAILURE_TAG, CLOCK_TAG, STANDSTILL_TAG, FIRST_TAG = 0, 1, REGROUP_TAG + 1, REGROUP_TAG + 2
 CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, CHANNELS = 0, 1, 2, 3, 4
@@ -175,7 +174,7 @@ class Rank:
         self._reductions = {
             role: self._reduction(role, library) for role in machines if plan.roles[role].group is not None
         }
-        if plan.overlapped and any(plan.roles[role].kind == LEARNER for role in machines):
+        if plan.overlapped and any(plan.roles[role].about.trains for role in machines):
             self._start_threads()
         self._running = set(machines)
         self._code = 0

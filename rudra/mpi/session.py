@@ -195,7 +195,7 @@ def _resolve(job: Job, comm: MPI.Comm) -> tuple[Job, Plan, torch.device]:
         rank = told.index(False)
         who = f"the MPI library of rank {rank} on {seen[rank][1]} does not say that it is"
         raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
-    mine = sum(plan.roles[i].kind == "learner" for i in plan.on_rank(comm.rank))
+    mine = sum(plan.roles[i].about.trains for i in plan.on_rank(comm.rank))
     threads = max(1, cores() // max(1, _sum_on_node(comm, mine)))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in plan.roles})):
@@ -258,8 +258,8 @@ class _Session:
         return f"{names} (rank {self._comm.rank})"
 
     def _load(self) -> None:
-        kinds = {self._plan.roles[i].kind for i in self._roles}
-        learns, serves = "learner" in kinds, bool(kinds & {"parameter server", "tree server"})
+        kinds = [self._plan.roles[i].about for i in self._roles]
+        learns, serves = any(kind.trains for kind in kinds), any(kind.serves for kind in kinds)
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self._job.cluster.flush_denormals)
         if self._device.type == "cuda":
@@ -426,7 +426,7 @@ class _Session:
 
     def _make_rank(self, recorder: Recorder | None) -> Rank:
         tolerance = self._job.fault_tolerance
-        computes = any(self._plan.roles[i].kind != "statistics server" for i in self._roles)
+        computes = not all(self._plan.roles[i].about.tests for i in self._roles)
         busy = _sum_on_node(self._comm, int(computes))  # the statistics server gives way
         return Rank(
             self._comm,

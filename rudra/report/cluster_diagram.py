@@ -207,9 +207,9 @@ def _table(cast: Cast, name: str) -> Table:
     plan = cast.plan
     rows = []
     for role, node in zip(plan.roles, cast.nodes, strict=True):
-        above = plan.roles[role.parent].name if role.parent is not None and role.kind != STATISTICS_SERVER else None
+        above = plan.roles[role.parent].name if role.parent is not None and not role.about.tests else None
         place = "of its own" if node == ELSEWHERE else node
-        giver = None if role.kind == STATISTICS_SERVER else plan.weight_source(role)
+        giver = None if role.about.tests else plan.weight_source(role)
         source = None if giver is None else plan.roles[giver].name
         rows.append((role.name, role.world_rank, above, source, place, cast.hosts.get(node), role.group))
     heads = ("role", "rank", "gradients to", "weights from", "node", "host", "group")

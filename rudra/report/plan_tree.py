@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from topologies import Plan
-from topologies.plan import STATISTICS_SERVER
 
 _DEEPEST = 300
 _TIGHTER = ((12, 12), (12, 8), (12, 4), (12, 2), (12, 1), (8, 1), (5, 1), (3, 1))
@@ -44,9 +43,9 @@ def by_gradients(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
             return Branch(members[id_], tuple(Branch((role,)) for role in members[id_]), (number,))
         return _branch(plan.children, id_, room, branch)
 
-    roots = [i for i, role in enumerate(plan.roles) if role.parent is None and role.kind != STATISTICS_SERVER]
+    roots = [i for i, role in enumerate(plan.roles) if role.parent is None and not role.about.tests]
     found = _fitted(plan, [branch(root) for root in roots], most)
-    return (*found, *(Branch((i,)) for i, role in enumerate(plan.roles) if role.kind == STATISTICS_SERVER))
+    return (*found, *(Branch((i,)) for i, role in enumerate(plan.roles) if role.about.tests))
 
 
 def by_weights(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:

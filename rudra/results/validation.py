@@ -19,8 +19,8 @@ from rudra.job.jobfiles import possible
 from rudra.job.renamed import translated
 from rudra.results.writer import GROWING, STATE
 from topologies import Plan
+from topologies.plan import KINDS, PARAMETER_SERVER, STATISTICS_SERVER
 from topologies.plan import LEARNER as LEARNER_KIND
-from topologies.plan import PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 Rows = NDArray[np.void]
 
@@ -163,9 +163,8 @@ def plan(found: Plan, learners: int) -> Plan:
         ValueError: it cannot.
     """
     kinds = [role.kind for role in found.roles]
-    known = {PARAMETER_SERVER, TREE_SERVER, STATISTICS_SERVER, LEARNER_KIND}
     counts = [kinds.count(kind) for kind in (PARAMETER_SERVER, STATISTICS_SERVER, LEARNER_KIND)]
-    if not set(kinds) <= known or counts[0] > 1 or counts[1:] != [1, learners]:
+    if not set(kinds) <= KINDS.keys() or counts[0] > 1 or counts[1:] != [1, learners]:
         told = f"{counts[2]} of {learners} learners, {counts[0]} parameter and {counts[1]} statistics servers"
         raise ValueError(f"/roles has {told}")
     if [found.roles[id_].index for id_ in found.learners] != list(range(learners)):

@@ -26,7 +26,6 @@ from rudra.job.jobfiles import read_toml
 from rudra.job.simulation import DEFAULTS, SimulationTable
 from rudra.machine import cores, processor
 from topologies import Plan
-from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -107,7 +106,7 @@ class CostModel:
         table, here, there = self.table, self.node[sender], self.node[receiver]
         # With learners that overlap, pushes and pulls have threads of their own (§3.3).
         ends = (sender, receiver) if table.blocking_servers and not self.plan.overlapped else ()
-        blocking = tuple(("role", i) for i in ends if self.plan.roles[i].kind in {PARAMETER_SERVER, TREE_SERVER})
+        blocking = tuple(("role", i) for i in ends if self.plan.roles[i].about.serves)
         if here != there:
             return Link(table.latency_s, 1 / table.bandwidth_bytes_per_s, ("node", here), ("node", there), blocking)
         latency_s = table.latency_s if table.local_latency_s is None else table.local_latency_s

@@ -61,7 +61,6 @@ from rudra.roles import Machine
 from rudra.simulation.costs import CostModel, Link
 from rudra.simulation.faults import Faults
 from topologies import Plan
-from topologies.plan import PARAMETER_SERVER, TREE_SERVER
 
 GRADIENT = Kind.GRADIENT
 _LATER = 1 << 58  # where the sequence numbers begin of what comes last among things of one moment
@@ -260,7 +259,7 @@ class Simulation:
         self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
         self._actors: dict[int, _Actor] = {}
         for role, machine in machines.items():
-            serves = plan.roles[role].kind in {PARAMETER_SERVER, TREE_SERVER}
+            serves = plan.roles[role].about.serves
             actor = self._actors[role] = _Actor(role, machine, self._table.message_s if serves else 0.0, seed)
             if serves:
                 actor.take = self._take

@@ -32,7 +32,6 @@ from rudra.simulation.assembly import assemble
 from rudra.simulation.driver import TimingOnly
 from rudra.simulation.predict import Rows
 from topologies import Plan
-from topologies.plan import LEARNER, STATISTICS_SERVER
 
 ROUNDS = 6
 """Mini-batches of each learner in the simulation that counts buffers."""
@@ -144,7 +143,7 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
         taken = alone + vector * len(counted[i])
         if i == plan.server and isinstance(owner, OwnerExecutor):
             taken += owner.state_bytes()
-        if role.kind in {LEARNER, STATISTICS_SERVER}:
+        if not role.about.serves:
             taken += of_model
         found[role.kind] = max(found.get(role.kind, 0), taken)
     return found
