@@ -43,7 +43,8 @@ class Outcome(NamedTuple):
 WORD_S = 2.0
 """How long ranks that end before MPI has started wait for rank 0 to say why, and half of it rank 0 for the others."""
 
-_SESSIONS = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")  # where Open MPI's mpirun keeps its files
+_COLLISION = b"listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
+STARTS = 3
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -156,10 +157,13 @@ def launch(
     with _payload_file(output, payload) as file:
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
         # MPICH's mpirun speaks to a rank by a descriptor that only the process has that it started.
-        with fork_server() if open_mpi else nullcontext(WORKER) as start, _own_session() as env:
+        with fork_server() if open_mpi else nullcontext(WORKER) as start:
             command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
-            run = Mpirun(command, len(roles), _write_stderr, env)
-            code = run.wait()
+            for _ in range(STARTS):
+                run = Mpirun(command, len(roles), _write_stderr)
+                code = run.wait()
+                if not (code and _COLLISION in b"".join(run.relay.withheld)):
+                    break
     outcome = _outcome(run, code, job, output, roles)
     if outcome.code and verbose:
         _write_stderr(b"".join(run.relay.withheld))
@@ -229,16 +233,6 @@ def _cause(run: Mpirun, status: int) -> str | None:
     if all_died:
         return "all ranks died" if relay.started else f"all ranks {DIED}"
     return None
-
-
-@contextmanager
-def _own_session() -> Iterator[dict[str, str]]:
-    """An environment for mpirun in which none removes the directory that another is making: each has one."""
-    if any(name in os.environ for name in _SESSIONS):
-        yield dict(os.environ)
-        return
-    with tempfile.TemporaryDirectory(prefix="rudra-", ignore_cleanup_errors=True) as place:
-        yield {**os.environ, _SESSIONS[0]: place}
 
 
 @contextmanager

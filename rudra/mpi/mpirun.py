@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -42,7 +42,6 @@ class Mpirun:
         command: with its options, and what it is to start.
         ranks: how many it starts.
         write: takes what is for the user.
-        env: its environment.
 
     Attributes:
         ranks: how many it starts.
@@ -56,9 +55,7 @@ class Mpirun:
         LaunchError: it does not start.
     """
 
-    def __init__(
-        self, command: Sequence[str], ranks: int, write: Callable[[bytes], None], env: Mapping[str, str]
-    ) -> None:
+    def __init__(self, command: Sequence[str], ranks: int, write: Callable[[bytes], None]) -> None:
         self.relay = Relay(write)
         self.stopped_at: float | None = None
         self.ended_it = False
@@ -77,7 +74,6 @@ class Mpirun:
                 command,
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=env,
                 start_new_session=True,  # Ctrl-C of the terminal comes to this process only, which stops it in order
                 preexec_fn=_die_with_parent,
             )

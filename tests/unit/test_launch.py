@@ -10,7 +10,7 @@ import pytest
 
 from rudra.errors import LaunchError
 from rudra.job.job import Job
-from rudra.mpi.launch import WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
+from rudra.mpi.launch import STARTS, WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
 from rudra.mpi.relay import DIED, MORE, START_LINE, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
@@ -197,24 +197,21 @@ def test_how_a_launch_ends(
         assert verbose or err.count("\n") == bool(said)
 
 
-def test_each_mpirun_has_a_directory_of_its_own_which_goes_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+COLLISION = RULE + b"The PMIx server's listener thread failed to start. We cannot\ncontinue.\n" + RULE
+
+
+@pytest.mark.parametrize(("collisions", "code"), [(0, 0), (STARTS - 1, 0), (STARTS, 1)])
+def test_an_mpirun_that_another_one_disturbed_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collisions: int, code: int
 ) -> None:
-    mpirun, places = tmp_path / "mpirun", tmp_path / "places"
-    name = "PRTE_MCA_prte_local_tmpdir_base"
-    deed = f"place = os.environ[{name!r}]; assert os.path.isdir(place); print(place, file=open({str(places)!r}, 'a'))\n"
+    mpirun, starts = tmp_path / "mpirun", tmp_path / "starts"
+    deed = f"starts = open({str(starts)!r}, 'ab+', 0); starts.write(b'.')\n"
+    deed += f"if os.path.getsize(starts.name) <= {collisions}: say({COLLISION!r}); sys.exit(1)\n"
     mpirun.write_text(STAND_IN.format(python=sys.executable, deed=f"{deed}say({START_LINE + end_line(0)!r})"))
     mpirun.chmod(0o755)
     monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
-    for _ in range(2):
-        assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server"], payload=None).code == 0
-    one, another = map(Path, places.read_text().split())
-    assert one != another
-    assert not one.exists()
-    assert not another.exists()
-    monkeypatch.setenv(name, str(tmp_path))  # the user's own wish
-    assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server"], payload=None).code == 0
-    assert places.read_text().split()[-1] == str(tmp_path)
+    assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server"], payload=None).code == code
+    assert starts.stat().st_size == min(collisions + 1, STARTS)
 
 
 SCRIPT = "import sys; sys.argv[0] = '/bin/rudra'; from rudra.__main__ import main; main()"
