@@ -98,7 +98,7 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
     assert replays(output)
 
 
-@pytest.mark.parametrize(("update", "least"), [(155, 5), (215, 6)])
+@pytest.mark.parametrize(("update", "least"), [(155, 5), (201, 6)])
 def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path, update: int, least: int) -> None:
     target = 'target = "accuracy >= 0"\nstop_at_target = true\n'  # as soon as there are five tests
     job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
