@@ -110,7 +110,7 @@ def _timed(spent: list[float]) -> Iterator[None]:
 
     with (
         mock.patch.object(Buffer, "digest", timed(Buffer.digest)),
-        mock.patch.object(StatisticsExecutor, "hash", timed(StatisticsExecutor.hash)),
+        mock.patch.object(StatisticsExecutor, "sha256", timed(StatisticsExecutor.sha256)),
         mock.patch.object(recorder.Recorder, "record", timed(recorder.Recorder.record)),
         mock.patch.multiple(
             machine.Outbox,
@@ -138,7 +138,7 @@ def _unrecorded() -> Iterator[None]:
 
     with (
         mock.patch.object(Buffer, "digest", no_digest),
-        mock.patch.object(Executor, "hash", no_hash),
+        mock.patch.object(Executor, "sha256", no_hash),
         mock.patch.object(machine.Outbox, "extend", others),
     ):
         yield
