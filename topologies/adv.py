@@ -8,7 +8,7 @@ timestamp.
 from collections.abc import Sequence
 
 from topologies.plan import Plan
-from topologies.tree import FanOut, records, server_tree
+from topologies.tree import FanOut, max_gradients, server_tree
 
 
 def plan(nodes: Sequence[int], fan_out: FanOut = None) -> Plan:
@@ -20,4 +20,4 @@ def plan(nodes: Sequence[int], fan_out: FanOut = None) -> Plan:
             one leaf server to a node, all below the root.
     """
     roles = server_tree(nodes, fan_out)
-    return Plan(tuple(roles), records(roles))
+    return Plan(tuple(roles), max_gradients(roles))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from topologies.plan import Plan
-from topologies.tree import FanOut, records, server_tree, whole
+from topologies.tree import FanOut, max_gradients, server_tree, whole
 
 
 def plan(nodes: Sequence[int], fan_out: FanOut = None, weight_fan_out: int = 2, outstanding: int | None = None) -> Plan:
@@ -40,4 +40,4 @@ def plan(nodes: Sequence[int], fan_out: FanOut = None, weight_fan_out: int = 2, 
             source = here[(len(here) - 1) // width]
             here.append(id_)
         roles[id_] = replace(roles[id_], source=source)
-    return Plan(tuple(roles), records(roles), overlapped=True, outstanding=outstanding)
+    return Plan(tuple(roles), max_gradients(roles), overlapped=True, outstanding=outstanding)

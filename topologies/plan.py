@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 PARAMETER_SERVER = "parameter server"
 TREE_SERVER = "tree server"
@@ -23,6 +23,8 @@ ELSEWHERE = -1
 """The node of servers that need not be near a learner: of their own in a simulation, else the first with room."""
 
 Reduction = Literal["ordered", "mpi"]
+
+_RENAMED = {"records": "max_gradients_per_message", "numbers": "learner_numbers"}  # for topologies of yesterday
 
 
 class RoleKind(NamedTuple):
@@ -87,7 +89,7 @@ class Plan:
 
     Attributes:
         roles: every role of the job.
-        records: gradients that one message may stand for (1 unless servers or groups aggregate).
+        max_gradients_per_message: that one may stand for (1 unless servers or groups aggregate).
         replayable: the order of everything that is added is recorded, so that a replay reaches the same bits.
         overlapped: learners push and pull beside computing, and never wait for a server; weights come down a tree of
             their own (`Role.source`).
@@ -97,12 +99,21 @@ class Plan:
     """
 
     roles: tuple[Role, ...]
-    records: int = 1
+    max_gradients_per_message: int = 1
     replayable: bool = True
     overlapped: bool = False
     outstanding: int | None = None
     reduction: Reduction = "ordered"
     gone: frozenset[int] = frozenset()
+
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        for name in fields.keys() & _RENAMED.keys():
+            raise ValueError(f"Plan has no {name}: it is called {_RENAMED[name]}")
+        return super().__new__(cls)
+
+    def __getattr__(self, name: str) -> Any:
+        is_called = f": it is called {_RENAMED[name]}" if name in _RENAMED else ""
+        raise AttributeError(f"Plan has no {name}{is_called}", name=name, obj=self)
 
     @property
     def ranks(self) -> int:
@@ -124,7 +135,7 @@ class Plan:
         return self._ids(LEARNER)
 
     @cached_property
-    def numbers(self) -> int:
+    def learner_numbers(self) -> int:
         """The numbers of learners are below this, those of learners that are gone included."""
         return sum(role.about.trains for role in self.roles)
 

@@ -85,7 +85,7 @@ def server_tree(nodes: Sequence[int], fan_out: FanOut) -> list[Role]:
     return roles + [Role(LEARNER, i, first + i, parents[i], node=node) for i, node in enumerate(nodes)]
 
 
-def records(roles: Sequence[Role]) -> int:
+def max_gradients(roles: Sequence[Role]) -> int:
     """Room that the messages of a tree need: a server relays when it has as many gradients as learners below it,
     and until then it may have one less, to which its largest child adds as many again."""
     return 2 * max(1, sum(role.about.trains for role in roles))

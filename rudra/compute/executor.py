@@ -600,7 +600,7 @@ def make_executors(
         stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
         direct = placing == "direct" and computes
         where = flat.device if placing == "device" or direct else CPU
-        about = (flat.layout, flat.size, flat.parameter_count, plan.records, where, stage)
+        about = (flat.layout, flat.size, flat.parameter_count, plan.max_gradients_per_message, where, stage)
         replica = kind == LEARNER and not plan.served
         tests_nothing = kind == STATISTICS_SERVER and data.test is None
         cls = ReplicaExecutor if replica else Executor if tests_nothing else _EXECUTORS[kind]

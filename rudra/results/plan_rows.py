@@ -23,7 +23,7 @@ def rows_of(plan: Plan) -> Rows:
 
 def about(plan: Plan) -> dict[str, Any]:
     """What the rows do not tell."""
-    return {"records": plan.records, "overlapped": plan.overlapped, "reduction": plan.reduction}
+    return {"records": plan.max_gradients_per_message, "overlapped": plan.overlapped, "reduction": plan.reduction}
 
 
 def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
@@ -33,6 +33,9 @@ def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
         fields = {name: row[name].item() for name in ROLE.names or ()}
         fields |= {name: None for name in _OPTIONAL if fields[name] == -1}
         roles.append(Role(**{**fields, "kind": fields["kind"].decode()}))
-    known = {name: attributes[name] for name in ("records", "overlapped", "reduction")}
-    known["overlapped"] = bool(known["overlapped"])
-    return Plan(tuple(roles), **known)
+    return Plan(
+        tuple(roles),
+        max_gradients_per_message=attributes["records"],
+        overlapped=bool(attributes["overlapped"]),
+        reduction=attributes["reduction"],
+    )

@@ -132,7 +132,7 @@ class Owner(Machine):
         if self._job.optimizer.plateau is not None:
             self.schedule = Schedule.stepped(self._job.optimizer, self._lowered)
         self._gradient_weight = self.protocol.modulation.gradient_weight
-        self._steps = [position.step(i) for i in range(plan.numbers)]
+        self._steps = [position.step(i) for i in range(plan.learner_numbers)]
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
         self._pending_samples = self._pending_staleness = 0
         self._pending_loss = self._pending_errors = 0.0

@@ -148,7 +148,7 @@ class ParameterServer(Owner):
         workers = [members[0] for members in plan.groups] or plan.learners
         self.pushed = [position.step(plan.roles[worker].index) for worker in workers]
         self._below = {child: plan.learners_below(child) for child in plan.children[role]}
-        self._places = [-1] * plan.numbers  # learner -> its place there; -1: it is no more
+        self._places = [-1] * plan.learner_numbers  # learner -> its place there; -1: it is no more
         for place, learner in enumerate(plan.learners):
             self._places[plan.roles[learner].index] = place
         self._late: tuple[int, str] | None = None  # a learner that is being dropped, and why

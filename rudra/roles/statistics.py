@@ -88,7 +88,7 @@ class StatisticsServer(Machine):
         self._best_epoch = 0
         self._surpassed: list[int] = []  # epochs that were the best ones, and are still kept
         self._stops_at_loss = job.fault_tolerance.on_learner_loss == "stop"
-        self._learners = np.zeros(plan.numbers, records.LEARNER)
+        self._learners = np.zeros(plan.learner_numbers, records.LEARNER)
         self._accounts: set[int] = set()  # learners whose row is there, or who are no more
         self._totals: Rows | None = None
         self._rows: dict[int, Rows] = {}  # epoch -> its row, until those before it are recorded

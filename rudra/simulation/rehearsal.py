@@ -137,7 +137,7 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
     """Kind of role -> bytes of the largest rank of that kind."""
     counted = _buffers(job, plan)
     owner = made[plan.server]
-    vector = owner.size * 4 + tail_bytes(plan.records)
+    vector = owner.size * 4 + tail_bytes(plan.max_gradients_per_message)
     found: dict[str, int] = {}
     for i, role in enumerate(plan.roles):
         taken = alone + vector * len(counted[i])

@@ -32,6 +32,6 @@ def test_digits_are_learned_and_what_lasts_or_travels_is_float32(precision: str)
         for name in names[role]:
             buffer = executor.buffer(name)
             assert buffer.vector.dtype == torch.float32
-            assert len(buffer.wire) == size * 4 + tail_bytes(trained.plan.records)
+            assert len(buffer.wire) == size * 4 + tail_bytes(trained.plan.max_gradients_per_message)
     rounded = trained.weights.to(getattr(torch, precision)).float()
     assert (rounded != trained.weights).float().mean() > 0.9, "weights keep what half precision has no room for"

@@ -1,5 +1,6 @@
 """Who is who on which rank: exact plans of small cases, and what must hold for any."""
 
+import pickle
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
@@ -163,7 +164,7 @@ def test_a_tree_has_its_leaves_beside_the_learners_and_no_more_children_than_all
         sizes = [len(plan.children[i]) for i in servers[0] if plan.roles[i].node == node]
         assert max(sizes) - min(sizes) <= 1
         assert not limits or len(sizes) == -(-nodes.count(node) // limits[0]), "no more leaves than it takes"
-    assert plan.records >= 2 * len(nodes) - 1
+    assert plan.max_gradients_per_message >= 2 * len(nodes) - 1
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_groups(learners: int, groups: int, sizes: list[int]) -> None:
     plan = drawn("groups", [0] * learners, groups=groups)
     assert [len(members) for members in plan.groups] == sizes
     assert plan.served is (groups > 1)
-    assert plan.records == max(sizes)
+    assert plan.max_gradients_per_message == max(sizes)
     served = drawn("groups", [0] * learners, groups=groups, server=True)
     assert served.served
     assert served.groups[0][0] == (2 if groups == 1 else plan.groups[0][0]), "after both servers"
@@ -476,3 +477,13 @@ def test_blocks_are_even_and_no_more_than_it_takes(count: int, most: int | None)
     assert list(accumulate(sizes))[-1] == count
     assert max(sizes) - min(sizes) <= 1
     assert most is None or (max(sizes) <= most and len(sizes) == -(-count // most))
+
+
+def test_old_names_of_a_plan_are_answered_with_the_new_ones() -> None:
+    roles = topologies.load("base").plan(2).roles
+    with pytest.raises(ValueError, match=r"^Plan has no records: it is called max_gradients_per_message$"):
+        Plan(roles, records=2)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match=r"^Plan has no numbers: it is called learner_numbers$"):
+        Plan(roles).numbers  # noqa: B018
+    assert not hasattr(Plan(roles), "nothing")
+    assert pickle.loads(pickle.dumps(Plan(roles))) == Plan(roles)
