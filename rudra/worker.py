@@ -57,10 +57,10 @@ def main(file: str) -> int:
         sys.path[:] = pickle.load(stream)
         from rudra.errors import LaunchError
         from rudra.mpi.launch import let_rank0_report, world_rank
-        from rudra.mpi.relay import MORE, START_LINE
+        from rudra.mpi.relay import START_LINE, UNENDED
         from rudra.mpi.start import start_mpi
 
-        sys.stderr = PromptOutput(2, MORE.decode())
+        sys.stderr = PromptOutput(2, UNENDED.decode())
         try:
             start_mpi()
         except LaunchError as error:  # the same on every rank

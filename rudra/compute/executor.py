@@ -15,7 +15,7 @@ import torch
 from rudra.compute import models, tasks
 from rudra.compute.devices import CPU, Placing, Stage, finish, page_locked
 from rudra.compute.flat import FlatModel, sha256
-from rudra.compute.gradients import GradientSource, Outcome, check_gradient, evaluate
+from rudra.compute.gradients import BatchResult, GradientSource, check_gradient, evaluate
 from rudra.compute.half import from_half, to_half
 from rudra.compute.optim import UpdateRule
 from rudra.compute.statedict import Named
@@ -469,7 +469,7 @@ class LearnerExecutor(Executor):
             gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
         yield self.computed(action, outcome)
 
-    def computed(self, action: Compute, outcome: Outcome) -> Computed:
+    def computed(self, action: Compute, outcome: BatchResult) -> Computed:
         """What a computation came to; its weights are still in their buffer."""
         found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
         if self.hooks is not None:
@@ -582,7 +582,7 @@ def make_executors(
 
     flat = model(len(roles))
     if not all(kind.serves for kind in kinds):
-        output = models.check_output(flat.module, task, data.info)
+        output = models.check_model_output(flat.module, task, data.info)
         if job.training.target is not None and data.test is not None:
             measured = tasks.measured(task, output, data.info.sample[1])
             try:

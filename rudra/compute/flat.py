@@ -21,7 +21,7 @@ from rudra.compute.buffers import buffers_of
 from rudra.compute.compiled import CompiledStep
 from rudra.compute.statedict import Named
 from rudra.compute.tasks import Classification, Reduction, Task
-from rudra.core.layout import Entry, Kind
+from rudra.core.layout import Entry, EntryKind
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
 
@@ -107,7 +107,7 @@ class FlatModel:
         counters = [buffer for buffer in buffers if _is_counter(buffer.tensor)]
         if not parameters:
             raise ConfigError("[model] has no parameter to train")
-        travelling: list[tuple[Kind, str, torch.Tensor]] = [
+        travelling: list[tuple[EntryKind, str, torch.Tensor]] = [
             *(("parameter", name, parameter) for name, parameter in parameters),
             *(("buffer", buffer.name, buffer.tensor) for buffer in floats),
             *(("counter", counter.name, counter.tensor) for counter in counters),

@@ -32,7 +32,7 @@ _TOGETHER_BYTES = 1 << 17  # that are drawn at once of samples in memory: little
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BatchResult:
     """Training error of one mini-batch."""
 
     loss: float  # mean over the samples
@@ -63,7 +63,7 @@ class GradientSource:
         # A set that draws random numbers is asked in this thread, where nobody else draws any meanwhile.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not split.random else None
 
-    def compute(self, step: int, weights: torch.Tensor, out: torch.Tensor) -> Outcome:
+    def compute(self, step: int, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
         """Computes the gradient of one step.
 
         Args:
@@ -80,7 +80,7 @@ class GradientSource:
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
             sample = self._inputs.indices(step)[int(wrong.argmax())]
             raise DataError(f"[data] training sample {sample} has a value that is not finite, and so has the loss")
-        return Outcome(loss, errors, self.minibatch_size)
+        return BatchResult(loss, errors, self.minibatch_size)
 
     def prepare(self) -> None:
         """Compiles what is to be compiled, by a gradient that nobody gets, so that the first step takes no longer.
@@ -131,7 +131,7 @@ def not_finite(batch: Any) -> npt.NDArray[np.bool_]:
 
 def joint_gradient(
     sources: Sequence[GradientSource], step: int, weights: torch.Tensor, out: torch.Tensor
-) -> list[Outcome]:
+) -> list[BatchResult]:
     """Computes the mean gradient of the same step of several learners as one big batch.
 
     It is not bit for bit the mean of their gradients, and dropout draws other masks.
@@ -155,7 +155,7 @@ def joint_gradient(
 
 def mapped_gradients(
     sources: Sequence[GradientSource], steps: Sequence[int], weights: Sequence[torch.Tensor], outs: list[torch.Tensor]
-) -> list[Outcome]:
+) -> list[BatchResult]:
     """Computes one gradient of each of several learners together, by `torch.func.vmap`.
 
     The bits are not those of `GradientSource.compute`, and dropout draws other masks.
@@ -184,8 +184,8 @@ def _together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequen
     return inputs, target
 
 
-def _outcomes(losses: npt.NDArray[Any], errors: npt.NDArray[Any], samples: int) -> list[Outcome]:
-    return [Outcome(loss, wrong, samples) for loss, wrong in zip(losses.tolist(), errors.tolist(), strict=True)]
+def _outcomes(losses: npt.NDArray[Any], errors: npt.NDArray[Any], samples: int) -> list[BatchResult]:
+    return [BatchResult(loss, wrong, samples) for loss, wrong in zip(losses.tolist(), errors.tolist(), strict=True)]
 
 
 def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sample: Batch) -> None:

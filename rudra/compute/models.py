@@ -52,7 +52,7 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
     return module
 
 
-def check_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
+def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
     """Makes sure that model, task and data fit: the model takes the inputs and gives what the task compares.
 
     Weights belong to whoever updates them, and so a model that changes its own is refused.

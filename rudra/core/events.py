@@ -17,7 +17,7 @@ from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from topologies import Plan
 
-Table = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
+TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
 
 
 class Started(Struct, frozen=True, gc=False):
@@ -292,7 +292,7 @@ class Regroup(Struct, frozen=True, gc=False):
 class Record(Struct, frozen=True, gc=False):
     """Append rows to a table of the results; with an epoch's, `weights` is the buffer that still holds its weights."""
 
-    table: Table
+    table: TableName
     rows: Rows
     weights: str | None = None
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["parameter", "buffer", "counter"]
+EntryKind = Literal["parameter", "buffer", "counter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,4 +14,4 @@ class Entry:
     shape: tuple[int, ...]
     offset: int  # elements
     size: int  # elements
-    kind: Kind
+    kind: EntryKind

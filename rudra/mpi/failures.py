@@ -40,7 +40,7 @@ PAUSE_S = 50e-6
 SPEAKS_S = 2.0
 """How long a rank leaves it to the one before it to say who has died, and to end the job."""
 
-Outcome = Literal["done", "no", "failed"]
+RequestState = Literal["done", "no", "failed"]
 
 
 def survivable() -> bool:
@@ -86,7 +86,7 @@ class Losses:
                 self.look()
 
 
-def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> Outcome:
+def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> RequestState:
     """What has become of a request; "failed": its other end has died, and the request is void."""
     from mpi4py import MPI
 

@@ -121,7 +121,7 @@ def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
                     proxy = proxies.pop(rank)
                     if proxy in selector.get_map():
                         selector.unregister(proxy)
-                    _tell(proxy, status)
+                    _answer(proxy, status)
                     proxy.close()
             for rank, proxy in proxies.items():
                 if proxy in ready:  # it says nothing: it has died
@@ -138,7 +138,7 @@ def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
                     os.close(stream)
                 proxies[rank] = proxy
                 selector.register(proxy, selectors.EVENT_READ)
-                _tell(proxy, rank)
+                _answer(proxy, rank)
         else:
             os._exit(0)
     signal.set_wakeup_fd(-1)
@@ -185,7 +185,7 @@ def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], _Place] |
     return None
 
 
-def _tell(proxy: socket.socket, number: int) -> None:
+def _answer(proxy: socket.socket, number: int) -> None:
     with suppress(OSError):  # it has died, which is seen next
         proxy.sendall(_STATUS.pack(number))
 

@@ -5,7 +5,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 
-MORE = b"\x1e\n"
+UNENDED = b"\x1e\n"
 """Ends a piece of a rank's output that does not end its line; the relay takes it out again.
 
 mpirun holds back what a rank writes until a newline comes, and a progress bar writes none.
@@ -115,7 +115,7 @@ class Relay:
         if line.lstrip(b"\r\0").startswith(b"rudra: "):
             self.reported = True
             self.died |= line.endswith(DIED.encode())
-        return (line + b"\n").strip(b"\0").replace(MORE, b"")
+        return (line + b"\n").strip(b"\0").replace(UNENDED, b"")
 
     def _framed(self, line: bytes, *, end: bool) -> bytes:
         """As `_line`, of one inside a frame."""
@@ -125,7 +125,7 @@ class Relay:
             return b""
         lines, self._banner = self._banner, None
         if not lines:
-            return _RULE + b"\n" + (line + b"\n").replace(MORE, b"")  # not the launcher's: a rank drew a line
+            return _RULE + b"\n" + (line + b"\n").replace(UNENDED, b"")  # not the launcher's: a rank drew a line
         text = b"\n".join([_RULE, *lines, _RULE])
         if _BANNER.match(lines[0]):
             self.banners.append(b"\n".join(lines).decode(errors="replace"))

@@ -33,7 +33,7 @@ from rudra.report.panels import (
     thin,
 )
 from rudra.report.runs import Run, Study
-from rudra.report.tables import MOST_ROWS, Table, base_of, clock_of, percent, speed_up
+from rudra.report.tables import MOST_ROWS, ReportTable, base_of, clock_of, percent, speed_up
 
 _MOST_POINTS = 150
 _MOST_BARS = 30
@@ -109,7 +109,7 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
             f"⟨σ⟩ of the gradients in each update (means over blocks, and their range in a panel with one run).{law}."
             + said(lines),
             [over_updates(*group) for group in groups],
-            Table("staleness-over-updates", ("run", "update", "⟨σ⟩", "lowest", "highest"), curve, {}, thinned),
+            ReportTable("staleness-over-updates", ("run", "update", "⟨σ⟩", "lowest", "highest"), curve, {}, thinned),
             2.6,
             left_out=left_out,
             own_legends=own_legends(lines),
@@ -119,7 +119,9 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
             "Staleness of gradients",
             f"How many updates old gradients were on arrival.{law}; dotted: 2n, which few exceed." + said(lines),
             [histogram(*group) for group in groups],
-            Table("staleness-histogram", ("run", "σ", "gradients"), counts[:MOST_ROWS], {}, len(counts) > MOST_ROWS),
+            ReportTable(
+                "staleness-histogram", ("run", "σ", "gradients"), counts[:MOST_ROWS], {}, len(counts) > MOST_ROWS
+            ),
             2.6,
             share_y=True,
             left_out=left_out,
@@ -216,7 +218,7 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
             "Each point is a run: the lower and the further left, the better. Coloured lines join equal μ, dashed grey "
             f"lines equal λ.{level}{shading}{repeated}",
             [panel(family, cells) for family, cells in order],
-            Table("tradeoff", heads, rows, {heads[4]: percent}),
+            ReportTable("tradeoff", heads, rows, {heads[4]: percent}),
             3.9,
             share_y=True,
             from_zero=False,
@@ -301,7 +303,7 @@ def _speed_up(study: Study) -> list[Figure]:
             "Speed-up",
             f"Samples per second of {virtual} against one learner with the same μ. Dotted: λ times as fast.",
             panels,
-            Table("speedup", heads, rows, {"speed-up": percent}),
+            ReportTable("speedup", heads, rows, {"speed-up": percent}),
             3.2,
         )
     ]
@@ -379,7 +381,7 @@ def _roles(study: Study) -> list[Figure]:
                     if any(share[column] > 0 for _, share in drawn)
                 ),
             ],
-            Table("roles", heads, rows, dict.fromkeys(heads[1:], percent)),
+            ReportTable("roles", heads, rows, dict.fromkeys(heads[1:], percent)),
             1.1 + 0.42 * len(drawn),
             left_out={"No times of roles": [run.label for run in study.known if run not in runs]},
         )

@@ -9,7 +9,7 @@ from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import Figure, Panel
 from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.report.runs import Run, Study
-from rudra.report.tables import MOST_ROWS, Table
+from rudra.report.tables import MOST_ROWS, ReportTable
 from rudra.report.topology import Cast, Place, counted, name_of, placed, roles, spans
 from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
@@ -203,7 +203,7 @@ def _name_kinds(axis: Any, cast: Cast) -> None:
         axis.plot([], [], marker=marker, color=colour, linestyle="none", label=kind)
 
 
-def _table(cast: Cast, name: str) -> Table:
+def _table(cast: Cast, name: str) -> ReportTable:
     plan = cast.plan
     rows = []
     for role, node in zip(plan.roles, cast.nodes, strict=True):
@@ -213,4 +213,4 @@ def _table(cast: Cast, name: str) -> Table:
         source = None if giver is None else plan.roles[giver].name
         rows.append((role.name, role.world_rank, above, source, place, cast.hosts.get(node), role.group))
     heads = ("role", "rank", "gradients to", "weights from", "node", "host", "group")
-    return Table(name, heads, rows[:MOST_ROWS], {}, len(rows) > MOST_ROWS)
+    return ReportTable(name, heads, rows[:MOST_ROWS], {}, len(rows) > MOST_ROWS)

@@ -9,7 +9,7 @@ import numpy as np
 from rudra.report.analysis import NOT_POSITIVE, Course, Numbers, band_of, draw_band, time_unit
 from rudra.report.panels import Figure, Line, Panel, grouped, own_legends, said, set_axes, thin
 from rudra.report.runs import Run, Study
-from rudra.report.tables import MOST_ROWS, Table, clock_of, percent
+from rudra.report.tables import MOST_ROWS, ReportTable, clock_of, percent
 from rudra.results.progress import is_share
 
 _FEW_CLASSES = 10  # of which the five best are no news
@@ -149,7 +149,7 @@ def _figures(study: Study, lines: Sequence[Line], quantity: _Quantity, log: bool
     shown = {quantity.label: quantity.shown} if quantity.shown else {}
     caption = quantity.caption + said(lines)
     if len(groups) == 1:
-        table = Table(quantity.name, heads, rows, shown, thinned)
+        table = ReportTable(quantity.name, heads, rows, shown, thinned)
         panels = [
             _panel(quantity, "Over epochs", groups[0][1], None, log=log),
             _panel(quantity, "Over time", groups[0][1], clock, log=log),
@@ -161,7 +161,7 @@ def _figures(study: Study, lines: Sequence[Line], quantity: _Quantity, log: bool
             f"{quantity.title} over {over}",
             caption,
             [_panel(quantity, title, own, of, log=log) for title, own in groups],
-            Table(f"{quantity.name}-over-{over}", heads, rows, shown, thinned),
+            ReportTable(f"{quantity.name}-over-{over}", heads, rows, shown, thinned),
             2.7,
             share_y=True,
             left_out=left_out,
@@ -185,7 +185,7 @@ def _training(study: Study, lines: Sequence[Line], log: bool) -> list[Figure]:
     if not any(line.panel for line in lines):
         panels = [_panel(quantity, quantity.title, own, None, log=scale) for quantity, own, _, scale in found]
         caption = f"{' '.join(quantity.caption for quantity in quantities)}{said(lines)}"
-        table = Table("training", heads, rows, shown, thinned)
+        table = ReportTable("training", heads, rows, shown, thinned)
         return [Figure("training", "Training", caption, panels, table, 3.0, left_out=left_out)]
     return [
         Figure(
@@ -193,7 +193,7 @@ def _training(study: Study, lines: Sequence[Line], log: bool) -> list[Figure]:
             quantity.title,
             quantity.caption + said(own),
             [_panel(quantity, *group, None, log=scale) for group in grouped(own, lambda run: "")],
-            Table(quantity.name, heads, rows, shown, thinned),
+            ReportTable(quantity.name, heads, rows, shown, thinned),
             2.7,
             share_y=True,
             left_out=reasons,

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from rudra.report.sections import Section
 from rudra.report.svg import inline
-from rudra.report.tables import SHOWN_ROWS, Table
+from rudra.report.tables import SHOWN_ROWS, ReportTable
 
 
 def render(sections: Sequence[Section]) -> str:
@@ -30,7 +30,7 @@ def render(sections: Sequence[Section]) -> str:
     )
 
 
-def _download(table: Table) -> str:
+def _download(table: ReportTable) -> str:
     """The table as CSV in a link; the mark at the start tells spreadsheets that it is UTF-8."""
     content = table.csv().encode("utf-8-sig")
     return "data:text/csv;charset=utf-8;base64," + base64.b64encode(content).decode()

@@ -8,7 +8,7 @@ import numpy as np
 
 from rudra.report.analysis import describe, look, several, together, whole, with_rate
 from rudra.report.runs import Run, names_of
-from rudra.report.tables import Table
+from rudra.report.tables import ReportTable
 
 MOST_TOGETHER = 8  # lines in one panel that people can still tell apart
 
@@ -39,7 +39,7 @@ class Figure:
     title: str
     caption: str
     panels: Sequence[Panel]
-    table: Table
+    table: ReportTable
     height: float = 3.0
     share_y: bool = False
     from_zero: bool = True

@@ -11,7 +11,7 @@ from rudra.report.charts import figures
 from rudra.report.cluster_diagram import drawings
 from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying
-from rudra.report.tables import Table, comparison, summary
+from rudra.report.tables import ReportTable, comparison, summary
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Section:
     job: str
     varied: Mapping[str, str]
     notes: Sequence[str]
-    summary: Table
-    paper: Table | None
+    summary: ReportTable
+    paper: ReportTable | None
     figures: Sequence[Figure]
 
     @property
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[ReportTable]:
         return [self.summary, *([self.paper] if self.paper else []), *(figure.table for figure in self.figures)]
 
 

@@ -12,7 +12,7 @@ from rudra.files import check_output, written
 from rudra.report.analysis import COLOURS, STYLE, log_ticks
 from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import Figure
-from rudra.report.tables import Table
+from rudra.report.tables import ReportTable
 
 if TYPE_CHECKING:
     from rudra.report.sections import Section
@@ -56,7 +56,7 @@ def save(sections: Sequence["Section"], directory: Path, *, force: bool) -> list
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResultsError(f"{directory}: cannot write: {error.strerror or error}") from None
-    made: list[tuple[Path, Figure | Table]] = []
+    made: list[tuple[Path, Figure | ReportTable]] = []
     for section in sections:
         start = f"{section.slug}-" if len(sections) > 1 else ""
         pictures = [(figure, suffix) for figure in section.figures for suffix in (".pdf", ".svg")]
@@ -66,7 +66,7 @@ def save(sections: Sequence["Section"], directory: Path, *, force: bool) -> list
         check_output(path, force)
     for path, content in made:
         with written(path) as file:
-            if isinstance(content, Table):
+            if isinstance(content, ReportTable):
                 file.write(content.csv().encode())
                 continue
             drawn, date = _drawn(content, narrow=False), {".pdf": "CreationDate", ".svg": "Date"}[path.suffix]

@@ -15,7 +15,7 @@ SHOWN_ROWS = 60
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Columns and rows of plain values; None is what is not known.
 
     Attributes:
@@ -81,7 +81,7 @@ def signed(value: float) -> str:
     return f"{value:+.2f}".replace("-", "−")
 
 
-def summary(study: Study) -> Table:
+def summary(study: Study) -> ReportTable:
     """One row for each run, also for those that are missing."""
     clock = clock_of(study.known)
     target = f"{clock} to target (s)"
@@ -97,7 +97,7 @@ def summary(study: Study) -> Table:
         "samples/s": lambda v: f"{v:,.0f}",
         "⟨σ⟩": percent,
     }
-    return Table("runs", heads, [tuple(row[head] for head in heads) for row in rows], shown)
+    return ReportTable("runs", heads, [tuple(row[head] for head in heads) for row in rows], shown)
 
 
 def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
@@ -136,11 +136,11 @@ def clock_of(runs: Sequence[Run]) -> str:
     )
 
 
-def comparison(study: Study) -> Table | None:
+def comparison(study: Study) -> ReportTable | None:
     """Ours beside the paper's, one row for each number that it prints; None where there is none."""
     found = [row for paper in study.paper for row in _compare(study, paper)]
     heads = ("source", "(σ, μ, λ)", "quantity", "paper", "ours", "difference", "remark")
-    return Table("paper", heads, found, {}) if found else None
+    return ReportTable("paper", heads, found, {}) if found else None
 
 
 def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:

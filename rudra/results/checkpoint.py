@@ -38,7 +38,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 Tensors = Mapping[str, NDArray[np.float32]]
 
 
-class State(NamedTuple):
+class SavedState(NamedTuple):
     """What a checkpoint holds beside its tensors.
 
     Attributes:
@@ -168,7 +168,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def read(path: Path) -> tuple[State, dict[str, NDArray[np.float32]]]:
+def read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
     """A checkpoint, completely checked.
 
     Raises:
@@ -189,7 +189,7 @@ def read(path: Path) -> tuple[State, dict[str, NDArray[np.float32]]]:
         raise CheckpointError(text) from None
 
 
-def _read(path: Path) -> tuple[State, dict[str, NDArray[np.float32]]]:
+def _read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -221,7 +221,7 @@ def _header(path: Path, length: bytes, read_bytes: Any, size: int) -> tuple[dict
     raise CheckpointError(f"{path}: no checkpoint of Rudra, or cut off in its header")
 
 
-def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[State, dict[str, tuple[int, int, int]]]:
+def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[SavedState, dict[str, tuple[int, int, int]]]:
     """What a header says: the state, and for each tensor begin, end and checksum."""
     metadata = header["__metadata__"]
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -241,7 +241,7 @@ def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[State, d
         sound = sound and all(s == e for (s, _, _), e in zip(places.values(), ends, strict=False))
         sound = sound and all((end - start) % 4 == 0 <= end - start for start, end, _ in places.values())
         sound = sound and _possible(position, state["job"])
-        found = State(path, position, dict(state["job"]), dict(state["attributes"]))
+        found = SavedState(path, position, dict(state["job"]), dict(state["attributes"]))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgspec.ValidationError):
         sound = False
     if not sound:

@@ -57,6 +57,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.statedict import Named
+from rudra.core.events import TableName
 from rudra.core.records import EVENT, METRIC
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
@@ -66,7 +67,6 @@ from rudra.results.writer import (
     DATASETS,
     FORMAT_VERSION,
     STATE,
-    Kind,
     ResultsWriter,
     Rows,
     default_output,
@@ -365,21 +365,21 @@ class Results:
             count = len(dataset)
             return count * int(dataset[count - 1]["samples"]) if count else 0
 
-    def pieces(self, name: Kind, rows: int = 1 << 15, start: int = 0) -> Iterator[Rows]:
+    def pieces(self, name: TableName, rows: int = 1 << 15, start: int = 0) -> Iterator[Rows]:
         """The rows of a table from `start` on, so many at a time: not all of a long run at once."""
         for first in range(start, self._length(name), rows):
             with self._reading():
                 piece = self._checked(name, self._file[name][first : first + rows])
             yield piece[_filled(piece)]
 
-    def _length(self, name: Kind) -> int:
+    def _length(self, name: TableName) -> int:
         with self._reading():
             if self.live:
                 self._file[name].id.refresh()
             validation.fits(self._file[name].nbytes, name, self.path.stat().st_size)
             return len(self._file[name])
 
-    def _rows(self, name: Kind) -> Rows:
+    def _rows(self, name: TableName) -> Rows:
         """Rows without those at the end that a cut-off file has room for but no content: all have samples."""
         rows = self._read(name)
         filled = np.flatnonzero(_filled(rows))

@@ -17,7 +17,7 @@ import torch
 from rudra import plugins
 from rudra.compute.flat import sha256
 from rudra.compute.statedict import Named
-from rudra.core.events import Finish, Keep, Record
+from rudra.core.events import Finish, Keep, Record, TableName
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
 from rudra.errors import ConfigError
@@ -26,7 +26,7 @@ from rudra.job.job import Job, named
 from rudra.machine import processor
 from rudra.results import plan_rows
 from rudra.results.progress import Progress
-from rudra.results.writer import Kind, ResultsWriter, Rows
+from rudra.results.writer import ResultsWriter, Rows
 from topologies import Plan
 
 ACCOUNTED = ("samples", "compute_s", "push_s", "wait_s", "pull_s")
@@ -115,7 +115,7 @@ def make_writer(
     *,
     plan: Plan | None = None,
     state_dict: Sequence[Named] = (),
-    carried: Mapping[Kind, Iterable[Rows]] | None = None,
+    carried: Mapping[TableName, Iterable[Rows]] | None = None,
     carried_weights: Iterable[tuple[int, npt.NDArray[np.float32]]] = (),
     kept: Mapping[str, Any] | None = None,
     **about: Any,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.schedule import schedule_of
+from rudra.core.events import TableName
 from rudra.core.records import EVENT, LEARNER
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError
@@ -18,14 +19,14 @@ from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
 from rudra.results import checkpoint
-from rudra.results.checkpoint import State
+from rudra.results.checkpoint import SavedState
 from rudra.results.reader import Results, open_results
-from rudra.results.writer import Kind, Rows, checked_name
+from rudra.results.writer import Rows, checked_name
 
 DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 
-CHANGEABLE = ("data.path", "training.warm_start", "training.evaluate", "training.evaluation_batch_size")
+RESUME_MAY_CHANGE = ("data.path", "training.warm_start", "training.evaluate", "training.evaluation_batch_size")
 
 LENGTH = (
     "training.epochs",
@@ -152,7 +153,7 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
         raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
     state, _ = checkpoint.read(path)
     job = job_of(state, overrides)
-    valid = f"valid: {', '.join((*LENGTH, *CHANGEABLE))}, and the tables fault_tolerance and results"
+    valid = f"valid: {', '.join((*LENGTH, *RESUME_MAY_CHANGE))}, and the tables fault_tolerance and results"
     different = {key: then for key, then, _ in _differences(state.job, job)}
     for override in overrides:
         key, table = parsed(override)[0], override.partition(".")[0]
@@ -170,7 +171,7 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
 ONWARDS = "to train on, set more training.epochs than the {} behind it"
 
 
-def _is_over(state: State, job: Job) -> bool:
+def _is_over(state: SavedState, job: Job) -> bool:
     """Whether a run is finished, and how long it trains is as it was."""
     if not finished(checkpoint.results_of(state.path)):
         return False
@@ -178,7 +179,7 @@ def _is_over(state: State, job: Job) -> bool:
     return all(now[key] == then[key] for _, key in (name.split(".") for name in LENGTH))
 
 
-def _replanned(state: State, job: Job) -> str:
+def _replanned(state: SavedState, job: Job) -> str:
     """What a schedule would have made otherwise of the rates so far, had the job always been as long."""
     epochs = decisive(state.job)["training"]["epochs"]
     if epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
@@ -197,7 +198,7 @@ def _replanned(state: State, job: Job) -> str:
     return f"{text}: the rate came to {then[-1]:.4g}, planned so it would have come to {now[-1]:.4g}"
 
 
-def job_of(state: State, overrides: Sequence[str] = ()) -> Job:
+def job_of(state: SavedState, overrides: Sequence[str] = ()) -> Job:
     """The job that a checkpoint holds, changed as in `Job.load`.
 
     Raises:
@@ -211,7 +212,7 @@ def job_of(state: State, overrides: Sequence[str] = ()) -> Job:
     return Job.of(state.path, state.job, overrides)
 
 
-def fitted(state: State, job: Job) -> dict[str, Any]:
+def fitted(state: SavedState, job: Job) -> dict[str, Any]:
     """What the checkpoint decides of a job's table [cluster]: what bits depend on, but no device that the job names.
 
     Raises:
@@ -239,7 +240,7 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
         for key, value in now[table].items():
             name, before = f"{table}.{key}", ran[table][key]
             open_ = table == "cluster" and (value is None or key == "device")
-            if value != before and name not in {*CHANGEABLE, *LENGTH} and not open_:
+            if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_:
                 found.append((name, before, value))
     return found
 
@@ -254,7 +255,7 @@ class Carried(NamedTuple):
         learners: account of the learners, as far as rows tell it: `records.LEARNER`.
     """
 
-    rows: dict[Kind, Iterable[Rows]]
+    rows: dict[TableName, Iterable[Rows]]
     weights: Iterable[tuple[int, NDArray[np.float32]]]
     attributes: dict[str, Any]
     learners: Rows
@@ -295,7 +296,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "") -> C
             learners["samples"] += np.bincount(rows["learner"], rows["samples"], len(steps)).astype(np.int64)
             yield rows
 
-    def upto(table: Kind) -> Iterator[Rows]:
+    def upto(table: TableName) -> Iterator[Rows]:
         for piece in results.pieces(table):
             yield piece[piece["timestamp"] <= position.timestamp]
 
@@ -317,7 +318,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "") -> C
         row = (b"restart", -1, 0, *about, f"{text}; it {ended}".encode()[:512])
         yield np.array([row], EVENT)
 
-    rows: dict[Kind, Iterable[Rows]] = {
+    rows: dict[TableName, Iterable[Rows]] = {
         "gradients": gradients(),
         "updates": upto("updates"),
         "minibatches": minibatches(),

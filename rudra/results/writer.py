@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rudra.compute import statedict
 from rudra.compute.statedict import Named
+from rudra.core.events import TableName
 from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
@@ -25,10 +26,9 @@ from rudra.results.checkpoint import sync_directory
 FORMAT_VERSION = 6
 
 Rows = NDArray[np.void]
-Kind = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
 Status = Literal["finished", "failed", "interrupted"]
 
-GROWING: dict[Kind, np.dtype[np.void]] = {
+GROWING: dict[TableName, np.dtype[np.void]] = {
     "gradients": GRADIENT,
     "updates": UPDATE,
     "minibatches": MINIBATCH,
@@ -128,7 +128,7 @@ class ResultsWriter:
         roles: Rows | None = None,
         overwrite: bool = False,
         swmr: bool = True,
-        carried: Mapping[Kind, Iterable[Rows]] | None = None,
+        carried: Mapping[TableName, Iterable[Rows]] | None = None,
         carried_weights: Iterable[tuple[int, NDArray[np.float32]]] = (),
         state_dict: Sequence[Named] = (),
     ) -> None:
@@ -174,7 +174,7 @@ class ResultsWriter:
             made.unlink(missing_ok=True)
             raise
 
-    def append(self, kind: Kind, rows: Rows) -> None:
+    def append(self, kind: TableName, rows: Rows) -> None:
         """Takes a copy of rows of `GROWING[kind]`, shape (rows,), and flushes if it is time."""
         if rows.dtype != GROWING[kind]:
             raise TypeError(f"rows of {kind} have another dtype: {rows.dtype}")

@@ -9,7 +9,7 @@ from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.simulation.costs import CostModel
-from rudra.simulation.driver import Hands, Recorder, Simulation
+from rudra.simulation.driver import Hands, RowSink, Simulation
 from topologies import Plan
 
 Make = Callable[[int, Plan, TrainingState], Machine]
@@ -32,7 +32,7 @@ def assemble(
     job: Job,
     plan: Plan,
     hands: Hands,
-    recorder: Recorder,
+    recorder: RowSink,
     *,
     training_samples: int,
     size_bytes: int,

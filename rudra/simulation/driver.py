@@ -97,7 +97,7 @@ class Hands(Protocol):
     def perform(self, role: int, action: Local, seconds: float) -> Event | None: ...
 
 
-class Recorder(Protocol):
+class RowSink(Protocol):
     """Where the statistics server's rows go."""
 
     def record(self, action: Record) -> None: ...
@@ -208,7 +208,7 @@ class Simulation:
         plan: Plan,
         machines: Mapping[int, Machine],
         hands: Hands,
-        recorder: Recorder,
+        recorder: RowSink,
         costs: CostModel,
         *,
         size_bytes: int,

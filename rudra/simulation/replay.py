@@ -60,7 +60,7 @@ from rudra.simulation.tensors import TensorHands
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 
-CHANGEABLE = ("data.path", "training.warm_start")
+REPLAY_MAY_CHANGE = ("data.path", "training.warm_start")
 """Keys of the job that say where something is: all that a replay may change."""
 
 INDIFFERENT = (
@@ -148,7 +148,7 @@ def replay(
         until: stop after this update and write its weights; 0 is before the first.
         output: file for these weights, a state dict that `torch.load` reads; by default named after result file and
             update.
-        overrides: texts `table.key=value` for the keys in `CHANGEABLE`.
+        overrides: texts `table.key=value` for the keys in `REPLAY_MAY_CHANGE`.
         quiet: no progress bar.
         force: replace an existing `output`.
 
@@ -522,8 +522,8 @@ def _restored(results: Results, overrides: Sequence[str]) -> Job:
     tables = {table: results.job[table] for table in ("name", *DECISIVE)}
     for override in overrides:
         target, equals, value = (part.strip() for part in override.partition("="))
-        if target not in CHANGEABLE or not equals:
-            raise ConfigError(f"--set {override}: a replay changes nothing but {' and '.join(CHANGEABLE)}")
+        if target not in REPLAY_MAY_CHANGE or not equals:
+            raise ConfigError(f"--set {override}: a replay changes nothing but {' and '.join(REPLAY_MAY_CHANGE)}")
         table, _, key = target.partition(".")
         tables[table][key] = value
     try:
@@ -541,7 +541,7 @@ def _checked(results: Results, job: Job) -> Job:
     for table in DECISIVE:
         for key, value in now[table].items():
             name = f"{table}.{key}"
-            if value != then[table][key] and name not in {*unknown, *CHANGEABLE, *INDIFFERENT}:
+            if value != then[table][key] and name not in {*unknown, *REPLAY_MAY_CHANGE, *INDIFFERENT}:
                 raise ConfigError(f"{results.path}: ran with {name} = {then[table][key]}; the job given has {value}")
     return _quiet(job)
 

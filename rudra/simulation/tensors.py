@@ -27,7 +27,7 @@ from rudra.compute.executor import (
     make_executors,
 )
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import Outcome, check_batching, joint_gradient, mapped_gradients
+from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
 from rudra.compute.statedict import Named
 from rudra.core.events import Accumulate, Compute, Computed, Copy, Event, Hash, Hashed, Local, Reduce
@@ -235,7 +235,7 @@ class BigBatchHands(TensorHands):
         self._step = -1
         self._weights: Buffer | None = None
         self._gradient: Buffer | None = None
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, BatchResult] = {}
 
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
@@ -267,7 +267,7 @@ class VmapHands(TensorHands):
     def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
         super().__init__(executors, halves=halves)
         self._planned: dict[int, Compute] = {}
-        self._ready: dict[int, tuple[Buffer, Outcome]] = {}
+        self._ready: dict[int, tuple[Buffer, BatchResult]] = {}
 
     def planned(self, role: int, action: Local) -> None:
         if isinstance(action, Compute):

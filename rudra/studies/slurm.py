@@ -1,4 +1,4 @@
-"""The batch script of a job, from the templates in `slurm/templates`: its text is a pure function of a `Batch`."""
+"""The batch script of a job, from the templates in `slurm/templates`: its text is a pure function of a `BatchJob`."""
 
 import re
 import shlex
@@ -31,7 +31,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchJob:
     """All that the text of a script is made of.
 
     Attributes:
@@ -67,7 +67,7 @@ class Batch:
     restarts: int
 
 
-def script(batch: Batch) -> str:
+def script(batch: BatchJob) -> str:
     """The text of the batch script."""
     texts = {file.stem: file.read_text(encoding="utf-8") for file in data_files("slurm/templates", ".sh")}
     environment = shlex.quote(batch.environment)
@@ -94,7 +94,7 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
     return re.sub(r"@(\w+)@", lambda found: values[found[1]], template)
 
 
-def _directives(batch: Batch) -> list[str]:
+def _directives(batch: BatchJob) -> list[str]:
     told = "B:" if batch.launcher == "mpirun" else ""  # the script alone, or the ranks alone: see the templates
     options: dict[str, str | None] = {"job-name": batch.name, **batch.resources}
     if batch.points:
@@ -106,7 +106,7 @@ def _directives(batch: Batch) -> list[str]:
     return [f"#SBATCH --{key}" + ("" if value is None else f"={value}") for key, value in options.items()]
 
 
-def _run_lines(batch: Batch) -> list[str]:
+def _run_lines(batch: BatchJob) -> list[str]:
     run = shlex.join(["rudra", "run", batch.job, *batch.options])
     if not batch.points:
         return [f"results={shlex.quote(batch.output)}", f'run=({run} --output "$results" --resume)']
@@ -119,7 +119,7 @@ def _run_lines(batch: Batch) -> list[str]:
     return [f"mkdir -p {shlex.quote(batch.output)}", "case $SLURM_ARRAY_TASK_ID in", *cases, "esac", last]
 
 
-def _srun(batch: Batch) -> str:
+def _srun(batch: BatchJob) -> str:
     # As with mpirun, ranks are not bound to cores: the job says how many threads each has.
     options = [f"--mpi={batch.mpi}", "--cpu-bind=none", "--kill-on-bad-exit=1"]
     cpus = batch.resources.get("cpus-per-task")

@@ -15,7 +15,7 @@ from rudra.errors import ConfigError, LaunchError, ResultsError
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
 from rudra.mpi.launch import find_mpirun, is_open_mpi
-from rudra.studies.slurm import NAMED, WARNING_S, Batch, Launcher, Mpi, Point, script, time_limit_s
+from rudra.studies.slurm import NAMED, WARNING_S, BatchJob, Launcher, Mpi, Point, script, time_limit_s
 
 if TYPE_CHECKING:
     from rudra.studies.sweep import Sweep
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch, "Sweep | None", list[str]]:
+def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[BatchJob, "Sweep | None", list[str]]:
     """What a command line asks for.
 
     Args:
@@ -91,7 +91,7 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
         notes.append("GPUs are asked for, but cluster.device is 'cpu'")
     if not asked and job.cluster.device == "cuda":
         notes.append("cluster.device is 'cuda', but no GPUs are asked for; --gpus says how many")
-    batch = Batch(
+    batch = BatchJob(
         about=f"{arguments.job} by {launcher}: {about}",
         command=("rudra", *argv),
         file=str(arguments.script or Path(f"{output.stem}.sh")),

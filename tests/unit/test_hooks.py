@@ -14,7 +14,7 @@ from rudra.core.layout import Entry
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.results.checkpoint import State
+from rudra.results.checkpoint import SavedState
 from rudra.results.recorder import python_objects
 from rudra.results.resume import job_of
 from topologies import Plan
@@ -163,7 +163,7 @@ def test_weights_are_views_that_cannot_be_written() -> None:
 def test_hooks_that_a_file_cannot_hold_are_listed(call: Any, options: dict[str, Any], expected: str) -> None:
     made = job({"at": "end", "call": hook}, {"at": "end", "call": call, "options": options})
     assert ", ".join(python_objects(made)) == expected
-    told = State(Path("a.ckpt"), BEGINNING, json.loads(made.to_json()), {"python_objects": expected})
+    told = SavedState(Path("a.ckpt"), BEGINNING, json.loads(made.to_json()), {"python_objects": expected})
     if expected:
         with pytest.raises(ConfigError, match=r"hooks\.1\.call.* was given as a Python object"):
             job_of(told)

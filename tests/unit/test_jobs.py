@@ -44,7 +44,7 @@ def test_a_shipped_job_can_be_run(file: Path) -> None:
     check(job)
     module = models.build(job.model, DATA[job.data.name], job.training.seed)
     task = tasks.make(job.task, DATA[job.data.name].classes)
-    models.check_output(module, task, DATA[job.data.name])
+    models.check_model_output(module, task, DATA[job.data.name])
     UpdateRule(job.optimizer, torch.zeros(100))
 
 

@@ -11,7 +11,7 @@ import pytest
 from rudra.errors import LaunchError
 from rudra.job.job import Job
 from rudra.mpi.launch import STARTS, WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
-from rudra.mpi.relay import DIED, MORE, START_LINE, Relay, end_line, exit_line, explain
+from rudra.mpi.relay import DIED, START_LINE, UNENDED, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + RULE
@@ -79,9 +79,9 @@ def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: py
     ("raw", "shown", "banners", "reported"),
     [
         (b"plain\n", b"plain\n", 0, False),
-        (b"\rbar 1" + MORE + b"\rbar 2" + MORE + b"\n", b"\rbar 1\rbar 2\n", 0, False),
+        (b"\rbar 1" + UNENDED + b"\rbar 2" + UNENDED + b"\n", b"\rbar 1\rbar 2\n", 0, False),
         (b"rudra: rank 1: bad\n", b"rudra: rank 1: bad\n", 0, True),
-        (b"\rbar" + MORE + b"\rrudra: bad\n", b"\rbar\rrudra: bad\n", 0, True),
+        (b"\rbar" + UNENDED + b"\rrudra: bad\n", b"\rbar\rrudra: bad\n", 0, True),
         (b"a\n" + ABORT + b"\0", b"a\n", 1, False),
         (ABORT + KILLED + b"b\n", b"b\n", 2, False),
         (b"unfinished" + EXITED + b"end", b"unfinishedend", 1, False),
@@ -132,7 +132,7 @@ def test_what_mpi_says_while_it_starts_is_shown_if_it_has_started() -> None:
 def test_ranks_have_words_for_the_launcher() -> None:
     out: list[bytes] = []
     relay = Relay(out.append)
-    relay.feed(START_LINE + b"\rbar" + MORE + START_LINE + b"unfinished" + end_line(0) + b"rudra: so slow\n")
+    relay.feed(START_LINE + b"\rbar" + UNENDED + START_LINE + b"unfinished" + end_line(0) + b"rudra: so slow\n")
     assert (relay.started, relay.ends, relay.code, relay.explained) == (2, [0], None, False)
     relay.feed(b"rudra: rank 2 " + DIED.encode() + b"\n")
     assert relay.explained
@@ -210,6 +210,7 @@ def test_an_mpirun_that_another_one_disturbed_is_started_again(
     mpirun.write_text(STAND_IN.format(python=sys.executable, deed=f"{deed}say({START_LINE + end_line(0)!r})"))
     mpirun.chmod(0o755)
     monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpi.launch.fork_server", lambda: nullcontext(WORKER))
     assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server"], payload=None).code == code
     assert starts.stat().st_size == min(collisions + 1, STARTS)
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import GradientSource, Outcome, evaluate
-from rudra.compute.models import build, check_output
+from rudra.compute.gradients import BatchResult, GradientSource, evaluate
+from rudra.compute.models import build, check_model_output
 from rudra.compute.tasks import Classification
 from rudra.data.load import Split, load
 from rudra.data.sampling import Sampler
@@ -26,7 +26,7 @@ def tiny() -> tuple[FlatModel, Split]:
     return FlatModel(nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 3))), split
 
 
-def gradients(steps: list[int], *, prefetch: bool, learner: int = 0) -> list[tuple[Outcome, list[float]]]:
+def gradients(steps: list[int], *, prefetch: bool, learner: int = 0) -> list[tuple[BatchResult, list[float]]]:
     model, split = tiny()
     source = GradientSource(JOB, learner, model, split, prefetch=prefetch)
     weights, found = torch.linspace(-1, 1, model.size), []
@@ -134,7 +134,7 @@ def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> N
     _, test, info, _ = load(DataTable(name="digits"), train=False)
     assert test is not None
     module = build(ModelTable(name="mlp"), info, 3)
-    check_output(module, Classification(info.classes), info)
+    check_model_output(module, Classification(info.classes), info)
     model = FlatModel(module)
     weights = torch.empty(model.size)
     model.read_into(weights)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rudra.compute.models import build, check_output
+from rudra.compute.models import build, check_model_output
 from rudra.compute.tasks import Classification
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
@@ -40,7 +40,7 @@ def parameters(model: nn.Module) -> int:
 )
 def test_sizes_and_fit(table: dict[str, Any], data: DataInfo, count: int) -> None:
     model = build(ModelTable(**table), data, 0)
-    check_output(model, Classification(data.classes), data)
+    check_model_output(model, Classification(data.classes), data)
     assert parameters(model) == count
     assert model.training
 
@@ -125,7 +125,7 @@ def test_mistakes_in_the_model_table(table: dict[str, Any], message: str) -> Non
 )
 def test_outputs_that_do_not_fit(model: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        check_output(model(), Classification(10), info(4))
+        check_model_output(model(), Classification(10), info(4))
     assert "\n" not in str(raised.value)
 
 
@@ -149,14 +149,14 @@ def test_a_model_that_changes_its_own_weights_is_refused() -> None:
     example = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     data = DataInfo("tokens", 100, 10, (4,), 10, example)
     with pytest.raises(ConfigError, match=r"\[model\] changes 1.weight in `forward`, as an Embedding with max_norm"):
-        check_output(model, Classification(10), data)
+        check_model_output(model, Classification(10), data)
 
 
 def test_check_output_leaves_no_trace() -> None:
     model = Remembering()
     buffers = dict(model.named_buffers())
     values = {name: buffer.clone() for name, buffer in buffers.items()}
-    check_output(model, Classification(10), info(4))
+    check_model_output(model, Classification(10), info(4))
     assert model.training
     for name, buffer in model.named_buffers():
         assert buffer is buffers[name]

@@ -26,7 +26,7 @@ from rudra.report.panels import lines_of
 from rudra.report.runs import Study, collect, read
 from rudra.report.sections import sections_of
 from rudra.report.svg import inline
-from rudra.report.tables import Table, comparison, form_of, speed_up, summary
+from rudra.report.tables import ReportTable, comparison, form_of, speed_up, summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -500,7 +500,7 @@ def test_a_report_says_where_rates_differ_beside_what_is_compared(tmp_path: Path
 
 
 def test_numbers_of_a_column_have_one_format() -> None:
-    table = Table("x", ("s", "loss", "count", "n"), [(36.2, 2.5, 1444, 2.0), (9.254, 0.0134, 7, 10.0)], {})
+    table = ReportTable("x", ("s", "loss", "count", "n"), [(36.2, 2.5, 1444, 2.0), (9.254, 0.0134, 7, 10.0)], {})
     assert [[text for text, *_ in table.cells(row)] for row in table.rows] == [
         ["36.20", "2.5000", "1,444", "2"],
         ["9.25", "0.0134", "7", "10"],

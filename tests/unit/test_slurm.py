@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from rudra.cli.main import main
-from rudra.studies.slurm import Batch, Point, script, time_limit_s
+from rudra.studies.slurm import BatchJob, Point, script, time_limit_s
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "slurm").glob("*.sh"))
-BATCH = Batch(
+BATCH = BatchJob(
     about="four",
     command=("rudra", "slurm", "digits"),
     file="a.sh",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from rudra.compute import tasks
-from rudra.compute.models import check_output
+from rudra.compute.models import check_model_output
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.job.tables import TaskTable
@@ -196,4 +196,4 @@ def test_a_loss_must_be_one_number() -> None:
 def test_targets_that_do_not_fit_the_task(table: dict[str, Any], target: torch.Tensor, message: str) -> None:
     info = DataInfo("x", 10, 5, (3,), 8, (torch.zeros(1, 3), torch.zeros_like(target[:1])))
     with pytest.raises(ConfigError, match=message):
-        check_output(nn.Linear(3, 8), tasks.make(TaskTable(**table), 8), info)
+        check_model_output(nn.Linear(3, 8), tasks.make(TaskTable(**table), 8), info)
