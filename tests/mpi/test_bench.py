@@ -4,13 +4,13 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from compiler import needs_compiler
 
 from rudra.bench import BENCHMARKS
+from tests import forks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(260)]
 
@@ -26,7 +26,7 @@ NEEDS = {"compile": needs_compiler, "studies": needs_data}
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])
 def test_a_benchmark_prints_ratios_and_goals(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rudra", "bench", name, "--quick", "--json"]
+    command = [*forks.rudra(), "bench", name, "--quick", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "RUDRA_DATA": str(DATA)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, "")
