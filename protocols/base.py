@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -73,7 +73,7 @@ class Protocol:
 
 
 def make(
-    name: str | Callable[..., Protocol],
+    protocol: str | Callable[..., Protocol],
     *,
     learners: int,
     minibatch_size: float,
@@ -86,7 +86,7 @@ def make(
     """Makes a protocol ready for use.
 
     Args:
-        name: a module of this package, or a class (or callable) that gives a `Protocol`.
+        protocol: a class (or callable) that gives a `Protocol`, or the name of a shipped one.
         learners: λ.
         minibatch_size: μ; of a compute group kμ.
         n: the splitting parameter, for protocols that take one.
@@ -96,21 +96,13 @@ def make(
         options: further keyword arguments of the class.
 
     Raises:
-        ValueError: unknown name, n out of range, a modulation that does not fit, or a class that breaks the rules of
+        KeyError: unknown name.
+        ValueError: n out of range, a modulation that does not fit, or a class that breaks the rules of
             `Protocol`; one line.
     """
-    if isinstance(name, str):
-        known = shipped()
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            valid = f"{', '.join(known)} or package.module:class{hint}"
-            raise ValueError(f"[protocol] name: '{name}' is unknown; valid: {valid}")
-        module = importlib.import_module(f"protocols.{known[name]}")
-        factory: Callable[..., Protocol] = module.PROTOCOL
-    else:
-        factory = name
-        name = getattr(factory, "__qualname__", repr(factory))
+    factory = shipped()[protocol] if isinstance(protocol, str) else protocol
+    own = {id(of): known for known, of in shipped().items()}
+    name = str(own.get(id(factory)) or getattr(factory, "__qualname__", repr(factory)))
     arguments = dict(options or {})
     if "n" in arguments:
         raise ValueError("[protocol] options.n is not possible; n is a key of [protocol] itself")
@@ -118,20 +110,20 @@ def make(
         arguments["n"] = n
     _check_arguments(name, factory, learners, arguments)
     try:
-        protocol = factory(learners, **arguments)
-        _check(protocol)
+        made = factory(learners, **arguments)
+        _check(made)
     except ValueError as error:
         raise ValueError(f"[protocol] {error if name in shipped() else f'{name}: {error}'}") from None
-    key = protocol.default_modulation if modulation == "auto" else modulation
-    if key not in protocol.modulations:
-        raise ValueError(f"[protocol] modulation '{key}' does not fit {name}; valid: {', '.join(protocol.modulations)}")
+    key = made.default_modulation if modulation == "auto" else modulation
+    if key not in made.modulations:
+        raise ValueError(f"[protocol] modulation '{key}' does not fit {name}; valid: {', '.join(made.modulations)}")
     if key == "gradient_staleness" and scale_invariant_optimizer:
         raise ValueError(
             f"[protocol] modulation 'gradient_staleness' has no effect with {scale_invariant_optimizer}, "
             "whose step ignores the gradient's scale; use sgd, or modulation 'mean_staleness'"
         )
-    protocol.modulation = MODULATIONS[key](learners, minibatch_size, protocol.n, reference_batch_size)
-    return protocol
+    made.modulation = MODULATIONS[key](learners, minibatch_size, made.n, reference_batch_size)
+    return made
 
 
 def _check_arguments(name: str, factory: object, learners: int, arguments: Mapping[str, Any]) -> None:
@@ -165,7 +157,8 @@ def _check(protocol: object) -> None:
         raise ValueError(f"gradients_per_update = {c}; an ordered protocol takes one of each, so {protocol.learners}")
 
 
-def shipped() -> dict[str, str]:
-    """Name -> module of every protocol in this package ("async" is a keyword, so its module is async_)."""
-    modules = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return {m.rstrip("_"): m for m in sorted(modules) if m not in {"base", "modulation"}}
+@cache
+def shipped() -> dict[str, Callable[..., Protocol]]:
+    """Name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
+    names = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in {"base", "modulation"})
+    return {name.rstrip("_"): importlib.import_module(f"protocols.{name}").PROTOCOL for name in sorted(names)}

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.job.job import Job
 from rudra.job.simulation import DEFAULTS
+from rudra.log import log
 from rudra.machine import cores
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, default_output, open_results
@@ -70,7 +71,7 @@ def run(
         begin = decide(job, named, wanted, force=force, named=lambda: default_output(job.name, now=datetime.now()))
         path = begin.output
         if begin.text:
-            print(f"rudra: {begin.text}", file=sys.stderr)
+            log.info(begin.text)
         if begin.finished:
             return open_results(path)
         check_output(path, begin.overwrite or begin.checkpoint is not None)
@@ -98,7 +99,7 @@ def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool
         if not outcome.lost or restart == job.fault_tolerance.restarts:
             break
         begin = decide(job, path, True, force=False, named=lambda: path)
-        print(f"rudra: restart {restart + 1} of {job.fault_tolerance.restarts}: {begin.text}", file=sys.stderr)
+        log.warning(f"restart {restart + 1} of {job.fault_tolerance.restarts}: {begin.text}")
     return outcome.code
 
 
@@ -110,14 +111,15 @@ def simulate(
     from rudra.core.messages import tail_bytes
     from rudra.results.progress import Progress
     from rudra.results.recorder import Recorder, make_writer
-    from rudra.simulation import costs, tensors
+    from rudra.simulation import costs
     from rudra.simulation.assembly import assemble
+    from rudra.simulation.tensors import find_device, make_cluster
 
     path = _output(job, output, force)
     measured = costs.source(job)
     job = costs.load(job.resolved(cores=cores()))
     if job.simulation.tensors:
-        job = job.with_(cluster={"device": tensors.find_device(job).type})
+        job = job.with_(cluster={"device": find_device(job).type})
     elif job.hooks:
         raise ConfigError(
             "[hooks]: [simulation] tensors = false trains nothing, so nothing calls them; valid: no hooks"
@@ -126,7 +128,7 @@ def simulate(
         job = job.with_(cluster={"device": "cpu"}, training={"evaluate": False})
     plan = job.plan(costs.places(job))
     with torch_as_in(job):
-        cluster = tensors.make(job, plan)
+        cluster = make_cluster(job, plan)
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
         unsaved = job.with_(results={"checkpoint_every": "never"})
         writer = make_writer(
@@ -150,7 +152,7 @@ def simulate(
             recorder = Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None)
             size_bytes = cluster.size * 4 + tail_bytes(1)
             simulation = assemble(
-                unsaved, plan, cluster.hands, recorder, training_samples=samples, size_bytes=size_bytes
+                unsaved, plan, cluster.tensors, recorder, training_samples=samples, size_bytes=size_bytes
             )
             try:
                 with _told_to_end():

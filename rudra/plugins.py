@@ -16,6 +16,8 @@ OURS = {"rudra", "protocols", "topologies"}
 def resolve(name: str) -> object:
     """The object that `package.module:attribute` names.
 
+    `pkgutil.resolve_name` does not tell a module that is missing from one that imports what is missing.
+
     Raises:
         ConfigError: the text is no such name, the module is not on `sys.path`, or it has no such attribute. Whatever
             else the module raises while it is imported comes through, as it is the user's own code.

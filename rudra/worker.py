@@ -56,6 +56,7 @@ def main(file: str) -> int:
     with Path(file).open("rb") as stream:  # not the fork server's, where ranks would share one position
         sys.path[:] = pickle.load(stream)
         from rudra.errors import LaunchError
+        from rudra.log import log
         from rudra.mpi.launch import let_rank0_report, world_rank
         from rudra.mpi.relay import START_LINE, UNENDED
         from rudra.mpi.start import start_mpi
@@ -65,7 +66,7 @@ def main(file: str) -> int:
             start_mpi()
         except LaunchError as error:  # the same on every rank
             if world_rank() == 0:
-                print(f"rudra: {error}", file=sys.stderr)
+                log.error(error)
             let_rank0_report(error.exit_code)
             return error.exit_code
         os.write(2, START_LINE)
@@ -94,6 +95,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     """What this rank is to run; None if some rank could not load it, of which the first one says why."""
     from mpi4py import MPI
 
+    from rudra.log import log
     from rudra.mpi.failures import abort_on_dead_rank
 
     run: Callable[[], int] | None = None
@@ -108,8 +110,8 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
             def run() -> int:
                 return run_ranks(**payload)[0]
     except Exception as error:  # a module of the user's that is not there, or does not work
-        report = f"rudra: rank {MPI.COMM_WORLD.rank} cannot load the job: {type(error).__name__}: {error}\n"
-        report += traceback.format_exc()
+        report = f"rank {MPI.COMM_WORLD.rank} cannot load the job: {type(error).__name__}: {error}\n"
+        report += traceback.format_exc().rstrip("\n")
     with abort_on_dead_rank():
         reports = MPI.COMM_WORLD.allgather(report)
     if MPI.COMM_WORLD.rank == 0:  # all have read it; the launcher may be killed
@@ -117,7 +119,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
             os.unlink(stream.name)
     first = next((rank for rank, text in enumerate(reports) if text), None)
     if first == MPI.COMM_WORLD.rank:
-        print(report, end="", file=sys.stderr)
+        log.error(report)
     return run if first is None else None
 
 

@@ -6,9 +6,9 @@ import pkgutil
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, Self
 
 PARAMETER_SERVER = "parameter server"
@@ -31,25 +31,46 @@ class RoleKind(NamedTuple):
     """What is true of all roles of a kind.
 
     Attributes:
+        machine: its state machine, as `package.module:class`.
+        executor: what does its local actions, named so, too.
         numbered: there may be several, which their names tell apart.
         serves: takes messages of many, one at a time, for each of which it has something to do.
         trains: computes gradients.
         tests: tests weights; nobody's gradients or weights come from it.
+        updates: has weights that it updates.
+        pushes_at_once: what it trains with is current, and a gradient is pushed as soon as it is ready.
     """
 
+    machine: str
+    executor: str
     numbered: bool = False
     serves: bool = False
     trains: bool = False
     tests: bool = False
+    updates: bool = False
+    pushes_at_once: bool = False
 
+
+_EXECUTORS = "rudra.compute.executor"
 
 KINDS = {
-    PARAMETER_SERVER: RoleKind(serves=True),
-    TREE_SERVER: RoleKind(serves=True, numbered=True),
-    STATISTICS_SERVER: RoleKind(tests=True),
-    LEARNER: RoleKind(trains=True, numbered=True),
+    PARAMETER_SERVER: RoleKind(
+        "rudra.roles.server:ParameterServer", f"{_EXECUTORS}:ServerExecutor", serves=True, updates=True
+    ),
+    TREE_SERVER: RoleKind("rudra.roles.tree:TreeServer", f"{_EXECUTORS}:AveragingExecutor", serves=True, numbered=True),
+    STATISTICS_SERVER: RoleKind(
+        "rudra.roles.statistics:StatisticsServer", f"{_EXECUTORS}:StatisticsExecutor", tests=True
+    ),
+    LEARNER: RoleKind(
+        "rudra.roles.learner:Learner", f"{_EXECUTORS}:LearnerExecutor", numbered=True, trains=True, pushes_at_once=True
+    ),
 }
-"""All kinds of roles that there are."""
+"""All kinds of roles that there are, as files and people name them."""
+
+OVERLAPPED = KINDS[LEARNER]._replace(machine="rudra.roles.overlapped:OverlappedLearner", pushes_at_once=False)
+GROUPED = KINDS[LEARNER]._replace(machine="rudra.roles.group:GroupLearner", pushes_at_once=False)
+REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXECUTORS}:ReplicaExecutor", updates=True)
+"""What learners are in plans that overlap, with compute groups, and without a parameter server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +197,18 @@ class Plan:
     def served(self) -> bool:
         """Whether there is a parameter server; else every learner updates weights of its own, all alike."""
         return bool(self._ids(PARAMETER_SERVER))
+
+    def about(self, role: int) -> RoleKind:
+        """What a role is in this plan."""
+        if not self.roles[role].about.trains:
+            return self.roles[role].about
+        return self._learner_kind
+
+    @cached_property
+    def _learner_kind(self) -> RoleKind:
+        if not self.served:
+            return REPLICA
+        return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
 
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
         """Ids of the roles that a rank hosts."""
@@ -374,27 +407,21 @@ def _nodes_of_ranks(plan: Plan, sizes: Sequence[int]) -> dict[int, int]:
     return {rank: next(anywhere, full) if node == ELSEWHERE else node for rank, node in wanted.items()}
 
 
-def load(name: Any, options: Mapping[str, Any] | None = None) -> Topology:
-    """Finds a topology.
+def load(topology: Any, options: Mapping[str, Any] | None = None) -> Topology:
+    """Binds a topology to its options.
 
     Args:
-        name: a module of this package, or an object with the function `plan`.
+        topology: an object with the function `plan`, or the name of a shipped one.
         options: keyword arguments for it.
 
     Raises:
-        ValueError: unknown name, an object without the function, or options that it does not take.
+        KeyError: unknown name.
+        ValueError: an object without the function, or options that it does not take.
     """
-    source: Any = name
-    if isinstance(name, str):
-        known = shipped()
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            valid = f"{', '.join(known)} or package.module:object{hint}"
-            raise ValueError(f"[topology] name: '{name}' is unknown; valid: {valid}")
-        source = importlib.import_module(f"topologies.{known[name]}")
+    source = shipped()[topology] if isinstance(topology, str) else topology
     bound = dict(options or {})
-    text = name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
+    own = {id(of): name for name, of in shipped().items()}
+    text = str(own.get(id(source)) or getattr(source, "__name__", type(source).__name__))
     if not callable(getattr(source, "plan", None)):
         raise ValueError(f"[topology] name: {text} has no function plan")
     try:
@@ -404,7 +431,8 @@ def load(name: Any, options: Mapping[str, Any] | None = None) -> Topology:
     return Topology(text, partial(source.plan, **bound))
 
 
-def shipped() -> dict[str, str]:
+@cache
+def shipped() -> dict[str, ModuleType]:
     """Name -> module of the topologies in this package ("adv*" is no name for a module, so its is adv_star)."""
-    modules = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    return {m.replace("_star", "*"): m for m in sorted(modules) if m not in {"plan", "tree"}}
+    names = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in {"plan", "tree"})
+    return {name.replace("_star", "*"): importlib.import_module(f"topologies.{name}") for name in sorted(names)}

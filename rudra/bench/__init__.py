@@ -5,13 +5,13 @@ import importlib
 import json
 import os
 import platform
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 from rudra.bench.phases import PLACES
 from rudra.findings import Report
+from rudra.log import log
 from rudra.machine import cores
 
 BENCHMARKS = {  # name -> what it compares, and the goal
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     for name in arguments.names:
         load = os.getloadavg()[0]
         if load > 0.3 * cores() and not arguments.quick:
-            print(f"rudra: warning: the machine is busy (load {load:.1f}); figures may be off", file=sys.stderr)
+            log.warning(f"warning: the machine is busy (load {load:.1f}); figures may be off")
         report: Report = importlib.import_module(f"rudra.bench.{name}").run(quick=arguments.quick, **more)
         if arguments.json:
             print(json.dumps({"benchmark": name, "quick": arguments.quick, **_machine(load), **report.as_dict()}))

@@ -35,7 +35,7 @@ from rudra.data.load import DataInfo, Samples, load
 from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.simulation.assembly import assemble
-from rudra.simulation.tensors import TensorHands
+from rudra.simulation.tensors import RealTensors
 
 GROUPS = (1, 2, 4, 8, 16)
 TIMES: dict[str, dict[str, Any]] = {
@@ -194,8 +194,8 @@ def _job(problem: Problem, groups: int, times: str, rate: float, seed: int, n: i
     )
 
 
-class _Watched(TensorHands):
-    """Calls `moved` after each update of the weights, which only hands see."""
+class _Watched(RealTensors):
+    """Calls `moved` after each update of the weights, which only what holds the tensors sees."""
 
     moved: Callable[[], None]
 
@@ -232,12 +232,12 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
         executors: dict[int, Executor] = make_executors(
             job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False
         )
-        hands, rows = _Watched(executors), _Staleness()
+        tensors, rows = _Watched(executors), _Staleness()
         weights = executors[plan.server].buffer("weights")
         path = [weights.vector.clone()]
-        hands.moved = lambda: path.append(executors[plan.server].buffer("weights").vector.clone())
+        tensors.moved = lambda: path.append(executors[plan.server].buffer("weights").vector.clone())
         samples = updates * per_update * job.training.minibatch_size
-        assemble(job, plan, hands, rows, training_samples=samples, size_bytes=4).run()
+        assemble(job, plan, tensors, rows, training_samples=samples, size_bytes=4).run()
         gradients = _full_gradients(job, info, train, path[:-1])
     steps = torch.stack(path).double().diff(dim=0).numpy()
     return steps, gradients, float(np.concatenate(rows.found).mean())

@@ -23,6 +23,7 @@ from rudra.bench.hosts import missing, two_hosts
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.compute.executor import LearnerExecutor, make_executors
 from rudra.core.events import Compute
+from rudra.core.records import TIMES
 from rudra.data.load import load
 from rudra.findings import Goal, Report, Spread, ratios, spread
 from rudra.job.job import Job
@@ -134,7 +135,7 @@ def measure(comm: "MPI.Comm", directory: Path, count: int, steps: int, rounds: i
 def _of_learner(rows: np.ndarray[Any, np.dtype[np.void]]) -> dict[str, float]:
     """Overlap, time of a step and of a gradient, without the first few and the last."""
     pushed = rows[rows["step"] >= 0][WARM_UP:-1]
-    waited = sum(pushed[name].sum() for name in ("push_s", "wait_s", "pull_s"))
+    waited = sum(pushed[name].sum() for name in TIMES[1:])
     begins = pushed["time_s"] - pushed["compute_s"]
     return {
         "step_s": float((begins[-1] - begins[0]) / (len(begins) - 1)),

@@ -2,7 +2,6 @@
 
 import json
 import struct
-import sys
 import tempfile
 import time
 import traceback
@@ -20,6 +19,7 @@ from torch.utils.data import TensorDataset
 from rudra.compute import networks
 from rudra.errors import RunError
 from rudra.job.job import Job
+from rudra.log import log
 from rudra.mpi.launch import launch
 from rudra.mpi.session import rest
 from rudra.results.reader import Results, open_results
@@ -70,7 +70,7 @@ def _rank(measure: Measure, directory: Path, arguments: dict[str, Any]) -> int:
         if gathered is not None:
             (directory / "figures.json").write_text(json.dumps(gathered))
     except BaseException:  # the others wait for this rank
-        print(f"rudra: rank {comm.rank} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        log.error(f"rank {comm.rank} failed\n{traceback.format_exc()}")
         comm.Abort(1)
     return 0
 

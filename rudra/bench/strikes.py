@@ -181,14 +181,14 @@ def _halts(rank: Any, role: int, action: Action) -> bool:
 
 def _at_update(timestamp: int) -> Callable[[Any, int, Event], bool]:
     def due(rank: Any, role: int, event: Event) -> bool:
-        return bool(role == rank._plan.server and isinstance(event, Updated) and event.timestamp == timestamp)
+        return bool(role == rank.plan.server and isinstance(event, Updated) and event.timestamp == timestamp)
 
     return due
 
 
 def _all_applied(rank: Any, role: int, event: Event) -> bool:
     machine = rank._machines[role]
-    return bool(role == rank._plan.server and machine.epoch == machine.epochs)
+    return bool(role == rank.plan.server and machine.ledger.over)
 
 
 def _first_account(rank: Any, role: int, event: Event) -> bool:
@@ -196,7 +196,7 @@ def _first_account(rank: Any, role: int, event: Event) -> bool:
 
 
 def _first_test(rank: Any, role: int, event: Event) -> bool:
-    return role == rank._plan.statistics and isinstance(event, Hashed)
+    return role == rank.plan.statistics and isinstance(event, Hashed)
 
 
 MOMENTS = {

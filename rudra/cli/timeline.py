@@ -1,10 +1,10 @@
 """`rudra timeline`."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from rudra.cli.options import beside, force_option
+from rudra.log import log
 
 SUMMARY = "write a run as a trace for Perfetto or Chrome"
 
@@ -30,9 +30,7 @@ def execute(arguments: argparse.Namespace) -> int:
     output = arguments.output or beside(arguments.file, ".trace.json")
     with rudra.open_results(arguments.file) as results:
         if not results.job.get("results", {}).get("minibatches", True):
-            print(
-                f"rudra: {arguments.file}: holds no times of learners: [results] minibatches = false", file=sys.stderr
-            )
+            log.warning(f"{arguments.file}: holds no times of learners: [results] minibatches = false")
         with tqdm(unit=" rows", desc=output.name, leave=False, disable=None) as bar:
             events = write_timeline(results, output, bar.update, force=arguments.force)
     print(f"wrote {output}: {events:,} events")

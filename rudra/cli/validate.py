@@ -1,10 +1,10 @@
 """`rudra validate`."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from rudra.cli.options import counted, job_of, job_options, protocol_text
+from rudra.log import log
 from rudra.machine import cores
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def execute(arguments: argparse.Namespace) -> int:
         lines["momentum"] = _momentum_text(job, plan, protocol)
         if not job.explicit_momentum(plan):
             text = "so much asynchrony leaves no explicit momentum, and may act like more than was asked for"
-            print(f"rudra: {arguments.job}: [optimizer] momentum_correction: {text}", file=sys.stderr)
+            log.warning(f"{arguments.job}: [optimizer] momentum_correction: {text}")
     if not arguments.syntax:
         lines |= _rehearsed(job, plan)
     print(f"{arguments.job}: valid")
@@ -83,7 +83,7 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
 
     found = rehearse(job, plan)
     if text := too_few(job, found.samples.training):
-        print(f"rudra: {job.name}: {text}", file=sys.stderr)
+        log.warning(f"{job.name}: {text}")
     tested = ", ".join(found.metrics)
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
     return {

@@ -1,4 +1,4 @@
-"""The hands of a role: buffers, and the arithmetic that its actions ask for. Both drivers use it."""
+"""What a role works with: buffers, and the arithmetic that its actions ask for. Both drivers use it."""
 
 import hashlib
 import time
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rudra import plugins
 from rudra.compute import models, tasks
 from rudra.compute.devices import CPU, Placing, Stage, finish, page_locked
 from rudra.compute.flat import FlatModel, sha256
@@ -41,7 +42,6 @@ from rudra.errors import CheckpointError, ConfigError
 from rudra.job.job import Job
 from rudra.job.target import Target
 from topologies import Plan
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 CACHE_LINE = 64
 EXPONENT = 2
@@ -308,7 +308,7 @@ class Executor:
 
 
 class AveragingExecutor(Executor):
-    """Adds gradients: the hands of a server."""
+    """Adds gradients, for a server."""
 
     def accumulate(self, action: Accumulate) -> None:
         into, gradient = self.buffer(action.into).vector, self.buffer(action.gradient).vector
@@ -403,7 +403,7 @@ class OwnerExecutor(Executor):
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):
-    """Hands of the parameter server.
+    """What the parameter server works with.
 
     Copies of the weights that go down the weights' tree are made when they must be: until the next update, the weights
     themselves will do.
@@ -443,15 +443,15 @@ class LearnerExecutor(Executor):
     """Computes gradients.
 
     Attributes:
-        plain: a gradient is pushed as soon as it is ready, and no mini-batch begins with weights that are not current.
+        pushes_at_once: a gradient is pushed as soon as it is ready, and what computes it is current.
     """
 
     source: GradientSource
-    plain = True
+    pushes_at_once = True
 
-    def learn(self, source: GradientSource, *, plain: bool) -> None:
+    def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """What computes, and how its learner goes about it."""
-        self.source, self.plain = source, plain
+        self.source, self.pushes_at_once = source, pushes_at_once
 
     def prepare(self) -> None:
         super().prepare()
@@ -483,7 +483,7 @@ class LearnerExecutor(Executor):
 
 
 class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
-    """Hands of a learner that updates weights of its own."""
+    """What a learner works with that updates weights of its own."""
 
 
 class StatisticsExecutor(Executor):
@@ -512,14 +512,6 @@ class StatisticsExecutor(Executor):
                 else:
                     scores.append(score)
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
-
-
-_EXECUTORS: dict[str, type[Executor]] = {
-    PARAMETER_SERVER: ServerExecutor,
-    TREE_SERVER: AveragingExecutor,
-    STATISTICS_SERVER: StatisticsExecutor,
-    LEARNER: LearnerExecutor,
-}
 
 
 def average(into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int]) -> None:
@@ -572,7 +564,7 @@ def make_executors(
             options are wrong, or there is no such hook.
     """
     task = tasks.make(job.task, data.info.classes)
-    kinds = [plan.roles[role].about for role in roles]
+    kinds = [plan.about(role) for role in roles]
     trains = any(kind.trains for kind in kinds)
     compiled = job.training.compile and trains
 
@@ -595,25 +587,24 @@ def make_executors(
     made: dict[int, Executor] = {}
     hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:
-        kind = plan.roles[role].kind
-        computes = not plan.roles[role].about.serves
+        kind = plan.about(role)
+        computes = not kind.serves
         stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
         direct = placing == "direct" and computes
         where = flat.device if placing == "device" or direct else CPU
         about = (flat.layout, flat.size, flat.parameter_count, plan.max_gradients_per_message, where, stage)
-        replica = kind == LEARNER and not plan.served
-        tests_nothing = kind == STATISTICS_SERVER and data.test is None
-        cls = ReplicaExecutor if replica else Executor if tests_nothing else _EXECUTORS[kind]
-        executor = cls(*about, direct=direct)
+        cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
+        assert isinstance(cls, type)
+        executor: Executor = cls(*about, direct=direct)
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             source = GradientSource(job, plan.roles[role].index, flat, data.training, prefetch=prefetch)
-            executor.learn(source, plain=not (plan.overlapped or plan.groups))
+            executor.learn(source, pushes_at_once=kind.pushes_at_once)
         if isinstance(executor, StatisticsExecutor):
             executor.test(job, flat, data.tests)
-        if kind == STATISTICS_SERVER:
+        if kind.tests:
             executor.state_dict = flat.state_dict()
         executor.hooks = hooks.get(role)
         made[role] = executor

@@ -8,8 +8,9 @@ import torch
 from protocols import Protocol
 from rudra.core.schedule import Schedule
 from rudra.errors import ConfigError
-from rudra.job.job import Job, find
+from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
+from rudra.plugins import choose
 from topologies import Plan
 
 
@@ -65,9 +66,10 @@ def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
 def _stepped(table: OptimizerTable, epochs: int) -> tuple[float, ...]:
     """What one of torch's schedulers gives for each epoch, or each update."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=table.learning_rate)
-    make, options = find("[optimizer] schedule", table.schedule), table.schedule_options
+    shipped = {"cosine": torch.optim.lr_scheduler.CosineAnnealingLR}
+    make, options = choose("[optimizer] schedule", table.schedule, shipped), table.schedule_options
     if table.schedule == "cosine":
-        make, options = torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": epochs, **options}
+        options = {"T_max": epochs, **options}
     try:
         takes = inspect.signature(make).parameters if callable(make) else ()
         if "total_steps" in takes and not options.keys() & {"total_steps", "epochs"}:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from msgspec import Struct
 
-from rudra.core.messages import Message, Rows
+from rudra.core.messages import Message, Rows, Word
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from topologies import Plan
@@ -68,10 +68,11 @@ class Computed(Struct, frozen=True, gc=False):
 
 
 class Reduced(Struct, frozen=True, gc=False):
-    """A group's gradients are added up; `gradients` are what its members gave, in group_rank order."""
+    """A group's gradients are added up; what its members gave and said, in group_rank order."""
 
     sequence: int
     gradients: tuple[Gradient, ...]
+    words: tuple[Word, ...]
 
 
 class Score(Struct, frozen=True, gc=False):
@@ -213,6 +214,7 @@ class Reduce(Struct, frozen=True, gc=False):
     sequence: int
     gradient: Gradient
     to_all: bool
+    word: Word = Word()
 
 
 class Accumulate(Local, frozen=True, gc=False):

@@ -24,7 +24,7 @@ from rudra.job.job import Job
 from rudra.job.tables import Hook
 from rudra.plugins import choose
 from topologies import Plan
-from topologies.plan import Role
+from topologies.plan import REPLICA, Role
 
 At = Literal["update", "epoch", "end"]
 Floats = npt.NDArray[np.float32]
@@ -192,7 +192,7 @@ def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entr
             for role in mine:
                 found.setdefault(role, []).append(called)
     return {
-        role: RoleHooks(hooks, job.name, role, plan.roles[role], layout, replica=not plan.served)
+        role: RoleHooks(hooks, job.name, role, plan.roles[role], layout, replica=plan.about(role) is REPLICA)
         for role, hooks in found.items()
     }
 

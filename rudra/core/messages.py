@@ -29,7 +29,7 @@ class Kind(IntEnum):
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
     APPLIED = auto()  # server -> learner: one gradient of yours is in the weights of `timestamp`
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
-    LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `timestamp` seconds
+    LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `seconds`
     DROP = auto()  # server -> tree servers above it: learner `value` is no more
     BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
     INTERRUPT = auto()  # any rank -> owner: somebody asks the run to stop; may come at any time
@@ -39,7 +39,7 @@ class Kind(IntEnum):
     CHECKPOINT = auto()  # owner -> statistics: one of `timestamp` is written, after `value` epochs; are its rows safe?
     SAFE = auto()  # statistics -> owner: the rows up to `timestamp` are on the disk
     END = auto()  # owner -> statistics: the run was stopped after `value` epochs; resume at `timestamp`, or -1
-    DONE = auto()  # statistics -> all: everything is recorded, end with exit code `value`; apart if `timestamp` is 1
+    DONE = auto()  # statistics -> all: everything is recorded, end with exit code `value`; if `flag`, apart
     GRADIENTS = auto()  # rows for the statistics server, from here on
     UPDATES = auto()
     MINIBATCHES = auto()
@@ -62,7 +62,7 @@ ROWS = {
 """Dtype of the rows that a kind carries; the others carry none."""
 
 _KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
-_HEADER = struct.Struct("<iiqqq")
+_HEADER = struct.Struct("<iiqqdi?3x")
 _KIND_BITS = 8
 _KIND_MASK = (1 << _KIND_BITS) - 1
 _CODES = {
@@ -97,6 +97,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         sender: role id.
         timestamp: of the weights that it speaks of.
         value: a number whose meaning the kind gives.
+        seconds: a time whose meaning the kind gives.
+        flag: yes or no; to what, the kind says.
         rows: (count,) of `ROWS[kind]`, or None.
         gradients: what the tensor of a GRADIENT stands for.
     """
@@ -107,27 +109,55 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     value: int = 0
     rows: Rows | None = None
     gradients: tuple[Gradient, ...] = ()
+    seconds: float = 0.0
+    flag: bool = False
 
     def encode(self, generation: int = 0) -> bytes:
         """As it travels; how often ranks had regrouped by then goes with it."""
         kind = self.kind | generation << _KIND_BITS
+        count = len(self.gradients) if self.rows is None else len(self.rows)
+        header = _HEADER.pack(kind, self.sender, self.timestamp, self.value, self.seconds, count, self.flag)
         if self.gradients:
-            header = _HEADER.pack(kind, self.sender, self.timestamp, self.value, len(self.gradients))
             return header + b"".join(_GRADIENT.pack(*msgspec.structs.astuple(gradient)) for gradient in self.gradients)
-        count = 0 if self.rows is None else len(self.rows)
-        header = _HEADER.pack(kind, self.sender, self.timestamp, self.value, count)
         return header if self.rows is None else header + self.rows.tobytes()
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> "Message":
-        code, sender, timestamp, value, count = _HEADER.unpack_from(data)
+        code, sender, timestamp, value, seconds, count, flag = _HEADER.unpack_from(data)
         kind, dtype = _KINDS[code & _KIND_MASK]
         if kind is Kind.GRADIENT:
             body = memoryview(data)[_HEADER.size : _HEADER.size + count * _GRADIENT.size]
             gradients = tuple(Gradient(*fields) for fields in _GRADIENT.iter_unpack(body))
-            return cls(kind, sender, timestamp, value, gradients=gradients)
+            return cls(kind, sender, timestamp, value, None, gradients, seconds, flag)
         rows = np.frombuffer(data, dtype, count, _HEADER.size).copy() if count else None
-        return cls(kind, sender, timestamp, value, rows)
+        return cls(kind, sender, timestamp, value, rows, (), seconds, flag)
+
+
+class Word(msgspec.Struct, frozen=True, gc=False):
+    """What a learner tells its compute group with a gradient.
+
+    Attributes:
+        digest: of a sample of its weights (`Update`); all must have the same ones. 0: they are a server's.
+        lowered: how often the rate has fallen, with the epoch under way at the latest.
+        enough: training ends with the epoch under way.
+        stopped: training ends with the update under way.
+    """
+
+    digest: int = 0
+    lowered: int = 0
+    enough: bool = False
+    stopped: bool = False
+
+    def encode(self) -> bytes:
+        return _WORD.pack(self.digest, self.lowered, self.enough, self.stopped)
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray | memoryview) -> "Word":
+        return cls(*_WORD.unpack_from(data))
+
+
+_WORD = struct.Struct("<Qi??2x")
+WORD_BYTES = _WORD.size
 
 
 def generation_of(data: bytes | bytearray | memoryview) -> int:

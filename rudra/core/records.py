@@ -64,10 +64,12 @@ MINIBATCH = np.dtype(
         ("errors", "<f4"),  # samples, each by the share of it that is wrong; NaN where the task knows no error
         ("pad", "<i4"),
         ("time_s", "<f8"),  # when the gradient was ready
-        ("compute_s", "<f8"),  # until then
-        ("push_s", "<f8"),  # from then, as the two below; all three are 0 for a gradient that was not pushed
-        ("wait_s", "<f8"),
-        ("pull_s", "<f8"),
+        ("compute_s", "<f8"),  # until then; what follows it is 0 for a gradient that was not pushed
+        ("reduce_s", "<f8"),  # adding up the gradients of a compute group
+        ("push_s", "<f8"),  # until the server has it
+        ("wait_s", "<f8"),  # from asking for weights to the server's answer
+        ("pull_s", "<f8"),  # transfer of the weights
+        ("update_s", "<f8"),  # of the learner's own weights
     ]
 )
 """Training error and times of one mini-batch, as a learner reports them."""
@@ -130,12 +132,17 @@ LEARNER = np.dtype(
         ("pulls", "<i8"),  # weights received
         ("skipped_pulls", "<i8"),  # asked, and the weights were current
         ("compute_s", "<f8"),
-        ("push_s", "<f8"),  # as far as the learner waited for it; in a compute group with the reduction
-        ("wait_s", "<f8"),  # from asking for weights to the server's answer
-        ("pull_s", "<f8"),  # transfer of the weights; where every learner updates its own, the update
+        ("reduce_s", "<f8"),
+        ("push_s", "<f8"),  # as far as the learner waited for it
+        ("wait_s", "<f8"),
+        ("pull_s", "<f8"),
+        ("update_s", "<f8"),
     ]
 )
 """Where one learner's time went."""
+
+TIMES = ("compute_s", "reduce_s", "push_s", "wait_s", "pull_s", "update_s")
+"""Where a learner's time goes, in this order: columns of `MINIBATCH` and `LEARNER`."""
 
 TOTALS = np.dtype(
     [

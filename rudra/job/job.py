@@ -212,7 +212,7 @@ class Job(Table):
         plan = self.plan() if plan is None else plan
         left = plan.workers - lost
         return protocols.make(
-            find("[protocol] name", table.name),
+            plugins.choose("[protocol] name", table.name, protocols.shipped()),
             learners=left,
             minibatch_size=self.training.minibatch_size * len(plan.learners) / plan.workers,
             n=min(table.n, left) if table.n and (lost or plan.gone) else table.n,
@@ -241,7 +241,8 @@ class Job(Table):
 
     def make_topology(self) -> topologies.Topology:
         """The job's topology."""
-        return topologies.load(find("[topology] name", self.topology.name), self.topology.options)
+        topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
+        return topologies.load(topology, self.topology.options)
 
     def to_json(self) -> str:
         """The job as one line of JSON; callables appear as `module:name`. A study is no part of a run."""
@@ -292,11 +293,6 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
                 f"{on}: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree has "
                 "averaged them by then; valid: topology base, or modulation 'mean_staleness'"
             )
-
-
-def find(key: str, name: Named) -> Any:
-    """What a key names, if it is `package.module:object`; else the name itself."""
-    return plugins.choose(key, name, {}) if isinstance(name, str) and ":" in name else name
 
 
 def _as_dict(table: Table) -> dict[str, Any]:

@@ -9,9 +9,8 @@ while before it sleeps.
 """
 
 import secrets
-import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -48,31 +47,26 @@ from rudra.core.events import (
     Withdraw,
     Withdrawn,
 )
-from rudra.core.messages import CONTROL_BYTES, Kind, Message, generation_of
+from rudra.core.messages import Kind, Message
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
+from rudra.log import log
+from rudra.mpi.clock import clock_origin
 from rudra.mpi.comm_threads import CommThread, Worker
+from rudra.mpi.control import ControlRing
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
-from rudra.mpi.regroup import REGROUP_TAG, Regrouping
+from rudra.mpi.regroup import Regrouping
 from rudra.mpi.standstill import LEFT_S, Standstill
+from rudra.mpi.tags import CHANNELS, CONTROL, FAILURE_TAG, FIRST_TAG, GRADIENTS, REDUCTIONS, STANDSTILL_TAG, WEIGHTS
 from rudra.mpi.transfers import Going, Transfers, Wanted
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.recorder import Recorder
 from rudra.roles import Machine
+from rudra.roles.ledger import outlasts
 from rudra.roles.machine import listed
 from topologies import Plan
-
-FAILURE_TAG, CLOCK_TAG, STANDSTILL_TAG, FIRST_TAG = 0, 1, REGROUP_TAG + 1, REGROUP_TAG + 2
-CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, CHANNELS = 0, 1, 2, 3, 4
-"""Tags from the first on: of each role these channels, tensors' once more each time that roles begin anew."""
-
-RING = 16
-"""Control messages of one role that may arrive before the role looks."""
-
-ROUND_TRIPS = 16
-"""How often a node asks another for its clock; the quickest answer counts."""
 
 SPIN_S = 20e-3
 """How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than
@@ -83,36 +77,6 @@ class Ended(Exception):
     """The launcher told this rank to end."""
 
 
-class _Ring:
-    """Posted receives for the control messages of one role, taken in the order of arrival."""
-
-    def __init__(self, comm: MPI.Comm, role: int) -> None:
-        self._buffers = [bytearray(CONTROL_BYTES) for _ in range(RING)]
-        tag = FIRST_TAG + role * CHANNELS + CONTROL
-        self._requests = [comm.Recv_init(b, tag=tag) for b in self._buffers]
-        self._head = 0
-        for request in self._requests:
-            request.Start()
-
-    def take(self) -> tuple[int, Message] | None:
-        """The next message, and how often its sender had begun anew."""
-        # Receives match in the order in which they were posted, so only the oldest can be next.
-        request = self._requests[self._head]
-        if outcome(request) != "done":
-            return None
-        data = self._buffers[self._head]
-        found = generation_of(data), Message.decode(data)
-        request.Start()
-        self._head = (self._head + 1) % RING
-        return found
-
-    def close(self, losses: Losses) -> None:
-        for request in self._requests:
-            request.Cancel()
-            losses.wait(request)
-            request.Free()
-
-
 class Rank:
     """The roles of one rank, driven until they halt. All ranks make theirs together.
 
@@ -120,7 +84,7 @@ class Rank:
         comm: of all ranks of the job.
         plan: who is who.
         machines: the roles that live here, by id.
-        executors: their hands.
+        executors: what they work with.
         recorder: where the statistics server's rows go; None elsewhere.
         checkpoints: writes those of the weights' owner; None elsewhere.
         make_machine: makes a role's machine for a new plan, and its executor ready, where others have died.
@@ -128,6 +92,13 @@ class Rank:
         stall_limit_s: a wait that is longer ends the run; None: never.
         spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
         halves: gradients travel as float16.
+
+    Attributes:
+        comm: of all ranks.
+        plan: who is who.
+        apart: some rank may never end by itself.
+        urgent: for a signal's handler: to be done as soon as possible.
+        ended: set when the launcher is ending this rank.
     """
 
     def __init__(
@@ -145,9 +116,10 @@ class Rank:
         spins: bool = False,
         halves: bool = False,
     ) -> None:
-        self._mpi, self._comm, self._plan = MPI, comm, plan
+        self.comm, self.plan = comm, plan
         self._machines, self._executors, self._recorder = machines, executors, recorder
-        self._regrouping = Regrouping(self, make_machine)
+        self._regrouping = Regrouping(self)
+        self._make_machine = make_machine
         self._checkpoints = checkpoints
         self._saver: Worker | None = None  # the thread that writes them
         self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
@@ -158,10 +130,10 @@ class Rank:
         self._stall_warning, self._stall_limit = stall_warning_s, stall_limit_s
         self._spin_s = SPIN_S if spins else 0.0
         self._halves = halves
-        self._rings = {role: _Ring(comm, role) for role in machines}
+        self._rings = {role: ControlRing(comm, role) for role in machines}
         self._losses = losses = Losses(comm)
         statistics = plan.roles[plan.statistics].world_rank
-        self._standstill = Standstill(comm, statistics, STANDSTILL_TAG, self._tell)
+        self._standstill = Standstill(comm, statistics, STANDSTILL_TAG, self.tell)
         self._beside = 0  # computations and checkpoints under way in other threads
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent)
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
@@ -170,6 +142,7 @@ class Rank:
         self._results: deque[Callable[[], None]] = deque()  # of other threads
         self._comm_threads: dict[int, CommThread] = {}
         self._computer: Worker | None = None
+        self._writing: set[int] = set()  # communication threads that may still write what was abandoned
         library = library_comm(comm, plan, machines)
         self._reductions = {
             role: self._reduction(role, library) for role in machines if plan.roles[role].group is not None
@@ -180,9 +153,9 @@ class Rank:
         self._code = 0
         self._stop_asked = False
         self._ticked = 0.0
-        self.apart = False  # some rank may never end by itself
-        self.urgent: Callable[[], None] | None = None  # for a signal's handler: to be done as soon as possible
-        self.ended = False  # set when the launcher is ending this rank
+        self.apart = False
+        self.urgent: Callable[[], None] | None = None
+        self.ended = False
 
     @property
     def lost(self) -> set[int]:
@@ -204,13 +177,13 @@ class Rank:
         if not self._stop_asked:
             return
         self._stop_asked = False
-        server = self._plan.server
+        server = self.plan.server
         if server in self._machines:
             self._events.append((server, Stopped()))
             return
-        to = self._plan.roles[server].world_rank
+        to = self.plan.roles[server].world_rank
         asked = Message(Kind.INTERRUPT, next(iter(self._machines), server))
-        self._tell(asked.encode(), to, FIRST_TAG + server * CHANNELS + CONTROL)
+        self.tell(asked.encode(), to, FIRST_TAG + server * CHANNELS + CONTROL)
         self._doorbell.ring(to)
 
     def run(self) -> int:
@@ -303,17 +276,17 @@ class Rank:
         ranks = self._losses.look()
         if ranks:
             self._transfers.lose(ranks)
-            lost = [i for i, role in enumerate(self._plan.roles) if role.world_rank in ranks]
+            lost = [i for i, role in enumerate(self.plan.roles) if role.world_rank in ranks]
             self._events.extend((role, Lost(other)) for other in lost for role in self._machines)
 
     def _reduction(self, role: int, library: MPI.Comm | None = None) -> GroupReduction:
-        tag = self._tag(self._plan.group_of(role)[0], REDUCTIONS)
-        return make_reduction(self._comm, self._plan, role, tag, self._executors[role], self._doorbell, library)
+        tag = self._tag(self.plan.group_of(role)[0], REDUCTIONS)
+        return make_reduction(self.comm, self.plan, role, tag, self._executors[role], self._doorbell, library)
 
     def _tag(self, role: int, channel: int) -> int:
         """Of tensors for a role, which are never taken for those of before."""
-        generation = 0 if role == self._plan.statistics else self._regrouping.generation
-        return FIRST_TAG + (generation * len(self._plan.roles) + role) * CHANNELS + channel
+        generation = 0 if role == self.plan.statistics else self._regrouping.generation
+        return FIRST_TAG + (generation * len(self.plan.roles) + role) * CHANNELS + channel
 
     def _sent(self, going: Going) -> None:
         self._executors[going.role].sent(going.name)
@@ -322,13 +295,13 @@ class Rank:
     def _received(self, role: int, name: str, halves: bool) -> None:
         buffer = self._executors[role].buffer(name)
         message = buffer.read_half() if halves else buffer.read()
-        self._to_ring.add(self._plan.roles[message.sender].world_rank)  # its send is complete now
+        self._to_ring.add(self.plan.roles[message.sender].world_rank)  # its send is complete now
         self._events.append((role, Received(message, name)))
 
     def _post(self, result: Callable[[], None]) -> None:
         """Lets another thread's result in."""
         self._results.append(result)
-        self._doorbell.ring(self._comm.rank)
+        self._doorbell.ring(self.comm.rank)
 
     def _do_beside(self, thread: Worker, work: Callable[[], Event], done: Callable[[Event], None]) -> None:
         """Has another thread do something, and takes in what has come of it."""
@@ -375,7 +348,7 @@ class Rank:
             case Withdraw():
                 self._withdraw(role, action.buffer)
             case Drop():
-                self._transfers.drop(action.role, self._plan.roles[action.role].world_rank)
+                self._transfers.drop(action.role, self.plan.roles[action.role].world_rank)
                 self._events.append((role, Lost(action.role)))
             case Save():
                 self._checkpoint(role, Saved, action.position, self._executors[role].state())
@@ -396,7 +369,7 @@ class Rank:
                 assert self._recorder is not None
                 self._recorder.finish(role, action)
             case Warn():
-                print(f"rudra: {self._who(role)}: {action.text}", file=sys.stderr, flush=True)
+                log.warning(f"{self._who(role)}: {action.text}", extra={"role": self.plan.roles[role].name})
             case Fail():
                 failure = RunError(action.text)
                 failure.lost = action.lost
@@ -406,22 +379,22 @@ class Rank:
                 self._code = max(self._code, action.code)
                 self.apart |= action.apart
 
-    def _tell(self, data: bytes, to: int, tag: int) -> None:
+    def tell(self, data: bytes, to: int, tag: int) -> None:
         """Sends a rank something small."""
-        self._sending.append((self._comm.Isend(data, to, tag), data))
+        self._sending.append((self.comm.Isend(data, to, tag), data))
         self._to_ring.add(to)
 
     def _send(self, role: int, action: Send) -> None:
-        to = self._plan.roles[action.to].world_rank
+        to = self.plan.roles[action.to].world_rank
         if action.buffer is None:
             data = action.message.encode(self._regrouping.generation)
-            self._tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
+            self.tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
             return
         self._to_ring.add(to)
         channel = GRADIENTS if action.message.kind is Kind.GRADIENT else WEIGHTS
         halves = self._halves and channel == GRADIENTS
         wire = self._executors[role].send(action.buffer, action.message, halves=halves)
-        start = partial(self._comm.Isend, wire, to, self._tag(action.to, channel))
+        start = partial(self.comm.Isend, wire, to, self._tag(action.to, channel))
         going = Going(role, action.buffer, action.to)
         if channel in self._comm_threads:
             self._comm_threads[channel].carry(start, self._regrouping.in_time(partial(self._sent, going)))
@@ -430,12 +403,12 @@ class Rank:
 
     def _receive(self, role: int, action: Receive) -> None:
         halves = self._halves and action.gradient
-        source = None if action.source is None else self._plan.roles[action.source].world_rank
+        source = None if action.source is None else self.plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
         tag = self._tag(role, channel)
         if channel in self._comm_threads:
             wire = self._executors[role].buffer(action.buffer).wire
-            start = partial(self._comm.Irecv, wire, self._mpi.ANY_SOURCE if source is None else source, tag)
+            start = partial(self.comm.Irecv, wire, MPI.ANY_SOURCE if source is None else source, tag)
             received = self._regrouping.in_time(partial(self._received, role, action.buffer, halves))
             self._comm_threads[channel].carry(start, received, receives=True)
         else:
@@ -467,19 +440,19 @@ class Rank:
         self._do_beside(self._saver, work, lambda event: self._events.append((role, event)))
 
     def _who(self, role: int) -> str:
-        return f"{self._plan.roles[role].name} (rank {self._plan.roles[role].world_rank})"
+        return f"{self.plan.roles[role].name} (rank {self.plan.roles[role].world_rank})"
 
     def _report_wait(self, waited: float) -> None:
         for role in self._running:
             line = f"has waited {waited:.0f} s for {self._machines[role].waiting_for}"
             if self._stall_limit is not None and waited >= self._stall_limit:
                 raise RunError(line)
-            print(f"rudra: {self._who(role)} {line}", file=sys.stderr, flush=True)
+            log.warning(f"{self._who(role)} {line}", extra={"role": self.plan.roles[role].name})
 
     def _stand_still(self) -> None:
         """Ends the run if all others that are left wait, too."""
         waits = [f"{self._who(role)} for {self._machines[role].waiting_for}" for role in sorted(self._running)]
-        others = {role.world_rank for role in self._plan.roles} - self._losses.dead - {self._comm.rank}
+        others = {role.world_rank for role in self.plan.roles} - self._losses.dead - {self.comm.rank}
         if all_wait := self._standstill.wait(", ".join(waits), others, self._now()):
             failure = RunError(
                 f"a rank has died, and for {LEFT_S:.0f} s all that are left have waited: {listed(all_wait)}"
@@ -488,15 +461,59 @@ class Rank:
             raise failure
 
     def _look_for_failures(self) -> None:
-        status = self._mpi.Status()
+        status = MPI.Status()
         try:
-            reported = self._comm.Iprobe(self._mpi.ANY_SOURCE, FAILURE_TAG, status)
-        except self._mpi.Exception:  # a loss that is not acknowledged yet
+            reported = self.comm.Iprobe(MPI.ANY_SOURCE, FAILURE_TAG, status)
+        except MPI.Exception:  # a loss that is not acknowledged yet
             return
         if reported:
-            text = bytearray(status.Get_count(self._mpi.BYTE))
-            self._comm.Recv(text, status.Get_source(), FAILURE_TAG)
+            text = bytearray(status.Get_count(MPI.BYTE))
+            self.comm.Recv(text, status.Get_source(), FAILURE_TAG)
             raise Reported(text.decode(errors="replace"))
+
+    # Beginning anew by another plan (`rudra.mpi.regroup`).
+
+    def announce(self, role: int, event: Event) -> None:
+        """Lets a role here know of something, in its turn."""
+        self._events.append((role, event))
+
+    def abandon(self, plan: Plan) -> None:
+        """Follows another plan: forgets what is under way between those who begin anew by it."""
+        self.plan = plan
+        roles = self._running - {plan.statistics}
+        going = self._transfers.abandon(roles, plan.statistics)
+        for role in roles:
+            self._executors[role].lent = Counter(send.name for send in going if send.role == role)
+        self._writing = set(self._comm_threads)
+        for channel, thread in self._comm_threads.items():
+            thread.abandon(self._regrouping.in_time(partial(self._writing.discard, channel)))
+        for role in roles & self._reductions.keys():
+            self._reductions[role].abandon()
+        self._long = deque(work for work in self._long if work[0] not in roles)
+
+        def counts(role: int, event: Event) -> bool:
+            return role not in roles or (role == plan.server and outlasts(event, plan.statistics))
+
+        self._events = deque((role, event) for role, event in self._events if counts(role, event))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing that was abandoned can write into a buffer any more."""
+        return self._transfers.quiet and not self._writing and all(r.quiet for r in self._reductions.values())
+
+    def begin_anew(self, position: TrainingState) -> None:
+        """Makes the roles again, for training that goes on from there."""
+        plan = self.plan
+        unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in self.lost and i not in plan.gone]
+        for role in sorted(self._running - {plan.statistics}):
+            if role in self._reductions:
+                self._reductions[role] = self._reduction(role)
+            self.announce(role, Started())
+            if role != plan.server:  # which has the plan already, and knows who is dead
+                assert self._make_machine is not None
+                before, self._machines[role] = self._machines[role], self._make_machine(role, plan, position)
+                self._machines[role].inherit(before)
+                self._events.extend((role, Lost(other)) for other in unknown)
 
     def _close(self) -> None:
         """Leaves nothing posted; what was sent is delivered, because every role has said that it is done."""
@@ -527,49 +544,6 @@ def make_doorbell(comm: MPI.Comm) -> Doorbell:
     neighbours = node.allgather(comm.rank)
     node.Free()
     return Doorbell(comm.bcast(secrets.token_hex(8)), comm.rank, neighbours)
-
-
-def clock_origin(
-    comm: MPI.Comm, root: int, clock: Callable[[], float] = time.perf_counter, node: MPI.Comm | None = None
-) -> float:
-    """One moment as every rank's own clock shows it, so that times since then can be compared between ranks.
-
-    Ranks of one node share a clock. Between nodes, one rank of each asks `root` for the time again and again, and
-    believes the answer that came back soonest: it is wrong by less than half that round trip. All ranks call this
-    together.
-
-    Args:
-        comm: of all ranks.
-        root: the rank whose clock counts.
-        clock: seconds, common to the ranks of a node.
-        node: the ranks that share a clock; by default those of this node.
-
-    Returns:
-        Reading of this rank's clock, in seconds, at the moment that all agree on.
-    """
-    own = comm.Split_type(MPI.COMM_TYPE_SHARED) if node is None else node
-    leaders: list[int] = comm.allgather(own.bcast(comm.rank))
-    offset = 0.0  # root's clock - this one's
-    if leaders[comm.rank] == comm.rank or comm.rank == root:
-        for leader in sorted(set(leaders) - {leaders[root]}):
-            if comm.rank == root:
-                for _ in range(ROUND_TRIPS):
-                    comm.recv(None, leader, CLOCK_TAG)
-                    comm.send(clock(), leader, CLOCK_TAG)
-            elif comm.rank == leader:
-                offset = min(_ask_time(comm, root, clock) for _ in range(ROUND_TRIPS))[1]
-    ahead: float = own.bcast(offset)
-    if node is None:
-        own.Free()
-    return float(comm.bcast(clock(), root)) - ahead
-
-
-def _ask_time(comm: MPI.Comm, root: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Round trip in seconds, and by how much root's clock is ahead of this one."""
-    asked = clock()
-    theirs: float = comm.sendrecv(None, root, CLOCK_TAG, None, root, CLOCK_TAG)
-    answered = clock()
-    return answered - asked, theirs - (asked + answered) / 2
 
 
 class Reported(RunError):

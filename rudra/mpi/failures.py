@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from rudra.log import log
 from rudra.mpi.forkserver import launcher, process_of
 from rudra.mpi.relay import DIED
 
@@ -150,7 +151,7 @@ def _watch(launched_by: int, started: int, patience_s: float) -> None:
             if not gone and os.environ["OMPI_COMM_WORLD_SIZE"] == str(count):
                 gone = set(range(count)) - known.keys()
             who = listed(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
-            print(f"rudra: {who} {DIED}", file=sys.stderr, flush=True)
+            log.error(f"{who} {DIED}")
             os.kill(launched_by, signal.SIGTERM)
             return
 
@@ -173,7 +174,8 @@ def ranks_below(pid: int) -> dict[int, int]:
 def started_below(pid: int) -> dict[int, int]:
     """World rank -> process that a process, or one that it started, has started for it: the rank, or its proxy.
 
-    What a rank itself has started is not looked at, because it seems to be that rank.
+    What a rank itself has started is not looked at, because it seems to be that rank. Read from /proc by hand: psutil
+    looks through all processes of the node for the children of one.
     """
     found: dict[int, int] = {}
     with suppress(OSError):  # it has ended
@@ -223,7 +225,7 @@ def abort_on_dead_rank() -> Iterator[None]:
         left = sorted(set(range(MPI.COMM_WORLD.size)) - losses.dead)
         place = left.index(MPI.COMM_WORLD.rank)
         time.sleep(SPEAKS_S * min(place, 3))  # the first says it, and ends the others; it may be busy elsewhere
-        print(f"rudra: {listed(losses.dead)} {DIED}", file=sys.stderr, flush=True)
+        log.error(f"{listed(losses.dead)} {DIED}")
         end_everybody(MPI.COMM_WORLD, 1)
 
 

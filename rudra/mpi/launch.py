@@ -21,6 +21,7 @@ import cloudpickle
 
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
 from rudra.job.job import Job
+from rudra.log import log
 from rudra.mpi.failures import TCP_FLAGS, ULFM, listed
 from rudra.mpi.forkserver import WORKER, fork_server
 from rudra.mpi.mpirun import Mpirun
@@ -40,7 +41,7 @@ class Outcome(NamedTuple):
     lost: bool = False
 
 
-WORD_S = 2.0
+WORD_S = 4.0
 """How long ranks that end before MPI has started wait for rank 0 to say why, and half of it rank 0 for the others."""
 
 _COLLISION = b"listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
@@ -179,15 +180,15 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[s
     if cause is None and not relay.explained:
         cause, said = _cause(run, status), False
     if stopped := _stopped(run, status, known=bool(cause) or relay.explained):
-        _say(f"rudra: {job.name}: {stopped}; {how_to_resume(output)}")
+        log.error(f"{job.name}: {stopped}; {how_to_resume(output)}")
         return Outcome(EXIT_STOPPED if path_of(output).is_file() else EXIT_FAILED, lost="killed" in stopped)
     if cause is None and not said:
         text = " ".join(" ".join(relay.banners).split()) or "it gave no reason"
         raise LaunchError(f"mpirun could not run the ranks (exit code {code}): {text}")
     if cause is not None and (not said or "signal" in cause):
-        _say(f"rudra: {cause}")
+        log.error(cause)
     if code != EXIT_MISTAKE and path_of(output).is_file() and not _is_finished(output):
-        _say(f"rudra: {job.name}: {how_to_resume(output)}")
+        log.error(f"{job.name}: {how_to_resume(output)}")
     lost = bool(relay.lost) or "was killed by signal" in (cause or "")
     return Outcome(EXIT_MISTAKE if code == EXIT_MISTAKE else EXIT_FAILED, lost)
 
@@ -264,7 +265,3 @@ def _write_stderr(data: bytes) -> None:
         else:  # a notebook's
             sys.stderr.write(data.decode(errors="replace"))
         sys.stderr.flush()
-
-
-def _say(line: str) -> None:
-    _write_stderr(line.encode() + b"\n")

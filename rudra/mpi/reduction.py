@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import CACHE_LINE, Buffer, Executor, average
 from rudra.core.events import Reduce, Reduced
-from rudra.core.messages import Kind, Message, tail_bytes
+from rudra.core.messages import WORD_BYTES, Kind, Message, Word, tail_bytes
 from rudra.core.records import Gradient
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import outcome
@@ -61,7 +61,7 @@ class GroupReduction:
         self._incoming = [
             np.full(length if library is None and i != self._rank else 0, 0.0, np.float32) for i in range(self._k)
         ]
-        self._records = np.zeros((self._k, tail_bytes(1)), np.uint8)
+        self._records = np.zeros((self._k, WORD_BYTES + tail_bytes(1)), np.uint8)
         self._requests: list[MPI.Request] = []
         self._receives: list[MPI.Request] = []  # those of them that write
         self._action: Reduce | None = None
@@ -76,8 +76,8 @@ class GroupReduction:
         """Starts a reduction; every member starts the same one, and none starts the next before it is over."""
         self._action, self._buffer, self._gathering = action, buffer, False
         self._receives.clear()
-        message = Message(Kind.GRADIENT, 0, gradients=(action.gradient,)).encode()
-        self._records[self._rank, : len(message)] = np.frombuffer(message, np.uint8)
+        said = action.word.encode() + Message(Kind.GRADIENT, 0, gradients=(action.gradient,)).encode()
+        self._records[self._rank, : len(said)] = np.frombuffer(said, np.uint8)
         for i in self._others:
             self._receive(self._records[i], i)
             self._send(self._records[self._rank], i)
@@ -111,7 +111,7 @@ class GroupReduction:
             self._requests.pop()
         if not self._gathering:
             self._gathering = True
-            rows = (Message.decode(row.data).gradients for row in self._records)
+            rows = (Message.decode(row[WORD_BYTES:].data).gradients for row in self._records)
             self._gradients = tuple(gradient for gradients in rows for gradient in gradients)
             if self._library is None:
                 self._add()
@@ -123,7 +123,7 @@ class GroupReduction:
             self._buffer.vector.mul_(1 / sum(g.samples for g in self._gradients))
         action, self._action = self._action, None
         assert action is not None
-        return Reduced(action.sequence, self._gradients)
+        return Reduced(action.sequence, self._gradients, tuple(Word.decode(row.data) for row in self._records))
 
     def _add(self) -> None:
         """Adds what came for this member's slice, and starts to hand the sum on."""

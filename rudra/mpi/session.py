@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +28,16 @@ from rudra.core.training_state import TrainingState
 from rudra.data.load import Data, in_memory, load
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.job.job import Job
+from rudra.log import log, speak_as
 from rudra.machine import cores
 from rudra.mpi import failures
-from rudra.mpi.driver import FAILURE_TAG, Ended, Rank, Reported
+from rudra.mpi.driver import Ended, Rank, Reported
 from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.forkserver import launcher
 from rudra.mpi.node_memory import share
 from rudra.mpi.relay import exit_line
 from rudra.mpi.start import gpu_aware
+from rudra.mpi.tags import FAILURE_TAG
 from rudra.results import checkpoint
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
@@ -47,7 +48,7 @@ from rudra.results.summary import tests
 from rudra.results.warm_start import final_weights
 from rudra.roles import Machine
 from rudra.roles import make as make_machine
-from rudra.roles.owner import Owner
+from rudra.roles.ledger import Owner
 from rudra.roles.statistics import StatisticsServer
 from topologies import Plan
 
@@ -133,18 +134,19 @@ def _run_ranks(
     launched: bool,
     comm: MPI.Comm,
 ) -> tuple[int, Path]:
+    speak_as(comm.rank)
     begin = _decided(comm, lambda: decide(job, output, resume, force=overwrite, named=lambda: default_output(job.name)))
     if isinstance(begin, int):
         return begin, output or Path()
     if begin.text and comm.rank == 0 and not launched:
-        print(f"rudra: {begin.text}", file=sys.stderr, flush=True)
+        log.info(begin.text)
     if begin.finished:
         return 0, begin.output
     try:
         job, plan, device = _resolve(job.with_(cluster=begin.cluster or {}), comm)
     except RudraError as error:
         if comm.rank == 0:
-            print(f"rudra: {error}", file=sys.stderr, flush=True)
+            log.error(error)
         return error.exit_code, begin.output
     session = _Session(comm, job, plan, begin, device, launched=launched)
     code = session.prepare(progress)
@@ -165,7 +167,7 @@ def _decided(comm: MPI.Comm, decision: Callable[[], Decision]) -> Decision | int
             found = decision()
         except RudraError as error:
             found = error.exit_code
-            print(f"rudra: {error}", file=sys.stderr, flush=True)
+            log.error(error)
     agreed: Decision | int = comm.bcast(found)
     return agreed
 
@@ -200,7 +202,7 @@ def _resolve(job: Job, comm: MPI.Comm) -> tuple[Job, Plan, torch.device]:
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in plan.roles})):
         text = f"{idle} of {comm.size} ranks have no role: servers and learners do not come out even"
-        print(f"rudra: {text}; `rudra topology` shows who is where", file=sys.stderr, flush=True)
+        log.warning(f"{text}; `rudra topology` shows who is where")
     job = job.with_(cluster={"device": kind})
     return job.resolved(learners=learners, threads_per_rank=threads), plan, device
 
@@ -215,6 +217,7 @@ class _Session:
         self._device = device
         self._roles = plan.on_rank(comm.rank)
         self._keeps_results = plan.statistics in self._roles
+        speak_as(comm.rank, ", ".join(self._names))
         self._executors: dict[int, Executor] = {}
         self._writer: Any = None
         self._progress: Any = None
@@ -239,9 +242,9 @@ class _Session:
         try:
             step()
         except RudraError as error:
-            report = (error.exit_code, f"rudra: {error}")
+            report = (error.exit_code, str(error))
         except Exception as error:
-            line = f"rudra: {self._name} failed at start-up: {type(error).__name__}: {error}"
+            line = f"{self._name} failed at start-up: {type(error).__name__}: {error}"
             report = (1, f"{line}\n{traceback.format_exc()}")
         self._meet()
         reports: list[tuple[int, str] | None] = self._comm.allgather(report)
@@ -249,13 +252,16 @@ class _Session:
         if first is None:
             return None
         if reports.index(first) == self._comm.rank:
-            print(first[1], file=sys.stderr, flush=True)
+            log.error(first[1])
         return first[0]
 
     @property
     def _name(self) -> str:
-        names = ", ".join(self._plan.roles[i].name for i in self._roles) or "a rank without a role"
-        return f"{names} (rank {self._comm.rank})"
+        return f"{', '.join(self._names) or 'a rank without a role'} (rank {self._comm.rank})"
+
+    @property
+    def _names(self) -> list[str]:
+        return [self._plan.roles[i].name for i in self._roles]
 
     def _load(self) -> None:
         kinds = [self._plan.roles[i].about for i in self._roles]
@@ -314,7 +320,7 @@ class _Session:
         with suppress(AttributeError, OSError):  # glibc: give back what building the model took
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         if self._job.training.compile and self._keeps_results:
-            print(f"rudra: {self._job.name}: compiling the gradient's code", file=sys.stderr, flush=True)
+            log.info(f"{self._job.name}: compiling the gradient's code")
         for role, executor in self._executors.items():
             executor.prepare()
             if self._begin.checkpoint is not None and isinstance(executor, OwnerExecutor):
@@ -406,19 +412,17 @@ class _Session:
                     reason = "somebody stopped it" if self._asked else ENDED
                     self._save("interrupted", reason)
                     if not self._launched:
-                        text = f"rudra: {self._job.name}: {reason}; {checkpoint.how_to_resume(self._begin.output)}"
-                        with suppress(BrokenPipeError):
-                            print(text, file=sys.stderr, flush=True)
+                        log.error(f"{self._job.name}: {reason}; {checkpoint.how_to_resume(self._begin.output)}")
                 os._exit(1)  # the launcher is ending everybody, or is gone: nobody is there to be told
             except Reported as error:
                 self._give_up(error.exit_code, error.text, lost=error.lost)
             except HookError as error:
-                self._give_up(error.exit_code, error.report)
+                self._give_up(error.exit_code, error.report.removeprefix("rudra: "))
             except RudraError as error:
                 lost = isinstance(error, RunError) and error.lost
-                self._give_up(error.exit_code, f"rudra: {self._name}: {error}", lost=lost)
+                self._give_up(error.exit_code, f"{self._name}: {error}", lost=lost)
             except BaseException as error:
-                line = f"rudra: {self._name} failed: {type(error).__name__}: {error}"
+                line = f"{self._name} failed: {type(error).__name__}: {error}"
                 self._give_up(1, f"{line}\n{traceback.format_exc()}")
         signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
         signal.signal(signal.SIGALRM, alarm)
@@ -450,8 +454,7 @@ class _Session:
         if self._checkpoints is not None and not code:
             self._keep_end(self._checkpoints)
         if self._keeps_results and code:
-            text = f"rudra: {self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}"
-            print(text, file=sys.stderr, flush=True)
+            log.warning(f"{self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}")
         for executor in self._executors.values():
             executor.close()
         if rank.apart:
@@ -468,11 +471,10 @@ class _Session:
         try:
             checkpoints.discard()
             if self._job.results.checkpoint_interval is not None:
-                checkpoints.save(owner.last_position, executor.last_state())
+                checkpoints.save(owner.ledger.last_position, executor.last_state())
                 checkpoints.commit()
         except OSError as error:
-            text = f"rudra: {checkpoints.path}: no checkpoint of the end: {error}; nothing else is missing"
-            print(text, file=sys.stderr, flush=True)
+            log.warning(f"{checkpoints.path}: no checkpoint of the end: {error}; nothing else is missing")
 
     def _depart(self, rank: Rank) -> bool:
         """Waits until all ranks have done their part; False: one has died, and what it left undone nobody waits for."""
@@ -526,8 +528,7 @@ class _Session:
             if waited >= warn_s:
                 warn_s *= 2
                 if self._comm.rank < 2:  # one of the two waits, unless both keep the others waiting
-                    text = f"rudra: {self._name} has waited {waited:.0f} s for other ranks to get ready or to finish"
-                    print(text, file=sys.stderr, flush=True)
+                    log.warning(f"{self._name} has waited {waited:.0f} s for other ranks to get ready or to finish")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Stops the run in order; where the launcher may soon kill everybody, what there is is saved before."""
@@ -553,9 +554,8 @@ class _Session:
         """Leaves the file as it is to be found if this rank is killed now; the run may go on, and stop in order."""
         self._writer.note("interrupted", ENDED)
         if not self._launched:
-            text = f"rudra: {self._job.name}: told to end; if there is no time to stop in order, "
-            with suppress(BrokenPipeError):
-                print(text + checkpoint.how_to_resume(self._begin.output), file=sys.stderr, flush=True)
+            text = f"{self._job.name}: told to end; if there is no time to stop in order, "
+            log.warning(text + checkpoint.how_to_resume(self._begin.output))
 
     def _save(self, status: str, reason: str) -> None:
         with suppress(Exception):
@@ -566,7 +566,7 @@ class _Session:
     def _give_up(self, code: int, text: str, *, lost: bool = False) -> NoReturn:
         """Ends every rank. The statistics server saves the results and speaks; others leave that to it for a while."""
         if self._keeps_results:
-            self._save("failed", text.partition("\n")[0].removeprefix("rudra: "))
+            self._save("failed", text.partition("\n")[0])
         else:
             to = self._plan.roles[self._plan.statistics].world_rank
             report = f"{code} {int(lost)} {text}".encode()
@@ -576,7 +576,7 @@ class _Session:
             while time.monotonic() < deadline:
                 outcome(request)
                 time.sleep(1e-3)
-        print(text, file=sys.stderr, flush=True)
+        log.error(text)
         if self._launched:  # mpirun does not tell its parent
             os.write(2, exit_line(code, lost=lost))
         end_everybody(self._comm, code)

@@ -325,7 +325,14 @@ def _speed_up_panel(title: str, families: Sequence[str], curves: dict[str, Any],
 
 
 _FULL = 128  # %, with room for the number beside a bar
-_PHASES = {"compute": COLOURS[0], "push": COLOURS[1], "wait": COLOURS[4], "pull": COLOURS[2]}
+_PHASES = {
+    "compute": COLOURS[0],
+    "reduce": COLOURS[3],
+    "push": COLOURS[1],
+    "wait": COLOURS[4],
+    "pull": COLOURS[2],
+    "update": COLOURS[5],
+}
 
 
 def _roles(study: Study) -> list[Figure]:
@@ -345,7 +352,8 @@ def _roles(study: Study) -> list[Figure]:
         left = np.zeros(len(drawn))
         for i, (phase, colour) in enumerate(kinds.items()):
             width = np.array([share[i] for _, share in drawn])
-            axis.barh(range(len(drawn)), width, left=left, height=0.42, color=colour, label=phase)
+            if width.any():
+                axis.barh(range(len(drawn)), width, left=left, height=0.42, color=colour, label=phase)
             left += width
         _bars(axis, drawn, "Learners (mean)")
         axis.set(xlim=(0, _FULL), xticks=range(0, 101, 25))
@@ -377,7 +385,7 @@ def _roles(study: Study) -> list[Figure]:
                 learners,
                 *(
                     single(title, column)
-                    for title, column in (("Server: updates", 5), ("Statistics server: tests", 6))
+                    for title, column in (("Server: updates", len(kinds)), ("Statistics server: tests", len(kinds) + 1))
                     if any(share[column] > 0 for _, share in drawn)
                 ),
             ],

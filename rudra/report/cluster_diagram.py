@@ -209,8 +209,8 @@ def _table(cast: Cast, name: str) -> ReportTable:
     for role, node in zip(plan.roles, cast.nodes, strict=True):
         above = plan.roles[role.parent].name if role.parent is not None and not role.about.tests else None
         place = "of its own" if node == ELSEWHERE else node
-        giver = None if role.about.tests else plan.weight_source(role)
-        source = None if giver is None else plan.roles[giver].name
+        given_by = None if role.about.tests else plan.weight_source(role)
+        source = None if given_by is None else plan.roles[given_by].name
         rows.append((role.name, role.world_rank, above, source, place, cast.hosts.get(node), role.group))
     heads = ("role", "rank", "gradients to", "weights from", "node", "host", "group")
     return ReportTable(name, heads, rows[:MOST_ROWS], {}, len(rows) > MOST_ROWS)

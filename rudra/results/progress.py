@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from rudra.core.records import TIMES
 from rudra.job.job import Job, named
 from rudra.job.simulation import DEFAULTS, UNMEASURED
+from rudra.log import log
 from rudra.results.summary import protocol_label, rate_text
 
 _REDRAW_S = 0.1
@@ -64,7 +66,7 @@ class Progress:
         if mode != "quiet":
             self._say(headline(job, training_samples))
             if text := too_few(job, training_samples):
-                self._say(f"rudra: {job.name}: {text}")
+                log.warning(f"{job.name}: {text}")
         if mode == "bar":
             self._bar = Bar(
                 total=self._epochs * training_samples,
@@ -315,7 +317,8 @@ def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
     learners = summary["learner_times"]
     if not learners:
         return []
-    shares = ["compute", "push", "wait", "pull"]
+    kinds = [name.removesuffix("_s") for name in TIMES]
+    shares = [kind for kind in kinds if kind == "compute" or any(row[f"{kind}_share"] for row in learners)]
     head = ["learner", "gradients", *shares]
     if len(learners) <= most:
         rows = [(str(row["learner"]), row) for row in learners]

@@ -58,7 +58,7 @@ from numpy.typing import NDArray
 
 from rudra.compute.statedict import Named
 from rudra.core.events import TableName
-from rudra.core.records import EVENT, METRIC
+from rudra.core.records import EVENT, LEARNER, METRIC, MINIBATCH
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
 from rudra.results import plan_rows, validation
@@ -394,6 +394,8 @@ class Results:
             return self._checked(name, dataset[()])
 
     def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        if name in _TIMED and values.dtype != _TIMED[name]:
+            values = _with_own_times(values, _TIMED[name])
         found = validation.rows(name, values, self.attributes.get("learners"))
         if name == "updates" and self.attributes["format_version"] == 5:  # where the first epoch was 0
             found["epoch"] += 1
@@ -407,6 +409,17 @@ class Results:
             raise
         except Exception as error:  # HDF5 and NumPy raise almost anything where a file is damaged
             raise ResultsError(f"{self.path}: damaged or closed: {reason_of(error)}") from None
+
+
+_TIMED = {"minibatches": MINIBATCH, "learners": LEARNER}
+
+
+def _with_own_times(values: Rows, dtype: np.dtype[np.void]) -> Rows:
+    """Rows of an older file (`validation.without_own_times`) with all columns; what was not told apart is 0."""
+    found = np.zeros(values.shape, dtype)
+    for column in values.dtype.names or ():
+        found[column] = values[column]
+    return found
 
 
 def _filled(rows: Rows) -> NDArray[np.bool_]:

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -20,16 +19,18 @@ from rudra.compute.statedict import Named
 from rudra.core.events import Finish, Keep, Record, TableName
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
+from rudra.core.records import TIMES
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
 from rudra.job.job import Job, named
+from rudra.log import log
 from rudra.machine import processor
 from rudra.results import plan_rows
 from rudra.results.progress import Progress
 from rudra.results.writer import ResultsWriter, Rows
 from topologies import Plan
 
-ACCOUNTED = ("samples", "compute_s", "push_s", "wait_s", "pull_s")
+ACCOUNTED = ("samples", *TIMES)
 """Columns of a learner's account to which an earlier part of the run contributes."""
 
 VERSIONED = ("rudra", "torch", "numpy", "mpi4py", "h5py")
@@ -102,7 +103,7 @@ class Recorder:
             self._hooks.finished(action, self._weights)
 
     def warn(self, name: str, text: str) -> None:
-        print(f"rudra: {name}: {text}", file=sys.stderr, flush=True)
+        log.warning(f"{name}: {text}", extra={"role": name})
 
 
 def make_writer(
@@ -143,7 +144,7 @@ def make_writer(
     swmr = job.results.swmr == "on" or (job.results.swmr == "auto" and kind not in NETWORK)
     if not swmr and job.results.swmr == "auto":
         text = f"{path}: lies on {kind}, where readers cannot follow a file that is being written"
-        print(f"rudra: {text}: rows reach it every few seconds, and a kill may damage it", file=sys.stderr, flush=True)
+        log.warning(f"{text}: rows reach it every few seconds, and a kill may damage it")
     return ResultsWriter(
         path,
         attributes=known,

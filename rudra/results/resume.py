@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rudra.compute.schedule import schedule_of
 from rudra.core.events import TableName
-from rudra.core.records import EVENT, LEARNER
+from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError
 from rudra.files import check_output
@@ -286,7 +286,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "") -> C
     def minibatches() -> Iterator[Rows]:
         for piece in results.pieces("minibatches"):
             rows = piece[piece["step"] < steps[piece["learner"]]]
-            for name in ("compute_s", "push_s", "wait_s", "pull_s"):
+            for name in TIMES:
                 learners[name] += np.bincount(rows["learner"], rows[name], len(steps))
             yield rows
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.core.records import TIMES
 from rudra.errors import printable
 from rudra.job.target import WINDOW, Best, Target, Watch
 
 if TYPE_CHECKING:
     from rudra.results.reader import Results
-
-_TIMES = ("compute_s", "push_s", "wait_s", "pull_s")
 
 
 def summarise(results: "Results", target: str | None = None, window: int | None = None) -> dict[str, Any]:
@@ -191,14 +190,14 @@ def _tests(
 
 def _overlap(learners: NDArray[np.void]) -> float | None:
     """Share of their time in which learners compute, beside pushing, waiting and pulling (Rudra, Table 1)."""
-    compute_s, *rest_s = (float(learners[name].sum()) for name in _TIMES)
+    compute_s, *rest_s = (float(learners[name].sum()) for name in TIMES)
     whole_s = compute_s + sum(rest_s)
     return compute_s / whole_s if whole_s > 0 else None
 
 
 def _times(row: np.void, time_s: float) -> dict[str, Any]:
     """Where a learner's time went: seconds, and shares of the run's training time; the rest is Rudra's own."""
-    times = {name: float(row[name]) for name in _TIMES}
+    times = {name: float(row[name]) for name in TIMES}
     whole = max(time_s, sum(times.values()))
     shares = {name.removesuffix("_s") + "_share": (t / whole if whole > 0 else None) for name, t in times.items()}
     counts = {name: int(row[name]) for name in ("learner", "world_rank", "pushed", "samples", "pulls", "skipped_pulls")}

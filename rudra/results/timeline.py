@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.core.records import TIMES
 from rudra.files import check_output, written
 from rudra.results.reader import Results
 from topologies import Plan
@@ -57,6 +58,9 @@ def _text(file: IO[bytes], *, compressed: bool) -> io.TextIOWrapper:
     return io.TextIOWrapper(stream, "utf-8")
 
 
+_SPANS = tuple(name.removesuffix("_s") for name in TIMES)
+
+
 def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> Iterator[Event]:
     """Names of ranks and roles, and then what each role did; within a role in the order of time, without overlap."""
     threads = {id_: _Thread(role.world_rank, id_) for id_, role in enumerate(plan.roles)}
@@ -64,10 +68,10 @@ def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> I
     learners = plan.learners
     for rows in results.pieces("minibatches"):
         computed = rows["time_s"] - rows["compute_s"]
-        parts = _moments(computed, *(rows[name] for name in ("compute_s", "push_s", "wait_s", "pull_s")))
+        parts = _moments(computed, *(rows[name] for name in TIMES))
         for row, marks in zip(rows, parts, strict=True):
             about = {name: _finite(row[name]) for name in ("step", "timestamp", "loss")}
-            yield from threads[learners[row["learner"]]].spans(("compute", "push", "wait", "pull"), marks, about)
+            yield from threads[learners[row["learner"]]].spans(_SPANS, marks, about)
         progress(len(rows))
     for rows in results.pieces("updates"):
         for row, marks in zip(rows, _moments(rows["time_s"], rows["update_s"]), strict=True):

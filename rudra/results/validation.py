@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.statedict import key
-from rudra.core.records import LEARNER, ROLE, TOTALS
+from rudra.core.records import LEARNER, ROLE, TIMES, TOTALS
 from rudra.errors import ResultsError
 from rudra.job.jobfiles import possible
 from rudra.job.renamed import translated
@@ -97,8 +97,15 @@ def dataset(found: object, name: str) -> None:
         raise ValueError(f"/{name} is no data set of its own")
     wanted = DTYPES.get(name)
     dimensions = 2 if name == "weights/epochs" else 1
-    if (found.dtype != wanted if wanted is not None else found.dtype.names is None) or found.ndim != dimensions:
+    known = found.dtype.names is not None if wanted is None else found.dtype in (wanted, without_own_times(wanted))
+    if not known or found.ndim != dimensions:
         raise ValueError(f"/{name} has another layout")
+
+
+def without_own_times(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Of rows in files in which a reduction counted as a push, and an update of a learner's own weights as a pull."""
+    names = [name for name in dtype.names or () if name not in {"reduce_s", "update_s"}]
+    return np.dtype([(name, dtype[name]) for name in names]) if {*TIMES} <= {*(dtype.names or ())} else dtype
 
 
 def fits(claimed: int, name: str, file_bytes: int) -> None:

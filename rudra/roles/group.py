@@ -10,17 +10,14 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
-from msgspec.structs import replace
-
 from rudra.core.events import (
     Action,
     Committed,
-    Compute,
     Computed,
-    Event,
     Fail,
     Hash,
     Hashed,
+    Lost,
     Received,
     Reduce,
     Reduced,
@@ -31,16 +28,13 @@ from rudra.core.events import (
     Stopped,
     Updated,
 )
-from rudra.core.messages import Kind, Message
-from rudra.core.records import Gradient
-from rudra.core.schedule import Schedule
-from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.job.job import Job
-from rudra.job.tables import FaultToleranceTable, ResultsTable
+from rudra.core.messages import Kind, Message, Word
+from rudra.core.training_state import TrainingState
+from rudra.roles.checkpoint_cycle import CheckpointCycle
 from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
-from rudra.roles.machine import States, halt, listed, short
+from rudra.roles.ledger import Ledger
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
 from rudra.roles.minibatch_log import MinibatchLog
-from rudra.roles.owner import Owner
 from topologies import Plan
 from topologies.plan import STATISTICS_SERVER
 
@@ -63,27 +57,19 @@ class GroupLearner(Learner):
         "_reducing",
     )
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
         **Learner.TRANSITIONS,
-        (State.HASHING, Sent): "_handed_on",
-        (State.HASHING, Kind.READY): "_member_ready",
-        (State.READY, Sent): "_handed_on",
-        (State.READY, Kind.READY): "_member_ready",
-        (State.COMPUTING, Sent): "_handed_on",
-        (State.COMPUTING, Reduced): "_reduced",
-        (State.COMPUTING, Kind.TIMESTAMP): "_answered_early",
-        (State.EXCHANGING, Sent): "_returned",
+        **staying([State.HASHING, State.READY], {Sent: "_handed_on", Kind.READY: "_member_ready"}),
+        (State.COMPUTING, Computed): To("_push", State.COMPUTING),
+        (State.COMPUTING, Sent): To("_handed_on", State.COMPUTING),
+        (State.COMPUTING, Reduced): To("_reduced", State.COMPUTING, State.EXCHANGING, State.STOPPED),
+        (State.COMPUTING, Kind.TIMESTAMP): To("_answered_early", State.COMPUTING),
+        (State.EXCHANGING, Sent): To("_returned", State.EXCHANGING, State.COMPUTING, State.STOPPED),
     }
 
-    def __init__(
-        self,
-        role: int,
-        plan: Plan,
-        tolerance: FaultToleranceTable,
-        results: ResultsTable,
-        position: TrainingState = BEGINNING,
-    ) -> None:
-        super().__init__(role, plan, tolerance, results, position)
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        plan = setup.plan
         group = plan.roles[role].group
         assert group is not None
         self._group = group
@@ -147,9 +133,9 @@ class GroupLearner(Learner):
         if self._stopping:
             if self._leads:  # nobody's gradient of this step is pushed
                 self._uncount()
-            self._report(0.0, 0.0, 0.0)
+            self.log.report_unused()
             return self._leave(now)
-        self.state = State.EXCHANGING
+        self.state, self._pushed_at = State.EXCHANGING, now
         if not self._leads:
             self._delivered_at = now
             early, self._early = self._early, None
@@ -159,7 +145,7 @@ class GroupLearner(Learner):
 
     def _uncount(self) -> None:
         self.pushed -= 1
-        self._samples -= self._last_samples
+        self.log.take_back()
 
     # Weights: from the server to the first member, and down the group.
 
@@ -216,11 +202,6 @@ class GroupLearner(Learner):
         return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
 
 
-_LAST, _ENOUGH, _LOWERED = -2, -3, -3
-"""In place of a gradient's update, which is not known yet: training stops after it, or with its epoch; or, less than
-the last by so many, how often the rate has fallen with its epoch."""
-
-
 class Replicas(States):
     HASHING = auto()
     READY = auto()
@@ -233,7 +214,11 @@ class Replicas(States):
     DONE = auto()
 
 
-class Replica(MinibatchLog, Owner):
+ALIVE = [state for state in Replicas if state is not Replicas.DONE]
+TRAINING = [state for state in ALIVE if state not in {Replicas.REGROUPING, Replicas.STOPPED}]
+
+
+class Replica(Machine):
     """A learner of the only group: it updates weights of its own.
 
         HASHING    digest of the initial weights -> READY      tell the first learner, which compares
@@ -256,59 +241,60 @@ class Replica(MinibatchLog, Owner):
 
     Args:
         role: id in the plan.
-        plan: who is who.
-        job: resolved.
-        training_samples: samples of one epoch.
-        schedule: the learning rates, before modulation.
-        position: where training begins.
+        setup: what it is made from.
+
+    Attributes:
+        ledger: of its weights.
+        cycle: their checkpoints, which the first learner makes.
+        log: of its mini-batches.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
-        (Replicas.HASHING, Hashed): "_report_digest",
-        (Replicas.HASHING, Kind.READY): "_member_ready",
-        (Replicas.READY, Kind.READY): "_member_ready",
-        (Replicas.READY, Kind.START): "_begin",
-        (Replicas.COMPUTING, Computed): "_reduce",
-        (Replicas.REDUCING, Reduced): "_reduced",
-        (Replicas.UPDATING, Updated): "_updated",
-        **{(state, Kind.ENOUGH): "_enough" for state in Replicas if state is not Replicas.DONE},
-        **{(state, Kind.PLATEAU): "_plateau" for state in Replicas if state is not Replicas.DONE},
-        **{(state, Kind.CREDIT): "_credit" for state in Replicas if state is not Replicas.DONE},
-        **{(state, Sent): "_returned" for state in Replicas if state is not Replicas.DONE},
-        **{(state, Saved): "_saved" for state in Replicas if state is not Replicas.DONE},
-        **{(state, Kind.SAFE): "_safe" for state in Replicas if state is not Replicas.DONE},
-        **{(state, Committed): "_committed" for state in Replicas if state is not Replicas.DONE},
-        **{(state, Stopped): "_stop" for state in Replicas if state is not Replicas.DONE},
-        (Replicas.HASHING, Started): "_start",
-        **{(Replicas.REGROUPING, event): "_in_vain" for event in (Started, Hashed, Kind.READY, Computed, Reduced)},
-        (Replicas.REGROUPING, Updated): "_updated_before",
-        (Replicas.STOPPED, Kind.DONE): "_finish",
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **staying(ALIVE, dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint")),
+        **staying(ALIVE, {Kind.ENOUGH: "_enough", Kind.PLATEAU: "_plateau", Stopped: "_stop"}),
+        **staying(ALIVE, {Kind.CREDIT: "_credit", Sent: "_returned", Lost: "_lose"}),
+        (Replicas.HASHING, Started): To("_start", Replicas.HASHING),
+        (Replicas.HASHING, Hashed): To("_report_digest", Replicas.READY, Replicas.COMPUTING),
+        (Replicas.HASHING, Kind.READY): To("_member_ready", Replicas.HASHING),
+        (Replicas.READY, Kind.READY): To("_member_ready", Replicas.READY, Replicas.COMPUTING),
+        (Replicas.READY, Kind.START): To("_begin", Replicas.COMPUTING),
+        (Replicas.COMPUTING, Computed): To("_reduce", Replicas.REDUCING),
+        (Replicas.REDUCING, Reduced): To("_reduced", Replicas.REDUCING, Replicas.WAITING, Replicas.UPDATING),
+        (Replicas.WAITING, Kind.CREDIT): To("_credit", Replicas.WAITING, Replicas.UPDATING),
+        (Replicas.WAITING, Sent): To("_returned", Replicas.WAITING, Replicas.UPDATING),
+        (Replicas.UPDATING, Updated): To("_updated", Replicas.COMPUTING, Replicas.STOPPED),
+        **{(state, Lost): To("_lose", state, Replicas.REGROUPING) for state in TRAINING},
+        **staying([Replicas.REGROUPING], dict.fromkeys((Started, Hashed, Kind.READY, Computed, Reduced), "_in_vain")),
+        (Replicas.REGROUPING, Updated): To("_updated_before", Replicas.REGROUPING),
+        (Replicas.REGROUPING, Committed): To("_checkpoint", Replicas.REGROUPING, Replicas.HASHING),
+        (Replicas.STOPPED, Kind.DONE): To("_finish", Replicas.DONE),
     }
 
-    def __init__(
-        self,
-        role: int,
-        plan: Plan,
-        job: Job,
-        training_samples: int,
-        schedule: Schedule,
-        position: TrainingState = BEGINNING,
-    ) -> None:
-        self._leads = plan.server == role
-        Owner.__init__(self, role, plan, job, training_samples, schedule, position, reports=self._leads)
-        self._open_books(job.fault_tolerance, job.results, position)
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup.plan)
+        self._leads = setup.plan.server == role
+        self.ledger = Ledger(role, setup, reports=self._leads)
+        every = setup.job.results.checkpoint_interval if self._leads else None
+        self.cycle = CheckpointCycle(self.ledger, every, setup.position)
+        self.log = MinibatchLog(role, setup)
         self._ended_training = self._told_enough = False
-        self._told_lowered = len(position.lowered)
+        self._told_lowered = len(setup.position.lowered)
         self._ready_at = self._reduced_at = 0.0
+        self._follow(setup.plan)
 
-    def _follow(self, plan: Plan, position: TrainingState) -> None:
-        super()._follow(plan, position)
+    def _follow(self, plan: Plan) -> None:
+        """Everybody begins by this plan; nothing is under way."""
+        self.plan = plan
         self.state: States = Replicas.HASHING
-        self._made_of: tuple[Gradient, ...] = ()
+        self._stops = False  # with the update under way
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
         self._digests: list[int] = []
-        self._digest = 0  # of the weights, as much as goes into a gradient's record; since everybody began
+        self._digest = 0  # of the weights, since everybody began
+
+    def inherit(self, before: Machine) -> None:
+        assert isinstance(before, Replica)
+        self.log.inherit(before.log)
 
     @property
     def waiting_for(self) -> str:
@@ -323,8 +309,8 @@ class Replica(MinibatchLog, Owner):
         return "the statistics server to finish" if self.state is Replicas.STOPPED else ""
 
     def validate(self) -> None:
-        super().validate()
-        assert self.timestamp <= self.step
+        self.ledger.validate()
+        assert self.ledger.timestamp <= self.log.step
 
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Hash(WEIGHTS)]
@@ -345,36 +331,33 @@ class Replica(MinibatchLog, Owner):
             return []
         if len(set(self._digests)) > 1:
             return [Fail("learners hold different initial weights (digests differ)")]
-        start = self._start_clock(now)
+        start = self.ledger.start(now)
         return [Send(self.plan.statistics, start), *self._start_training(start, now)]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
-        self._began = event.message.value * 1e-9
         return self._start_training(event.message, now)
 
     def _start_training(self, start: Message, now: float) -> list[Action]:
+        self.ledger.began = self.log.began = start.value * 1e-9
         return [*(Send(to, start) for to in self._to_members), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:
         self.state = Replicas.COMPUTING
-        self._since = now
-        return [Compute(self.step, WEIGHTS, GRADIENT, self.timestamp, now - self._began)]
+        return [self.log.begin(WEIGHTS, GRADIENT, self.ledger.timestamp, now)]
 
     def _reduce(self, event: Computed, now: float) -> list[Action]:
         self.state = Replicas.REDUCING
         self._ready_at = now
-        actions, fails = self._enter(event, now)
+        ledger = self.ledger
+        actions, fails = self.log.enter(event, ledger.timestamp, now)
         if fails:
             return actions
-        gradient = self._describe(event, self._digest)
-        if self._stopped or self._told_enough:
-            gradient = replace(gradient, update=_LAST if self._stopped else _ENOUGH)
-        elif self._told_lowered > len(self._lowered):
-            gradient = replace(gradient, update=_LOWERED - self._told_lowered)
-        return [Reduce(GRADIENT, 0, event.step, gradient, to_all=True), *actions]
+        gradient = self.log.describe(event, ledger.timestamp)
+        word = Word(self._digest, self._told_lowered, self._told_enough, ledger.stopped)
+        return [Reduce(GRADIENT, 0, event.step, gradient, True, word), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
-        self._stopped = self._leads
+        self.ledger.stopped = self._leads
         return []
 
     def _enough(self, event: Received, now: float) -> list[Action]:
@@ -388,84 +371,88 @@ class Replica(MinibatchLog, Owner):
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self._reduced_at = now
-        if any(gradient.update == _ENOUGH for gradient in event.gradients):
-            self.epochs = min(self.epochs, self.epoch + 1)
-        self._lower(max(_LOWERED - gradient.update for gradient in event.gradients), now)
-        for gradient in event.gradients:
-            if gradient.pad != self._digest:
-                other = f"those of learner {gradient.learner}"
-                return [Fail(f"its weights at timestamp {self.timestamp} differ from {other}, although they must not")]
-        self._count(event.gradients, 1.0)
-        self._made_of = event.gradients
+        ledger = self.ledger
+        if any(word.enough for word in event.words):
+            ledger.enough()
+        ledger.lower(max(word.lowered for word in event.words), now)
+        for gradient, word in zip(event.gradients, event.words, strict=True):
+            if word.digest != self._digest:
+                differ = f"differ from those of learner {gradient.learner}, although they must not"
+                return [Fail(f"its weights at timestamp {ledger.timestamp} {differ}")]
+        ledger.count(event.gradients, 1.0)
+        self._stops = any(word.stopped for word in event.words)
         return self._update(now)
 
     def _update(self, now: float) -> list[Action]:
         """Updates the weights by what was added up, unless an epoch would go untested that is to be tested."""
-        if self._leads and self._is_ahead:
+        if self._leads and self.ledger.is_ahead:
             self.state = Replicas.WAITING
             return []
         self.state = Replicas.UPDATING
-        gradients, self._made_of = self._made_of, ()
-        actions, ended = self._update_by(GRADIENT, now)
-        self._closing = not ended and any(gradient.update == _LAST for gradient in gradients)
-        self._ended_training = ended or self._closing
-        return actions
+        actions = self.ledger.update(GRADIENT, now)
+        self._ended_training = self.ledger.over or self._stops
+        return actions + self.cycle.updated(now)
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
-        self._digest = event.digest & 0x7FFFFFFF
-        self._spent(self._reduced_at - self._ready_at, 0.0, now - self._reduced_at)
-        actions = self._note(event, now)
+        self._digest = event.digest
+        self.log.spend(self._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - self._reduced_at)
+        actions = self.ledger.note(event, now)
         if not self._ended_training:
-            return self._next(now) + self._diary.due(now) + actions
+            return self._next(now) + self.log.due(now) + actions
         self.state = Replicas.STOPPED
-        account = self._close_books(now, self.step, 0, 0) + self._totals(now, self.applied, 0, 0, 0)
-        return actions + account + (self._end(now) if self._leads else [])
+        account = self.log.close(now, self.log.step) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
+        return actions + account + (self.cycle.end(now) if self._leads and not self.ledger.over else [])
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
-        self._snapshot_returned(event.buffer)
+        self.ledger.returned(event.buffer)
         return self._go_on(now)
 
+    def _credit(self, event: Received, now: float) -> list[Action]:
+        return self.ledger.credit() + self._go_on(now)
+
     def _go_on(self, now: float) -> list[Action]:
+        """Makes the update that waited for a test."""
         return self._update(now) if self.state is Replicas.WAITING else []
 
     # Learners that die.
 
-    def lose(self, role: int, now: float) -> list[Action]:
-        lost = self.plan.roles[role]
-        if not self._leads or self.state is Replicas.DONE or role in self._buried:
+    def _lose(self, event: Lost, now: float) -> list[Action]:
+        role, lost = event.role, self.plan.roles[event.role]
+        if not self._leads or role in self.ledger.buried:
             return []
         if lost.kind == STATISTICS_SERVER:
             return [Fail(f"the {lost.name} (rank {lost.world_rank}) died", lost=True)]
-        if self._start_message is None:
+        if not self.ledger.started:
             return [Fail(f"{lost.name} (rank {lost.world_rank}) died before training began", lost=True)]
         if self._ended_training:
-            return self._lose_late(role, now)
+            return self.ledger.bury_late(role, now)
         regrouping, self.state = self.state is Replicas.REGROUPING, Replicas.REGROUPING
-        return [] if regrouping or self._saving is not None else self._save(now)
+        return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now)
 
-    def _committed(self, event: Committed, now: float) -> list[Action]:
-        position = self._saving
-        actions = super()._committed(event, now)
-        if event.error or self.state is not Replicas.REGROUPING:
+    def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
+        position, actions = self.cycle.saving, self.cycle.take(event, now)
+        if self.state is not Replicas.REGROUPING or isinstance(event, Received):
+            return actions
+        if event.error:
+            why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
+            return [*actions, Fail(why, lost=True)]
+        if isinstance(event, Saved):
             return actions
         assert position is not None
-        if position.timestamp < self.timestamp:  # an earlier one, which was under way
-            return actions + self._save(now)
-        self.step = position.step(self.learner)
+        if position.timestamp < self.ledger.timestamp:  # an earlier one, which was under way
+            return actions + self.cycle.save(now)
+        self.log.step = position.step(self.log.learner)
         return actions + self._regroup(position, now)
 
-    def _not_saved(self, why: str, now: float) -> list[Action]:
-        actions = super()._not_saved(why, now)
-        if self.state is Replicas.REGROUPING:
-            actions.append(Fail(f"learners died, and no checkpoint could be made to go on from: {why}", lost=True))
+    def _regroup(self, position: TrainingState, now: float) -> list[Action]:
+        actions = self.ledger.regroup(self._dead, position, now)
+        if self.ledger.plan is not self.plan:
+            self._follow(self.ledger.plan)
         return actions
 
-    def _in_vain(self, event: Event, now: float) -> list[Action]:
-        return []
-
     def _updated_before(self, event: Updated, now: float) -> list[Action]:
-        self._digest = event.digest & 0x7FFFFFFF
-        return self._note(event, now)
+        self._digest = event.digest
+        return self.ledger.note(event, now)
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = Replicas.DONE

@@ -19,9 +19,7 @@ from typing import Any, ClassVar
 
 from rudra.core.events import (
     Action,
-    Compute,
     Computed,
-    Event,
     Hash,
     Hashed,
     Receive,
@@ -32,11 +30,8 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.job.tables import FaultToleranceTable, ResultsTable
-from rudra.roles.machine import States, halt, short
+from rudra.roles.machine import Machine, Setup, States, To, halt, short, staying
 from rudra.roles.minibatch_log import MinibatchLog
-from topologies import Plan
 
 DROPPED = -1
 """In a message to stop: what this learner still sends is not taken."""
@@ -61,19 +56,22 @@ class State(States):
 COMPUTING, EXCHANGING, PUSH = State.COMPUTING, State.EXCHANGING, Kind.GRADIENT
 
 
-class Learner(MinibatchLog):
+class Learner(Machine):
     """One learner.
 
     Args:
         role: id in the plan; its parent is the server that it pushes to.
-        plan: who is who.
-        tolerance: what a non-finite loss does.
-        results: how long reports may wait.
-        position: where training begins.
+        setup: what it is made from.
+
+    Attributes:
+        log: of its mini-batches.
+        timestamp: of the weights that are computed with.
     """
 
+    # A simulation has thousands of learners, each in fewer lines of the cache without a dictionary.
     __slots__ = (
         "_answered_at",
+        "_computed_at",
         "_delivered_at",
         "_expects_weights",
         "_pulls",
@@ -82,50 +80,52 @@ class Learner(MinibatchLog):
         "_skipped_pulls",
         "_source",
         "_stopping",
+        "log",
         "pushed",
         "server",
+        "timestamp",
     )
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
-        (State.WAITING, Started): "_start",
-        (State.WAITING, Kind.WEIGHTS): "_first_weights",
-        (State.HASHING, Hashed): "_report_digest",
-        (State.READY, Kind.START): "_begin",
-        (State.COMPUTING, Computed): "_push",
-        (State.COMPUTING, Kind.STOP): "_stop_soon",
-        (State.EXCHANGING, Sent): "_delivered",
-        (State.EXCHANGING, Kind.TIMESTAMP): "_answered",
-        (State.EXCHANGING, Kind.WEIGHTS): "_pulled",
-        (State.EXCHANGING, Kind.STOP): "_stop_soon",
-        **{(State.STOPPED, event): "_in_vain" for event in (Sent, Kind.TIMESTAMP, Kind.WEIGHTS)},  # it was dropped
-        **{(state, Kind.DONE): "_finish" for state in (State.COMPUTING, State.EXCHANGING)},
-        (State.STOPPED, Kind.DONE): "_finish",
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        (State.WAITING, Started): To("_start", State.WAITING),
+        (State.WAITING, Kind.WEIGHTS): To("_first_weights", State.HASHING),
+        (State.HASHING, Hashed): To("_report_digest", State.READY),
+        (State.READY, Kind.START): To("_begin", State.COMPUTING),
+        (State.COMPUTING, Computed): To("_push", State.EXCHANGING, State.STOPPED),
+        (State.COMPUTING, Kind.STOP): To("_stop_soon", State.COMPUTING),
+        (State.EXCHANGING, Sent): To("_delivered", State.EXCHANGING, State.COMPUTING, State.STOPPED),
+        (State.EXCHANGING, Kind.TIMESTAMP): To("_answered", State.EXCHANGING, State.COMPUTING),
+        (State.EXCHANGING, Kind.WEIGHTS): To("_pulled", State.EXCHANGING, State.COMPUTING, State.STOPPED),
+        (State.EXCHANGING, Kind.STOP): To("_stop_soon", State.EXCHANGING, State.STOPPED),
+        **staying([State.STOPPED], dict.fromkeys((Sent, Kind.TIMESTAMP, Kind.WEIGHTS), "_in_vain")),  # it was dropped
+        **{
+            (state, Kind.DONE): To("_finish", State.DONE)
+            for state in (State.COMPUTING, State.EXCHANGING, State.STOPPED)
+        },
     }
 
-    def __init__(
-        self,
-        role: int,
-        plan: Plan,
-        tolerance: FaultToleranceTable,
-        results: ResultsTable,
-        position: TrainingState = BEGINNING,
-    ) -> None:
+    def __init__(self, role: int, setup: Setup) -> None:
+        plan = setup.plan
         super().__init__(role, plan)
-        self._open_books(tolerance, results, position)
+        self.log = MinibatchLog(role, setup)
         parent = plan.roles[role].parent
         self.server = role if parent is None else parent
         self.state = State.WAITING
         self.timestamp = -1
-        self.pushed = self.step
+        self.pushed = self.log.step
         self._stopping = False
         self._delivered_at: float | None = None
         self._answered_at: float | None = None
         self._expects_weights = False
-        giver = plan.weight_source(plan.roles[role])
-        self._source = self.server if giver is None else giver
+        source = plan.weight_source(plan.roles[role])
+        self._source = self.server if source is None else source
         self._receive = Receive(WEIGHTS, self._source)
-        self._pushed_at = 0.0
+        self._computed_at = self._pushed_at = 0.0
         self._pulls = self._skipped_pulls = 0
+
+    def inherit(self, before: Machine) -> None:
+        assert isinstance(before, Learner)
+        self.log.inherit(before.log)
 
     @property
     def waiting_for(self) -> str:
@@ -154,13 +154,12 @@ class Learner(MinibatchLog):
         return [Send(self.server, Message(Kind.READY, self.id, value=short(event.digest)))]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
-        self._began = event.message.value * 1e-9
+        self.log.began = event.message.value * 1e-9
         return self._next(now)
 
     def _next(self, now: float) -> list[Action]:
         self.state = COMPUTING
-        self._since = now
-        return [Compute(self.step, WEIGHTS, GRADIENT, self.timestamp, now - self._began)]
+        return [self.log.begin(WEIGHTS, GRADIENT, self.timestamp, now)]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)
@@ -172,19 +171,19 @@ class Learner(MinibatchLog):
         return [Send(self.server, message, GRADIENT), *warnings]
 
     def _computed(self, event: Computed, now: float) -> tuple[list[Action], bool]:
-        """Takes a mini-batch into the books; what to do about it, and whether that is all because training ends."""
-        actions, fails = self._enter(event, now)
+        """Notes a mini-batch; what to do about it, and whether that is all because training ends."""
+        actions, fails = self.log.enter(event, self.timestamp, now)
         if fails or not self._stopping:
             return actions, fails
-        self._report(0.0, 0.0, 0.0)
+        self.log.report_unused()
         return actions + self._leave(now), True
 
     def _gradient(self, event: Computed, now: float) -> Gradient:
         """Counts a gradient that is pushed now, and describes it."""
         self.pushed += 1
-        self._pushed_at = now
+        self._computed_at = self._pushed_at = now
         self._delivered_at = self._answered_at = None
-        return self._describe(event)
+        return self.log.describe(event, self.timestamp)
 
     def _delivered(self, event: Sent, now: float) -> list[Action]:
         self._delivered_at = now
@@ -210,9 +209,6 @@ class Learner(MinibatchLog):
             return []
         return self._leave(now) if event.message.value == DROPPED else self._advance(now)
 
-    def _in_vain(self, event: Event, now: float) -> list[Action]:
-        return []
-
     def _advance(self, now: float) -> list[Action]:
         """Goes on when no transfer is under way: to the next mini-batch, or away."""
         delivered, asked = self._delivered_at, self._answered_at
@@ -220,15 +216,16 @@ class Learner(MinibatchLog):
             return []
         push_s = delivered - self._pushed_at
         answer = now if asked is None else max(asked, delivered)  # a stop is an answer too
-        self._spent(push_s, answer - delivered, now - answer)
-        due = self._diary.due(now) if self._reports_minibatches else []
+        log = self.log
+        log.spend(self._pushed_at - self._computed_at, push_s, answer - delivered, now - answer)
+        due = log.due(now)
         if self._stopping:
             return due + self._leave(now)
         return self._next(now) + due if due else self._next(now)
 
     def _leave(self, now: float) -> list[Action]:
         self.state = State.STOPPED
-        account = self._close_books(now, self.pushed, self._pulls, self._skipped_pulls)
+        account = self.log.close(now, self.pushed, self._pulls, self._skipped_pulls)
         return [*account, Send(self.server, Message(Kind.BYE, self.id, value=self.pushed))]
 
     def _finish(self, event: Received, now: float) -> list[Action]:

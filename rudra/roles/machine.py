@@ -1,14 +1,17 @@
 """What all roles share: a table of transitions, and rows on their way to the statistics server."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from rudra.core.events import Action, Event, Halt, Lost, Received, Send
 from rudra.core.messages import PACK, ROWS, Kind, split
+from rudra.core.schedule import Schedule
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import ProtocolError
+from rudra.job.job import Job
 from topologies import Plan
 
 Trigger = Kind | type[Event]
@@ -20,8 +23,42 @@ class States(Enum):
     __hash__ = object.__hash__
 
 
+class To:
+    """Where an event leads: a method, and the states one of which follows; the state before is named if it may stay."""
+
+    __slots__ = ("method", "states")
+
+    def __init__(self, method: str, *states: States) -> None:
+        self.method, self.states = method, states
+
+
+def staying(states: Iterable[States], methods: Mapping[Trigger, str]) -> dict[tuple[States, Any], To]:
+    """Rows of a table: events that are handled alike in some states, and lead to no other."""
+    return {(state, trigger): To(method, state) for state in states for trigger, method in methods.items()}
+
+
+class Setup(NamedTuple):
+    """What roles are made from.
+
+    Attributes:
+        job: resolved.
+        plan: who is who.
+        training_samples: size of the training set, by which epochs are counted.
+        schedule: the learning rates before modulation, for whoever owns weights.
+        position: where training begins.
+    """
+
+    job: Job
+    plan: Plan
+    training_samples: int
+    schedule: Schedule
+    position: TrainingState = BEGINNING
+
+
 class Machine:
-    """A role. Subclasses give the table: (state, event type or message kind) -> name of the method.
+    """A role. Subclasses give the table: (state, event type or message kind) -> method, and what states may follow.
+
+    A method sets the state; that the table names it is checked by tests (`validate_step`).
 
     Attributes:
         id: place in the plan.
@@ -31,12 +68,17 @@ class Machine:
 
     __slots__ = ("_dead", "_methods", "id", "name", "plan", "state")
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {}
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {}
     _METHODS: ClassVar[dict[tuple[States, Any], Callable[[Any, Any, float], list[Action]]]]
     state: States
 
     def __init_subclass__(cls) -> None:
-        cls._METHODS = {key: getattr(cls, name) for key, name in cls.TRANSITIONS.items()}
+        for (state, _), to in cls.TRANSITIONS.items():
+            if not to.states or any(type(following) is not type(state) for following in to.states):
+                raise TypeError(
+                    f"{cls.__name__}.{to.method} leads from {state} to {to.states}, which are no such states"
+                )
+        cls._METHODS = {key: getattr(cls, to.method) for key, to in cls.TRANSITIONS.items()}
 
     def __init__(self, role: int, plan: Plan) -> None:
         self.id = role
@@ -60,7 +102,6 @@ class Machine:
             if event.role in self.plan.gone or event.role in self._dead:  # type: ignore[union-attr]
                 return []
             self._dead.add(event.role)  # type: ignore[union-attr]
-            return self.lose(event.role, now)  # type: ignore[union-attr]
         trigger: Any = event.message.kind if kind is Received else kind  # type: ignore[union-attr]
         method = self._methods.get((self.state, trigger))
         if method is None:
@@ -68,12 +109,14 @@ class Machine:
                 return [halt(event)]  # type: ignore[arg-type]
             if kind is Received and event.message.sender in self._dead:  # type: ignore[union-attr]
                 return []  # said before it died, and of no use now
+            if kind is Lost:
+                return []  # this role can do without it
             what = trigger.name if isinstance(trigger, Kind) else trigger.__name__
             raise ProtocolError(f"{self.name} cannot take {what} while {self.state.name}")
         return method(self, event, now)
 
-    def lose(self, role: int, now: float) -> list[Action]:
-        """The rank of another role has died; whoever cannot do without it says so."""
+    def _in_vain(self, event: Any, now: float) -> list[Action]:
+        """What comes too late to matter."""
         return []
 
     def inherit(self, before: "Machine") -> None:
@@ -81,6 +124,12 @@ class Machine:
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold; tests call it after every event."""
+
+    def validate_step(self, before: States, event: Event) -> None:
+        """Raises AssertionError unless the table says that an event leads from a state to that of now; for tests."""
+        trigger: Any = event.message.kind if isinstance(event, Received) else type(event)
+        to = self.TRANSITIONS.get((before, trigger))
+        assert self.state in (to.states if to else {before}), (self.name, before, trigger, self.state)
 
     @property
     def tick_s(self) -> float | None:
@@ -143,7 +192,7 @@ class Silent(Outbox):
 
 def halt(event: Received) -> Halt:
     """What to do when the statistics server says that all is done."""
-    return Halt(event.message.value, apart=bool(event.message.timestamp))
+    return Halt(event.message.value, event.message.flag)
 
 
 def short(digest: str) -> int:

@@ -25,25 +25,19 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rudra.core.events import Action, Compute, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.core.events import Action, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.job.tables import FaultToleranceTable, ResultsTable
 from rudra.roles.learner import Learner, State
-from rudra.roles.machine import States, halt, short
-from topologies import Plan
+from rudra.roles.machine import Setup, States, To, halt, short, staying
 
 WEIGHTS = ("weights", "weights 1", "weights 2")
 GRADIENTS = ("gradient 0", "gradient 1")
+UNDERWAY: dict[Any, str] = {Sent: "_returned", Kind.WEIGHTS: "_arrived", Kind.APPLIED: "_hear_of_applied"}
 
 
 class OverlappedLearner(Learner):
-    """One learner of adv*; arguments as for `Learner`.
-
-    Attributes:
-        timestamp: of the weights that are computed with.
-    """
+    """One learner of adv*; arguments as for `Learner`."""
 
     __slots__ = (
         "_applied",
@@ -61,34 +55,31 @@ class OverlappedLearner(Learner):
         "_waiting",
     )
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
-        (State.WAITING, Started): "_start",
-        (State.WAITING, Kind.WEIGHTS): "_first_weights",
-        (State.HASHING, Hashed): "_report_digest",
-        **{(state, Sent): "_returned" for state in State if state is not State.DONE},
-        **{(state, Kind.WEIGHTS): "_arrived" for state in State if state not in {State.WAITING, State.DONE}},
-        **{
-            (state, Kind.APPLIED): "_hear_of_applied"
-            for state in (State.COMPUTING, State.EXCHANGING, State.HELD, State.LEAVING, State.STOPPED)
-        },
-        (State.READY, Kind.START): "_begin",
-        (State.COMPUTING, Computed): "_push",
-        (State.COMPUTING, Kind.STOP): "_stop_soon",
-        (State.EXCHANGING, Kind.STOP): "_stop_soon",
-        (State.HELD, Kind.STOP): "_stop_held",
-        (State.STOPPED, Kind.DONE): "_finish",
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        (State.WAITING, Started): To("_start", State.WAITING),
+        (State.WAITING, Kind.WEIGHTS): To("_first_weights", State.HASHING),
+        (State.HASHING, Hashed): To("_report_digest", State.READY),
+        **staying([State.HASHING, State.READY], {Sent: "_returned", Kind.WEIGHTS: "_arrived"}),
+        (State.READY, Kind.START): To("_begin", State.COMPUTING),
+        (State.COMPUTING, Computed): To(
+            "_push", State.COMPUTING, State.EXCHANGING, State.HELD, State.LEAVING, State.STOPPED
+        ),
+        **staying([State.COMPUTING, State.LEAVING, State.STOPPED], UNDERWAY),
+        (State.COMPUTING, Kind.STOP): To("_stop_soon", State.COMPUTING),
+        **staying([State.EXCHANGING], {Kind.WEIGHTS: "_arrived", Kind.APPLIED: "_hear_of_applied"}),
+        (State.EXCHANGING, Sent): To("_returned", State.EXCHANGING, State.COMPUTING, State.HELD, State.LEAVING),
+        (State.EXCHANGING, Kind.STOP): To("_stop_soon", State.EXCHANGING),
+        (State.HELD, Sent): To("_returned", State.HELD),
+        (State.HELD, Kind.WEIGHTS): To("_arrived", State.HELD, State.COMPUTING),
+        (State.HELD, Kind.APPLIED): To("_hear_of_applied", State.HELD, State.COMPUTING),
+        (State.HELD, Kind.STOP): To("_stop_held", State.LEAVING, State.STOPPED),
+        (State.LEAVING, Sent): To("_returned", State.LEAVING, State.STOPPED),
+        (State.STOPPED, Kind.DONE): To("_finish", State.DONE),
     }
 
-    def __init__(
-        self,
-        role: int,
-        plan: Plan,
-        tolerance: FaultToleranceTable,
-        results: ResultsTable,
-        position: TrainingState = BEGINNING,
-    ) -> None:
-        super().__init__(role, plan, tolerance, results, position)
-        self._receivers = plan.receivers[role]
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._receivers = setup.plan.receivers[role]
         self._stamps = dict.fromkeys(WEIGHTS, -1)
         self._open: str | None = WEIGHTS[0]  # where the next weights may land
         self._newest = WEIGHTS[0]
@@ -171,11 +162,9 @@ class OverlappedLearner(Learner):
 
     def _next(self, now: float) -> list[Action]:
         self.state = State.COMPUTING
-        self._since = now
         self._computing_with = self._newest
         self.timestamp = self._stamps[self._newest]
-        gradient = GRADIENTS[self._into]
-        return [Compute(self.step, self._newest, gradient, self.timestamp, now - self._began), *self._reopen()]
+        return [self.log.begin(self._newest, GRADIENTS[self._into], self.timestamp, now), *self._reopen()]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)
@@ -202,9 +191,9 @@ class OverlappedLearner(Learner):
         if not self._stopping and self._too_many_outstanding():
             self.state, self._computing_with = State.HELD, None
             return self._reopen()
-        self._spent(self._sent_at - self._pushed_at, now - self._sent_at, 0.0)
+        self.log.spend(0.0, self._sent_at - self._pushed_at, now - self._sent_at, 0.0)
         after = self._leave(now) if self._stopping else self._next(now)
-        return [*after, *self._diary.due(now)]
+        return [*after, *self.log.due(now)]
 
     def _too_many_outstanding(self) -> bool:
         if self.plan.outstanding is None:

@@ -17,17 +17,17 @@ not wait for that.
 from collections import deque
 from collections.abc import Mapping
 from enum import auto
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.core.events import (
     Action,
     Committed,
-    Copy,
     Drop,
     Fail,
     Hash,
     Hashed,
+    Lost,
     Received,
     Saved,
     Send,
@@ -40,27 +40,18 @@ from rudra.core.events import (
     Withdrawn,
 )
 from rudra.core.messages import Kind, Message
-from rudra.core.schedule import Schedule
-from rudra.core.training_state import BEGINNING, TrainingState
+from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
+from rudra.roles.checkpoint_cycle import CheckpointCycle
+from rudra.roles.downcast import Downcast
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
-from rudra.roles.machine import States, halt, listed, short
-from rudra.roles.owner import WEIGHTS, Owner, left_over
+from rudra.roles.ledger import WEIGHTS, Ledger, left_over
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
+from rudra.roles.roll import Roll
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from topologies import Plan
 from topologies.plan import STATISTICS_SERVER
-
-
-class End(NamedTuple):
-    """How a learner is no more, for `/events` and for people."""
-
-    kind: str
-    text: str
-
-
-DOWNCAST = ("downcast 0", "downcast 1")
-"""Copies of the weights on their way down the weights' tree; two, so that one slow edge holds up no other."""
 
 
 class State(States):
@@ -71,135 +62,116 @@ class State(States):
     DONE = auto()
 
 
+ALIVE = [state for state in State if state is not State.DONE]
 TRAINING = State.TRAINING
 """A name for what is looked up all the time: an enum's attributes are slow."""
 
 
-class ParameterServer(Owner):
+class ParameterServer(Machine):
     """The owner of the weights.
 
     Args:
         role: id in the plan.
-        plan: who is who.
-        job: resolved.
-        training_samples: samples of one epoch.
-        schedule: the learning rates, before modulation.
-        position: where training begins.
+        setup: what it is made from.
+
+    Attributes:
+        ledger: of the weights.
+        cycle: their checkpoints.
+        intake: gradients on their way into them.
+        roll: who pushes them.
+        received, discarded, lost: gradients.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
-        (State.INITIALISING, Started): "_start",
-        (State.INITIALISING, Hashed): "_send_first_weights",
-        (State.INITIALISING, Sent): "_returned",
-        (State.INITIALISING, Kind.READY): "_child_ready",
-        (State.INITIALISING, Kind.CREDIT): "_credit",
-        (State.INITIALISING, Updated): "_updated",
-        (State.TRAINING, Kind.GRADIENT): "_gradient",
-        (State.TRAINING, Kind.PULL): "_pull",
-        (State.TRAINING, Kind.CREDIT): "_credit",
-        (State.TRAINING, Sent): "_returned",
-        (State.TRAINING, Updated): "_updated",
-        **{(state, Tick): "_look_for_late" for state in State if state is not State.DONE},
-        **{(state, Kind.LATE): "_hear_of_late" for state in State if state is not State.DONE},
-        (State.DRAINING, Kind.GRADIENT): "_late_gradient",
-        (State.TRAINING, Withdrawn): "_withdrawn",
-        (State.DRAINING, Withdrawn): "_withdrawn",
-        (State.CLOSING, Withdrawn): "_withdrawn",
-        (State.DRAINING, Kind.PULL): "_late_pull",
-        (State.DRAINING, Kind.BYE): "_bye",
-        (State.DRAINING, Kind.CREDIT): "_credit",
-        (State.DRAINING, Sent): "_returned",
-        (State.DRAINING, Updated): "_updated",
-        (State.CLOSING, Kind.CREDIT): "_credit",
-        (State.CLOSING, Sent): "_returned",
-        (State.CLOSING, Kind.DONE): "_finish",
-        **{(state, Saved): "_saved" for state in State if state is not State.DONE},
-        **{(state, Kind.SAFE): "_safe" for state in State if state is not State.DONE},
-        **{(state, Committed): "_committed" for state in State if state is not State.DONE},
-        **{(state, Kind.ENOUGH): "_enough" for state in State if state is not State.DONE},
-        **{(state, Kind.PLATEAU): "_plateau" for state in State if state is not State.DONE},
-        (State.INITIALISING, Stopped): "_stop_first",
-        (State.TRAINING, Stopped): "_stop",
-        **{(state, Stopped): "_stop_again" for state in (State.DRAINING, State.CLOSING)},
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **staying(ALIVE, dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint")),
+        **staying(ALIVE, {Kind.ENOUGH: "_enough", Kind.PLATEAU: "_plateau", Kind.CREDIT: "_credit"}),
+        **staying(ALIVE, {Tick: "_look_for_late", Kind.LATE: "_hear_of_late"}),
+        **staying([State.TRAINING, State.DRAINING, State.CLOSING], {Withdrawn: "_withdrawn"}),
+        (State.INITIALISING, Started): To("_start", State.INITIALISING),
+        (State.INITIALISING, Hashed): To("_send_first_weights", State.INITIALISING),
+        (State.INITIALISING, Sent): To("_returned", State.INITIALISING, State.TRAINING, State.DRAINING),
+        (State.INITIALISING, Kind.READY): To("_child_ready", State.INITIALISING, State.TRAINING, State.DRAINING),
+        (State.INITIALISING, Updated): To("_updated", State.INITIALISING),
+        (State.INITIALISING, Stopped): To("_stop_first", State.INITIALISING),
+        (State.INITIALISING, Lost): To("_lose", State.INITIALISING),
+        (State.TRAINING, Kind.GRADIENT): To("_gradient", State.TRAINING, State.DRAINING, State.INITIALISING),
+        (State.TRAINING, Kind.PULL): To("_pull", State.TRAINING),
+        (State.TRAINING, Kind.CREDIT): To("_credit", State.TRAINING, State.DRAINING, State.INITIALISING),
+        (State.TRAINING, Sent): To("_returned", State.TRAINING, State.DRAINING, State.INITIALISING),
+        (State.TRAINING, Updated): To("_updated", State.TRAINING),
+        (State.TRAINING, Stopped): To("_stop", State.DRAINING, State.INITIALISING),
+        (State.TRAINING, Lost): To("_lose", State.TRAINING, State.DRAINING, State.INITIALISING),
+        (State.DRAINING, Kind.GRADIENT): To("_late_gradient", State.DRAINING, State.CLOSING),
+        (State.DRAINING, Kind.PULL): To("_in_vain", State.DRAINING),  # stop is the answer
+        (State.DRAINING, Kind.BYE): To("_bye", State.DRAINING, State.CLOSING),
+        (State.DRAINING, Sent): To("_returned", State.DRAINING, State.CLOSING, State.INITIALISING),
+        (State.DRAINING, Updated): To("_updated", State.DRAINING, State.CLOSING),
+        (State.DRAINING, Stopped): To("_in_vain", State.DRAINING),
+        (State.DRAINING, Lost): To("_lose", State.DRAINING, State.CLOSING, State.INITIALISING),
+        (State.CLOSING, Sent): To("_returned", State.CLOSING),
+        (State.CLOSING, Stopped): To("_in_vain", State.CLOSING),
+        (State.CLOSING, Lost): To("_lose", State.CLOSING),
+        (State.CLOSING, Kind.DONE): To("_finish", State.DONE),
     }
 
-    def __init__(
-        self,
-        role: int,
-        plan: Plan,
-        job: Job,
-        training_samples: int,
-        schedule: Schedule,
-        position: TrainingState = BEGINNING,
-    ) -> None:
-        super().__init__(role, plan, job, training_samples, schedule, position)
-        self.state = State.INITIALISING
-        self._warnings = _warnings(job, plan)
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup.plan)
+        self._job = setup.job
+        self.ledger = Ledger(role, setup)
+        self.cycle = CheckpointCycle(self.ledger, setup.job.results.checkpoint_interval, setup.position)
+        self._warnings = _warnings(setup.job, setup.plan)
+        self._follow(setup.plan, setup.position)
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
-        super()._follow(plan, position)
-        role = self.id
+        """Everybody begins by this plan, from here; nothing is under way."""
+        role, protocol = self.id, self.ledger.protocol
+        self.plan = plan
         self.state = State.INITIALISING
-        self.timestamp = position.timestamp
-        self._ordered, self._grants_on_push = self.protocol.ordered, self.protocol.grants_on_push
+        self._gradient_weight = protocol.modulation.gradient_weight
+        self._ordered, self._grants_on_push = protocol.ordered, protocol.grants_on_push
         self.discarded = self.lost = 0
         self.received = position.applied
-        self._received = {child: position.below(plan, child) for child in plan.children[role]}
-        workers = [members[0] for members in plan.groups] or plan.learners
-        self.pushed = [position.step(plan.roles[worker].index) for worker in workers]
-        self._below = {child: plan.learners_below(child) for child in plan.children[role]}
-        self._places = [-1] * plan.learner_numbers  # learner -> its place there; -1: it is no more
-        for place, learner in enumerate(plan.learners):
-            self._places[plan.roles[learner].index] = place
-        self._late: tuple[int, str] | None = None  # a learner that is being dropped, and why
+        self.roll = Roll(plan, role, position)
         self._deferred: deque[int] = deque()  # roles that died while an update was due
-        self._from_lost = position.applied - sum(self.pushed)  # gradients of learners that are no more
-        self._children = list(plan.children[role])
         self._receivers = plan.receivers[role]
-        self._worker = {child: worker for worker, child in enumerate(self._children)}
         self._grouped = bool(plan.groups)
-        self.intake = GradientBuffers(self._children, 2, self._ordered)
-        self._stragglers = Stragglers(self._children, self._job.fault_tolerance.stall_warning_s)
+        self.intake = GradientBuffers(plan.children[role], 2, self._ordered)
+        self._stragglers = Stragglers(plan.children[role], self._job.fault_tolerance.stall_warning_s)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
         self._digest: int | None = None
         self._ready: set[int] = set()
         self._lent = 0  # transfers of the weights under way
         self._update_due = False
         self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
-        self._left: dict[int, int] = {}
         self._overlapped = plan.overlapped
-        self._to_tell: list[int] = []  # learners whose gradients are pending, where they want to hear of the update
-        self._downcast = dict.fromkeys(DOWNCAST, (-1, 0))  # timestamp, transfers under way
-        self._given = dict.fromkeys(self._receivers, position.timestamp)  # down the weights' tree
-        self._edges_busy: set[int] = set()
+        self._downcast = Downcast(plan, role, position.timestamp)
         self._weights_changed()
 
     @property
     def pending(self) -> int:
         """Gradients that are here but not applied."""
-        return len(self._pending) + self.intake.waiting
+        return self.ledger.pending + self.intake.waiting
 
     @property
     def waiting_for(self) -> str:
-        names = [self.plan.roles[i].name for i in self._children]
         if self.state is State.INITIALISING:
-            return listed([name for i, name in zip(self._children, names, strict=True) if i not in self._ready])
+            return listed(self.roll.names(but=self._ready))
         if self.state is State.DRAINING:
-            return listed([name for i, name in zip(self._children, names, strict=True) if i not in self._left])
-        if self.state is State.TRAINING and self._update_due and self._is_ahead:
+            return listed(self.roll.names(but=self.roll.left))
+        if self.state is State.TRAINING and self._update_due and self.ledger.is_ahead:
             return "the statistics server to test the weights"
         if self.state is State.TRAINING:
-            return f"a gradient from {listed(names[self._units if self._ordered else 0 :])}"
+            return f"a gradient from {listed(self.roll.names()[self._units if self._ordered else 0 :])}"
         return "the statistics server to finish"
 
     def validate(self) -> None:
-        super().validate()
+        self.ledger.validate()
         self.intake.validate()
-        assert self._grouped or self.received == sum(self.pushed) + self._from_lost
-        assert self.received == self.applied + self.pending + self.discarded + self.lost
+        self._downcast.validate()
+        self.roll.validate(self.received)
+        assert self.received == self.ledger.applied + self.pending + self.discarded + self.lost
         assert self._lent >= 0
-        assert bool(self._pending) == (self.intake.accumulator is not None)
-        assert all(lent >= 0 for _, lent in self._downcast.values())
+        assert bool(self.ledger.pending) == (self.intake.accumulator is not None)
 
     # Start: everybody holds the same weights.
 
@@ -220,13 +192,13 @@ class ParameterServer(Owner):
         return self._begin(now)
 
     def _begin(self, now: float) -> list[Action]:
-        if self.state is not State.INITIALISING or len(self._ready) < len(self._children) or self._lent:
+        if self.state is not State.INITIALISING or len(self._ready) < len(self.roll.children) or self._lent:
             return []
         self.state = State.TRAINING
-        start = self._start_clock(now)
+        start = self.ledger.start(now)
         self._stragglers.begin(now, self.received)
-        told = [Send(to, start) for to in (self.plan.statistics, *self._children)]
-        over = self._stopped or self.epoch == self.epochs
+        told = [Send(to, start) for to in (self.plan.statistics, *self.roll.children)]
+        over = self.ledger.stopped or self.ledger.over
         return [*told, *(self._drain() if over else self.intake.post(True))]
 
     # Gradients in.
@@ -238,21 +210,11 @@ class ParameterServer(Owner):
     def _take(self, event: Received, now: float) -> None:
         """Counts the gradients that arrived."""
         self.lost += self.intake.take(event)
-        gradients, pushed = event.message.gradients, self.pushed
-        self.received += len(gradients)
-        sender = event.message.sender
-        self._received[sender] += len(gradients)
-        if sender in self._stragglers.heard:
-            self._stragglers.heard[sender] = now
-        if self._grouped:
-            pushed[self._worker[sender]] += 1
-        else:
-            for gradient in gradients:
-                place = self._places[gradient.learner]
-                if place >= 0:
-                    pushed[place] += 1
-                else:
-                    self._from_lost += 1
+        sender, heard = event.message.sender, self._stragglers.heard
+        self.received += len(event.message.gradients)
+        if sender in heard:
+            heard[sender] = now
+        self.roll.count(event.message)
 
     def _work(self, now: float) -> list[Action]:
         """Handles what has arrived, one gradient after the other, as far as the leases allow."""
@@ -260,7 +222,7 @@ class ParameterServer(Owner):
         intake = self.intake
         while self.state is TRAINING:
             if self._update_due:
-                if self._lent or self._is_ahead:
+                if self._lent or self.ledger.is_ahead:
                     break
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
@@ -275,15 +237,15 @@ class ParameterServer(Owner):
 
     def _add(self, buffer: str, message: Message) -> list[Action]:
         """Adds a gradient to the average, and answers what was asked with it, or lets it wait for the update."""
-        gradients = message.gradients
-        scale = self._gradient_weight(self.timestamp - gradients[0].timestamp)
-        samples = self._count(gradients, scale)
+        gradients, ledger = message.gradients, self.ledger
+        scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
+        samples = ledger.count(gradients, scale)
         self._units += 1 if self._grouped else len(gradients)
-        if self.plan.outstanding is not None:
-            self._to_tell += [self.plan.learners[self._places[gradient.learner]] for gradient in gradients]
+        if self._overlapped:
+            self._downcast.await_update(gradients)
         actions = self.intake.average(buffer, samples, scale)
-        self._update_due = self.intake.complete if self._ordered else self.protocol.update_due(self._units)
-        if message.value >= 0 and message.sender in self._worker:  # else it has died since
+        self._update_due = self.intake.complete if self._ordered else ledger.protocol.update_due(self._units)
+        if message.value >= 0 and message.sender in self.roll.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.value)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions
@@ -292,43 +254,53 @@ class ParameterServer(Owner):
 
     def _update(self, now: float) -> list[Action]:
         gradient = self.intake.give()
-        actions, ended = self._update_by(gradient, now)
+        actions = self.ledger.update(gradient, now) + self.cycle.updated(now)
         for child, silence_s in self._stragglers.found(now, self.received):
             actions += self._report_straggler(child, silence_s, now)
         self._weights_changed()
         self.intake.free.append(gradient)
         self._units, self._update_due = 0, False
-        if ended:
+        if self.ledger.over:
             return actions + self._drain()
-        return actions + self._tell_learners() + self._publish() if self._overlapped else actions
-
-    def _tell_learners(self) -> list[Action]:
-        """Tells learners, where these bound their outstanding gradients, which weights hold them."""
-        told, self._to_tell = self._to_tell, []
-        applied = Message(Kind.APPLIED, self.id, self.timestamp)
-        return [Send(learner, applied) for learner in told]
+        return actions + self._downcast.updated(self._weights) if self._overlapped else actions
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]
-        behind = max(self._received.values()) - self._received[child]
+        behind = max(self.roll.received.values()) - self.roll.received[child]
         text = f"silent for {silence_s:.0f} s, {behind} gradients behind the fastest"
-        self._tell("straggler", self.timestamp, now - self._began, text, child)
+        self.ledger.tell("straggler", self.ledger.timestamp, now - self.ledger.began, text, child)
         return [Warn(f"{role.name} (rank {role.world_rank}) is a straggler: {text}")]
 
     def _go_on(self, now: float) -> list[Action]:
+        """Makes the update that waited for a test."""
         return self._work(now) if self._update_due else []
 
+    def _credit(self, event: Received, now: float) -> list[Action]:
+        return self.ledger.credit() + self._go_on(now)
+
+    def _enough(self, event: Received, now: float) -> list[Action]:
+        self.ledger.enough()
+        return []
+
+    def _plateau(self, event: Received, now: float) -> list[Action]:
+        self.ledger.lower(event.message.value, now)
+        return []
+
+    def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
+        return self.cycle.take(event, now)
+
     def _updated(self, event: Updated, now: float) -> list[Action]:
-        due = self._note(event, now)
+        due = self.ledger.note(event, now)
         return due + self._close(now) if self.state is State.DRAINING else due
 
     # Weights to learners.
 
     def _weights_changed(self) -> None:
         """Prepares what learners and the protocol are told at this timestamp."""
-        self._clock = Clock(self.timestamp, self.pushed)
-        self._stamp = Message(Kind.TIMESTAMP, self.id, self.timestamp)
-        self._weights = Message(Kind.WEIGHTS, self.id, self.timestamp)
+        timestamp = self.ledger.timestamp
+        self._clock = Clock(timestamp, self.roll.pushed)
+        self._stamp = Message(Kind.TIMESTAMP, self.id, timestamp)
+        self._weights = Message(Kind.WEIGHTS, self.id, timestamp)
 
     def _pull(self, event: Received, now: float) -> list[Action]:
         message = event.message
@@ -341,10 +313,11 @@ class ParameterServer(Owner):
         Weights themselves are sent if they are newer than what is held there.
         """
         asked, held = self._pulls[child]
-        if self._update_due or not self.protocol.pull_granted(self._worker[child], asked, self._clock):
+        ledger = self.ledger
+        if self._update_due or not ledger.protocol.pull_granted(self.roll.worker[child], asked, self._clock):
             return []
         del self._pulls[child]
-        if held == self.timestamp:
+        if held == ledger.timestamp:
             return [Send(child, self._stamp)]
         self._lent += 1
         return [Send(child, self._stamp), Send(child, self._weights, WEIGHTS)]
@@ -355,33 +328,12 @@ class ParameterServer(Owner):
             return []
         return [action for child in list(self._pulls) for action in self._answer(child)]
 
-    def _publish(self) -> list[Action]:
-        """Sends the newest weights down every edge of the weights' tree that is idle."""
-        actions: list[Action] = []
-        for to in self._receivers:
-            if to in self._edges_busy or self._given[to] == self.timestamp:
-                continue
-            ready = [b for b, (timestamp, _) in self._downcast.items() if timestamp == self.timestamp]
-            if not ready:
-                ready = [b for b, (_, lent) in self._downcast.items() if not lent][:1]
-                if not ready:
-                    break  # all copies are under way; the first that is back carries the newest weights then
-                actions.append(Copy(WEIGHTS, ready[0]))
-            self._downcast[ready[0]] = (self.timestamp, self._downcast[ready[0]][1] + 1)
-            self._given[to] = self.timestamp
-            self._edges_busy.add(to)
-            actions.append(Send(to, self._weights, ready[0]))
-        return actions
-
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.plan.statistics:
-            self._snapshot_returned(event.buffer)
+            self.ledger.returned(event.buffer)
             return self._lose_deferred(now) + self._go_on(now)
-        if event.buffer in self._downcast:
-            timestamp, lent = self._downcast[event.buffer]
-            self._downcast[event.buffer] = (timestamp, lent - 1)
-            self._edges_busy.discard(event.to)
-            return self._publish() if self.state is TRAINING else self._close(now)
+        if self._downcast.returned(event):
+            return self._downcast.publish(self._weights) if self.state is TRAINING else self._close(now)
         self._lent -= 1
         if self._update_due and not self._lent:
             return self._work(now)
@@ -389,16 +341,16 @@ class ParameterServer(Owner):
 
     # Learners that die. What they pushed completely counts as ever, unless its turn cannot come any more.
 
-    def lose(self, role: int, now: float) -> list[Action]:
-        plan = self.plan
+    def _lose(self, event: Lost, now: float) -> list[Action]:
+        role, plan = event.role, self.plan
         name = f"{plan.roles[role].name} (rank {plan.roles[role].world_rank})"
         if plan.roles[role].kind == STATISTICS_SERVER:
-            return [] if self.state is State.DONE else [Fail(f"the {name} died", lost=True)]
-        if self.state is State.DONE or role in self._buried:
+            return [Fail(f"the {name} died", lost=True)]
+        if role in self.ledger.buried:
             return []
         if self.state is State.CLOSING:
-            return self._lose_late(role, now)
-        if self._start_message is None:
+            return self.ledger.bury_late(role, now)
+        if not self.ledger.started:
             return [Fail(f"{name} died before training began", lost=True)]
         if self.state is State.INITIALISING or not plan.expendable(role):
             return self._begin_anew(role, now)
@@ -407,16 +359,20 @@ class ParameterServer(Owner):
     def _lose_deferred(self, now: float) -> list[Action]:
         """Who died while weights were under way, once they are not."""
         actions: list[Action] = []
-        while self._deferred and not self._update_due and not self._final_lent:
-            actions += self.lose(self._deferred.popleft(), now)
+        while self._deferred and not self._update_due and not self.ledger.final_lent:
+            actions += self._lose(Lost(self._deferred.popleft()), now)
         return actions
 
     def _begin_anew(self, role: int, now: float) -> list[Action]:
         """Lets everybody begin by a plan without a role; what is pending is computed again."""
-        if self._final_lent:  # to the statistics server
+        if self.ledger.final_lent:  # to the statistics server
             self._deferred.append(role)
             return []
-        return self._regroup(self._position(now), now)
+        position = self.ledger.position(now)
+        actions = self.ledger.regroup(self._dead, position, now)
+        if self.ledger.plan is not self.plan:
+            self._follow(self.ledger.plan, position)
+        return actions
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         """Waits no more for a learner, while all others go on as they are."""
@@ -424,36 +380,49 @@ class ParameterServer(Owner):
         if training and self._update_due:  # and waits for leases: it is still one of before
             self._deferred.append(role)
             return []
-        end = self._how(role, now)
-        learner = plan.roles[role].index
-        place = self._places[learner]
-        pushed = self.pushed.pop(place)
-        self._from_lost += pushed
-        self._places = [i - 1 if i > place else -1 if i == place else i for i in self._places]
-        actions, left = self._drop(role), "training had ended"
+        end, roll = self._stragglers.end_of(role, now, self.received), self.roll
+        child = plan.child_towards(role, self.id)
+        assert child is not None
+        pushed = roll.lose(role, child)
+        actions, left = self._forget(role, child), "training had ended"
         if training:
-            if not self.pushed:
+            if not roll.pushed:
                 return [Fail(f"{name} {end.text}, and no learner is left", lost=True)]
             try:
-                self.protocol = self._job.make_protocol(plan, plan.workers - len(self.pushed))
+                protocol = self._job.make_protocol(plan, plan.workers - len(roll.pushed))
             except ValueError as error:
-                text = f"{name} {end.text}, and with {len(self.pushed)} learners the protocol cannot go on: {error}"
+                text = f"{name} {end.text}, and with {len(roll.pushed)} learners the protocol cannot go on: {error}"
                 return [Fail(text)]
-            self._gradient_weight = self.protocol.modulation.gradient_weight
+            self.ledger.protocol = protocol
+            self._gradient_weight = protocol.modulation.gradient_weight
             self._weights_changed()
-            c = self.protocol.gradients_per_update
-            left = f"{left_over(len(self.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
+            c = protocol.gradients_per_update
+            left = f"{left_over(len(roll.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
         actions.append(Warn(f"{name} {end.text}; {left}"))
-        text = f"{end.text} when {self._steps[learner]} of its gradients had been applied, with the next under way"
-        self._record_loss(role, text, pushed, now, end.kind)
+        steps = self.ledger.steps[plan.roles[role].index]
+        text = f"{end.text} when {steps} of its gradients had been applied, with the next under way"
+        self.ledger.bury(role, text, pushed, now, end.kind)
         if not training:
             return actions + self.intake.post(False) + self._close(now)
         if self._job.fault_tolerance.on_learner_loss == "stop":
-            self._stopped = True
+            self.ledger.stopped = True
             return actions + self._drain()
-        complete = self.intake.complete if self._ordered else self.protocol.update_due(self._units)
-        self._update_due = bool(self._pending) and complete
+        complete = self.intake.complete if self._ordered else self.ledger.protocol.update_due(self._units)
+        self._update_due = bool(self.ledger.pending) and complete
         return actions + self._work(now) + self._answer_all()
+
+    def _forget(self, role: int, child: int) -> list[Action]:
+        """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
+        if child != role:
+            if self.roll.below[child]:
+                return []
+            dropped, actions = self.intake.silence(child)
+            self.lost += dropped
+            return actions
+        self.lost += self.intake.lose(child)
+        self._stragglers.forget(child)
+        self._pulls.pop(child, None)
+        return []
 
     # Learners that are too slow.
 
@@ -469,47 +438,21 @@ class ParameterServer(Owner):
 
     def _hear_of_late(self, event: Received, now: float) -> list[Action]:
         """The same, of a learner that a server of the tree waits for."""
-        return self._drop_straggler(event.message.value, event.message.timestamp)
+        return self._drop_straggler(event.message.value, event.message.seconds)
 
     def _drop_straggler(self, learner: int, silence_s: float) -> list[Action]:
         """Drops a learner, one at a time, and never the last one."""
         roles = self.plan.roles
-        if self.state is not TRAINING or self._late is not None or learner in self._dead or len(self.pushed) == 1:
+        may_drop = not self._stragglers.dropping and learner not in self._dead and len(self.roll.pushed) > 1
+        if self.state is not TRAINING or not may_drop:
             return []
-        self._late = learner, f"was dropped, because nothing came of it for {silence_s:.0f} s"
+        self._stragglers.drop(learner, silence_s)
         told, above = [Send(learner, Message(Kind.STOP, self.id, value=DROPPED))], roles[learner].parent
         while above != self.id:
             assert above is not None
             told.append(Send(above, Message(Kind.DROP, self.id, value=learner)))
             above = roles[above].parent
         return [*told, Drop(learner)]
-
-    def _how(self, role: int, now: float) -> End:
-        """How a learner is no more."""
-        if self._late is None or role != self._late[0]:
-            return End("lost", "died")
-        (_, why), self._late = self._late, None
-        self._stragglers.begin(now, self.received)  # the others could not be heard meanwhile
-        return End("dropped", why)
-
-    def _drop(self, role: int) -> list[Action]:
-        """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
-        child = self.plan.child_towards(role, self.id)
-        assert child is not None
-        self._below[child] -= 1
-        if child != role:
-            if self._below[child]:
-                return []
-            dropped, actions = self.intake.silence(child)
-            self.lost += dropped
-            return actions
-        self.lost += self.intake.lose(child)
-        self._children.remove(child)
-        self._stragglers.forget(child)
-        self._worker = {child: worker for worker, child in enumerate(self._children)}
-        self._pulls.pop(child, None)
-        self._left.pop(child, None)
-        return []
 
     # The end: what is under way is let in, counted and dropped.
 
@@ -518,7 +461,7 @@ class ParameterServer(Owner):
         self.discarded += self.intake.discard()
         self._pulls.clear()
         stop = Message(Kind.STOP, self.id)
-        told = [Send(child, stop) for child in self._children]
+        told = [Send(child, stop) for child in self.roll.children]
         return [*told, *self.intake.withdraw(), *self.intake.post(False)]
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
@@ -526,35 +469,29 @@ class ParameterServer(Owner):
         return self.intake.post(self.state is TRAINING)
 
     def _stop_first(self, event: Stopped, now: float) -> list[Action]:
-        self._stopped = True  # as soon as training begins
+        self.ledger.stopped = True  # as soon as training begins
         return []
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
-        self._stopped = True
+        self.ledger.stopped = True
         return self._drain() + self._lose_deferred(now)  # the update will not come for which they waited
-
-    def _stop_again(self, event: Stopped, now: float) -> list[Action]:
-        return []  # it is ending
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event, now)
         self.discarded += self.intake.discard()
         return self.intake.post(False) + self._close(now)
 
-    def _late_pull(self, event: Received, now: float) -> list[Action]:
-        return []  # stop is the answer
-
     def _bye(self, event: Received, now: float) -> list[Action]:
-        self._left[event.message.sender] = event.message.value
+        self.roll.left[event.message.sender] = event.message.value
         return self._close(now)
 
     def _close(self, now: float) -> list[Action]:
-        here = all(self._left.get(child) == self._received[child] for child in self._children)
-        if self.state is not State.DRAINING or not here or self._update_rows or self._edges_busy:
+        waits = not self.roll.complete or self.ledger.updating or self._downcast.under_way
+        if self.state is not State.DRAINING or waits:
             return []
         self.state = State.CLOSING
-        self._closing = self._stopped
-        return self._totals(now, self.received, self.pending, self.discarded, self.lost) + self._end(now)
+        account = self.ledger.totals(now, self.received, self.pending, self.discarded, self.lost)
+        return account + self.cycle.end(now) if self.ledger.stopped else account
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = State.DONE

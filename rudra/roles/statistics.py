@@ -27,6 +27,7 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Keep,
+    Lost,
     Receive,
     Received,
     Record,
@@ -35,13 +36,10 @@ from rudra.core.events import (
     Sync,
 )
 from rudra.core.messages import Kind, Message, Rows
-from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import EXIT_FAILED, EXIT_STOPPED
-from rudra.job.job import Job
 from rudra.job.target import Best, Target, Watch
-from rudra.roles.machine import Machine, States
-from rudra.roles.owner import CREDITS
-from topologies import Plan
+from rudra.roles.ledger import CREDITS
+from rudra.roles.machine import Machine, Setup, States, To
 
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))
 
@@ -56,29 +54,29 @@ class StatisticsServer(Machine):
 
     Args:
         role: id in the plan.
-        plan: who is who.
-        job: resolved.
-        position: where training begins.
+        setup: what it is made from.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
-        (State.GATHERING, Started): "_start",
-        (State.GATHERING, Kind.START): "_begin",
-        (State.GATHERING, Kind.GRADIENTS): "_gradients",
-        (State.GATHERING, Kind.UPDATES): "_updates",
-        (State.GATHERING, Kind.MINIBATCHES): "_minibatches",
-        (State.GATHERING, Kind.EPOCHS): "_epoch",
-        (State.GATHERING, Kind.SNAPSHOT): "_snapshot",
-        (State.GATHERING, Hashed): "_hashed",
-        (State.GATHERING, Evaluated): "_evaluated",
-        (State.GATHERING, Kind.LEARNERS): "_learner",
-        (State.GATHERING, Kind.TOTALS): "_account",
-        (State.GATHERING, Kind.EVENTS): "_events",
-        (State.GATHERING, Kind.CHECKPOINT): "_checkpoint",
-        (State.GATHERING, Kind.END): "_end_early",
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        (State.GATHERING, Started): To("_start", State.GATHERING),
+        (State.GATHERING, Kind.START): To("_begin", State.GATHERING),
+        (State.GATHERING, Kind.GRADIENTS): To("_gradients", State.GATHERING),
+        (State.GATHERING, Kind.UPDATES): To("_updates", State.GATHERING),
+        (State.GATHERING, Kind.MINIBATCHES): To("_minibatches", State.GATHERING),
+        (State.GATHERING, Kind.EPOCHS): To("_epoch", State.GATHERING, State.DONE),
+        (State.GATHERING, Kind.SNAPSHOT): To("_snapshot", State.GATHERING),
+        (State.GATHERING, Hashed): To("_hashed", State.GATHERING, State.DONE),
+        (State.GATHERING, Evaluated): To("_evaluated", State.GATHERING, State.DONE),
+        (State.GATHERING, Kind.LEARNERS): To("_learner", State.GATHERING, State.DONE),
+        (State.GATHERING, Kind.TOTALS): To("_account", State.GATHERING, State.DONE),
+        (State.GATHERING, Kind.EVENTS): To("_events", State.GATHERING),
+        (State.GATHERING, Kind.CHECKPOINT): To("_checkpoint", State.GATHERING),
+        (State.GATHERING, Kind.END): To("_end_early", State.GATHERING, State.DONE),
+        (State.GATHERING, Lost): To("_lose", State.GATHERING),
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job, position: TrainingState = BEGINNING) -> None:
+    def __init__(self, role: int, setup: Setup) -> None:
+        job, plan = setup.job, setup.plan
         super().__init__(role, plan)
         self.state = State.GATHERING
         self.epochs = job.training.epochs
@@ -103,7 +101,7 @@ class StatisticsServer(Machine):
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
         self._working: tuple[str, int] | None = None
-        self._recorded = position.epoch
+        self._recorded = setup.position.epoch
         self._last_epoch = self.epochs  # unless the run is stopped
         self._code = 0
         self._gone: set[int] = set()  # roles whose rank has died
@@ -317,7 +315,7 @@ class StatisticsServer(Machine):
         assert (self._final_weights is None) == bool(self._code)
         self.state = State.DONE
         apart = not self._dropped <= self._answered
-        done = Message(Kind.DONE, self.id, int(apart), self._code)
+        done = Message(Kind.DONE, self.id, value=self._code, flag=apart)
         others = (i for i in range(len(self.plan.roles)) if i != self.id and i not in self._gone)
         reason = "a learner died" if self._gone and self._stops_at_loss else "somebody stopped it"
         return [
@@ -326,10 +324,8 @@ class StatisticsServer(Machine):
             Halt(self._code, apart),
         ]
 
-    def lose(self, role: int, now: float) -> list[Action]:
-        lost = self.plan.roles[role]
-        if self.state is State.DONE:
-            return []
+    def _lose(self, event: Lost, now: float) -> list[Action]:
+        role, lost = event.role, self.plan.roles[event.role]
         if role == self.plan.server:
             return [Fail(f"{lost.name} (rank {lost.world_rank}) died, and the run cannot go on without it", lost=True)]
         self._gone.add(role)  # the owner of the weights gives the account of a learner that is no more

@@ -1,6 +1,7 @@
 """Children of a server that are much slower than the others: slow is not dead, but worth a word."""
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from rudra.job.job import Job
 from topologies import Plan
@@ -36,12 +37,23 @@ def overdue_s(job: Job, plan: Plan, child: int | None, heard: Mapping[int, float
     return silence_s if silence_s > timeout else None
 
 
+class End(NamedTuple):
+    """How a learner is no more, for `/events` and for people."""
+
+    kind: str
+    text: str
+
+
 class Stragglers:
-    """When each child was heard of last.
+    """When each child was heard of last, and which learner is dropped for its silence.
 
     Args:
         children: ids of the roles.
         patience_s: a silence that is shorter is no matter.
+
+    Attributes:
+        heard: child -> when something came of it.
+        dropping: whether a learner is being dropped.
     """
 
     def __init__(self, children: Iterable[int], patience_s: float) -> None:
@@ -50,6 +62,11 @@ class Stragglers:
         self._began = self._looked = 0.0
         self._before = 0
         self._known: set[int] = set()
+        self._late: tuple[int, End] | None = None
+
+    @property
+    def dropping(self) -> bool:
+        return self._late is not None
 
     def begin(self, now: float, gradients: int) -> None:
         """Training begins, or goes on after so many gradients."""
@@ -77,3 +94,15 @@ class Stragglers:
         new = [(child, silence) for child, silence in silent.items() if child not in self._known]
         self._known = set(silent)
         return new
+
+    def drop(self, learner: int, silence_s: float) -> None:
+        """A learner is being dropped."""
+        self._late = learner, End("dropped", f"was dropped, because nothing came of it for {silence_s:.0f} s")
+
+    def end_of(self, role: int, now: float, gradients: int) -> End:
+        """How a learner is no more."""
+        if self._late is None or role != self._late[0]:
+            return End("lost", "died")
+        (_, end), self._late = self._late, None
+        self.begin(now, gradients)  # the others could not be heard meanwhile
+        return end

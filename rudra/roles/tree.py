@@ -37,12 +37,9 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.job.job import Job
 from rudra.roles.gradient_buffers import GradientBuffers
-from rudra.roles.machine import Machine, States, halt, listed, short
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
 from rudra.roles.stragglers import overdue_s, tick_s
-from topologies import Plan
 
 WEIGHTS = ("weights 0", "weights 1")
 
@@ -56,44 +53,50 @@ class State(States):
     DONE = auto()
 
 
+ALIVE = [state for state in State if state is not State.DONE]
+
+
 class TreeServer(Machine):
     """A server between the root and learners.
 
     Args:
-        role: id in the plan.
-        plan: who is who; where weights have a tree of their own, this server has none.
-        job: resolved.
-        position: where training begins.
+        role: id in the plan; where weights have a tree of their own, this server has none.
+        setup: what it is made from.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], str]] = {
-        (State.WAITING, Started): "_start",
-        (State.WAITING, Kind.WEIGHTS): "_first_weights",
-        (State.WAITING, Hashed): "_hashed",
-        (State.WAITING, Sent): "_first_returned",
-        (State.WAITING, Kind.READY): "_child_ready",
-        (State.READY, Kind.START): "_begin",
-        (State.TRAINING, Kind.GRADIENT): "_gradient",
-        (State.TRAINING, Kind.PULL): "_pull",
-        (State.TRAINING, Kind.TIMESTAMP): "_answered",
-        (State.TRAINING, Kind.WEIGHTS): "_pulled",
-        (State.TRAINING, Sent): "_returned",
-        (State.TRAINING, Withdrawn): "_withdrawn",
-        (State.TRAINING, Kind.STOP): "_stop",
-        (State.STOPPING, Kind.GRADIENT): "_late_gradient",
-        (State.STOPPING, Withdrawn): "_withdrawn",
-        (State.STOPPED, Withdrawn): "_withdrawn",
-        (State.STOPPING, Kind.PULL): "_late_pull",
-        (State.STOPPING, Kind.WEIGHTS): "_late_weights",
-        (State.STOPPING, Sent): "_returned",
-        (State.STOPPING, Kind.BYE): "_bye",
-        (State.STOPPED, Started): "_stay",
-        **{(state, Tick): "_look_for_late" for state in State if state is not State.DONE},
-        **{(state, Kind.DROP): "_drop" for state in State if state is not State.DONE},
-        (State.STOPPED, Kind.DONE): "_finish",
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **staying(ALIVE, {Tick: "_look_for_late"}),
+        **staying([State.WAITING, State.READY, State.STOPPED], {Kind.DROP: "_drop"}),
+        (State.WAITING, Started): To("_start", State.WAITING),
+        (State.WAITING, Kind.WEIGHTS): To("_first_weights", State.WAITING),
+        (State.WAITING, Hashed): To("_hashed", State.WAITING),
+        (State.WAITING, Sent): To("_first_returned", State.WAITING, State.READY),
+        (State.WAITING, Kind.READY): To("_child_ready", State.WAITING, State.READY),
+        (State.READY, Kind.START): To("_begin", State.TRAINING),
+        (State.TRAINING, Kind.GRADIENT): To("_gradient", State.TRAINING),
+        (State.TRAINING, Kind.PULL): To("_pull", State.TRAINING),
+        (State.TRAINING, Kind.TIMESTAMP): To("_answered", State.TRAINING),
+        (State.TRAINING, Kind.WEIGHTS): To("_pulled", State.TRAINING),
+        (State.TRAINING, Sent): To("_returned", State.TRAINING),
+        (State.TRAINING, Withdrawn): To("_withdrawn", State.TRAINING),
+        (State.TRAINING, Kind.STOP): To("_stop", State.STOPPING, State.STOPPED),
+        (State.TRAINING, Kind.DROP): To("_drop", State.TRAINING),
+        (State.STOPPING, Kind.GRADIENT): To("_late_gradient", State.STOPPING, State.STOPPED),
+        (State.STOPPING, Withdrawn): To("_withdrawn", State.STOPPING),
+        (State.STOPPING, Kind.PULL): To("_in_vain", State.STOPPING),  # stop is the answer
+        (State.STOPPING, Kind.WEIGHTS): To("_late_weights", State.STOPPING, State.STOPPED),
+        (State.STOPPING, Sent): To("_returned", State.STOPPING, State.STOPPED),
+        (State.STOPPING, Kind.BYE): To("_bye", State.STOPPING, State.STOPPED),
+        (State.STOPPING, Kind.DROP): To("_drop", State.STOPPING, State.STOPPED),
+        **staying([State.WAITING, State.READY, State.TRAINING], {Lost: "_lose"}),
+        (State.STOPPING, Lost): To("_lose", State.STOPPING, State.STOPPED),
+        (State.STOPPED, Started): To("_in_vain", State.STOPPED),
+        (State.STOPPED, Withdrawn): To("_withdrawn", State.STOPPED),
+        (State.STOPPED, Kind.DONE): To("_finish", State.DONE),
     }
 
-    def __init__(self, role: int, plan: Plan, job: Job, position: TrainingState = BEGINNING) -> None:
+    def __init__(self, role: int, setup: Setup) -> None:
+        job, plan, position = setup.job, setup.plan, setup.position
         super().__init__(role, plan)
         parent = plan.roles[role].parent
         self.parent = role if parent is None else parent
@@ -148,9 +151,6 @@ class TreeServer(Machine):
 
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Receive(self._current, self.parent)] if self._receivers else []
-
-    def _stay(self, event: Started, now: float) -> list[Action]:
-        return []
 
     def _first_weights(self, event: Received, now: float) -> list[Action]:
         self.timestamp = event.message.timestamp
@@ -318,9 +318,9 @@ class TreeServer(Machine):
 
     # Learners that die.
 
-    def lose(self, role: int, now: float) -> list[Action]:
-        plan = self.plan
-        if self.state in {State.STOPPED, State.DONE} or not plan.expendable(role):
+    def _lose(self, event: Lost, now: float) -> list[Action]:
+        role, plan = event.role, self.plan
+        if not plan.expendable(role):
             return []
         self._lost += 1
         with suppress(ValueError):  # the root says so, and ends the run
@@ -358,7 +358,7 @@ class TreeServer(Machine):
             return []
         if child in self._pulls or child in self._asked:  # it waits for weights itself
             return []
-        return [Send(self.plan.server, Message(Kind.LATE, self.id, round(silence_s), child))]
+        return [Send(self.plan.server, Message(Kind.LATE, self.id, value=child, seconds=silence_s))]
 
     def _drop(self, event: Received, now: float) -> list[Action]:
         """The root drops a learner."""
@@ -383,9 +383,6 @@ class TreeServer(Machine):
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event)
         return self._work() + self._leave()
-
-    def _late_pull(self, event: Received, now: float) -> list[Action]:
-        return []  # stop is the answer
 
     def _late_weights(self, event: Received, now: float) -> list[Action]:
         self._fetching = False

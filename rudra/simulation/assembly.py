@@ -9,7 +9,8 @@ from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.simulation.costs import CostModel
-from rudra.simulation.driver import Hands, RowSink, Simulation
+from rudra.simulation.driver import Check, RowSink, Simulation
+from rudra.simulation.timing_only import Tensors
 from topologies import Plan
 
 Make = Callable[[int, Plan, TrainingState], Machine]
@@ -31,21 +32,21 @@ def machines_of(
 def assemble(
     job: Job,
     plan: Plan,
-    hands: Hands,
+    tensors: Tensors,
     recorder: RowSink,
     *,
     training_samples: int,
     size_bytes: int,
     position: TrainingState = BEGINNING,
     save: Callable[[int, Save], None] | None = None,
-    check: Callable[[Machine], None] | None = None,
+    check: Check | None = None,
 ) -> Simulation:
     """A simulation of a job, ready to run.
 
     Args:
         job: resolved, with its costs read in.
         plan: who is who.
-        hands: what computes.
+        tensors: what computes.
         recorder: what takes the statistics server's rows.
         training_samples: of one epoch.
         size_bytes: of a gradient or the weights on the wire.
@@ -60,7 +61,7 @@ def assemble(
     return Simulation(
         plan,
         machines,
-        hands,
+        tensors,
         recorder,
         CostModel(job.simulation, plan, job.training.minibatch_size),
         size_bytes=size_bytes,

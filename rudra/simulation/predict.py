@@ -15,12 +15,14 @@ import numpy.typing as npt
 
 from rudra.core.events import Accumulate, Compute, Event, Finish, Keep, Local, Record, Update
 from rudra.core.messages import tail_bytes
+from rudra.core.records import TIMES
 from rudra.errors import ConfigError
 from rudra.findings import Report
 from rudra.job.job import Job
-from rudra.simulation import costs, tensors
+from rudra.simulation import costs
 from rudra.simulation.assembly import assemble
-from rudra.simulation.driver import TimingOnly
+from rudra.simulation.tensors import make_cluster
+from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
 
 ROUNDS = 24
@@ -57,7 +59,7 @@ class Prediction:
         samples_per_s: all learners together.
         mean_staleness: of the gradients.
         max_staleness: likewise.
-        shares: of the learners' time: compute, push, wait and pull, which add up to 1.
+        shares: of the learners' time, by what took it (`records.TIMES`, without "_s"); they add up to 1.
         loads: of the busiest server: "server" (handling messages, adding, updating), and of the busiest way of any
             link: "link", each as a fraction of the time.
         bound: what limits the rate most: "compute", "server" or "link".
@@ -89,7 +91,7 @@ def outline(job: Job) -> Outline:
         ConfigError: there is no such model, or it does not fit the data.
         DataError: files are missing that would tell.
     """
-    cluster = tensors.make(job.with_(simulation={"tensors": False}), job.plan())
+    cluster = make_cluster(job.with_(simulation={"tensors": False}), job.plan())
     return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1))
 
 
@@ -191,9 +193,9 @@ def _evaluate(
     first, per_s = steady_rate(updates)
     began, ended = updates["time_s"][first], updates["time_s"][-1]
     # Those at the end were pushed to nobody, which takes no time; with overlap nothing has to take any.
-    answered = plan.overlapped | (minibatches["push_s"] + minibatches["wait_s"] > 0)
+    answered = plan.overlapped | (sum(minibatches[name] for name in TIMES[1:]) > 0)
     steady = minibatches[(minibatches["time_s"] > began) & answered]
-    times = {name: float(steady[f"{name}_s"].sum()) for name in ("compute", "push", "wait", "pull")}
+    times = {name.removesuffix("_s"): float(steady[name].sum()) for name in TIMES}
     staleness = gradients["staleness"][gradients["update"] > updates["timestamp"][first]]
     work = _server_s(plan, model, meter, size_bytes)
     elapsed, epochs = float(ended), float(updates["samples"].sum()) / training_samples
@@ -254,10 +256,11 @@ def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int
 
 def as_text(predictions: Sequence[Prediction]) -> str:
     """A table with one row for each prediction; they differ in λ."""
-    columns = ["λ", "s/epoch", "speed-up", "samples/s", "staleness", "at most", "compute", "push", "wait", "pull"]
+    kinds = [kind for kind in predictions[0].shares if any(p.shares[kind] for p in predictions)]
+    columns = ["λ", "s/epoch", "speed-up", "samples/s", "staleness", "at most", *kinds]
     report = Report([*columns, "server", "link", "bound, s/epoch"])
     for p in predictions:
-        shares = (f"{p.shares[name]:.1%}" for name in ("compute", "push", "wait", "pull"))
+        shares = (f"{p.shares[kind]:.1%}" for kind in kinds)
         speed_up = f"{predictions[0].epoch_s / p.epoch_s:.2f}"
         counts = f"{p.samples_per_s:,.0f}", f"{p.mean_staleness:.2f}", str(p.max_staleness)
         loads = (f"{p.loads[name]:.1%}" for name in ("server", "link"))

@@ -29,8 +29,8 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.results.warm_start import final_weights
 from rudra.simulation.assembly import assemble
-from rudra.simulation.driver import TimingOnly
 from rudra.simulation.predict import Rows
+from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
 
 ROUNDS = 6
@@ -154,9 +154,9 @@ def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
     size = job.training.minibatch_size
     job = job.with_(training={"epochs": 1, "evaluate": False}, results={"checkpoint_every": "never"}, hooks=())
     job = job.with_(simulation={"faults": ()})
-    hands, samples = _Counted(size), ROUNDS * size * len(plan.learners)
-    assemble(job, plan, hands, Rows(), training_samples=samples, size_bytes=4).run()
-    return hands.names
+    tensors, samples = _Counted(size), ROUNDS * size * len(plan.learners)
+    assemble(job, plan, tensors, Rows(), training_samples=samples, size_bytes=4).run()
+    return tensors.names
 
 
 class _Counted(TimingOnly):

@@ -9,11 +9,9 @@ again. What is recorded now is compared with the record, row by row, and the fir
 """
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -26,23 +24,21 @@ from rudra.core.events import (
     Compute,
     Copy,
     Event,
-    Finish,
-    Keep,
     Lost,
     Receive,
     Received,
-    Record,
     Reduce,
     Send,
     Started,
 )
-from rudra.core.messages import Kind, Message, Rows
+from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
+from rudra.log import log
 from rudra.machine import cores
 from rudra.results.export import save
 from rudra.results.reader import Results, open_results
@@ -51,14 +47,15 @@ from rudra.results.resume import DECISIVE, decisive
 from rudra.results.warm_start import final_weights
 from rudra.roles import Machine
 from rudra.roles.learner import GRADIENT
+from rudra.roles.ledger import WEIGHTS, Owner
 from rudra.roles.machine import States, short
-from rudra.roles.owner import WEIGHTS, Owner
 from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
-from rudra.simulation.tensors import TensorHands
+from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights, differs
+from rudra.simulation.tensors import RealTensors
 from topologies import Plan
-from topologies.plan import LEARNER, TREE_SERVER
+from topologies.plan import LEARNER
 
 REPLAY_MAY_CHANGE = ("data.path", "training.warm_start")
 """Keys of the job that say where something is: all that a replay may change."""
@@ -74,25 +71,7 @@ INDIFFERENT = (
 )
 """Keys of the `DECISIVE` tables that do not decide what the weights become."""
 
-MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
-"""Columns that no replay repeats."""
-
-NOTICED_S = 1.0
-"""A rank that dies is noticed by all others within this time."""
-
 _AT_ONCE = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e30, "message_s": 0.0, "update_s": 0.0, "jitter": 0.0}
-
-
-class Difference(NamedTuple):
-    """Where a replay left the record.
-
-    Attributes:
-        update: timestamp of the first update that differs; 0 for the weights before the first one.
-        text: in what.
-    """
-
-    update: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +138,7 @@ def replay(
     """
     path = Path(path)
     with open_results(path) as results:
-        record = _Record(results)
+        record = RecordedRun(results)
         if reason := results.attributes["not_replayable"]:
             raise ReplayError(f"{path}: cannot be replayed: {reason}")
         if until is not None and not 0 <= until <= record.updates_count:
@@ -173,7 +152,7 @@ def replay(
             target = path.with_name(f"{path.stem}-{until}.pt") if output is None else Path(output)
             check_output(target, force)
         for line in surroundings(results):
-            print(f"rudra: {path}: {line}", file=sys.stderr)
+            log.warning(f"{path}: {line}")
     with torch_as_in(job):
         return _repeat(job, plan, record, until, target, quiet)
 
@@ -195,111 +174,6 @@ def surroundings(results: Results) -> list[str]:
     return lines
 
 
-class _Record:
-    """What a file says of its run, as far as it is complete: a run that was killed may have lost rows at the end."""
-
-    def __init__(self, results: Results) -> None:
-        self.path, self.attributes, self.state = results.path, results.attributes, results.state
-        self.gradients, self.updates, self.epochs = results.gradients, results.updates, results.epochs
-        self.roles = results.roles
-        self.finished = self.state["status"] == "finished"
-        self.updates_count = len(self.updates)
-        if self.finished:
-            self.updates_count = int(results.totals["timestamp"][0])
-        else:
-            needed = np.cumsum(self.updates["gradients"])
-            self.updates_count = int(np.searchsorted(needed, len(self.gradients), "right"))
-            self._cut(self.updates_count)
-        self.recorded = self.updates_count
-        events = results.events
-        self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
-        self.note = ""
-        if len(self.losses):
-            self._stop_where_none_can_follow(events, results.plan())
-
-    def _cut(self, updates: int) -> None:
-        """Forgets what was recorded after an update."""
-        self.updates_count = updates
-        self.updates = self.updates[:updates]
-        self.gradients = self.gradients[: int(self.updates["gradients"].sum())]
-
-    def _stop_where_none_can_follow(self, events: Rows, plan: Plan) -> None:
-        """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them, nor to
-        another plan."""
-        first = self.losses[0]
-        again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
-        ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
-        anew = [row for row in self.losses if not plan.expendable(row["role"])]
-        if anew:
-            name = plan.roles[anew[0]["role"]].name
-            ends.append((int(anew[0]["timestamp"]), f"{name} died, and those who were left began anew"))
-        elif any(role.kind == TREE_SERVER for role in plan.roles):
-            before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
-            ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
-        if ends:
-            update, why = min(ends)
-            self.finished = False
-            self._cut(min(update, self.updates_count))
-            self.note = f"; {why}"
-
-
-class _Left(Exception):
-    """The replay has left the record."""
-
-    def __init__(self, update: int, text: str) -> None:
-        super().__init__(text)
-        self.difference = Difference(update, text)
-
-
-class _Comparison:
-    """The recorder of a replay: compares what is recorded now with what was recorded then.
-
-    Args:
-        record: what was.
-        show: told of every finished update.
-    """
-
-    def __init__(self, record: _Record, show: Callable[[], object]) -> None:
-        self._record, self._show = record, show
-        self._seen = {"gradients": 0, "updates": 0}
-        self._hashes = {int(row["epoch"]): row["weights_sha256"] for row in record.epochs}
-
-    def record(self, action: Record) -> None:
-        if action.table == "gradients":
-            self._compare(action.rows, self._record.gradients, "gradients", "update")
-        elif action.table == "updates":
-            self._compare(action.rows, self._record.updates, "updates", "timestamp")
-            self._show()
-        elif action.table == "epochs":
-            for row in action.rows:
-                then, now = self._hashes.get(int(row["epoch"])), row["weights_sha256"]
-                if then and then != now:  # empty where the statistics server was behind
-                    _differs(int(row["timestamp"]), f"weights of epoch {row['epoch']}, sha256", then, now)
-
-    def keep(self, role: int, action: Keep) -> None: ...
-    def finish(self, role: int, action: Finish) -> None: ...
-    def warn(self, name: str, text: str) -> None: ...
-
-    def _compare(self, now: Rows, then: Rows, table: str, clock: str) -> None:
-        """Compares rows with the next ones of a table."""
-        first = self._seen[table]
-        self._seen[table] += len(now)
-        then = then[first : first + len(now)].copy()
-        for name in set(MEASURED) & set(now.dtype.names or ()):
-            then[name] = now[name][: len(then)]
-        if now.tobytes() == then.tobytes():
-            return
-        for place, row in enumerate(now):
-            update = int(row[clock])
-            if place >= len(then):
-                raise _Left(update, f"a row of /{table} is missing in the record")
-            for name in row.dtype.names or ():
-                if row[name].tobytes() != then[place][name].tobytes():
-                    what = {"digest": "weights, digest"}.get(name, name.replace("_", " "))
-                    who = f"gradient of learner {row['learner']}, step {row['step']}: " if table == "gradients" else ""
-                    _differs(update, who + what, then[place][name], row[name])
-
-
 class _Fed(Machine):
     """A learner that computes what it is told, and has reported that it is ready to.
 
@@ -313,10 +187,10 @@ class _Fed(Machine):
 
     def __init__(self, role: int, plan: Plan, digest: int) -> None:
         super().__init__(role, plan)
-        parent, giver = plan.roles[role].parent, plan.weight_source(plan.roles[role])
+        parent, source = plan.roles[role].parent, plan.weight_source(plan.roles[role])
         assert parent is not None
-        assert giver is not None
-        self._source = giver
+        assert source is not None
+        self._source = source
         self._served = plan.roles[self._source].kind != LEARNER
         leads = plan.roles[parent].kind != LEARNER
         self._ready = [Send(parent, Message(Kind.READY, role, value=digest))] if leads else []
@@ -327,26 +201,31 @@ class _Fed(Machine):
         return [*self._ready] if isinstance(event, Received) and event.message.kind is Kind.WEIGHTS else []
 
 
-class _Replay(Simulation):
-    """Drives the roles of a run through its record.
+class _Replay:
+    """Drives the roles of a run through its record, in a simulation in which nothing takes time.
 
     Args:
         record: what to repeat.
         plan: who is who.
         machines: every role, by id; learners that have a server are replaced.
-        hands: what handles tensors.
+        tensors: does what roles want done with tensors.
         comparison: what is told of every row.
     """
 
     def __init__(
-        self, record: _Record, plan: Plan, machines: dict[int, Machine], hands: TensorHands, comparison: _Comparison
+        self,
+        record: RecordedRun,
+        plan: Plan,
+        machines: dict[int, Machine],
+        tensors: RealTensors,
+        comparison: Comparison,
     ) -> None:
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
         if plan.served:
-            digest = short(hands.sha256(plan.server, WEIGHTS))
+            digest = short(tensors.sha256(plan.server, WEIGHTS))
             machines = {**machines, **{role: _Fed(role, plan, digest) for role in plan.learners}}
-        super().__init__(plan, machines, hands, comparison, costs, size_bytes=1, seed=0)
-        self._tensors = hands
+        self._simulation = Simulation(plan, machines, tensors, comparison, costs, size_bytes=1, seed=0)
+        self._plan, self._tensors = plan, tensors
         self._rows, self._losses = record.gradients, record.losses
         self._done = dict.fromkeys(range(len(plan.learners)), 0)
         stamps, counts = np.unique(self._rows["timestamp"], return_counts=True)
@@ -354,23 +233,24 @@ class _Replay(Simulation):
         self._kept: set[int] = set()
         owner = machines[plan.server]
         assert isinstance(owner, Owner)
-        self._owner = owner
+        self._ledger = owner.ledger
 
     def repeat(self, updates: int) -> None:
         """Goes through the record up to and with that update.
 
         Raises:
-            _Left: the replay differs from the record.
+            Left: the replay differs from the record.
         """
-        self.start()
-        if not self.plan.served:
-            while self._queue and (self._owner.timestamp < updates or self._owner.epoch == self._owner.epochs):
-                self.step()
+        simulation = self._simulation
+        simulation.start()
+        if not self._plan.served:
+            while simulation.queue.heap and (self._ledger.timestamp < updates or self._ledger.over):
+                simulation.queue.step()
             return
-        self.settle()
+        simulation.queue.run()
         self._keep()
         place = 0
-        while place < len(self._rows) and self._owner.timestamp < updates:
+        while place < len(self._rows) and self._ledger.timestamp < updates:
             try:
                 if len(self._losses) and self._losses[0]["gradients"] <= place:
                     self._lose(int(self._losses[0]["role"]))
@@ -378,9 +258,9 @@ class _Replay(Simulation):
                     continue
                 place += self._apply(place)
             except ProtocolError as error:
-                raise _Left(self._owner.timestamp + 1, str(error)) from None
-        if self._owner.timestamp < updates:
-            raise _Left(self._owner.timestamp + 1, "a row of /gradients is missing in the record")
+                raise Left(self._ledger.timestamp + 1, str(error)) from None
+        if self._ledger.timestamp < updates:
+            raise Left(self._ledger.timestamp + 1, "a row of /gradients is missing in the record")
 
     def _apply(self, place: int) -> int:
         """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""
@@ -388,77 +268,78 @@ class _Replay(Simulation):
         rows = self._rows[place : place + len(members)]
         computed = [self._compute_row(row, role) for row, role in zip(rows, members, strict=False)]
         if len(computed) < len(members):
-            raise _Left(self._owner.timestamp + 1, "a row of /gradients is missing in the record")
+            raise Left(self._ledger.timestamp + 1, "a row of /gradients is missing in the record")
         if len(members) > 1:
             reductions = {role: Reduce(GRADIENT, 0, 0, g, False) for role, g in zip(members, computed, strict=True)}
             self._tensors.reduce(reductions)
         sender = members[0]
-        parent = self.plan.roles[sender].parent
+        parent = self._plan.roles[sender].parent
         assert parent is not None
         message = Message(Kind.GRADIENT, sender, int(rows[0]["timestamp"]), -1, None, tuple(computed))
-        before = self._owner.timestamp
-        self._send(self._actors[sender], Send(parent, message, GRADIENT), self.now)
-        self.settle()
-        if self._owner.timestamp > before:
+        before = self._ledger.timestamp
+        simulation = self._simulation
+        simulation.network.send(simulation.actors[sender], Send(parent, message, GRADIENT), simulation.now)
+        simulation.queue.run()
+        if self._ledger.timestamp > before:
             self._keep()
         return len(members)
 
     def _lose(self, role: int) -> None:
         """A learner died here."""
-        before = self._owner.timestamp
-        self._handle(self._actors[self.plan.server], Lost(role))
-        self.settle()
-        if self._owner.timestamp > before:
+        before = self._ledger.timestamp
+        self._simulation.tell(self._plan.server, Lost(role))
+        self._simulation.queue.run()
+        if self._ledger.timestamp > before:
             self._keep()
 
     def _together(self, row: np.void) -> tuple[int, ...]:
         """The learners whose gradients were added up before they were pushed, this row's among them."""
         learner = int(row["learner"])
-        if not 0 <= learner < len(self.plan.learners):
-            update = self._owner.timestamp + 1
+        if not 0 <= learner < len(self._plan.learners):
+            update = self._ledger.timestamp + 1
             who = f"gradient of learner {learner}, step {row['step']}"
-            raise _Left(update, f"{who}: there are {len(self.plan.learners)} learners")
-        role = self.plan.learners[learner]
-        group = self.plan.roles[role].group
-        return (role,) if group is None else self.plan.groups[group]
+            raise Left(update, f"{who}: there are {len(self._plan.learners)} learners")
+        role = self._plan.learners[learner]
+        group = self._plan.roles[role].group
+        return (role,) if group is None else self._plan.groups[group]
 
     def _compute_row(self, row: np.void, role: int) -> Gradient:
         """Computes the gradient that a row describes, if it is the next one of that learner."""
         learner, step, timestamp = (int(row[name]) for name in ("learner", "step", "timestamp"))
-        update, who = self._owner.timestamp + 1, f"gradient of learner {learner}, step {step}"
+        update, who = self._ledger.timestamp + 1, f"gradient of learner {learner}, step {step}"
         if row["update"] != update:
-            _differs(update, f"{who}: update", row["update"], update)
-        if self.plan.learners[learner] != role:
-            _differs(update, "gradient of learner", learner, self.plan.roles[role].index)
+            differs(update, f"{who}: update", row["update"], update)
+        if self._plan.learners[learner] != role:
+            differs(update, "gradient of learner", learner, self._plan.roles[role].index)
         if step != self._done[learner]:
-            _differs(update, f"gradient of learner {learner}, step", step, self._done[learner])
+            differs(update, f"gradient of learner {learner}, step", step, self._done[learner])
         if timestamp not in self._kept:
-            raise _Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
+            raise Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
         self._done[learner] += 1
-        hands = self._tensors
-        hands.transfer(self.plan.server, _version(timestamp), role, WEIGHTS)
-        computed = hands.compute(role, Compute(step, WEIGHTS, GRADIENT))
-        hands.posted(role, WEIGHTS)
+        tensors = self._tensors
+        tensors.transfer(self._plan.server, _version(timestamp), role, WEIGHTS)
+        computed = tensors.compute(role, Compute(step, WEIGHTS, GRADIENT))
+        tensors.posted(role, WEIGHTS)
         self._needed[timestamp] -= 1
         if not self._needed[timestamp]:
             self._kept.discard(timestamp)
-            hands.posted(self.plan.server, _version(timestamp))
+            tensors.posted(self._plan.server, _version(timestamp))
         samples, loss, errors = computed.samples, computed.loss, computed.errors
         return Gradient(-1, learner, samples, step, timestamp, -1, 1.0, loss, errors)
 
     def _keep(self) -> None:
         """Keeps the weights of this moment, if the record still needs them."""
-        timestamp = self._owner.timestamp
+        timestamp = self._ledger.timestamp
         if self._needed.get(timestamp):
             self._kept.add(timestamp)
-            self._tensors.perform(self.plan.server, Copy(WEIGHTS, _version(timestamp)), 0.0)
+            self._tensors.perform(self._plan.server, Copy(WEIGHTS, _version(timestamp)), 0.0)
 
 
 def _version(timestamp: int) -> str:
     return f"weights of {timestamp}"
 
 
-def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Path | None, quiet: bool) -> Replayed:
+def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target: Path | None, quiet: bool) -> Replayed:
     updates = record.updates_count if until is None else until
     loaded = load(job.data, test=False, seed=job.training.seed)
     info = loaded.info
@@ -467,35 +348,25 @@ def _repeat(job: Job, plan: Plan, record: _Record, until: int | None, target: Pa
     )
     for executor in executors.values():
         executor.prepare()
-    hands = TensorHands(executors, halves=job.cluster.gradient_format == "float16")
+    tensors = RealTensors(executors, halves=job.cluster.gradient_format == "float16")
     machines, _ = machines_of(job, plan, info.training_samples)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
-    driver = _Replay(record, plan, machines, hands, _Comparison(record, bar.update))
+    driver = _Replay(record, plan, machines, tensors, Comparison(record, bar.update))
     difference: Difference | None = None
     server = executors[plan.server]
     with bar:
         try:
-            _same_weights(0, "initial", record.attributes["initial_weights_sha256"], server.sha256("weights"))
+            compare_weights(0, "initial", record.attributes["initial_weights_sha256"], server.sha256("weights"))
             driver.repeat(updates)
             if record.finished and updates == record.updates_count:
-                _same_weights(updates, "final", record.state["weights_sha256"], server.sha256("weights"))
-        except _Left as left:
+                compare_weights(updates, "final", record.state["weights_sha256"], server.sha256("weights"))
+        except Left as left:
             difference = left.difference
     if target is not None and difference is None:
         _save(target, job, info, server)
     done = updates if difference is None else max(0, difference.update - 1)
     digest = server.sha256("weights")
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
-
-
-def _same_weights(update: int, which: str, then: str, now: str) -> None:
-    if then != now:
-        _differs(update, f"{which} weights, sha256", then, now)
-
-
-def _differs(update: int, what: str, then: Any, now: Any) -> NoReturn:
-    then, now = (value.decode() if isinstance(value, bytes) else value for value in (then, now))
-    raise _Left(update, f"{what}: {then} in the record, {now} in the replay")
 
 
 def _save(path: Path, job: Job, info: DataInfo, server: Executor) -> None:

@@ -1,4 +1,4 @@
-"""The simulator's hands: real tensors of all roles in one process, few copies, gradients one by one or in batches.
+"""The simulator's tensors: those of all roles in one process, few copies, gradients one by one or in batches.
 
 A transfer copies nothing: the receiver's buffer names the sender's vector from then on, and whoever is to write into a
 vector that others hold gives those a copy first. So all learners that pulled the same weights hold one vector, a
@@ -36,7 +36,7 @@ from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.results.warm_start import final_weights
-from rudra.simulation import driver
+from rudra.simulation.timing_only import Tensors, TimingOnly
 from topologies import Plan
 
 Place = tuple[int, str]
@@ -46,7 +46,7 @@ _MAPPED_SAMPLES = 1024
 """Samples for which vmap computes gradients at a time: more are no faster, and need much memory."""
 
 
-class TensorHands:
+class RealTensors:
     """Real tensors for the simulator, on the executors of all roles.
 
     Args:
@@ -160,7 +160,7 @@ class TensorHands:
 
     def _computes(self, gradient: Place) -> None:
         """A plain learner sends its gradient at once; one that has not is leaving, and nobody will read it."""
-        if not self._learner(gradient[0]).plain:
+        if not self._learner(gradient[0]).pushes_at_once:
             return
         if self._unsent is not None:
             self._let_go(self._unsent)
@@ -168,7 +168,7 @@ class TensorHands:
 
     def _forget_stale(self, weights: Place) -> None:
         """A plain learner asks for newer weights after each gradient, and gets them if there are any by then."""
-        if self._learner(weights[0]).plain and not any(
+        if self._learner(weights[0]).pushes_at_once and not any(
             role in self._servers for role, _ in self._holders[self._held(weights)]
         ):
             self.posted(*weights)
@@ -223,7 +223,7 @@ class TensorHands:
                 self._hold(other, copy)
 
 
-class BigBatchHands(TensorHands):
+class BigBatchTensors(RealTensors):
     """One gradient for all learners: that of the mean over all their samples, which is what an update takes.
 
     Only where an update takes one gradient of every learner, all of them at the same weights.
@@ -261,7 +261,7 @@ class BigBatchHands(TensorHands):
         return super().perform(role, action, seconds)
 
 
-class VmapHands(TensorHands):
+class VmapTensors(RealTensors):
     """When one gradient is due, those of all learners that are computing are computed with it, by `torch.func.vmap`."""
 
     def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
@@ -315,7 +315,7 @@ class Cluster:
     """What a simulation needs of a job beside its roles.
 
     Attributes:
-        hands: do what roles want done with tensors.
+        tensors: do what roles want done with tensors.
         info: what the data is like.
         layout: of the flat vector.
         size: of that vector, in elements.
@@ -325,7 +325,7 @@ class Cluster:
         executors: by role; without tensors there are none.
     """
 
-    hands: driver.Hands
+    tensors: Tensors
     info: DataInfo
     layout: tuple[Entry, ...]
     size: int
@@ -335,8 +335,8 @@ class Cluster:
     executors: Mapping[int, Executor] = field(default_factory=dict)
 
 
-def make(job: Job, plan: Plan) -> Cluster:
-    """Loads the data, builds the model, and makes hands with tensors or without, as the job says.
+def make_cluster(job: Job, plan: Plan) -> Cluster:
+    """Loads the data, builds the model, and makes real tensors or none, as the job says.
 
     Args:
         job: resolved.
@@ -353,7 +353,7 @@ def make(job: Job, plan: Plan) -> Cluster:
     info, roles = loaded.info, tuple(range(len(plan.roles)))
     executors = make_executors(job, plan, roles, loaded, prefetch=False, device=device, first_weights=final_weights)
     server = executors[plan.server]
-    hands = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
+    tensors = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
     if job.simulation.batching != "none":
         _check_batching(job, executors, server.buffer("weights").vector, info)
     for executor in executors.values():
@@ -362,8 +362,8 @@ def make(job: Job, plan: Plan) -> Cluster:
     def weights(role: int, buffer: str) -> npt.NDArray[np.float32]:
         return executors[role].buffer(buffer).array
 
-    digest, state_dict = hands.sha256(plan.server, "weights"), executors[plan.statistics].state_dict
-    return Cluster(hands, info, server.layout, server.size, digest, state_dict, weights, executors)
+    digest, state_dict = tensors.sha256(plan.server, "weights"), executors[plan.statistics].state_dict
+    return Cluster(tensors, info, server.layout, server.size, digest, state_dict, weights, executors)
 
 
 def _without_tensors(job: Job) -> Cluster:
@@ -373,8 +373,8 @@ def _without_tensors(job: Job) -> Cluster:
             flat = FlatModel(models.build(job.model, info, job.training.seed))
     except Exception:  # a factory that needs real tensors
         flat = FlatModel(models.build(job.model, info, job.training.seed))
-    hands = driver.TimingOnly(job.training.minibatch_size)
-    return Cluster(hands, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
+    tensors = TimingOnly(job.training.minibatch_size)
+    return Cluster(tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
 
 
 def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: DataInfo) -> None:
@@ -393,7 +393,7 @@ def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Ten
     check_batching(batching, source.model, weights, info.sample)
 
 
-_KINDS = {"none": TensorHands, "big-batch": BigBatchHands, "vmap": VmapHands}
+_KINDS = {"none": RealTensors, "big-batch": BigBatchTensors, "vmap": VmapTensors}
 
 
 def find_device(job: Job) -> torch.device:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rudra.errors import ConfigError, LaunchError, ResultsError
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
+from rudra.log import log
 from rudra.mpi.launch import find_mpirun, is_open_mpi
 from rudra.studies.slurm import NAMED, WARNING_S, BatchJob, Launcher, Mpi, Point, script, time_limit_s
 
@@ -32,7 +33,7 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     batch, study, notes = plan(arguments, overrides)
     text = script(batch)
     for note in notes:
-        print(f"rudra: {arguments.job}: {note}", file=sys.stderr)
+        log.warning(f"{arguments.job}: {note}")
     if arguments.print:
         print(text, end="")
         return 0

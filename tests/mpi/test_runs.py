@@ -12,6 +12,7 @@ import user_code
 from processes import finish, mpirun, start, wait_for_updates
 
 import rudra
+from rudra.core.records import TIMES
 from rudra.errors import RudraError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -66,7 +67,7 @@ def test_a_run_accounts_for_every_gradient_and_leaves_no_process(tmp_path: Path,
     assert summary["samples"] == totals["samples"] >= 3 * 240
     assert len(summary["test_error"]) == 3
     assert summary["final_test_error"] < 0.2
-    for share in ("compute_s", "push_s", "wait_s", "pull_s"):
+    for share in TIMES:
         assert (shares[share] >= 0).all()
     assert (shares["pulls"] + shares["skipped_pulls"] <= shares["pushed"]).all()
 

@@ -16,6 +16,7 @@ from processes import HERE, ROOT, finish, gone, mpirun, ranks_of, start, wait_fo
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from rudra.core.records import TIMES
 from rudra.mpi.launch import find_mpirun
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -85,7 +86,7 @@ def accounts_for_every_gradient(results: rudra.Results) -> None:
         mine = gradients[gradients["learner"] == learner["learner"]]
         assert np.array_equal(mine["step"], np.arange(len(mine))), "each is applied once, and in order"
         assert (np.diff(mine["timestamp"]) >= 0).all()
-        for share in ("compute_s", "push_s", "wait_s", "pull_s"):
+        for share in TIMES:
             assert learner[share] >= 0
 
 

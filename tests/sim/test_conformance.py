@@ -12,6 +12,7 @@ from readme import names_in
 import protocols
 import topologies
 from protocols import Protocol
+from rudra.core.records import TIMES
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation.costs import places
@@ -105,10 +106,10 @@ def check_times(run: Job, rows: Rows) -> None:
     assert rows.learners is not None
     for learner, account in enumerate(rows.learners):
         mine = minibatches[minibatches["learner"] == learner]
-        ends = mine["time_s"] + mine["push_s"] + mine["wait_s"] + mine["pull_s"]
+        ends = mine["time_s"] + sum(mine[name] for name in TIMES[1:])
         begins = mine["time_s"] - mine["compute_s"]
         assert np.allclose(begins[1:], ends[:-1])
-        for name in ("compute_s", "push_s", "wait_s", "pull_s"):
+        for name in TIMES:
             assert (mine[name] >= 0).all()
             assert np.isclose(mine[name].sum(), account[name])
 

@@ -344,14 +344,14 @@ def test_overlapped_learners_use_whole_weights_of_their_timestamp(
     topology = {"name": "adv*", "options": options}
     job = make_job("async", 5, 1500, topology=topology, simulation={"nodes": 2, **network}).with_(model={"name": tiny})
     trained = train(job, Stamped)
-    hands, gradients, learners = trained.hands, trained.rows["gradients"], trained.rows.learners
-    assert isinstance(hands, Stamped)
+    tensors, gradients, learners = trained.tensors, trained.rows["gradients"], trained.rows.learners
+    assert isinstance(tensors, Stamped)
     assert learners is not None
     assert learners["pulls"].sum() > 1000
-    assert len(hands.versions) == 1501
+    assert len(tensors.versions) == 1501
     for row in gradients:
         role = trained.plan.learners[row["learner"]]
-        assert hands.used[role, int(row["step"])] == hands.versions[int(row["timestamp"])]
+        assert tensors.used[role, int(row["step"])] == tensors.versions[int(row["timestamp"])]
     for learner in learners:
         mine = gradients[gradients["learner"] == learner["learner"]]
         assert np.array_equal(mine["step"], np.arange(len(mine))), "none is lost or repeated"

@@ -1,7 +1,6 @@
 """Learners that die or slow down in virtual time: what must hold whoever dies, and whenever."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,12 @@ from rudra.core.events import Update
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job
-from rudra.roles import Machine, ParameterServer
-from rudra.roles.owner import Owner
+from rudra.roles import Machine
+from rudra.roles.ledger import Owner
+from rudra.roles.server import ParameterServer
 from rudra.simulation.costs import places
-from rudra.simulation.tensors import VmapHands
+from rudra.simulation.driver import Check
+from rudra.simulation.tensors import VmapTensors
 from topologies.plan import LEARNER, TREE_SERVER
 
 pytestmark = pytest.mark.slow
@@ -46,10 +47,10 @@ def duration(run_: Job, training_samples: int) -> tuple[float, float]:
     """When training begins, and when the run ends."""
     began_s = 0.0
 
-    def look(machine: Machine) -> None:
+    def look(machine: Machine, *about: object) -> None:
         nonlocal began_s
         if isinstance(machine, Owner) and machine.id == machine.plan.server:
-            began_s = machine._began
+            began_s = machine.ledger.began
 
     ended_s = timing(run_, training_samples, look).time_s
     return began_s, ended_s
@@ -112,7 +113,7 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
     return undisturbed.with_(simulation={"faults": faults}), training_samples
 
 
-def run(run_: Job, training_samples: int, after: Callable[[Machine], None] = validate) -> Rows | None:
+def run(run_: Job, training_samples: int, after: Check = validate) -> Rows | None:
     """None: the run failed, as it may."""
     try:
         return timing(run_, training_samples, after)
@@ -368,7 +369,7 @@ def test_children_of_a_dead_tree_server_move_to_its_parent() -> None:
     run_ = small("hardsync", 4, {"tree_server": 1, "dies_at_s": 6.0}, latency_s=0.1).with_(topology=topology)
     moved: set[int] = set()
 
-    def look(machine: Machine) -> None:
+    def look(machine: Machine, *about: object) -> None:
         if isinstance(machine, ParameterServer) and machine.plan.gone:
             moved.update(machine.plan.children[machine.id])
 
@@ -487,12 +488,12 @@ def test_with_tensors_what_the_dead_held_is_free(protocol: str, topology: dict[s
     assert torch.isfinite(trained.weights).all()
     dead = [trained.plan.learners[i] for i in (1, 3)]
     assert [trained.executors[role].names for role in dead] == [(), ()]
-    assert not any(role in dead for holders in trained.hands._holders.values() for role, _ in holders)
+    assert not any(role in dead for holders in trained.tensors._holders.values() for role, _ in holders)
 
 
 def test_learners_that_compute_together_lose_one() -> None:
     run_ = make_job("async").with_(model={"name": "mlp"}, simulation={"faults": FAULTS, "batching": "vmap"})
-    trained = train(run_, VmapHands)
+    trained = train(run_, VmapTensors)
     check(run_, trained.rows)
     assert len(lost(trained.rows)) == 2
 

@@ -1,4 +1,4 @@
-"""Hands with tensors: what is shared, how much is held, gradients computed together, and none at all."""
+"""Tensors in a simulation: what is shared, how much is held, gradients computed together, and none at all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from rudra.core.events import Compute, Copy
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import tensors
-from rudra.simulation.tensors import BigBatchHands, TensorHands, VmapHands
+from rudra.simulation.tensors import BigBatchTensors, RealTensors, VmapTensors
 
 BUSY = {"jitter": 0.9, "latency_jitter_s": 0.05, "message_s": 1e-3, "update_s": 5e-3}
 
@@ -87,10 +87,10 @@ def test_only_versions_that_somebody_holds_are_kept(
     job = make_job(protocol, 30, limit=1437, protocol=rule, simulation=simulation, training={"epochs": 2})
     trained = train(job, Unpoisoned)
     assert trained.rows.totals["timestamp"] > 8
-    assert trained.hands.vectors <= at_most
+    assert trained.tensors.vectors <= at_most
 
 
-class Unpoisoned(TensorHands):
+class Unpoisoned(RealTensors):
     """As in a simulation: what is posted holds no vector."""
 
 
@@ -100,7 +100,7 @@ def executors(count: int) -> dict[int, Executor]:
 
 def test_receivers_share_one_vector_and_get_a_copy_before_it_is_written_to() -> None:
     roles = executors(4)
-    kept = TensorHands(roles)
+    kept = RealTensors(roles)
     roles[0].buffer("weights").vector.fill_(1.0)
     for learner in (1, 2):
         kept.transfer(0, "weights", learner, "weights")
@@ -153,9 +153,9 @@ def test_broken_leases_are_noticed(broken: type[Guarded], text: str) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "lenet", NETWORKS["dropout"]], ids=["mlp", "lenet", "dropout"])
 @pytest.mark.parametrize(
-    ("kind", "protocol"), [(BigBatchHands, "hardsync"), (VmapHands, "hardsync"), (VmapHands, "async")]
+    ("kind", "protocol"), [(BigBatchTensors, "hardsync"), (VmapTensors, "hardsync"), (VmapTensors, "async")]
 )
-def test_together_as_one_by_one(kind: type[TensorHands], protocol: str, model: Any) -> None:
+def test_together_as_one_by_one(kind: type[RealTensors], protocol: str, model: Any) -> None:
     job = make_job(protocol, 4, model=model)
     one_by_one, together = train(job, Unpoisoned), train(job, kind)
     ours, theirs = together.rows["gradients"], one_by_one.rows["gradients"]
@@ -172,7 +172,7 @@ def test_together_as_one_by_one(kind: type[TensorHands], protocol: str, model: A
 
 
 def test_a_joint_gradient_is_computed_once_and_shared() -> None:
-    class Counting(BigBatchHands):
+    class Counting(BigBatchTensors):
         def _new(self) -> Any:
             self.asked = getattr(self, "asked", 0) + 1
             return super()._new()
@@ -180,8 +180,8 @@ def test_a_joint_gradient_is_computed_once_and_shared() -> None:
     trained = train(make_job("hardsync", 6), Counting)
     updates = int(trained.rows.totals["timestamp"])
     assert trained.rows.totals["applied"] == 6 * updates
-    assert trained.hands.vectors <= 4
-    assert trained.hands.asked <= 2 * updates + 2  # type: ignore[attr-defined]
+    assert trained.tensors.vectors <= 4
+    assert trained.tensors.asked <= 2 * updates + 2  # type: ignore[attr-defined]
 
 
 class Eager(Protocol):
@@ -243,7 +243,7 @@ def test_what_cannot_be_batched_is_said(batching: str, protocol: str, model: Any
 def test_big_batch_notices_learners_with_different_weights() -> None:
     job = make_job("async", 3, protocol={"name": Eager, "modulation": "none"})
     with pytest.raises(ConfigError, match=r"learners compute step [0-9]+ at different weights"):
-        train(job, BigBatchHands)
+        train(job, BigBatchTensors)
 
 
 # Whole simulations.

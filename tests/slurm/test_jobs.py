@@ -121,7 +121,7 @@ def test_a_cancelled_job_stays_so(cluster: Cluster, openmpi: Path, tmp_path: Pat
 def test_lost_nodes(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
     """Both at once, because SLURM takes its time to notice."""
     cluster.needs_to_be_ours()
-    options = [*EVERY_EPOCH, *lasts(30)]
+    options = [*EVERY_EPOCH, *lasts(60)]
     tasks = {"srun": ONE_LEARNER, "mpirun": ("--nodes", "2", "--ntasks-per-node", "2")}
     batches = {}
     for launcher, wanted in tasks.items():
@@ -136,7 +136,7 @@ def test_lost_nodes(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
     for batch in batches.values():
         batch.wait_for_restart()
         assert batch.wait_for_end() == "COMPLETED"
-        check_results(batch, 30)
+        check_results(batch, 60)
         assert batch.log.count("epoch 1/") == 1, "it went on from its checkpoint"
 
 

@@ -94,8 +94,10 @@ def feed(role: Machine, *events: Event, now: float = 0.0) -> list[str]:
     """What the role wants after these events; its invariants are checked after each."""
     wanted: list[str] = []
     for event in events:
+        before = role.state
         wanted += [brief(action, names_of(role.plan)) for action in role.handle(event, now)]
         role.validate()
+        role.validate_step(before, event)
     return wanted
 
 

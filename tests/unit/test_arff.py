@@ -237,6 +237,7 @@ def test_a_class_that_is_none_is_named(row: str, message: str, tmp_path: Path) -
 
 
 @needs_real_data
+@pytest.mark.slow
 def test_real_delicious() -> None:
     by_count, by_name = (
         load(DataTable(name="arff", path=REAL / "delicious", options=options))

@@ -93,6 +93,7 @@ def test_saturation_is_where_a_doubling_brings_less_than_a_tenth(times: list[flo
     assert scaling.saturation([4, 8, 16], times) == saturated
 
 
+@pytest.mark.slow
 def test_scaling_has_every_topology() -> None:
     report = scaling.run(quick=True)
     assert all(len(row) == len(report.columns) for row in report.rows)

@@ -56,6 +56,7 @@ def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
     assert np.array_equal(np.frombuffer(data[8 + length + first : 8 + length + last], "<f4"), tensors()["weights"])
 
 
+@pytest.mark.slow
 def test_every_truncation_and_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     write(path)

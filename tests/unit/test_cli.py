@@ -43,7 +43,7 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
         ("validate digits --set epochs=3", r"rudra: --set epochs=3: must read table.key=value"),
         ("validate digits --set protocol.n=9", r"rudra: .*\[protocol\] n = 9, with 4 learners; valid: 1 to 4"),
         ("validate digits --learners 0", r"rudra: .*\[cluster\] learners .* not 0"),
-        ("validate digits --set protocol.name=fast", r"rudra: .*'fast' is unknown; valid: async, hardsync, softsync"),
+        ("validate digits --set protocol.name=fast", r"rudra: .*unknown 'fast'; valid: async, hardsync, softsync"),
         ("validate digits --set protocol.name=no.such:Rule", r"rudra: .*no.such:Rule: no module 'no'.*"),
         ("show nope.h5", r"rudra: nope.h5: .*"),
         ("plot nope.h5", r"rudra: nope.h5: .*"),
@@ -148,6 +148,7 @@ def test_every_shipped_job_is_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("cwd", [".", "package/jobs", "elsewhere"])
+@pytest.mark.slow
 def test_modules_of_a_project_are_found_from_everywhere(tmp_path: Path, cwd: str) -> None:
     """Those beside the job file, and at the root of the project that it is part of."""
     jobs = tmp_path / "project" / "package" / "jobs"
@@ -165,6 +166,7 @@ def test_modules_of_a_project_are_found_from_everywhere(tmp_path: Path, cwd: str
         assert (done.returncode, done.stderr) == (0, ""), command
 
 
+@pytest.mark.slow
 def test_a_module_that_is_named_like_one_of_rudras_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "protocols.py").write_text("class Mine: pass\n")
     (tmp_path / "mine.toml").write_text('[protocol]\nname = "protocols:Mine"\n')
@@ -173,6 +175,7 @@ def test_a_module_that_is_named_like_one_of_rudras_is_told_apart(tmp_path: Path)
     assert f"protocols has no attribute 'Mine': it is Rudra's own, not {tmp_path / 'protocols.py'}; " in done.stderr
 
 
+@pytest.mark.slow
 def test_modules_beside_a_job_file_are_found(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "mine.py").write_text("from protocols.softsync import Softsync\nclass Rule(Softsync): pass\n")
@@ -182,6 +185,7 @@ def test_modules_beside_a_job_file_are_found(tmp_path: Path) -> None:
     assert "2 gradients per update" in done.stdout
 
 
+@pytest.mark.slow
 def test_names_that_no_encoding_knows_are_said_all_the_same(tmp_path: Path) -> None:
     name = os.fsdecode(b"\xff.toml")
     (tmp_path / name).write_text("")
@@ -190,6 +194,7 @@ def test_names_that_no_encoding_knows_are_said_all_the_same(tmp_path: Path) -> N
     assert done.stdout.startswith(r"\udcff.toml: valid")
 
 
+@pytest.mark.slow
 def test_modules_beside_a_job_file_stand_in_for_nobody_elses(tmp_path: Path) -> None:
     for name in ("numpy", "torch", "json", "tqdm", "statistics"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('run')")
@@ -199,6 +204,7 @@ def test_modules_beside_a_job_file_stand_in_for_nobody_elses(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+@pytest.mark.slow
 def test_only_one_rank_speaks(rank: str, lines: int, tmp_path: Path) -> None:
     done = run("run", "nope", cwd=tmp_path, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=rank)
     assert (done.returncode, done.stderr.count("\n")) == (2, lines)
@@ -218,6 +224,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -227,6 +234,7 @@ def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f["advice"] for f in report["findings"] if f["state"] != "ok")
 
 
+@pytest.mark.slow
 def test_doctor_without_a_launcher_says_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to(sys.executable)
     code = "import sys; sys.executable = sys.argv[1]; from rudra.cli.main import main; sys.exit(main(['doctor']))"
@@ -250,6 +258,7 @@ def test_readme_lists_every_key_of_a_job() -> None:
                 assert f"\n| `{key}` | {default} | {about.description or ''} |\n" in section, table
 
 
+@pytest.mark.slow
 def test_a_simulation_that_is_told_to_end_says_so_in_its_file(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
     line = [

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 @needs_compiler
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_gradients_losses_and_buffers_are_those_of_torch(case: str) -> None:
     make, draw = CASES[case]
     torch.manual_seed(0)

@@ -149,7 +149,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, f"[protocol] hardsync takes no n{AWAY}"),
     (
         {"protocol": {"name": "sync"}, "cluster": FOUR},
-        "[protocol] name: 'sync' is unknown; valid: async, hardsync, softsync or package.module:class"
+        "[protocol] name: unknown 'sync'; valid: async, hardsync, softsync, package.module:callable"
         "; did you mean async?",
     ),
     (
@@ -167,7 +167,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"topology": {"name": "tree"}},
-        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups or package.module:object",
+        "[topology] name: unknown 'tree'; valid: adv, adv*, base, groups, package.module:callable",
     ),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
     ({"topology": {"options": {"z": 1}}}, "[topology] options: base.plan: got an unexpected keyword argument 'z'"),

@@ -26,6 +26,7 @@ MODULE = "import pytest\npytest.skip('no library', allow_module_level=True)\n"
     ("ci", "code", "failed"),
     [("true", 1, {"test_module.py: no library", "test_some.py::test_skipped: no data"}), ("", 0, set())],
 )
+@pytest.mark.slow
 def test_skips(tmp_path: Path, ci: str, code: int, failed: set[str]) -> None:
     shutil.copy(Path(__file__).resolve().parents[1] / "conftest.py", tmp_path)
     (tmp_path / "test_some.py").write_text(SKIPS)

@@ -52,6 +52,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.slow
 def test_what_a_command_writes_follows_the_umask(here: Path, umask: int, name: str) -> None:
     line, files = COMMANDS[name]
     assert main(line.split()) == 0
@@ -74,6 +75,7 @@ def test_an_existing_file_is_only_replaced_with_force(
     assert (here / files[0]).read_bytes()[:4] != b"mine"
 
 
+@pytest.mark.slow
 def test_figures_follow_the_umask_too_and_are_only_replaced_with_force(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def job_file(place: Path, changes: list[tuple[tuple[str, str], Any]]) -> Path:
 
 @cases(60)
 @given(changes=CHANGES)
+@pytest.mark.slow
 def test_simulations(here: Path, changes: list[tuple[tuple[str, str], Any]]) -> None:
     with fresh(here):
         file = job_file(here, changes)
@@ -166,6 +167,7 @@ def run(*arguments: object, cwd: Path) -> Said:
         "predict loop.toml",
     ],
 )
+@pytest.mark.slow
 def test_the_program_itself_ends_with_one_line(line: str, tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text("a = " + "[" * 5000)
     (tmp_path / "binary.h5").write_bytes(bytes(range(256)))

@@ -84,6 +84,7 @@ def test_of_many_kept_epochs_some_are_named(tmp_path: Path) -> None:
     assert str(error.value).endswith(f"no final weights: the run is interrupted; epochs that are kept: {kept}")
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_the_epochs_whose_rows_are_there(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     child = f"""

@@ -236,6 +236,7 @@ GAPS = st.sampled_from([" "] * 6 + ["\n"] * 4 + ["\t", "  ", "", ":", "\r\n", "\
 
 @cases(1500)
 @given(parts=st.lists(st.tuples(FIELDS, GAPS), max_size=14))
+@pytest.mark.slow
 def test_the_quick_way_is_the_plain_way(parts: list[tuple[str, str]]) -> None:
     text = "".join(field + gap for field, gap in parts).encode()
     expected, found = plainly(text), libsvm._parsed(text)
@@ -275,6 +276,7 @@ def test_blocks_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("train", "test", "counts", "width"),
     [("w8a.xz", None, (49_749,), 300), ("reuters.trn.bz2", "reuters.tst.bz2", (7770, 3299), 8315)],
 )
+@pytest.mark.slow
 def test_real_sets_as_scikit_learn_reads_them(
     train: str, test: str | None, counts: tuple[int, ...], width: int, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rudra.core import records
-from rudra.core.messages import CONTROL_BYTES, ROWS, Kind, Message, split, tail_bytes
+from rudra.core.messages import CONTROL_BYTES, ROWS, WORD_BYTES, Kind, Message, Word, split, tail_bytes
 from rudra.core.records import Gradient
 
 INT32 = st.integers(0, 2**31 - 1)
@@ -27,15 +27,17 @@ def rows(kind: Kind, count: int) -> np.ndarray:
 def same(one: Message, other: Message) -> bool:
     def facts(m: Message) -> tuple[object, ...]:
         data = None if m.rows is None else (m.rows.dtype, m.rows.tobytes())
-        return m.kind, m.sender, m.timestamp, m.value, data, m.gradients
+        return m.kind, m.sender, m.timestamp, m.value, m.seconds, m.flag, data, m.gradients
 
     return facts(one) == facts(other)
 
 
 @pytest.mark.parametrize("kind", Kind)
-@given(sender=INT32, timestamp=INT64, value=INT64)
-def test_round_trip_without_rows(kind: Kind, sender: int, timestamp: int, value: int) -> None:
-    message = Message(kind, sender, timestamp, value)
+@given(sender=INT32, timestamp=INT64, value=INT64, seconds=FLOAT, flag=st.booleans())
+def test_round_trip_without_rows(
+    kind: Kind, sender: int, timestamp: int, value: int, seconds: float, flag: bool
+) -> None:
+    message = Message(kind, sender, timestamp, value, seconds=seconds, flag=flag)
     assert same(Message.decode(message.encode()), message)
 
 
@@ -60,6 +62,13 @@ def test_round_trip_of_gradients_from_a_buffer_that_is_used_again(gradients: lis
     buffer[:] = bytes(len(buffer))
     assert same(decoded, message)
     assert all(type(gradient) is Gradient for gradient in decoded.gradients)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.booleans(), st.booleans())
+def test_round_trip_of_what_a_group_is_told(digest: int, lowered: int, enough: bool, stopped: bool) -> None:
+    word = Word(digest, lowered, enough, stopped)
+    assert Word.decode(word.encode() + b"\xff") == word
+    assert len(word.encode()) == WORD_BYTES
 
 
 def test_gradients_on_the_wire_are_rows_of_their_table() -> None:

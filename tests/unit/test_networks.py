@@ -122,6 +122,7 @@ def test_parameter_counts_are_the_published_ones(
         ("resnet50", (1, 32, 32), {}, 0.01),
     ],
 )
+@pytest.mark.slow
 def test_networks_start_near_chance_and_learn_one_batch(
     name: str, shape: tuple[int, ...], options: dict[str, Any], rate: float
 ) -> None:

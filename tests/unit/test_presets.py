@@ -163,6 +163,7 @@ def test_the_stall_of_lambda_softsync_lies_between_two_readings_of_the_paper() -
         assert times[key] == pytest.approx(ROWS[key].time_s, rel=0.01), "what it says that it is fitted to"
 
 
+@pytest.mark.slow
 def test_computing_alone_stands_beside_every_row() -> None:
     report = paper.run(quick=True)
     rows = {str(cells[0]).strip(): cells for cells in report.rows}

@@ -96,6 +96,7 @@ def test_files_that_do_not_say_who_was_who_have_no_drawing(tmp_path: Path) -> No
     assert drawings(study) == []
 
 
+@pytest.mark.slow
 def test_drawings_are_written_as_files(tmp_path: Path) -> None:
     point(tmp_path / "run.h5", 2, "base")
     report([tmp_path / "run.h5"], tmp_path / "page.html", tmp_path / "figures")

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
+from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TIMES, TOTALS, UPDATE
 from rudra.errors import ResultsError
 from rudra.files import check_output, file_system
 from rudra.job.job import Job
@@ -435,6 +435,24 @@ def test_a_file_of_format_5_counts_the_epochs_of_updates_from_0(tmp_path):
         assert [(piece["epoch"] == 1).all() for piece in results.pieces("updates", 4)] == [True] * 3
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("minibatches", MINIBATCH), ("learners", LEARNER)])
+def test_a_file_of_format_5_does_not_tell_reductions_from_pushes(tmp_path, name, dtype):
+    older = np.dtype([(column, dtype[column]) for column in dtype.names if column not in {"reduce_s", "update_s"}])
+    write_run(tmp_path / "run.h5", updates=10, epochs=1, staleness=0)
+    with h5py.File(tmp_path / "run.h5", "r+") as file:
+        rows = np.zeros(len(file["learners"]), dtype)
+        rows["samples"], rows["push_s"], rows["pull_s"] = 1, 1.5, 0.5
+        del file[name]
+        file[name] = rows[list(older.names)].astype(older)
+        file.attrs["format_version"] = 5
+    with open_results(tmp_path / "run.h5") as results:
+        found = getattr(results, name)
+        assert found.dtype == dtype
+        assert len(found)
+        assert [set(found[column]) for column in TIMES[1:]] == [{0.0}, {1.5}, {0.0}, {0.5}, {0.0}]
+        assert results.summary()["learner_times"][0]["reduce_s"] == 0.0
+
+
 def _foreign(path):
     with h5py.File(path, "w") as file:
         file["x"] = 1
@@ -546,7 +564,7 @@ def test_summary_of_a_run(tmp_path):
         "weights_sha256": sha256(WEIGHTS),
     }
     assert {key: summary[key] for key in expected} == expected
-    shares = [summary["learner_times"][3][f"{name}_share"] for name in ("compute", "push", "wait", "pull")]
+    shares = [summary["learner_times"][3][f"{name}_share"] for name in ("compute", "push", "wait", "update")]
     assert shares == [0.5, 0.0, 0.25, 0.0]
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 

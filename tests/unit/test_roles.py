@@ -45,7 +45,7 @@ from rudra.core.events import (
     Updated,
     Withdrawn,
 )
-from rudra.core.messages import ROWS, Kind, Message
+from rudra.core.messages import ROWS, Kind, Message, Word
 from rudra.errors import ProtocolError
 from rudra.job.job import Job
 from rudra.job.tables import FaultToleranceTable
@@ -285,7 +285,7 @@ def from_(sender: int, kind: Kind, buffer: str | None = None, value: int = 0) ->
 
 
 def reduced(*learners: int) -> Reduced:
-    return Reduced(0, tuple(sent_gradient(learner, 0, 0) for learner in learners))
+    return Reduced(0, tuple(sent_gradient(learner, 0, 0) for learner in learners), (Word(),) * len(learners))
 
 
 LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
@@ -438,9 +438,9 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
     ],
 )
 def test_transitions_name_methods_and_triggers_that_exist(kind: type[Machine]) -> None:
-    for (_, trigger), method in kind.TRANSITIONS.items():
-        assert trigger in TRIGGERS
-        assert callable(getattr(kind, method))
+    for (_, trigger), to in kind.TRANSITIONS.items():
+        assert trigger in {*TRIGGERS, Lost}
+        assert callable(getattr(kind, to.method))
 
 
 @pytest.mark.parametrize(

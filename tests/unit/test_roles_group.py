@@ -6,10 +6,9 @@ import pytest
 from role_traces import HASHED, SAMPLES, brief, feed, job, machine, names_of, rows_sent, sent_gradient, updated
 
 from rudra.core.events import Computed, Event, Received, Reduce, Reduced, Send, Sent, Started
-from rudra.core.messages import Kind, Message
-from rudra.core.records import Gradient
-from rudra.roles import GroupLearner, Machine, Replica
-from rudra.roles.group import Replicas
+from rudra.core.messages import Kind, Message, Word
+from rudra.roles import Machine
+from rudra.roles.group import GroupLearner, Replica, Replicas
 from rudra.roles.learner import State
 from rudra.roles.machine import short
 
@@ -28,7 +27,7 @@ def computed(step: int) -> Computed:
 
 
 def reduced(step: int, timestamp: int = 0) -> Reduced:
-    return Reduced(step, tuple(sent_gradient(learner, step, timestamp) for learner in (0, 1)))
+    return Reduced(step, tuple(sent_gradient(learner, step, timestamp) for learner in (0, 1)), (Word(), Word()))
 
 
 def answer(timestamp: int, sender: int = ROOT) -> Received:
@@ -246,9 +245,8 @@ def training(role: int, samples: int = 10**6) -> Replica:
 
 
 def averaged(step: int, *digests: int) -> Reduced:
-    timestamp = step
-    pairs = enumerate(digests)
-    return Reduced(step, tuple(Gradient(-1, i, 4, step, timestamp, -1, 1.0, 0.5, 1, digest) for i, digest in pairs))
+    gradients = tuple(sent_gradient(learner, step, step) for learner in range(len(digests)))
+    return Reduced(step, gradients, tuple(Word(digest) for digest in digests))
 
 
 def test_replicas_compare_their_initial_weights_and_start() -> None:
@@ -281,14 +279,14 @@ def test_every_replica_updates_by_the_same_average(role: int) -> None:
     assert feed(made, updated(1, digest=5)) == ["compute 1 weights gradient"]
     (reduce,) = made.handle(computed(1), 2.0)
     assert isinstance(reduce, Reduce)
-    assert (reduce.gradient.pad, reduce.gradient.timestamp) == (5, 1), "a digest of the weights goes with the gradient"
+    assert (reduce.word.digest, reduce.gradient.timestamp) == (5, 1), "a digest of the weights goes with the gradient"
 
 
 @pytest.mark.parametrize("role", [L0, L1])
 def test_weights_that_differ_end_the_run(role: int) -> None:
     made = training(role)
     feed(made, computed(0), averaged(0, 0, 0), updated(1, digest=2**63 + 5), computed(1))
-    digests = (5, 6) if role == L0 else (6, 5)
+    digests = (2**63 + 5, 5) if role == L0 else (5, 2**63 + 5)
     (fail,) = feed(made, averaged(1, *digests))
     other = 1 if role == L0 else 0
     assert fail == f"fail its weights at timestamp 1 differ from those of learner {other}, although they must not"

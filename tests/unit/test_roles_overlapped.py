@@ -6,8 +6,8 @@ from role_traces import HASHED, SAMPLES, feed, job, machine, rows_sent
 
 from rudra.core.events import Action, Compute, Computed, Event, Receive, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
-from rudra.roles import OverlappedLearner
 from rudra.roles.learner import State
+from rudra.roles.overlapped import OverlappedLearner
 
 ROOT, STATISTICS, SELF = 0, 1, 2
 W0, W1, W2 = "weights", "weights 1", "weights 2"
@@ -92,7 +92,7 @@ def test_a_learner_with_too_many_outstanding_gradients_waits_for_weights_that_ho
     feed(role, computed(1), delivered(G1), weights(5, W0))
     assert role.state is State.HELD, "nobody has said that these hold it"
     assert feed(role, applied(4)) == ["compute 2 weights gradient 0"]
-    assert [row["step"] for row in rows_sent(role._diary.flush(0.0), Kind.MINIBATCHES)] == [0, 1]
+    assert [row["step"] for row in rows_sent(role.log.diary.flush(0.0), Kind.MINIBATCHES)] == [0, 1]
 
 
 def test_a_learner_that_is_held_stops_at_once() -> None:

@@ -27,9 +27,8 @@ from rudra.core.events import Lost, Received, Send, Sent, Started, Stopped, Upda
 from rudra.core.messages import Kind, Message
 from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
-from rudra.roles import ParameterServer
 from rudra.roles.machine import short
-from rudra.roles.server import State
+from rudra.roles.server import ParameterServer, State
 
 G0, G1 = "gradient 0", "gradient 1"
 CREDIT = Received(Message(Kind.CREDIT, STATISTICS))
@@ -77,7 +76,7 @@ def test_everybody_is_told_the_moment_of_the_start_and_rows_count_from_it() -> N
     assert [(m.kind, m.value) for m in started] == [(Kind.START, 100_250_000_000)] * 3
     role.handle(gradient(0, 0, 0, G0), 103.25)
     role.handle(updated(1), 103.5)
-    (row,) = rows_sent(role._outbox.flush(104.0), Kind.UPDATES)
+    (row,) = rows_sent(role.ledger.outbox.flush(104.0), Kind.UPDATES)
     assert row["time_s"] == 3.0
 
 
@@ -267,7 +266,7 @@ def test_rows_say_what_went_into_the_updates() -> None:
         if time % 2 == 0:
             actions += role.handle(updated(time // 2, digest=2**64 - time, seconds=0.125 * time), time + 0.5)
             actions += role.handle(returned(learner)[0], time + 0.5)
-    actions += role._outbox.flush(9.0)
+    actions += role.ledger.outbox.flush(9.0)
     gradients = list(rows_sent(actions, Kind.GRADIENTS))
     assert [(r["learner"], r["step"], r["timestamp"]) for r in gradients] == arriving
     assert [r["update"] for r in gradients] == [1, 1, 2, 2]
@@ -292,7 +291,7 @@ def test_two_updates_may_begin_before_the_first_one_is_told_to_be_over() -> None
     actions += role.handle(gradient(1, 0, 1, G0), 2.0)
     assert not list(rows_sent(actions, Kind.UPDATES))
     feed(role, updated(1, 11, 0.1), updated(2, 22, 0.2))
-    rows = rows_sent(role._outbox.flush(9.0), Kind.UPDATES)
+    rows = rows_sent(role.ledger.outbox.flush(9.0), Kind.UPDATES)
     assert [(r["timestamp"], r["digest"], r["update_s"], r["time_s"]) for r in rows] == [
         (1, 11, 0.1, 1),
         (2, 22, 0.2, 2),
@@ -308,14 +307,14 @@ def test_an_aggregate_counts_as_the_gradients_that_it_stands_for() -> None:
     event = Received(Message(Kind.GRADIENT, FIRST_LEARNER, 1, gradients=both), G0)
     told = feed(role, event)
     assert told[:1] == ["update by gradient 0 at 1"], "staleness 1 and 2; the whole has one weight, the first's"
-    rows = list(rows_sent(role._outbox.flush(9.0), Kind.GRADIENTS))[-2:]
+    rows = list(rows_sent(role.ledger.outbox.flush(9.0), Kind.GRADIENTS))[-2:]
     assert [(r["learner"], r["samples"], r["staleness"], r["update"]) for r in rows] == [(0, 3, 1, 3), (1, 5, 2, 3)]
-    assert (role.pushed, role.received) == ([5, 1], 6)
+    assert (role.roll.pushed, role.received) == ([5, 1], 6)
 
 
 def test_the_schedule_counts_completed_epochs() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 3}, protocol={"modulation": "none"})
-    role.schedule = Schedule.stepped(OptimizerTable(learning_rate=1.0), (1, 2))
+    role.ledger.schedule = Schedule.stepped(OptimizerTable(learning_rate=1.0), (1, 2))
     told = [text for step in range(2) for text in feed(role, gradient(0, step, step, G0), *returned(0))]
     told += feed(role, gradient(0, 2, 2, G0))
     rates = [text for text in told if "update" in text]
@@ -418,7 +417,7 @@ def test_gradients_that_wait_when_the_last_epoch_ends_are_discarded() -> None:
     feed(role, gradient(1, 0, 0, G0), gradient(0, 1, 1, G1))  # the weights are lent: both wait
     told = feed(role, *returned(0))
     assert "STOP@0 to L0" in told
-    assert (role.applied, role.discarded, role.pending) == (2, 1, 0)
+    assert (role.ledger.applied, role.discarded, role.pending) == (2, 1, 0)
 
 
 def test_training_time_ends_with_the_last_update() -> None:
@@ -467,7 +466,7 @@ def unasking(sender: int, step: int) -> Received:
 
 def update(role: ParameterServer) -> list[str]:
     """The same learner's next gradient, and what is sent down after its update."""
-    first, *others, last = feed(role, unasking(R0, role.timestamp))
+    first, *others, last = feed(role, unasking(R0, role.ledger.timestamp))
     assert (first.split()[0], last) == ("update", "receive gradient 0")
     return others
 

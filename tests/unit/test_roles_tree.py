@@ -7,9 +7,8 @@ from role_traces import HASHED, brief, feed, job, machine, names_of, sent_gradie
 
 from rudra.core.events import Event, Lost, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
-from rudra.roles import TreeServer
 from rudra.roles.machine import short
-from rudra.roles.tree import State
+from rudra.roles.tree import State, TreeServer
 
 ROOT, STATISTICS, SERVER, FIRST = 0, 1, 2, 4
 DIGEST = short(HASHED.digest)
@@ -314,7 +313,7 @@ def test_a_server_below_which_all_learners_died_is_waited_for_no_more() -> None:
     both = (sent_gradient(2, 0, 0), sent_gradient(3, 0, 0))
     wanted = feed(root, Received(Message(Kind.GRADIENT, SERVER + 1, 0, 0, gradients=both), G1))
     assert any(text.startswith("update by gradient 1") for text in wanted)
-    assert (root.received, root.applied, root.lost) == (3, 2, 1)
+    assert (root.received, root.ledger.applied, root.lost) == (3, 2, 1)
 
 
 def test_without_children_it_posts_nothing_and_leaves_at_once() -> None:

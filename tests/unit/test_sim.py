@@ -34,7 +34,8 @@ from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.simulation.costs import CostModel, places
-from rudra.simulation.driver import Simulation, TimingOnly
+from rudra.simulation.driver import Simulation
+from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan, Role
 from topologies.plan import LEARNER, PARAMETER_SERVER
 
@@ -101,10 +102,10 @@ def simulate(
     learners = (Role(LEARNER, i, 1 + i, 0, node=node) for i, node in enumerate(places(run)))
     plan = Plan((Role(PARAMETER_SERVER, 0, 0), *learners))
     machines = {i: Scripted(i, plan, script) for i, script in enumerate(scripts)}
-    hands = Transfers()
+    tensors = Transfers()
     model = CostModel(run.simulation, plan, 4)
-    simulation = Simulation(plan, machines, hands, Rows(), model, size_bytes=100, seed=seed)
-    return list(machines.values()), hands, simulation.run()
+    simulation = Simulation(plan, machines, tensors, Rows(), model, size_bytes=100, seed=seed)
+    return list(machines.values()), tensors, simulation.run()
 
 
 def tensor(to: int, value: int = 0) -> Send:
@@ -129,10 +130,10 @@ def test_a_transfer_waits_for_a_posted_buffer() -> None:
     def sender(event: Event) -> list[Action]:
         return [tensor(1)] if isinstance(event, Started) else [Halt()]
 
-    (server, learner), hands, end = simulate(sender, late)
+    (server, learner), tensors, end = simulate(sender, late)
     assert learner.at(Received) == server.at(Sent) == [6.0]
     assert end == 6.0
-    assert hands.log == [("lent", 0, "mine"), ("transfer", 0, "mine", 1, "theirs"), ("sent", 0, "mine")]
+    assert tensors.log == [("lent", 0, "mine"), ("transfer", 0, "mine", 1, "theirs"), ("sent", 0, "mine")]
 
 
 def test_a_posted_buffer_waits_for_a_tensor() -> None:

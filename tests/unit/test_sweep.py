@@ -274,6 +274,7 @@ def test_a_job_with_a_study_is_a_job(here: Path) -> None:
     assert json.loads(job.to_json()).get("study") is None, "a run does not depend on it"
 
 
+@pytest.mark.slow
 def test_a_sweep_does_what_is_missing_and_no_more(here: Path) -> None:
     done = run("job.toml")
     assert done.returncode == 0, done.stderr
@@ -317,6 +318,7 @@ def test_a_sweep_does_what_is_missing_and_no_more(here: Path) -> None:
         assert sweep.plan("job.toml").finished(Path("job-sweep"), force=True)
 
 
+@pytest.mark.slow
 def test_a_failing_point_does_not_stop_the_others(here: Path) -> None:
     done = run("fragile.toml", "--grid", "model.options.fault=dies,none,raises", "--output", "out")
     assert done.returncode == 1
@@ -374,6 +376,7 @@ def gone(pids: list[int], at_most_s: float) -> bool:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_ctrl_c_ends_the_workers_and_keeps_what_is_finished(stuck: "subprocess.Popen[str]", here: Path) -> None:
     workers = workers_of(stuck.pid)
     assert workers
@@ -387,6 +390,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_finished(stuck: "subprocess.P
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_workers_die_with_a_killed_sweep_and_the_next_one_goes_on(stuck: "subprocess.Popen[str]", here: Path) -> None:
     workers = workers_of(stuck.pid)
     stuck.kill()

@@ -418,15 +418,9 @@ class Half:
     def draw(self, nodes: Sequence[int]) -> None: ...
 
 
-NAMES = "adv, adv*, base, groups or package.module:object"
-
-
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("tree", {}, f"name: 'tree' is unknown; valid: {NAMES}"),
-        ("plan", {}, f"name: 'plan' is unknown; valid: {NAMES}"),
-        ("adv_star", {}, f"name: 'adv_star' is unknown; valid: {NAMES}"),
         (Half(), {}, "name: Half has no function plan"),
         (int, {}, "name: int has no function plan"),
         ("base", {"depth": 2}, "options: base.plan: got an unexpected keyword argument 'depth'"),

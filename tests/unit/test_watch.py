@@ -97,6 +97,7 @@ def test_follows_a_run_until_it_is_interrupted(tmp_path: Path, writer: subproces
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_ends_with_the_run(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "run.h5", "40"], cwd=ROOT):
         terminal = Terminal(tmp_path / "run.h5", "--wait")

@@ -20,7 +20,7 @@ from rudra.job.job import Job
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
 from clusters import job, train
 
-from rudra.simulation.tensors import TensorHands
+from rudra.simulation.tensors import RealTensors
 
 GRADIENT = Gradient(-1, 3, 4, 7, 2, -1, 1.0, 0.5, 1)
 
@@ -110,7 +110,7 @@ def test_a_simulation_rounds_what_travels(topology: dict[str, object]) -> None:
     whole, rounded = (
         train(
             job("hardsync", 3, epochs=2, **tables).with_(cluster={"gradient_format": wire}),
-            lambda executors, halves=wire == "float16": TensorHands(executors, halves=halves),
+            lambda executors, halves=wire == "float16": RealTensors(executors, halves=halves),
         )
         for wire in ("float32", "float16")
     )

@@ -1,22 +1,19 @@
-"""What whoever owns weights does beside updating them: count samples and epochs, set rates, report, send snapshots,
-and have checkpoints made.
+"""The books of the weights: their clock, samples and epochs, rates, rows of what was applied, and snapshots.
 
-A parameter server owns them; where there is none, each learner owns a replica, and the first one reports.
-
-A checkpoint is made in three steps, one after the other, while training goes on: weights and optimiser state are
-copied and written to a file beside the last one; the statistics server brings the rows up to there to the disk; the
-new file takes the last one's place. So whatever a checkpoint needs of the result file is there.
+Whoever owns weights keeps them: a parameter server, or, where there is none, each learner of its replica, of which the
+first one reports. What the owner is told of training as a whole stands here, too: when it ends, and who is no more.
 """
 
 import math
 from collections import deque
+from collections.abc import Set
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from rudra.core import records
 from rudra.core.events import (
     Action,
-    Commit,
     Committed,
     Copy,
     Event,
@@ -24,7 +21,6 @@ from rudra.core.events import (
     Lost,
     Received,
     Regroup,
-    Save,
     Saved,
     Send,
     Sent,
@@ -34,11 +30,10 @@ from rudra.core.events import (
     Warn,
 )
 from rudra.core.messages import PACK, Kind, Message, Rows
-from rudra.core.records import Gradient
+from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
-from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.job.job import Job
-from rudra.roles.machine import Machine, Outbox, Silent, listed
+from rudra.core.training_state import TrainingState
+from rudra.roles.machine import Outbox, Setup, Silent, listed
 from topologies import Plan
 from topologies.plan import LEARNER
 
@@ -69,91 +64,136 @@ def outlasts(event: Event, statistics: int) -> bool:
     return isinstance(event, Updated | Saved | Committed | Stopped | Lost)
 
 
-class Owner(Machine):
-    """The clock and the books of the weights.
+@runtime_checkable
+class Owner(Protocol):
+    """A role that holds the books of weights."""
+
+    ledger: "Ledger"
+
+
+class Ledger:
+    """The clock and the books of some weights.
 
     Args:
-        role: id in the plan.
-        plan: who is who.
-        job: resolved.
-        training_samples: samples of one epoch.
-        schedule: the learning rates, before modulation.
-        position: where training begins.
+        role: id of the owner.
+        setup: what the owner is made from.
         reports: whether the statistics server hears of it.
+
+    Attributes:
+        id: of the owner.
+        plan: who is who.
+        protocol: the rule that everybody follows, and by how much a rate suffers from staleness.
+        schedule: the learning rates, before modulation.
+        timestamp: of the weights: updates so far.
+        epoch, epochs: completed ones, and how many there are to be.
+        samples, applied: samples and gradients applied.
+        steps: for each learner, one more than the last mini-batch that is counted.
+        lowered: completed epochs after which the rate falls, because tests got no better.
+        stopped: training ends before its time.
+        began: seconds on the driver's clock.
+        outbox: rows on their way.
+        buried: roles whose end is told.
+        final_lent: the weights of the last epoch are not all sent yet.
     """
 
-    def __init__(
-        self,
-        role: int,
-        plan: Plan,
-        job: Job,
-        training_samples: int,
-        schedule: Schedule,
-        position: TrainingState = BEGINNING,
-        *,
-        reports: bool = True,
-    ) -> None:
-        super().__init__(role, plan)
+    def __init__(self, role: int, setup: Setup, *, reports: bool = True) -> None:
+        job, position = setup.job, setup.position
+        self.id = role
         self._job = job
-        self.schedule = schedule
-        self._follow(plan, position)
+        self.schedule = setup.schedule
+        self._follow(setup.plan, position)
         self.epochs = job.training.epochs
-        self.training_samples = training_samples
+        self._training_samples = setup.training_samples
         self.timestamp, self.epoch = position.timestamp, position.epoch
         self.samples, self.applied = position.samples, position.applied
+        self.stopped = False
         self._reports = reports
-        self._outbox = (Outbox if reports else Silent)(role, plan.statistics, job.results.report_s)
+        self.outbox = (Outbox if reports else Silent)(role, setup.plan.statistics, job.results.report_s)
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
         self._credits = CREDITS
         self._tests_all = job.training.evaluate == "always"
         self._snapshot_lent = False
-        self._final_lent = False  # the weights of the last epoch, which are not all sent yet
-        self._buried: set[int] = set()  # roles whose end is told
+        self.final_lent = False
+        self.buried: set[int] = set()
         self._start_message: Message | None = None
         self._final: Rows | None = None
         self._spent_s = position.time_s  # before this start
-        self._began = self._ended = 0.0
+        self.began = self._ended = 0.0
         self._epoch_loss, self._epoch_errors = position.epoch_loss, position.epoch_errors
         self._epoch_staleness, self._epoch_gradients = position.epoch_staleness, position.epoch_gradients
         self._epoch_samples = position.epoch_samples
-        self._every = job.results.checkpoint_interval if reports else None
-        self._last_checkpoint = position
-        self._saving: TrainingState | None = None  # on its way to the disk
-        self._stopped = False  # before its time
-        self._closing = False  # of a run that was stopped, all is counted
         self._told_stale = False
-        self._kept = position.timestamp if position.steps else -1  # timestamp of the last checkpoint
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
-        self.plan = plan
         self.protocol = self._job.make_protocol(plan)
-        self._lowered = position.lowered
+        self.plan = plan
+        self.lowered = position.lowered
         if self._job.optimizer.plateau is not None:
-            self.schedule = Schedule.stepped(self._job.optimizer, self._lowered)
-        self._gradient_weight = self.protocol.modulation.gradient_weight
-        self._steps = [position.step(i) for i in range(plan.learner_numbers)]
+            self.schedule = Schedule.stepped(self._job.optimizer, self.lowered)
+        self.steps = [position.step(i) for i in range(plan.learner_numbers)]
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
         self._pending_samples = self._pending_staleness = 0
         self._pending_loss = self._pending_errors = 0.0
 
     def validate(self) -> None:
+        """Raises AssertionError unless the invariants hold."""
         assert 0 <= self._credits <= CREDITS
         assert self.epoch <= self.epochs
 
-    def _start_clock(self, now: float) -> Message:
+    # Training as a whole.
+
+    @property
+    def started(self) -> bool:
+        """Whether training has begun, with whomever."""
+        return self._start_message is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether the last epoch is complete."""
+        return self.epoch == self.epochs
+
+    def start(self, now: float) -> Message:
         """Training begins; where it goes on after a resume, the time in between does not count."""
         if self._start_message is None:
             start = self._start_message = Message(Kind.START, self.id, value=round((now - self._spent_s) * 1e9))
-            self._began = start.value * 1e-9  # the same number everywhere
-            self._ended = self._began + self._spent_s
+            self.began = start.value * 1e-9  # the same number everywhere
+            self._ended = self.began + self._spent_s
         return self._start_message
 
-    def _count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
+    def enough(self) -> None:
+        """The target is reached: the epoch under way is the last one."""
+        self.epochs = min(self.epochs, self.epoch + 1)
+
+    def lower(self, count: int, now: float) -> None:
+        """Tests got no better: the rate falls so often in all; what was told before counts once.
+
+        It falls with the epoch under way, or with the next if it falls there already.
+        """
+        while len(self.lowered) < count:
+            self.lowered = (*self.lowered, max(self.epoch, *self.lowered, 0) + 1)
+            self.schedule = Schedule.stepped(self._job.optimizer, self.lowered)
+            if self._reports:
+                text = f"tests got no better: the rate is multiplied by {self._job.optimizer.decay_factor:g}"
+                self.tell("plateau", self.timestamp, now - self.began, f"{text} after epoch {self.lowered[-1]}")
+
+    # Updates.
+
+    @property
+    def updating(self) -> bool:
+        """Whether the end of an update is not known yet."""
+        return bool(self._update_rows)
+
+    @property
+    def pending(self) -> int:
+        """Gradients that are in the books of the next update."""
+        return len(self._pending)
+
+    def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Takes gradients into the books of the next update; returns their samples."""
         timestamp, pending = self.timestamp, self._pending
         samples = 0
-        steps = self._steps
+        steps = self.steps
         for g in gradients:
             steps[g.learner] = g.step + 1
             count, loss, errors, staleness = g.samples, g.loss, g.errors, timestamp - g.timestamp
@@ -167,28 +207,28 @@ class Owner(Machine):
         return samples
 
     @property
-    def _is_ahead(self) -> bool:
+    def is_ahead(self) -> bool:
         """Whether the next update would end an epoch whose weights could not be tested, although all are to be."""
         if not self._tests_all or (self._credits and not self._snapshot_lent):
             return False
-        return self.samples + self._pending_samples >= (self.epoch + 1) * self.training_samples
+        return self.samples + self._pending_samples >= (self.epoch + 1) * self._training_samples
 
-    def _update_by(self, gradient: str, now: float) -> tuple[list[Action], bool]:
-        """Updates the weights by an average of all that was counted; also whether that ended the training."""
+    def update(self, gradient: str, now: float) -> list[Action]:
+        """Updates the weights by an average of all that was counted."""
         gradients, samples, staleness = self._pending, self._pending_samples, self._pending_staleness
         count = len(gradients)
         mean_staleness = staleness / count
-        progress = (self.samples + samples) / self.training_samples
+        progress = (self.samples + samples) / self._training_samples
         rate = self.schedule.rate(self.epoch, progress, self.timestamp) * self.protocol.modulation.rate_factor(
             mean_staleness
         )
         self.timestamp += 1
-        time_s = now - self._began
+        time_s = now - self.began
         update = Update(gradient, WEIGHTS, rate, self.timestamp, self.epoch + 1, samples, time_s)
         actions: list[Action] = [update]
         self.samples += samples
         self.applied += count
-        self._outbox.extend(Kind.GRADIENTS, gradients)
+        self.outbox.extend(Kind.GRADIENTS, gradients)
         self._epoch_loss += self._pending_loss
         self._epoch_errors += self._pending_errors
         self._epoch_staleness += staleness
@@ -198,16 +238,14 @@ class Owner(Machine):
         self._update_rows.append((self.timestamp, self.epoch + 1, count, samples, rate, mean_staleness, time_s))
         self._pending, self._pending_samples, self._pending_staleness = [], 0, 0
         self._pending_loss = self._pending_errors = 0.0
-        while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self.training_samples:
+        while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self._training_samples:
             actions += self._end_epoch(now, rate)
-        if self._every is not None and self._saving is None and self._checkpoint_due(now):
-            actions += self._save(now)
-        return actions, self.epoch == self.epochs
+        return actions
 
-    def _note(self, event: Updated, now: float) -> list[Action]:
+    def note(self, event: Updated, now: float) -> list[Action]:
         """The row of an update, whose end is known now."""
-        self._outbox.add(Kind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
-        return self._outbox.due(now)
+        self.outbox.add(Kind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
+        return self.outbox.due(now)
 
     def _end_epoch(self, now: float, rate: float) -> list[Action]:
         self.epoch += 1
@@ -218,12 +256,12 @@ class Owner(Machine):
         self._epoch_staleness = self._epoch_gradients = self._epoch_samples = 0
         if not self._reports:
             return []
-        measured = (now - self._began, *means)
+        measured = (now - self.began, *means)
         untested = (*(math.nan,) * 6, b"")
         row = np.array([(self.epoch, 0, self.timestamp, self.samples, *measured, *untested)], records.EPOCH)
-        actions = [*self._outbox.flush(now), *self._judge_staleness(means[0])]
+        actions = [*self.outbox.flush(now), *self._judge_staleness(means[0])]
         if self.epoch == self.epochs:
-            self._final, self._final_lent = row, True
+            self._final, self.final_lent = row, True
             return actions + self._send_final()
         if not self._credits or self._snapshot_lent:
             return [*actions, Send(self.plan.statistics, Message(Kind.EPOCHS, self.id, self.timestamp, rows=row))]
@@ -255,155 +293,80 @@ class Owner(Machine):
         self._final = None
         return [Send(self.plan.statistics, message, WEIGHTS)]
 
-    def _snapshot_returned(self, buffer: str) -> None:
+    def returned(self, buffer: str) -> None:
         """The statistics server has a snapshot."""
         if buffer == SNAPSHOT:
             self._snapshot_lent = False
         else:
-            self._final_lent = False
+            self.final_lent = False
 
-    def _credit(self, event: Received, now: float) -> list[Action]:
+    def credit(self) -> list[Action]:
+        """The statistics server has room for one snapshot more."""
         self._credits += 1
-        return self._send_final() + self._go_on(now)
-
-    def _go_on(self, now: float) -> list[Action]:
-        """Makes the update that waited for a test (`_is_ahead`)."""
-        raise NotImplementedError
-
-    def _enough(self, event: Received, now: float) -> list[Action]:
-        """The target is reached: the epoch under way is the last one."""
-        self.epochs = min(self.epochs, self.epoch + 1)
-        return []
-
-    def _plateau(self, event: Received, now: float) -> list[Action]:
-        """Tests got no better: the rate falls with the epoch under way, or with the next if it falls there already."""
-        return self._lower(event.message.value, now)
-
-    def _lower(self, count: int, now: float) -> list[Action]:
-        """Has the rate fall so often in all; what was told before counts once."""
-        while len(self._lowered) < count:
-            self._lowered = (*self._lowered, max(self.epoch, *self._lowered, 0) + 1)
-            self.schedule = Schedule.stepped(self._job.optimizer, self._lowered)
-            if self._reports:
-                text = f"tests got no better: the rate is multiplied by {self._job.optimizer.decay_factor:g}"
-                self._tell("plateau", self.timestamp, now - self._began, f"{text} after epoch {self._lowered[-1]}")
-        return []
+        return self._send_final()
 
     # Roles that die.
 
-    def _regroup(self, position: TrainingState, now: float) -> list[Action]:
+    def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
         """Has everybody who is left begin anew from the weights that are here, which are those of a position."""
-        lost = sorted(self._dead - self._buried)
+        lost = sorted(dead - self.buried)
         names = listed([f"{role.name} (rank {role.world_rank})" for role in map(self.plan.roles.__getitem__, lost)])
         try:
-            self._follow(self.plan.without(self._dead), position)
+            self._follow(self.plan.without(dead), position)
         except ValueError as error:
             return [Fail(f"{names} died, and the run cannot go on: {error}", lost=True)]
         for role in lost:
             learner = self.plan.roles[role].kind == LEARNER
             pushed = position.step(self.plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
-            self._record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
+            self.bury(role, f"died {what}; what was under way is computed again", pushed, now)
         if self._job.fault_tolerance.on_learner_loss == "stop" and any(
             self.plan.roles[i].kind == LEARNER for i in lost
         ):
-            self._stopped = True
+            self.stopped = True
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
-        return [*self._outbox.flush(now), Warn(text), Regroup(self.plan, position)]
+        return [*self.outbox.flush(now), Warn(text), Regroup(self.plan, position)]
 
-    def _record_loss(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
+    def bury(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
         """Reports a role that is no more, and closes a learner's books."""
-        self._buried.add(role)
-        self._tell(kind, self.timestamp, now - self._began, text, role)
+        self.buried.add(role)
+        self.tell(kind, self.timestamp, now - self.began, text, role)
         if self.plan.roles[role].kind == LEARNER:
             self._account_for(role, pushed)
 
-    def _lose_late(self, role: int, now: float) -> list[Action]:
+    def bury_late(self, role: int, now: float) -> list[Action]:
         """All is counted, and nobody is missed; but accounts of a learner and its group may never come."""
         if self.plan.roles[role].kind == LEARNER:
             for learner in self.plan.group_of(role):
-                self._account_for(learner, self._steps[self.plan.roles[learner].index])
-        return self._outbox.flush(now)
+                self._account_for(learner, self.steps[self.plan.roles[learner].index])
+        return self.outbox.flush(now)
 
     def _account_for(self, role: int, pushed: int) -> None:
         learner, samples = self.plan.roles[role], pushed * self._job.training.minibatch_size
-        self._outbox.add(Kind.LEARNERS, learner.index, learner.world_rank, pushed, samples, 0, 0, 0.0, 0.0, 0.0, 0.0)
+        self.outbox.add(Kind.LEARNERS, learner.index, learner.world_rank, pushed, samples, 0, 0, *(0.0 for _ in TIMES))
 
-    def _totals(self, now: float, pushed: int, pending: int, discarded: int, lost: int) -> list[Action]:
+    def totals(self, now: float, pushed: int, pending: int, discarded: int, lost: int) -> list[Action]:
         """The closing account."""
         counts = (pushed, self.applied, pending, discarded, lost)
-        self._outbox.add(Kind.TOTALS, self.timestamp, self.samples, *counts, self._ended - self._began)
-        return self._outbox.flush(now)
+        self.outbox.add(Kind.TOTALS, self.timestamp, self.samples, *counts, self._ended - self.began)
+        return self.outbox.flush(now)
 
-    # Checkpoints.
-
-    def _position(self, now: float) -> TrainingState:
+    def position(self, now: float) -> TrainingState:
         """Where training stands, without what is pending."""
-        steps = list(self._steps)
+        steps = list(self.steps)
         for row in np.frombuffer(b"".join(self._pending), records.GRADIENT)[::-1]:
             steps[row["learner"]] = int(row["step"])
         sums = (self._epoch_loss, self._epoch_errors)
         counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)
         books = (self.timestamp, self.epoch, self.samples, self.applied)
-        return TrainingState(*books, now - self._began, tuple(steps), *sums, *counts, self._lowered)
+        return TrainingState(*books, now - self.began, tuple(steps), *sums, *counts, self.lowered)
 
     @property
     def last_position(self) -> TrainingState:
         """Where training stood when it ended."""
-        return self._position(self._ended)
+        return self.position(self._ended)
 
-    def _checkpoint_due(self, now: float) -> bool:
-        assert self._every is not None
-        if self.epoch == self.epochs:
-            return False
-        count, unit = self._every
-        last = self._last_checkpoint
-        if unit == "s":
-            return now - self._began - last.time_s >= count
-        done = self.timestamp - last.timestamp if unit == "update" else self.epoch - last.epoch
-        return done >= count
-
-    def _save(self, now: float) -> list[Action]:
-        self._saving = self._last_checkpoint = self._position(now)
-        return [Save(WEIGHTS, self._saving)]
-
-    def _saved(self, event: Saved, now: float) -> list[Action]:
-        """The checkpoint is written, and waits for its rows."""
-        if event.error:
-            return self._not_saved(event.error, now)
-        assert self._saving is not None
-        message = Message(Kind.CHECKPOINT, self.id, self._saving.timestamp, self._saving.epoch)
-        return [*self._outbox.flush(now), Send(self.plan.statistics, message)]
-
-    def _safe(self, event: Received, now: float) -> list[Action]:
-        return [Commit(event.message.timestamp)]
-
-    def _committed(self, event: Committed, now: float) -> list[Action]:
-        if event.error:
-            return self._not_saved(event.error, now)
-        position, self._saving = self._saving, None
-        assert position is not None
-        self._kept = position.timestamp
-        text = f"written in {now - self._began - position.time_s:.2f} s, beside training"
-        self._tell("checkpoint", position.timestamp, position.time_s, text)
-        return self._outbox.due(now) + self._end(now)
-
-    def _not_saved(self, why: str, now: float) -> list[Action]:
-        position, self._saving = self._saving, None
-        assert position is not None
-        text = f"no checkpoint at update {position.timestamp}: {why}; training goes on without"
-        return [Warn(text), *self._end(now, failed=True)]
-
-    def _end(self, now: float, *, failed: bool = False) -> list[Action]:
-        """Ends a run that was stopped and is accounted for, once its last checkpoint is made, or cannot be."""
-        if not self._closing or self._saving is not None:
-            return []
-        if self._kept < self.timestamp and not failed:
-            return self._save(now)
-        end = Message(Kind.END, self.id, self._kept, self.epoch)
-        return [*self._outbox.flush(now), Send(self.plan.statistics, end)]
-
-    def _tell(self, kind: str, timestamp: int, time_s: float, text: str, role: int = -1) -> None:
+    def tell(self, kind: str, timestamp: int, time_s: float, text: str, role: int = -1) -> None:
         """Enters something into the table of events."""
         gradients = self.applied + len(self._pending)
-        self._outbox.add(Kind.EVENTS, kind.encode(), role, 0, timestamp, gradients, time_s, 0.0, text.encode()[:512])
+        self.outbox.add(Kind.EVENTS, kind.encode(), role, 0, timestamp, gradients, time_s, 0.0, text.encode()[:512])

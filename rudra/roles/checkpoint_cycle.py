@@ -1,0 +1,83 @@
+"""The checkpoints of whoever owns weights.
+
+Each is made in three steps, one after the other, while training goes on: weights and optimiser state are copied and
+written to a file beside the last one; the statistics server brings the rows up to there to the disk; the new file
+takes the last one's place. So whatever a checkpoint needs of the result file is there.
+"""
+
+from rudra.core.events import Action, Commit, Committed, Received, Save, Saved, Send, Warn
+from rudra.core.messages import Kind, Message
+from rudra.core.training_state import TrainingState
+from rudra.roles.ledger import WEIGHTS, Ledger
+
+
+class CheckpointCycle:
+    """One checkpoint after the other.
+
+    Args:
+        ledger: the books of the weights.
+        every: how many updates, epochs or seconds from one to the next; None: there are none.
+        position: where training begins.
+
+    Attributes:
+        saving: what is on its way to the disk.
+    """
+
+    def __init__(self, ledger: Ledger, every: tuple[int, str] | None, position: TrainingState) -> None:
+        self._ledger, self._every = ledger, every
+        self._last = position
+        self.saving: TrainingState | None = None
+        self._kept = position.timestamp if position.steps else -1  # timestamp of the last one that is safe
+        self._ending = False
+
+    def updated(self, now: float) -> list[Action]:
+        """An update was made; begins a checkpoint if one is due."""
+        return self.save(now) if self._every is not None and self.saving is None and self._due(now) else []
+
+    def _due(self, now: float) -> bool:
+        ledger, last = self._ledger, self._last
+        assert self._every is not None
+        if ledger.over:
+            return False
+        count, unit = self._every
+        if unit == "s":
+            return now - ledger.began - last.time_s >= count
+        done = ledger.timestamp - last.timestamp if unit == "update" else ledger.epoch - last.epoch
+        return done >= count
+
+    def save(self, now: float) -> list[Action]:
+        """Begins a checkpoint."""
+        self.saving = self._last = self._ledger.position(now)
+        return [Save(WEIGHTS, self.saving)]
+
+    def take(self, event: Saved | Received | Committed, now: float) -> list[Action]:
+        """The next step: it is written, its rows are on the disk, or it has taken the last one's place."""
+        if isinstance(event, Received):
+            return [Commit(event.message.timestamp)]
+        assert self.saving is not None
+        if event.error:
+            text = f"no checkpoint at update {self.saving.timestamp}: {event.error}; training goes on without"
+            self.saving = None
+            return [Warn(text), *self._end(now, failed=True)]
+        if isinstance(event, Saved):
+            message = Message(Kind.CHECKPOINT, self._ledger.id, self.saving.timestamp, self.saving.epoch)
+            return [*self._ledger.outbox.flush(now), Send(self._ledger.plan.statistics, message)]
+        position, self.saving = self.saving, None
+        self._kept = position.timestamp
+        text = f"written in {now - self._ledger.began - position.time_s:.2f} s, beside training"
+        self._ledger.tell("checkpoint", position.timestamp, position.time_s, text)
+        return self._ledger.outbox.due(now) + self._end(now)
+
+    def end(self, now: float) -> list[Action]:
+        """Ends a run that was stopped and is accounted for, once its last checkpoint is made, or cannot be."""
+        self._ending = True
+        return self._end(now)
+
+    def _end(self, now: float, *, failed: bool = False) -> list[Action]:
+        ledger = self._ledger
+        if not self._ending or self.saving is not None:
+            return []
+        if self._kept < ledger.timestamp and not failed:
+            return self.save(now)
+        end = Message(Kind.END, ledger.id, self._kept, ledger.epoch)
+        return [*ledger.outbox.flush(now), Send(ledger.plan.statistics, end)]

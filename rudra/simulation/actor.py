@@ -1,0 +1,80 @@
+"""One role in virtual time."""
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rudra.core.events import Action, Event, Receive, Send
+from rudra.data.sampling import mix
+from rudra.roles import Machine
+
+if TYPE_CHECKING:
+    from rudra.simulation.network import Route
+
+Offer = tuple["Route", Send, float]
+"""A tensor on its way, and when it comes."""
+
+
+class Actor:
+    """A role's machine, and what the simulator has to know of it.
+
+    Args:
+        role: id in the plan.
+        machine: of the role.
+        serves: it takes the messages of many, one at a time.
+        message_s: how long each of these takes it.
+        seed: of the simulation.
+
+    Attributes:
+        handle: gives an event to the machine.
+        take: takes an event in, now or when the role is free.
+        random: its own luck.
+        busy_until: virtual time in seconds.
+        halted: it has ended, or died.
+        compute_s: seconds of the next mini-batch.
+        computing: a mini-batch is under way.
+        delay_s: what a server on the node has taken from that computation.
+        neighbours: those that compute on a server's node, where cores may be short.
+        inbox: what came while the role was busy.
+        posted: receives, in order.
+        offered: tensors without a buffer, by sender, as they came: weights, gradients.
+        routes: to others, by role.
+    """
+
+    __slots__ = (
+        "busy_until",
+        "compute_s",
+        "computing",
+        "delay_s",
+        "halted",
+        "handle",
+        "inbox",
+        "machine",
+        "message_s",
+        "neighbours",
+        "offered",
+        "posted",
+        "random",
+        "role",
+        "routes",
+        "take",
+    )
+
+    def __init__(self, role: int, machine: Machine, *, serves: bool, message_s: float, seed: int) -> None:
+        self.role, self.machine = role, machine
+        self.handle: Callable[[Event, float], list[Action]] = machine.handle
+        self.take: Callable[[Actor, Event], None]
+        self.random = random.Random(mix(seed, role))
+        self.message_s = message_s
+        self.busy_until = 0.0
+        self.halted = False
+        self.compute_s: Callable[[], float] = float
+        self.computing = False
+        self.delay_s = 0.0
+        self.neighbours: list[Actor] = []
+        self.inbox: deque[Event] = deque()
+        self.posted: list[Receive] = []
+        # Gradients of many: a dict would be slow to find its first key.
+        self.offered: tuple[dict[int, list[Offer]], ...] = ({}, OrderedDict() if serves else {})
+        self.routes: dict[int, Route] = {}

@@ -1,0 +1,297 @@
+"""The network in virtual time: control messages, tensors that occupy ports, and collectives.
+
+A transfer of a tensor waits until the receiver has posted a buffer, as MPI's rendezvous does, and until both ends'
+ports are free. How long everything takes comes from a cost model (`rudra.simulation.costs`).
+"""
+
+from collections.abc import Mapping, Sequence
+from heapq import heappush
+from itertools import pairwise
+
+import msgspec
+
+from rudra.core.events import Receive, Received, Reduce, Reduced, Send, Sent, Withdraw, Withdrawn
+from rudra.core.messages import Kind
+from rudra.simulation.actor import Actor, Offer
+from rudra.simulation.costs import CostModel, Link
+from rudra.simulation.queue import Entry, EventQueue
+from rudra.simulation.timing_only import Tensors
+from topologies import Plan
+
+GRADIENT = Kind.GRADIENT
+
+
+class Port:
+    """One direction of a link: one tensor at a time."""
+
+    __slots__ = ("free_at",)
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+
+class Route:
+    """From one role to another; control messages do not overtake each other on it."""
+
+    __slots__ = ("blocking", "delivered_at", "into", "latency_s", "out", "receiver", "sender", "transfer_s")
+
+    def __init__(
+        self, sender: Actor, receiver: Actor, link: Link, size_bytes: int, ports: dict[tuple[str, str, int], Port]
+    ) -> None:
+        self.sender, self.receiver = sender, receiver
+        self.latency_s = link.latency_s
+        self.transfer_s = size_bytes * link.seconds_per_byte
+        self.out = ports.setdefault(("out", *link.out), Port())
+        self.into = ports.setdefault(("into", *link.into), Port())
+        # Of servers whose calls block, both ways are one.
+        self.blocking = [ports.setdefault(("both", *end), Port()) for end in link.blocking]
+        self.delivered_at = 0.0
+
+
+class Network:
+    """What is under way between roles.
+
+    Args:
+        queue: of the simulation.
+        actors: by role.
+        costs: durations.
+        tensors: told what happens to them.
+        size_bytes: of one tensor on the wire.
+        gradient_share: size of a gradient on the wire, as a fraction of that.
+
+    Attributes:
+        plan: who is who.
+    """
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        actors: Mapping[int, Actor],
+        costs: CostModel,
+        tensors: Tensors,
+        size_bytes: int,
+        gradient_share: float,
+    ) -> None:
+        self.plan: Plan = costs.plan
+        self._queue, self._heap, self._first = queue, queue.heap, queue.first
+        self._actors, self._costs = actors, costs
+        self._lent, self._transferred, self._sent = tensors.lent, tensors.transfer, tensors.sent
+        self._posted, self._reducer = tensors.posted, tensors.reduce
+        self._size_bytes, self._gradient_share = size_bytes, gradient_share
+        # Where all latencies are alike, tensors arrive in the order in which they are sent: that needs no event.
+        self._latency_jitter_s = costs.table.latency_jitter_s
+        latencies = {costs.table.latency_s, costs.table.local_latency_s} - {None}
+        self._in_order = not self._latency_jitter_s and len(latencies) == 1
+        self._ports: dict[tuple[str, str, int], Port] = {}
+        self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
+
+    # What roles do.
+
+    def send(self, actor: Actor, action: Send, time: float) -> None:
+        route = actor.routes.get(action.to) or self._route(actor, action.to)
+        arrival = time + route.latency_s
+        if self._latency_jitter_s:
+            arrival += actor.random.uniform(0.0, self._latency_jitter_s)
+        if arrival < route.delivered_at:
+            arrival = route.delivered_at
+        route.delivered_at = arrival
+        receiver = route.receiver
+        if action.buffer is None:
+            self._queue.later(arrival, receiver.take, receiver, Received(action.message))
+            return
+        if self._lent:
+            self._lent(actor.role, action.buffer)
+        if self._in_order:
+            self._offer(receiver, (route, action, arrival))
+        else:
+            self._queue.at(arrival, self._offer, receiver, (route, action, arrival))
+
+    def receive(self, actor: Actor, action: Receive, time: float) -> None:
+        if self._posted:
+            self._posted(actor.role, action.buffer)
+        offered, source = actor.offered[action.gradient], action.source
+        if source is None and offered:
+            source = next(iter(offered))
+        if source not in offered:
+            actor.posted.append(action)
+            return
+        offers = offered[source]
+        route, send, arrival = offers.pop(0)
+        if not offers:
+            del offered[source]
+        self._transfer(route, send, action, arrival if arrival > time else time)
+
+    def withdraw(self, actor: Actor, action: Withdraw, time: float) -> None:
+        for place, receive in enumerate(actor.posted):
+            if receive.buffer == action.buffer:
+                del actor.posted[place]
+                event = Withdrawn(action.buffer)
+                self._queue.later(self._queue.now, actor.take, actor, event)  # before a loss seen from now on
+                return
+
+    def reduce(self, actor: Actor, action: Reduce, time: float) -> None:
+        """A collective begins when its last member comes, and occupies the members' ports until it is over."""
+        key = (action.group, action.sequence)
+        here = self._reductions.setdefault(key, {})
+        here[actor.role] = action
+        members = self.plan.group_of(actor.role)
+        if len(here) < len(members):
+            return
+        del self._reductions[key]
+        pairs = [(self._actors[a], b) for a, b in pairwise(members)]
+        routes = [a.routes.get(b) or self._route(a, b) for a, b in pairs]
+        ports = [port for route in routes for port in (route.out, route.into)]
+        end = max([time, *(port.free_at for port in ports)]) + self._costs.reduction_s(members, self._size_bytes)
+        for port in ports:
+            port.free_at = end
+        self._queue.at(end, self._reduced, members, {role: here[role] for role in members})
+
+    # What follows.
+
+    def _route(self, actor: Actor, to: int) -> Route:
+        link = self._costs.link(actor.role, to)
+        route = actor.routes[to] = Route(actor, self._actors[to], link, self._size_bytes, self._ports)
+        return route
+
+    def _offer(self, receiver: Actor, offer: Offer) -> None:
+        """A tensor has come to its receiver's door."""
+        route, send, arrival = offer
+        source, gradient = route.sender.role, send.message.kind is GRADIENT
+        for place, receive in enumerate(receiver.posted):
+            if receive.gradient is gradient and (receive.source is None or receive.source == source):
+                del receiver.posted[place]
+                self._transfer(route, send, receive, arrival)
+                return
+        offered = receiver.offered[gradient]
+        if source in offered:
+            offered[source].append(offer)
+        else:
+            offered[source] = [offer]
+
+    def _transfer(self, route: Route, send: Send, receive: Receive, time: float) -> None:
+        """Occupies both ports, from when both are free."""
+        out, into = route.out, route.into
+        if out.free_at > time:
+            time = out.free_at
+        if into.free_at > time:
+            time = into.free_at
+        if route.blocking:
+            time = max(time, *(port.free_at for port in route.blocking))
+        transfer_s = route.transfer_s * self._gradient_share if send.message.kind is GRADIENT else route.transfer_s
+        out.free_at = into.free_at = time = time + transfer_s
+        for port in route.blocking:
+            port.free_at = time
+        heappush(self._heap, (time, next(self._first), self._deliver, route, (send, receive)))
+
+    def _deliver(self, route: Route, transfer: tuple[Send, Receive]) -> None:
+        send, receive = transfer
+        sender, receiver, buffer, message = route.sender, route.receiver, send.buffer or "", send.message
+        if self._transferred:
+            self._transferred(sender.role, buffer, receiver.role, receive.buffer)
+        if self._sent:
+            self._sent(sender.role, buffer)
+        if message.rows is not None:  # the receiver's own: roles write into the rows that they receive
+            message = msgspec.structs.replace(message, rows=message.rows.copy())
+        receiver.take(receiver, Received(message, receive.buffer))
+        sender.take(sender, Sent(buffer, receiver.role))
+
+    def _reduced(self, members: Sequence[int], reductions: dict[int, Reduce]) -> None:
+        if self._reducer:
+            self._reducer(reductions)
+        actions = [reductions[role] for role in members]
+        gradients, words = zip(*((action.gradient, action.word) for action in actions), strict=True)
+        event = Reduced(actions[0].sequence, gradients, words)
+        for role in members:
+            actor = self._actors[role]
+            self._queue.later(self._queue.now, actor.take, actor, event)
+
+    # What is lost.
+
+    def lend(self, actor: Actor, send: Send) -> None:
+        """A tensor is its sender's no more, although it goes nowhere yet."""
+        if self._lent is not None and send.buffer is not None:
+            self._lent(actor.role, send.buffer)
+
+    def give_back(self, actor: Actor, send: Send) -> None:
+        """A tensor will not be sent, and is its sender's again, who is not told."""
+        if self._sent is not None and send.buffer is not None:
+            self._sent(actor.role, send.buffer)
+
+    def carries(self, entry: Entry) -> bool:
+        """Whether an entry of the queue is a tensor on its way."""
+        return entry[2] in (self._deliver, self._offer)
+
+    def cut(self, actor: Actor) -> tuple[list[tuple[Actor, Send]], list[tuple[Actor, Receive]]]:
+        """Ends all that is under way to a role and from it.
+
+        Returns:
+            What others were sending to it, and the receives from anybody into which it was sending.
+        """
+        role = actor.role
+        unsent = [(route.sender, send) for of in actor.offered for offers in of.values() for route, send, _ in offers]
+        again: list[tuple[Actor, Receive]] = []
+
+        def involved(entry: Entry) -> bool:
+            if entry[2] == self._reduced:
+                return role in entry[3]
+            return self.carries(entry) and actor in _ends(self._route_of(entry))
+
+        for entry in self._queue.remove(involved):
+            time, _, what, whom, about = entry
+            if what == self._deliver:
+                send, receive = about
+                self._free_ports(whom, send, time)
+                if whom.receiver is actor:
+                    unsent.append((whom.sender, send))
+                elif receive.source is None:
+                    again.append((whom.receiver, receive))
+            elif what == self._offer and whom is actor:
+                unsent.append((about[0].sender, about[1]))
+        actor.posted.clear()
+        actor.offered = ({}, {})
+        for other in self._actors.values():
+            for offered in other.offered:
+                offered.pop(role, None)
+        for members in self._reductions.values():  # never complete again
+            members.pop(role, None)
+        return unsent, again
+
+    def abandon(self, statistics: int) -> None:
+        """Ends all that is under way but to one role and from it; tensors are their senders' again."""
+        keeps = self._actors[statistics]
+
+        def abandoned(entry: Entry) -> bool:
+            if entry[2] == self._reduced:
+                return True
+            return self.carries(entry) and keeps not in _ends(self._route_of(entry))
+
+        for entry in self._queue.remove(abandoned):
+            if self.carries(entry):
+                route, send = self._route_of(entry), entry[4][0] if entry[2] == self._deliver else entry[4][1]
+                if entry[2] == self._deliver:
+                    self._free_ports(route, send, entry[0])
+                self.give_back(route.sender, send)
+        self._reductions.clear()
+        for actor in self._actors.values():
+            if actor.halted or actor is keeps:
+                continue
+            actor.posted.clear()
+            for offered in actor.offered:
+                for route, send, _ in (offer for offers in offered.values() for offer in offers):
+                    self.give_back(route.sender, send)
+                offered.clear()
+
+    def _route_of(self, entry: Entry) -> Route:
+        route: Route = entry[3] if entry[2] == self._deliver else entry[4][0]
+        return route
+
+    def _free_ports(self, route: Route, send: Send, end: float) -> None:
+        """Lets ports go on which a transfer was the last; what waits behind others keeps its time."""
+        seconds = route.transfer_s * (self._gradient_share if send.message.kind is GRADIENT else 1.0)
+        for port in (route.out, route.into, *route.blocking):
+            if port.free_at == end:
+                port.free_at = max(self._queue.now, end - seconds)
+
+
+def _ends(route: Route) -> tuple[Actor, Actor]:
+    return route.sender, route.receiver

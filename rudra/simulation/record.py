@@ -1,0 +1,145 @@
+"""What a file says of its run, and how a replay is compared with it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from rudra.core.events import Finish, Keep, Record
+from rudra.core.messages import Rows
+from rudra.results.reader import Results
+from topologies import Plan
+from topologies.plan import TREE_SERVER
+
+MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
+"""Columns that no replay repeats."""
+
+NOTICED_S = 1.0
+"""A rank that dies is noticed by all others within this time."""
+
+
+class Difference(NamedTuple):
+    """Where a replay left the record.
+
+    Attributes:
+        update: timestamp of the first update that differs; 0 for the weights before the first one.
+        text: in what.
+    """
+
+    update: int
+    text: str
+
+
+class RecordedRun:
+    """What a file says of its run, as far as it is complete: a run that was killed may have lost rows at the end."""
+
+    def __init__(self, results: Results) -> None:
+        self.path, self.attributes, self.state = results.path, results.attributes, results.state
+        self.gradients, self.updates, self.epochs = results.gradients, results.updates, results.epochs
+        self.roles = results.roles
+        self.finished = self.state["status"] == "finished"
+        self.updates_count = len(self.updates)
+        if self.finished:
+            self.updates_count = int(results.totals["timestamp"][0])
+        else:
+            needed = np.cumsum(self.updates["gradients"])
+            self.updates_count = int(np.searchsorted(needed, len(self.gradients), "right"))
+            self._cut(self.updates_count)
+        self.recorded = self.updates_count
+        events = results.events
+        self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
+        self.note = ""
+        if len(self.losses):
+            self._stop_where_none_can_follow(events, results.plan())
+
+    def _cut(self, updates: int) -> None:
+        """Forgets what was recorded after an update."""
+        self.updates_count = updates
+        self.updates = self.updates[:updates]
+        self.gradients = self.gradients[: int(self.updates["gradients"].sum())]
+
+    def _stop_where_none_can_follow(self, events: Rows, plan: Plan) -> None:
+        """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them, nor to
+        another plan."""
+        first = self.losses[0]
+        again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
+        ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
+        anew = [row for row in self.losses if not plan.expendable(row["role"])]
+        if anew:
+            name = plan.roles[anew[0]["role"]].name
+            ends.append((int(anew[0]["timestamp"]), f"{name} died, and those who were left began anew"))
+        elif any(role.kind == TREE_SERVER for role in plan.roles):
+            before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
+            ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
+        if ends:
+            update, why = min(ends)
+            self.finished = False
+            self._cut(min(update, self.updates_count))
+            self.note = f"; {why}"
+
+
+class Left(Exception):
+    """The replay has left the record."""
+
+    def __init__(self, update: int, text: str) -> None:
+        super().__init__(text)
+        self.difference = Difference(update, text)
+
+
+class Comparison:
+    """The recorder of a replay: compares what is recorded now with what was recorded then.
+
+    Args:
+        record: what was.
+        show: told of every finished update.
+    """
+
+    def __init__(self, record: RecordedRun, show: Callable[[], object]) -> None:
+        self._record, self._show = record, show
+        self._seen = {"gradients": 0, "updates": 0}
+        self._hashes = {int(row["epoch"]): row["weights_sha256"] for row in record.epochs}
+
+    def record(self, action: Record) -> None:
+        if action.table == "gradients":
+            self._compare(action.rows, self._record.gradients, "gradients", "update")
+        elif action.table == "updates":
+            self._compare(action.rows, self._record.updates, "updates", "timestamp")
+            self._show()
+        elif action.table == "epochs":
+            for row in action.rows:
+                then, now = self._hashes.get(int(row["epoch"])), row["weights_sha256"]
+                if then and then != now:  # empty where the statistics server was behind
+                    differs(int(row["timestamp"]), f"weights of epoch {row['epoch']}, sha256", then, now)
+
+    def keep(self, role: int, action: Keep) -> None: ...
+    def finish(self, role: int, action: Finish) -> None: ...
+    def warn(self, name: str, text: str) -> None: ...
+
+    def _compare(self, now: Rows, then: Rows, table: str, clock: str) -> None:
+        """Compares rows with the next ones of a table."""
+        first = self._seen[table]
+        self._seen[table] += len(now)
+        then = then[first : first + len(now)].copy()
+        for name in set(MEASURED) & set(now.dtype.names or ()):
+            then[name] = now[name][: len(then)]
+        if now.tobytes() == then.tobytes():
+            return
+        for place, row in enumerate(now):
+            update = int(row[clock])
+            if place >= len(then):
+                raise Left(update, f"a row of /{table} is missing in the record")
+            for name in row.dtype.names or ():
+                if row[name].tobytes() != then[place][name].tobytes():
+                    what = {"digest": "weights, digest"}.get(name, name.replace("_", " "))
+                    who = f"gradient of learner {row['learner']}, step {row['step']}: " if table == "gradients" else ""
+                    differs(update, who + what, then[place][name], row[name])
+
+
+def compare_weights(update: int, which: str, then: str, now: str) -> None:
+    if then != now:
+        differs(update, f"{which} weights, sha256", then, now)
+
+
+def differs(update: int, what: str, then: Any, now: Any) -> NoReturn:
+    then, now = (value.decode() if isinstance(value, bytes) else value for value in (then, now))
+    raise Left(update, f"{what}: {then} in the record, {now} in the replay")

@@ -1,0 +1,81 @@
+"""What the simulator needs done with tensors, and what it does where there are none."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from rudra.core.events import (
+    Accumulate,
+    Compute,
+    Computed,
+    Copy,
+    Evaluate,
+    Evaluated,
+    Event,
+    Hash,
+    Hashed,
+    Local,
+    Reduce,
+    Update,
+    Updated,
+)
+
+
+class Tensors(Protocol):
+    """What the simulator needs done with tensors; the first eight may be None, where there is nothing to do.
+
+    `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void;
+    `planned` that what a long action reads is fixed from now on; `lost` that a role is no more, `regroup` that it
+    drops what it was about, and takes over the weights of their owner if it updates some itself. `perform` does a
+    local action, and gives what comes of it, which has taken so many seconds; nothing comes of those that are `idle`.
+    """
+
+    @property
+    def idle(self) -> Collection[type[Local]]: ...
+    @property
+    def lent(self) -> Callable[[int, str], None] | None: ...
+    @property
+    def transfer(self) -> Callable[[int, str, int, str], None] | None: ...
+    @property
+    def sent(self) -> Callable[[int, str], None] | None: ...
+    @property
+    def posted(self) -> Callable[[int, str], None] | None: ...
+    @property
+    def planned(self) -> Callable[[int, Local], None] | None: ...
+    @property
+    def reduce(self) -> Callable[[Mapping[int, Reduce]], None] | None: ...
+    @property
+    def lost(self) -> Callable[[int], None] | None: ...
+    @property
+    def regroup(self) -> Callable[[int, int], None] | None: ...
+
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None: ...
+
+
+class TimingOnly:
+    """No tensors: what a cluster would do, at any scale."""
+
+    lent: Callable[[int, str], None] | None = None
+    transfer: Callable[[int, str, int, str], None] | None = None
+    sent: Callable[[int, str], None] | None = None
+    posted: Callable[[int, str], None] | None = None
+    planned: Callable[[int, Local], None] | None = None
+    reduce: Callable[[Mapping[int, Reduce]], None] | None = None
+    lost: Callable[[int], None] | None = None
+    regroup: Callable[[int, int], None] | None = None
+
+    idle: Collection[type[Local]] = (Accumulate, Copy)
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        match action:
+            case Compute():
+                return Computed(action.step, 0.0, 0.0, self._samples)
+            case Update():
+                return Updated(action.timestamp, 0, seconds)
+            case Evaluate():
+                return Evaluated(action.buffer, (), seconds)
+            case Hash():
+                return Hashed("")  # of nothing
+        return None

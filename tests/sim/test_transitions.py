@@ -1,0 +1,153 @@
+"""The roles' tables against what happens: no other state follows than they say, and every one that they say does."""
+
+from random import Random
+from typing import Any
+
+import pytest
+from clusters import SIZE_BYTES, Rows, job, validate
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from test_interleavings import clusters as undisturbed
+from test_losses import EXPECTED
+from test_losses import clusters as dying
+
+from rudra.core.events import Evaluate, Evaluated, Event, Local, Score
+from rudra.errors import RunError
+from rudra.job.job import Job
+from rudra.plugins import resolve
+from rudra.roles import Machine
+from rudra.roles.machine import States
+from rudra.simulation.assembly import assemble
+from rudra.simulation.costs import places
+from rudra.simulation.timing_only import TimingOnly
+from topologies.plan import GROUPED, KINDS, OVERLAPPED, REPLICA, RoleKind
+
+pytestmark = pytest.mark.slow
+
+Change = tuple[str, str, str]
+"""A role's kind, its state, and the next one."""
+
+
+def change(kind: type[Machine], before: States, after: States) -> Change:
+    return kind.__name__, before.name, after.name
+
+
+def machine(kind: RoleKind) -> Any:
+    return resolve(kind.machine)
+
+
+NAMED = {
+    change(kind, state, after)
+    for kind in map(machine, [*KINDS.values(), OVERLAPPED, GROUPED, REPLICA])
+    for (state, _), to in kind.TRANSITIONS.items()
+    for after in to.states
+    if after is not state
+}
+
+
+WIDE = {
+    **dict.fromkeys(
+        [(kind, state, "DONE") for kind in ("Learner", "GroupLearner") for state in ("COMPUTING", "EXCHANGING")],
+        "a learner that was dropped may hear of it only with the end of all; a simulated one is gone at once",
+    ),
+    **dict.fromkeys(
+        [("Replica", state, "REGROUPING") for state in ("HASHING", "READY", "WAITING")],
+        "a checkpoint is written in no time here",
+    ),
+}
+"""What the tables allow and no simulation does, and why."""
+
+
+class Judged(TimingOnly):
+    """Tests come out at random."""
+
+    def __init__(self, samples: int, luck: int) -> None:
+        super().__init__(samples)
+        self._random = Random(luck)
+
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        if isinstance(action, Evaluate):
+            score = Score("test", self._random.random(), self._random.random())
+            return Evaluated(action.buffer, (score,), seconds)
+        return super().perform(role, action, seconds)
+
+
+@st.composite
+def eventful(draw: st.DrawFn, run: Job) -> Job:
+    """The same with checkpoints, targets, falling rates and dropped learners."""
+    every = draw(st.sampled_from(["never", "1 updates", "3 updates", "1 epochs"]))
+    tolerance: dict[str, Any] = {"on_learner_loss": draw(st.sampled_from(["continue", "stop"]))}
+    if run.protocol.name == "hardsync" and run.topology.name in {"base", "adv"}:
+        tolerance["straggler_timeout_s"] = draw(st.sampled_from([None, 0.05, 0.5]))
+    training: dict[str, Any] = {"evaluate": draw(st.sampled_from([False, True, "always"]))}
+    optimizer: dict[str, Any] = {}
+    if training["evaluate"]:
+        training |= draw(st.sampled_from([{}, {"patience": 1}, {"target": "error <= 0.5", "stop_at_target": True}]))
+        optimizer = draw(st.sampled_from([{}, {"schedule": "plateau", "schedule_options": {"patience": 1}}]))
+    return run.with_(
+        results={"checkpoint_every": every},
+        fault_tolerance=tolerance,
+        training=training,
+        optimizer=optimizer,
+        simulation={"evaluation_s": draw(st.sampled_from([0.1, 10.0]))},
+    )
+
+
+def follow(run: Job, training_samples: int, seen: set[Change], luck: int, stop_at: float | None = None) -> None:
+    """Runs a job and adds what happened; it may fail as `test_losses` knows it."""
+
+    def note(machine: Machine, before: States, event: Event) -> None:
+        validate(machine, before, event)
+        seen.add(change(type(machine), before, machine.state))
+
+    tensors = Judged(run.training.minibatch_size, luck)
+    simulation = assemble(
+        run,
+        run.plan(places(run)),
+        tensors,
+        Rows(),
+        training_samples=training_samples,
+        size_bytes=SIZE_BYTES,
+        check=note,
+    )
+    if stop_at is not None:
+        simulation.stop_at(stop_at)
+    try:
+        simulation.run()
+    except RunError as error:
+        if not any(text in str(error) for text in EXPECTED):
+            raise
+
+
+def alike(topology: str, slow: dict[str, float], *faults: dict[str, float], **options: int) -> Job:
+    """Three learners, all weights tested."""
+    return job(
+        "hardsync" if topology == "groups" else "async",
+        3,
+        epochs=8,
+        topology={"name": topology, "options": options},
+        simulation={**slow, "faults": faults},
+        training={"evaluate": "always"},
+    )
+
+
+def test_every_change_of_state_that_the_tables_name_happens() -> None:
+    seen: set[Change] = set()
+    follow(alike("groups", {"evaluation_s": 10.0}, groups=1), 6, seen, 0)
+    for tenths in range(5, 60, 3):  # it dies while all compute, add up and update
+        slow = {"compute_s": 1.0, "bandwidth_bytes_per_s": 1e6, "update_s": 1.0, "detection_s": 0.1}
+        follow(alike("groups", slow, {"learner": 1, "dies_at_s": tenths / 10}, groups=1), 60, seen, 0)
+    follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2), 60, seen, 0)
+
+    @seed(0)
+    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def explore(data: st.DataObject) -> None:
+        clusters = data.draw(st.sampled_from([undisturbed, dying]))
+        run, training_samples = data.draw(clusters(data.draw(st.sampled_from(["base", "adv", "adv*", "groups"]))))
+        stop_at = data.draw(st.none() | st.floats(0.0, 2.0))
+        follow(data.draw(eventful(run)), training_samples, seen, data.draw(st.integers(0, 99)), stop_at)
+
+    explore()
+    missing = sorted(NAMED - seen - WIDE.keys())
+    assert not missing, "\n".join(map(str, missing))
