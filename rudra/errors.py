@@ -24,6 +24,12 @@ def meant(word: str, valid: Iterable[str]) -> str:
     return f"; did you mean {cased[near[0]]}?" if near else ""
 
 
+def unknown(word: str, valid: Iterable[str]) -> str:
+    """What is said of a word that is none of the valid ones, after the name of its key."""
+    valid = list(valid)
+    return f"'{word}' is unknown; valid: {', '.join(valid)}{meant(word, valid)}"
+
+
 def one_line(error: BaseException) -> str:
     """What another library's error says; its type where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rudra.errors import ConfigError, meant
+from rudra.errors import ConfigError, unknown
 
 OURS = {"rudra", "protocols", "topologies"}
 """Modules that a user's may not be named like."""
+
+CALLABLE = "package.module:callable"
+"""What may stand where one of Rudra's own is named."""
 
 
 def resolve(name: str) -> object:
@@ -56,8 +59,7 @@ def choose(key: str, name: object, shipped: Mapping[str, Any]) -> Any:
     if not isinstance(found, str):
         return found
     if ":" not in found:
-        valid = ", ".join([*shipped, "package.module:callable"])
-        raise ConfigError(f"{key}: unknown '{name}'; valid: {valid}{meant(name, shipped)}")
+        raise ConfigError(f"{key}: {unknown(name, [*shipped, CALLABLE])}")
     try:
         return resolve(found)
     except ConfigError as error:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from rudra.data import trees
-from rudra.errors import ConfigError, DataError
+from rudra.errors import ConfigError, DataError, unknown
 from rudra.job.table import short
 from rudra.job.tables import TaskTable
 from rudra.plugins import call, choose
@@ -215,7 +215,7 @@ class Regression(Task):
     def __init__(self, classes: int, loss: str = "mse") -> None:
         super().__init__(classes)
         if loss not in self._LOSSES:
-            raise ConfigError(f"[task] options.loss: unknown '{loss}'; valid: {', '.join(self._LOSSES)}")
+            raise ConfigError(f"[task] options.loss: {unknown(loss, self._LOSSES)}")
         self._loss = self._LOSSES[loss]
 
     def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:

@@ -15,11 +15,12 @@ from pydantic import (
     field_validator,
 )
 
-from rudra.errors import ConfigError, meant
+from rudra.errors import ConfigError, unknown
 from rudra.job import renamed
 from rudra.job.jobfiles import flattened
 from rudra.job.table import Named, Table, short
 from rudra.job.target import WINDOW, Target
+from rudra.plugins import CALLABLE
 from topologies import Plan
 
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
@@ -207,7 +208,7 @@ class OptimizerTable(Table):
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in OPTIMIZERS:
-            raise ValueError(f"'{value}' is unknown; valid: {', '.join(OPTIMIZERS)}{meant(value, OPTIMIZERS)}")
+            raise ValueError(unknown(value, OPTIMIZERS))
         return value
 
     @field_validator("momentum_form")
@@ -220,9 +221,9 @@ class OptimizerTable(Table):
     @field_validator("schedule")
     @classmethod
     def _known_schedule(cls, value: Named) -> Named:
-        if isinstance(value, str) and value not in {"step", "cosine", "plateau"} and ":" not in value:
-            hint = meant(value, ("step", "cosine", "plateau"))
-            raise ValueError(f"'{value}' is unknown; valid: step, cosine, plateau or package.module:callable{hint}")
+        shipped = ("step", "cosine", "plateau")
+        if isinstance(value, str) and value not in shipped and ":" not in value:
+            raise ValueError(unknown(value, (*shipped, CALLABLE)))
         return value
 
     @field_validator("milestones")
@@ -395,8 +396,7 @@ class Hook(Table):
         if isinstance(value, str) and value in renamed.HOOKS:
             raise ValueError(f"{value} is now {renamed.HOOKS[value]}")
         if isinstance(value, str) and ":" not in value and value not in cls.SHIPPED:
-            valid = ", ".join([*cls.SHIPPED, "package.module:callable"])
-            raise ValueError(f"'{value}' is unknown; valid: {valid}{meant(value, cls.SHIPPED)}")
+            raise ValueError(unknown(value, [*cls.SHIPPED, CALLABLE]))
         return value
 
     @field_validator("every")

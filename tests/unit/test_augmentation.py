@@ -69,7 +69,7 @@ def test_only_images_can_be_moved(inputs: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("hardsync", "unknown 'hardsync'; valid: package"), ("math:pi", "math:pi is a float and cannot be called")],
+    [("hardsync", "'hardsync' is unknown; valid: package"), ("math:pi", "math:pi is a float and cannot be called")],
 )
 def test_what_cannot_be_called_is_refused(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^\[augment\] name: {said}"):

@@ -113,7 +113,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"milestones": [1], "schedule": "cosine"}}, STEPS),
     (
         {"optimizer": {"schedule": "linear"}},
-        "[optimizer] schedule 'linear' is unknown; valid: step, cosine, plateau or package.module:callable",
+        "[optimizer] schedule 'linear' is unknown; valid: step, cosine, plateau, package.module:callable",
     ),
     (
         {"optimizer": {"schedule_options": {"eta_min": 0.1}}},
@@ -149,7 +149,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, f"[protocol] hardsync takes no n{AWAY}"),
     (
         {"protocol": {"name": "sync"}, "cluster": FOUR},
-        "[protocol] name: unknown 'sync'; valid: async, hardsync, softsync, package.module:callable"
+        "[protocol] name: 'sync' is unknown; valid: async, hardsync, softsync, package.module:callable"
         "; did you mean async?",
     ),
     (
@@ -167,7 +167,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"topology": {"name": "tree"}},
-        "[topology] name: unknown 'tree'; valid: adv, adv*, base, groups, package.module:callable",
+        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups, package.module:callable",
     ),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
     ({"topology": {"options": {"z": 1}}}, "[topology] options: base.plan: got an unexpected keyword argument 'z'"),

@@ -266,7 +266,7 @@ def test_damaged_or_hostile_cifar_batches_do_nothing_but_raise(
         ({"name": "idx"}, DataError, "needs path"),
         ({"name": "idx", "path": "/nowhere"}, DataError, "/nowhere: no such file or directory"),
         ({"name": "cifar10", "path": "."}, DataError, "no data_batch_1 or data_batch_1.xz"),
-        ({"name": "mnist"}, ConfigError, "unknown 'mnist'; valid: arff, npz, hdf5, cifar10.*, package"),
+        ({"name": "mnist"}, ConfigError, "'mnist' is unknown; valid: arff, npz, hdf5, cifar10.*, package"),
         ({"name": "digits", "test_split": 0.1}, ConfigError, "test_split is for data without a test set; digits has"),
         (
             {"name": ([1], [1]), "classes": 2, "test_split": 0.1},

@@ -27,13 +27,13 @@ def touched(moment: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.name=lenett", r"[model] name: unknown 'lenett'; valid: mlp, "),
+        ("model.name=lenett", r"[model] name: 'lenett' is unknown; valid: mlp, "),
         ("model.name=no_such_module:Net", "no_such_module:Net: no module 'no_such_module' on the Python path"),
         ("model.options.hiden=[8]", "[model] mlp: got an unexpected keyword argument 'hiden'"),
         ("task.options.smoothing=0.1", "[task] classification: got an unexpected keyword argument 'smoothing'"),
         (f"task.name={__name__}:unfit", "gave shape (8, 10); a loss is one number, a scalar tensor"),
         ("task.name=regression", "[task] regression wants numbers, as float32; digits has targets int64"),
-        ("data.name=digit", "[data] name: unknown 'digit'; valid: arff, npz, "),
+        ("data.name=digit", "[data] name: 'digit' is unknown; valid: arff, npz, "),
         ("data.name=cifar10", "cifar10"),
         ("optimizer.options.nestorov=true", "[optimizer] unknown option 'nestorov' of sgd; valid: dampening, "),
         ("training.target=acuracy >= 0.9", "no test measures 'acuracy'"),

@@ -148,7 +148,7 @@ def test_a_task_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"name": "clasification"}, r"\[task\] name: unknown 'clasification'; valid: classification, multi-label, "),
+        ({"name": "clasification"}, r"\[task\] name: 'clasification' is unknown; valid: classification, multi-label, "),
         ({"options": {"smoothing": 1}}, r"\[task\] classification: .*'smoothing'; its parameters: classes, label_smo"),
         ({"options": {"label_smoothing": 1.5}}, r"\[task\] options.label_smoothing: 1.5; valid: 0 to 1"),
         ({"options": {"label_smoothing": "much"}}, r"\[task\] options.label_smoothing: 'much'; valid: 0 to 1"),
@@ -156,14 +156,17 @@ def test_a_task_of_ones_own() -> None:
         ({"options": {"weight": 2.0}}, r"\[task\] options.weight: 2.0; valid: a list of 8 numbers, one for each class"),
         ({"options": {"weight": [1.0] * 7 + ["x"]}}, r"\[task\] options.weight: .*; valid: a list of 8 numbers"),
         ({"options": {"weight": [1.0] * 7 + [0]}}, r"\[task\] options.weight: .*; valid: numbers > 0"),
-        ({"name": "regression", "options": {"loss": "l3"}}, r"\[task\] options.loss: unknown 'l3'; valid: mse, l1, h"),
+        (
+            {"name": "regression", "options": {"loss": "l3"}},
+            r"\[task\] options.loss: 'l3' is unknown; valid: mse, l1, h",
+        ),
         ({"name": "multi-label", "options": {"k": [0]}}, r"\[task\] options.k: \[0\]; valid: one or more numbers"),
         (
             {"name": f"{__name__}:absolute", "options": {"size": 1}},
             r"is called as loss\(output, target, \*\*options\): ",
         ),
         ({"name": f"{__name__}:NOT_A_LOSS"}, r"\[task\] name: .*NOT_A_LOSS is a int, and cannot be called"),
-        ({"metrics": ["accuracy"]}, r"\[task\] metrics: unknown 'accuracy'; valid: package.module:callable"),
+        ({"metrics": ["accuracy"]}, r"\[task\] metrics: 'accuracy' is unknown; valid: package.module:callable"),
         ({"metrics": [f"{__name__}:missing"]}, "has no attribute 'missing'"),
     ],
 )
