@@ -3,7 +3,7 @@
 import io
 import sys
 
-from rudra import interrupts
+from rudra import interrupts, leaving
 
 
 def main() -> int:
@@ -14,7 +14,7 @@ def main() -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files can be what no encoding knows
-    return leave(run(sys.argv[1:]))
+    return leaving.soon(leave(run(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def main(file: str) -> int:
         signal.signal(number, signal.SIG_DFL)  # nothing has begun that needs an end in order
     with Path(file).open("rb") as stream:  # not the fork server's, where ranks would share one position
         sys.path[:] = pickle.load(stream)
+        from rudra import leaving  # noqa: F401  before what it is to outlast
         from rudra.errors import LaunchError
         from rudra.log import log
         from rudra.mpi.launch import let_rank0_report, world_rank
@@ -82,6 +83,7 @@ def serve(listener: int, launcher: int) -> list[str]:
     """Imports what ranks need, and forks them: see `rudra.mpi.forkserver.serve`, which returns in each of them."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
+    from rudra import leaving  # noqa: F401  before what it is to outlast
     from rudra.mpi import forkserver
 
     with suppress(ImportError, RuntimeError):  # where there is no MPI each rank says so, when it starts it
@@ -129,11 +131,12 @@ if __name__ == "__main__":
         if arguments[0] == "--serve":
             arguments = serve(*map(int, arguments[1:]))
         code = main(*arguments)
+        from rudra import leaving
         from rudra.mpi.failures import leave
         from rudra.mpi.relay import end_line
 
         os.write(2, end_line(code))
-        sys.exit(leave(code))
+        sys.exit(leaving.soon(leave(code)))
     except KeyboardInterrupt:  # before the run itself: not by MPI's door, and so that the others notice
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

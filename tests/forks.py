@@ -1,11 +1,13 @@
 """`rudra …` as forks of one process that has imported everything, in place of an import of torch for each command."""
 
 import atexit
+import gc
 import os
 import socket
 import sys
 from functools import cache
 
+from rudra import leaving  # before what it is to outlast
 from rudra.mpi import forkserver
 
 _SCRIPT = (sys.executable, "-P", __file__)
@@ -35,12 +37,19 @@ def _server() -> list[str]:
 
 def _serve(listener: int, launcher: int) -> list[str]:
     """Returns in each fork, with its arguments."""
+    import protocols
     import rudra.api
+    import rudra.cli.finish
     import rudra.cli.main
+    import rudra.cli.run
     import rudra.mpi.launch
     import rudra.results.resume
     import rudra.simulation.tensors  # noqa: F401
+    import topologies
 
+    topologies.shipped(), protocols.shipped()
+
+    gc.freeze()  # what is here is not looked at again when a fork ends
     return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))
 
 
@@ -49,8 +58,10 @@ if __name__ == "__main__":
     os.environ.pop("RUDRA_PROXY")  # this is no rank
     sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv[:] = ["rudra", *arguments]
+    from rudra.cli import finish
     from rudra.cli.main import main
     from rudra.mpi import failures, launch  # noqa: F401
 
+    finish.has = lambda library: False  # draws no picture of every run
     exec(before)
-    sys.exit(main(arguments))
+    sys.exit(leaving.soon(main(arguments)))

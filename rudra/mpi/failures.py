@@ -238,11 +238,16 @@ def outlive() -> None:
 
 
 def leave(code: int) -> int:
-    """The end of a process; a rank that has outlived others goes at once. Else the code is for the caller."""
+    """The end of MPI in a process; one that has outlived other ranks goes at once. Else the code is for the caller."""
     if outlived:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()
     return code
 
 

@@ -18,6 +18,9 @@ from rudra.mpi.launch import world_size
 START_S = 300
 """A rank that needs longer for MPI's start is ended: it may wait for one that has died, for ever."""
 
+WITHOUT_OFI = ("OMPI_MCA_btl", "^ofi")
+"""To Open MPI: not the transport for one-sided messages, of which there are none; to be put away takes it a second."""
+
 
 def start_mpi() -> None:
     """Starts MPI unless it runs already, and checks that the ranks found each other.
@@ -36,6 +39,7 @@ def start_mpi() -> None:
         mismatch = unsuited(os.environ, library, speaks_pmix=_speaks_pmix())
         if mismatch is not None:
             raise LaunchError(mismatch)
+        os.environ.setdefault(*WITHOUT_OFI)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)
         with watched_start():
