@@ -42,9 +42,10 @@ def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where CI is set, a skipped test has not been passed; only a GPU may be missing there."""
+    """Where CI is set, a skipped test has not been passed; only a kind of machine may be missing there."""
     report = yield
-    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail") and "gpu" not in item.keywords:
+    machine = {"gpu", "golden"} & {*item.keywords}
+    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail") and not machine:
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid}: skipped, where every test must run: {_reason(report.longrepr)}"
     return report

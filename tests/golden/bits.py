@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -12,8 +13,12 @@ from tqdm import tqdm
 import rudra
 
 FILE = Path(__file__).with_name("bits.json")
-KEY = f"torch {torch.__version__.partition('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
-"""On what the bits of arithmetic depend."""
+PROCESSOR = Path("/proc/cpuinfo")
+MAKERS = re.findall(r"^vendor_id\s*: (.+)", PROCESSOR.read_text() if PROCESSOR.exists() else "", re.MULTILINE)
+KEY = ", ".join(
+    [f"torch {torch.__version__.partition('+')[0]}", torch.backends.cpu.get_cpu_capability(), *MAKERS[:1]]
+)
+"""On what the bits of arithmetic depend: libraries have kernels for each maker's processors."""
 
 
 def bits(results: rudra.Results) -> list[str]:

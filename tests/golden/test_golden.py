@@ -12,7 +12,10 @@ from rudra.mpi.forkserver import fork_server
 
 KNOWN = json.loads(FILE.read_text()).get(KEY)
 
-pytestmark = pytest.mark.skipif(KNOWN is None, reason=f"nobody has written the bits of {KEY}: tests/golden/bits.py")
+pytestmark = [
+    pytest.mark.golden,
+    pytest.mark.skipif(KNOWN is None, reason=f"nobody has written the bits of {KEY}: tests/golden/bits.py"),
+]
 
 
 def test_every_run_is_known() -> None:

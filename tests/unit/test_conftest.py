@@ -1,4 +1,4 @@
-"""A skipped test fails where CI is set, unless it needs a GPU."""
+"""A skipped test fails where CI is set, unless it needs another machine."""
 
 import os
 import re
@@ -16,6 +16,9 @@ def test_skipped(): pass
 @pytest.mark.gpu
 @pytest.mark.skip(reason="no GPU")
 def test_gpu(): pass
+@pytest.mark.golden
+@pytest.mark.skip(reason="other arithmetic")
+def test_golden(): pass
 @pytest.mark.xfail(reason="known")
 def test_known(): raise AssertionError
 """
@@ -31,7 +34,7 @@ def test_skips(tmp_path: Path, ci: str, code: int, failed: set[str]) -> None:
     shutil.copy(Path(__file__).resolve().parents[1] / "conftest.py", tmp_path)
     (tmp_path / "test_some.py").write_text(SKIPS)
     (tmp_path / "test_module.py").write_text(MODULE)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu: x\n golden: x\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "."]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "CI": ci}
