@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.compute.schedule import schedule_of
 from rudra.core.events import TableName
 from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -182,6 +181,8 @@ def _is_over(state: SavedState, job: Job) -> bool:
 def _replanned(state: SavedState, job: Job) -> str:
     """What a schedule would have made otherwise of the rates so far, had the job always been as long."""
     epochs = decisive(state.job)["training"]["epochs"]
+    from rudra.compute.schedule import schedule_of  # and torch, which who starts ranks does without
+
     if epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
         return ""
     with open_results(checkpoint.results_of(state.path)) as results:

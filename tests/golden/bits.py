@@ -15,9 +15,7 @@ import rudra
 FILE = Path(__file__).with_name("bits.json")
 PROCESSOR = Path("/proc/cpuinfo")
 MAKERS = re.findall(r"^vendor_id\s*: (.+)", PROCESSOR.read_text() if PROCESSOR.exists() else "", re.MULTILINE)
-KEY = ", ".join(
-    [f"torch {torch.__version__.partition('+')[0]}", torch.backends.cpu.get_cpu_capability(), *MAKERS[:1]]
-)
+KEY = ", ".join([f"torch {torch.__version__.partition('+')[0]}", torch.backends.cpu.get_cpu_capability(), *MAKERS[:1]])
 """On what the bits of arithmetic depend: libraries have kernels for each maker's processors."""
 
 

@@ -15,8 +15,8 @@ DATA = Path(os.environ.get("RUDRA_DATA", ROOT.parent / "shared" / "data")) / "fa
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"Fashion-MNIST is not in {DATA}; RUDRA_DATA can name another place")
 @pytest.mark.timeout(300)
 def test_lenet_learns_fashion_mnist_with_two_learners(tmp_path: Path) -> None:
-    """One of the four epochs after which nine of ten images are told."""
-    job = rudra.Job.load("fashion").with_(data={"path": DATA}, training={"epochs": 1})
+    """One of the four epochs after which nine of ten images are told, with a third of them."""
+    job = rudra.Job.load("fashion").with_(data={"path": DATA, "train_limit": 20_000}, training={"epochs": 1})
     with rudra.run(job, output=tmp_path / "fashion.h5", progress="quiet") as results:
         summary = results.summary()
     assert summary["learners"] == 2

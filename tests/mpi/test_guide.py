@@ -12,6 +12,7 @@ from processes import ROOT
 from readme import blocks, files, section
 
 import rudra
+from tests import forks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
@@ -27,15 +28,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for line in "".join(blocks("sh", GUIDE)).splitlines():
         word, *arguments = shlex.split(line, comments=True)
         assert word == "rudra"
-        python(directory, "-m", "rudra", *arguments)
+        said(directory, *forks.rudra(), *arguments)
     return directory
 
 
-def python(directory: Path, *arguments: str) -> str:
+def said(directory: Path, *line: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, *arguments]
     done = subprocess.run(line, cwd=directory, capture_output=True, text=True, timeout=120, check=False, env=env)
-    assert done.returncode == 0, (arguments, done.stderr)
+    assert done.returncode == 0, (line, done.stderr)
     return done.stdout
 
 
@@ -59,9 +59,9 @@ def test_ones_own_model_data_loss_and_protocol(place: Path) -> None:
 
 def test_results_are_read(place: Path) -> None:
     (reading,) = (block for block in blocks("python", GUIDE) if block.startswith("import rudra\n"))
-    said = python(place, "-c", reading)
-    assert said.startswith("validation accuracy >= 0.9: after ")
-    (rate,) = re.findall("learning rate of the last update (.+)", said)
+    printed = said(place, sys.executable, "-c", reading)
+    assert printed.startswith("validation accuracy >= 0.9: after ")
+    (rate,) = re.findall("learning rate of the last update (.+)", printed)
     assert 0.1 / float(rate) == pytest.approx(round(0.1 / float(rate)), abs=1e-4), "α0, divided by a staleness"
 
 

@@ -18,13 +18,14 @@ from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.job.table import Table
 from rudra.job.tables import Hook
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
-    command = [sys.executable, "-m", "rudra", *arguments]
+def run(*arguments: str, cwd: Path, anew: bool = False, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, a fork or one that begins anew."""
+    command = [*([sys.executable, "-m", "rudra"] if anew else forks.rudra()), *arguments]
     path = {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **path, **env}
@@ -189,7 +190,7 @@ def test_modules_beside_a_job_file_are_found(tmp_path: Path) -> None:
 def test_names_that_no_encoding_knows_are_said_all_the_same(tmp_path: Path) -> None:
     name = os.fsdecode(b"\xff.toml")
     (tmp_path / name).write_text("")
-    done = run("validate", name, cwd=tmp_path)
+    done = run("validate", name, cwd=tmp_path, anew=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(r"\udcff.toml: valid")
 

@@ -86,6 +86,14 @@ def test_importing_rudra_starts_no_mpi_and_loads_no_pictures() -> None:
     assert seen.stdout.strip() == "[]"
 
 
+def test_who_starts_ranks_does_without_torch() -> None:
+    code = "import sys, rudra.api, rudra.mpi.launch; rudra.Job.load('digits').plan(); print('torch' in sys.modules)"
+    seen = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert seen.stdout.strip() == "False"
+
+
 @pytest.mark.parametrize("text", ["README.md", "docs/architecture.md", ".github/CONTRIBUTING.md"])
 def test_files_that_texts_name_are_there(text: str) -> None:
     content = (ROOT / text).read_text(encoding="utf-8")
