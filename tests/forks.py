@@ -55,13 +55,14 @@ def _serve(listener: int, launcher: int) -> list[str]:
 
 if __name__ == "__main__":
     before, *arguments = _serve(*map(int, sys.argv[2:]))
-    os.environ.pop("RUDRA_PROXY")  # this is no rank
-    sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.argv[:] = ["rudra", *arguments]
     from rudra.cli import finish
     from rudra.cli.main import main
-    from rudra.mpi import failures, launch  # noqa: F401
+    from rudra.mpi import failures, launch
 
+    if launch.world_size() is None:
+        os.environ.pop("RUDRA_PROXY")  # this is no rank
+    sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv[:] = ["rudra", *arguments]
     finish.has = lambda library: False  # draws no picture of every run
     exec(before)
-    sys.exit(leaving.soon(main(arguments)))
+    sys.exit(leaving.soon(failures.leave(main(arguments))))

@@ -157,7 +157,7 @@ def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path) -> None:
     job = Path(job_file(tmp_path, "network", "prompt"))
     job.write_text(job.read_text().replace("learners = 3\n", ""))
     output = tmp_path / "out.h5"
-    code, out, err = mpirun(4, "-m", "rudra", "run", str(job), "--output", str(output))
+    code, out, err = mpirun(4, "run", str(job), "--output", str(output), anew=True)
     assert code == 0, err
     with rudra.open_results(output) as results:
         assert results.summary()["learners"] == 2
@@ -177,7 +177,7 @@ def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path) -> None:
 )
 def test_a_launch_that_contradicts_the_job_names_the_right_number(tmp_path: Path, ranks: int, said: str) -> None:
     job, output = job_file(tmp_path, "network", "prompt"), str(tmp_path / "out.h5")
-    code, _, err = mpirun(ranks, "-m", "rudra", "run", job, "--output", output)
+    code, _, err = mpirun(ranks, "run", job, "--output", output)
     assert code == 2, err
     assert [line for line in err.splitlines() if line.startswith("rudra:")] == [f"rudra: {said}"]
 

@@ -236,7 +236,7 @@ def test_a_rank_too_many_is_said_and_does_no_harm(tmp_path: Path) -> None:
     job = Path(job_file(tmp_path, "adv", "fan_out = 2", learners=None))
     job.write_text(job.read_text().replace("endless", "prompt").replace("epochs = 1000", "epochs = 2"))
     output = tmp_path / "out.h5"
-    code, _, err = mpirun(6, "-m", "rudra", "run", str(job), "--output", str(output))
+    code, _, err = mpirun(6, "run", str(job), "--output", str(output))
     assert code == 0, err
     (line,) = [line for line in err.splitlines() if line.startswith("rudra: ")]
     assert line.startswith("rudra: 1 of 6 ranks have no role: servers and learners do not come out even;")

@@ -12,14 +12,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import rudra
 from rudra.compute import tasks
 
 CLASSES = 10
+SHARED_MB = 96
 STEEP = 1e8
 
 
@@ -304,3 +306,39 @@ def fail(moment: rudra.Moment, at: int = 0, how: str = "raise") -> None:
         if how == "exit":
             sys.exit("enough")
         raise KeyboardInterrupt if how == "interrupt" else ValueError("the user's own bug")
+
+
+def sharing(comm: Any, directory: Path, what: str) -> dict[str, Any]:
+    """Rank 1 shares what it made with all, who write to a page of their own; how much memory that takes each."""
+    from rudra.mpi.node_memory import share  # and MPI
+
+    made: Any = None
+    if comm.rank == 1:
+        big = np.arange(SHARED_MB << 17, dtype=np.int64)
+        made = {
+            "arrays": {"big": big, "small": np.ones((2, 3), np.float32)},
+            "tensors": TensorDataset(torch.from_numpy(big).view(-1, 2)),
+            "lock": threading.Lock(),
+            "mapped": np.memmap(sys.executable, np.uint8, "r"),
+        }[what]
+    got = share(comm, 1, made)
+    del made
+    if got is None or what in ("lock", "mapped"):
+        return {"got": got is not None}
+    array = got["big"] if what == "arrays" else got.tensors[0].numpy().reshape(-1)
+    assert int(array[-1]) == len(array) - 1
+    assert int(array.sum()) == len(array) * (len(array) - 1) // 2
+    comm.Barrier()
+    array[comm.rank] = -5
+    comm.Barrier()
+    assert [int(x) for x in array[: comm.size]] == [-5 if i == comm.rank else i for i in range(comm.size)]
+    shared = {"Private_Dirty": 0, "Pss": 0}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if "-" in line.split()[0]:
+            inside = "rudra-data" in line
+        elif inside and name in shared:
+            shared[name] += int(value.split()[0])
+    comm.Barrier()
+    return {"private_kb": shared["Private_Dirty"], "share_kb": shared["Pss"]}
