@@ -125,8 +125,8 @@ def run(*, quick: bool) -> Report:
     off = []
     for name, problem in list(PROBLEMS.items())[: 1 if quick else None]:
         for times in TIMES:
-            for groups in problem.groups[:3] if quick else problem.groups:
-                found = measure(problem, groups, times, seeds=40 if quick else problem.seeds)
+            for groups in problem.groups[:2] if quick else problem.groups:
+                found = measure(problem, groups, times, seeds=10 if quick else problem.seeds)
                 theory = 1 - 1 / groups
                 cells = (found.momentum, found.error, found.rate, found.staleness)
                 report.rows.append((f"{name}, {times}", groups, theory, *(round(float(c), 3) for c in cells)))
