@@ -54,7 +54,9 @@ def test_ones_own_model_data_loss_and_protocol(place: Path) -> None:
     assert summary["target_epoch"] is not None, "the target is reached, which ends the run"
     assert summary["epochs"] < 30
     assert summary["metrics"]["validation"]["accuracy"][-1] > 0.85
-    assert gradients["staleness"].max() <= 2 * 2 + 2 * 2, "three learners, each within two gradients of the slowest"
+    # While a gradient is made, either of the two others goes from two pushed gradients less to three more: who has two
+    # more than the slowest may still begin the third.
+    assert gradients["staleness"].max() <= 2 * (2 + 3)
 
 
 def test_results_are_read(place: Path) -> None:
