@@ -1,4 +1,4 @@
-"""What comes with Rudra, as `docs/shipped.md` lists it, and the command that writes it: `python -m tests.unit.shipped`."""
+"""What comes with Rudra, for `docs/shipped.md`, and the command that writes it: `python -m tests.unit.shipped`."""
 
 import importlib
 import inspect
