@@ -9,6 +9,7 @@ failed. Collectives fail on a communicator with a dead rank, whether the loss is
 
 import atexit
 import os
+import pickle
 import select
 import signal
 import socket
@@ -40,6 +41,9 @@ PAUSE_S = 50e-6
 
 SPEAKS_S = 2.0
 """How long a rank leaves it to the one before it to say who has died, and to end the job."""
+
+GARBLED = (pickle.UnpicklingError, EOFError)
+"""What comes of objects that a collective call with a dying rank leaves unfinished, where it raises nothing."""
 
 RequestState = Literal["done", "no", "failed"]
 
@@ -78,6 +82,13 @@ class Losses:
         found = [rank for rank in ranks if rank not in self.dead]
         self.dead.update(found)
         return found
+
+    def noticed(self, within_s: float) -> bool:
+        """Whether a rank is found dead, now or soon."""
+        deadline = time.monotonic() + within_s
+        while self.active and not (self.look() or self.dead) and time.monotonic() < deadline:
+            time.sleep(PAUSE_S)
+        return bool(self.dead)
 
     def wait(self, request: "MPI.Request") -> None:
         """Until a request is over, or a rank has died, with whom it may wait for ever."""
@@ -217,11 +228,12 @@ def abort_on_dead_rank() -> Iterator[None]:
 
     try:
         yield
-    except MPI.Exception as error:
-        if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+    except (MPI.Exception, *GARBLED) as error:
+        if isinstance(error, MPI.Exception) and error.Get_error_class() != MPI.ERR_PROC_FAILED:
             raise
         losses = Losses(MPI.COMM_WORLD)
-        losses.look()
+        if not losses.noticed(SPEAKS_S):
+            raise
         left = sorted(set(range(MPI.COMM_WORLD.size)) - losses.dead)
         place = left.index(MPI.COMM_WORLD.rank)
         time.sleep(SPEAKS_S * min(place, 3))  # the first says it, and ends the others; it may be busy elsewhere

@@ -56,7 +56,7 @@ class Mpirun:
     """
 
     def __init__(self, command: Sequence[str], ranks: int, write: Callable[[bytes], None]) -> None:
-        self.relay = Relay(write)
+        self.relay = Relay(write, ranks)
         self.stopped_at: float | None = None
         self.ended_it = False
         self.seen: set[int] = set()

@@ -45,7 +45,11 @@ def exit_line(code: int, *, lost: bool = False) -> bytes:
 class Relay:
     """Passes on what the ranks write, byte for byte and at once, without what mpirun and MPI say beside.
 
-    Before MPI has started, nobody else draws frames; what MPI says then is passed on when it has started after all.
+    Before MPI has started on all ranks, nobody else draws frames; what MPI says then is passed on when it has.
+
+    Args:
+        write: takes what is for the user.
+        ranks: how many write.
 
     Attributes:
         banners: text of mpirun's banners that were taken out, one string each.
@@ -59,7 +63,7 @@ class Relay:
         lost: it said that this is because another one died.
     """
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
+    def __init__(self, write: Callable[[bytes], None], ranks: int) -> None:
         self.banners: list[str] = []
         self.withheld: deque[bytes] = deque(maxlen=1000)
         self.reported = self.died = self.unstarted = False
@@ -67,7 +71,7 @@ class Relay:
         self.ends: list[int] = []
         self.code: int | None = None
         self.lost = 0
-        self._write = write
+        self._write, self._ranks = write, ranks
         self._rest = b""
         self._noise = False  # in the last line
         self._banner: list[bytes] | None = None  # its lines so far, while one is open
@@ -109,7 +113,7 @@ class Relay:
         if _UNSTARTED.match(line):
             self.unstarted = True
             return self._withhold(line)
-        if _MPI.match(line) and not self.started:
+        if _MPI.match(line) and self.started < self._ranks:
             self._early.append(line + b"\n")
             return self._withhold(line)
         if line.lstrip(b"\r\0").startswith(b"rudra: "):
@@ -120,12 +124,13 @@ class Relay:
     def _framed(self, line: bytes, *, end: bool) -> bytes:
         """As `_line`, of one inside a frame."""
         assert self._banner is not None
-        if not end and (self._banner or not self.started or _BANNER.match(line) or _PARAGRAPH.match(line)):
+        starting = self.started < self._ranks
+        if not end and (self._banner or starting or _BANNER.match(line) or _PARAGRAPH.match(line)):
             self._banner.append(line)
             return b""
         lines, self._banner = self._banner, None
-        if not lines:
-            return _RULE + b"\n" + (line + b"\n").replace(UNENDED, b"")  # not the launcher's: a rank drew a line
+        if not lines:  # not the launcher's: a rank drew a line
+            return _RULE + b"\n" + (line + b"\n").strip(b"\0").replace(UNENDED, b"")
         text = b"\n".join([_RULE, *lines, _RULE])
         if _BANNER.match(lines[0]):
             self.banners.append(b"\n".join(lines).decode(errors="replace"))
@@ -143,8 +148,9 @@ class Relay:
             self.ends += numbers
         else:
             self.started += 1
-            early, self._early = self._early, []
-            return b"".join(early)
+            if self.started >= self._ranks:
+                early, self._early = self._early, []
+                return b"".join(early)
         return b""
 
     def _withhold(self, line: bytes) -> bytes:

@@ -134,6 +134,11 @@ class Batch:
         self.wait("the end", lambda: self.field("JobState") in ENDED, within_s)
         return self.field("JobState")
 
+    def completes(self) -> None:
+        """Waits for the end, which must be a good one."""
+        if (state := self.wait_for_end()) != "COMPLETED":
+            pytest.fail(f"job {self.number} is {state}, its log: {self.log[-6000:]}")
+
     @property
     def ranks(self) -> dict[int, int]:
         """Rank -> process id, on this machine; of Open MPI."""

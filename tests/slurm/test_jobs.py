@@ -61,7 +61,7 @@ def test_mpich_stops_when_told_and_goes_on(
     batch.wait_for_epoch(2)
     told = ["--batch"] if launcher == "mpirun" else []
     assert cluster.run("scancel", "--signal=USR1", *told, batch.number).returncode == 0
-    assert batch.wait_for_end() == "COMPLETED"
+    batch.completes()
     assert batch.field("Restarts") == "1"
     check_results(batch, 12)
 
@@ -72,7 +72,8 @@ def test_one_element_of_an_array_goes_on_by_itself(cluster: Cluster, openmpi: Pa
     first, second = batch.element(0), batch.element(1)
     first.wait_for_epoch(2)
     assert cluster.run("scancel", "--signal=USR1", "--batch", first.number).returncode == 0
-    assert {first.wait_for_end(), second.wait_for_end()} == {"COMPLETED"}
+    first.completes()
+    second.completes()
     assert (first.field("Restarts"), second.field("Restarts")) == ("1", "0")
     for rate in ("0.01", "0.02"):
         check_results(batch, 12, f"sweep/learning_rate={rate}.h5")
@@ -83,7 +84,7 @@ def test_a_run_goes_on_without_a_learner_that_was_killed(cluster: Cluster, openm
     batch = cluster.submit(tmp_path, "--nodes", "2", "--ntasks-per-node", "2", *lasts(15), environment=openmpi)
     batch.wait_for_epoch(2)
     os.kill(batch.ranks[3], signal.SIGKILL)
-    assert batch.wait_for_end() == "COMPLETED"
+    batch.completes()
     assert (batch.field("Restarts"), batch.field("ExitCode")) == ("0", "0:0")
     check_results(batch, 15)
     with rudra.open_results(batch.directory / "slow.h5") as results:
@@ -135,7 +136,7 @@ def test_lost_nodes(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
         cluster.local("fail", nodes[0 if launcher == "srun" else 1])
     for batch in batches.values():
         batch.wait_for_restart()
-        assert batch.wait_for_end() == "COMPLETED"
+        batch.completes()
         check_results(batch, 60)
         assert batch.log.count("epoch 1/") == 1, "it went on from its checkpoint"
 
@@ -154,7 +155,7 @@ def test_preemption(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
     for batch in batches.values():
         batch.wait_for_restart()
     for batch in batches.values():
-        assert batch.wait_for_end() == "COMPLETED"
+        batch.completes()
         assert batch.field("Restarts") == "1"
         check_results(batch, 20)
         assert batch.log.count("epoch 1/") == 1, "it went on from its checkpoint"
@@ -166,7 +167,7 @@ def test_preemption(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_a_job_that_outlasts_its_time_limit(limited: dict[str, Batch], launcher: str) -> None:
     batch = limited[launcher]
-    assert batch.wait_for_end() == "COMPLETED"
+    batch.completes()
     assert int(batch.field("Restarts")) >= 1
     check_results(batch, LIMITED)
     told = re.findall(r"epoch (\d+)/", batch.log)
