@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import SAMPLES, check_updates, job, timing
-from hypothesis import given, settings
+from fuzzing import cases
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow
@@ -67,7 +68,7 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("topology", ["base", "adv", "adv*", "groups"])
-@settings(max_examples=300, deadline=None)
+@cases(100)
 @given(st.data())
 def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data: st.DataObject) -> None:
     """Invariants are checked after every event; a run in which somebody waits forever raises."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from clusters import SAMPLES, Rows, job, timing, train, validate
-from hypothesis import given, settings
+from fuzzing import cases
+from hypothesis import given
 from hypothesis import strategies as st
 from test_conformance import Bounded, Eager
 from test_resume import ALONE, GROUPS, TREE, check_gradients, make_job
@@ -169,7 +170,7 @@ def check(run_: Job, rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@settings(max_examples=300, deadline=None)
+@cases(100)
 @given(st.data())
 def test_a_run_ends_whoever_dies(topology: str, data: st.DataObject) -> None:
     """Invariants are checked after every event; a run in which somebody waits forever raises."""
@@ -187,7 +188,7 @@ def test_a_run_ends_whoever_dies(topology: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@settings(max_examples=150, deadline=None)
+@cases(50)
 @given(st.data())
 def test_a_run_that_stops_with_the_first_loss_ends_in_order(topology: str, data: st.DataObject) -> None:
     run_, training_samples = data.draw(clusters(topology))

@@ -1,4 +1,4 @@
-"""What the fuzz tests share: what may come of bad input, and how to damage good input.
+"""What tests share that make up their cases: how many, what may come of bad input, and how to damage good input.
 
 They make the same cases each time; `--hypothesis-profile=fuzz` makes twenty times as many, and others each time.
 """
