@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import blocks, files, page, section
 from processes import ROOT
-from readme import blocks, files, section
 
 import rudra
 from tests import forks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
-GUIDE = section("Guide")
+GUIDE = section(page("README.md"), "Guide")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import SAMPLES, Rows, check_epochs, check_updates, job, timing
-from readme import names_in
+from pages import names_in, page
 
 import protocols
 import topologies
@@ -17,7 +17,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation.costs import places
 
-Bounded = names_in("bounded.py")["Bounded"]
+Bounded = names_in(page("README.md"), "bounded.py")["Bounded"]
 
 
 class Eager(Protocol):
