@@ -71,52 +71,71 @@ UNMEASURED = "not measured here: run rudra calibrate"
 class SimulationTable(Table):
     costs: str | None = Field(
         None,
-        description="preset (p775), file of `rudra calibrate`, or defaults: gives those keys below that the job does "
-        "not; default: what `rudra calibrate` has measured here for this model",
+        description="where times come from that the job does not set: a preset (p775), a file of `rudra calibrate`, "
+        "or defaults; default: what `rudra calibrate` measured here for this model, else defaults",
     )
     compute_s: float | dict[int, float] = Field(
-        0.1, description="time that a learner takes for one mini-batch: a number, or a table of μ = seconds"
+        0.1, description="seconds that a learner computes one mini-batch: a number, or a table of μ = seconds"
     )
-    jitter: float = Field(0.1, ge=0, description="variation of compute_s, as a fraction")
+    jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of it")
     distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
-        "uniform", description="of that variation; memoryless: exponential times with mean compute_s, without jitter"
+        "uniform",
+        description="distribution of that variation; memoryless: exponential times with mean compute_s, jitter ignored",
     )
-    learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of its own")
-    slowdown: dict[int, float] = Field({}, description="learner -> factor on its compute time")
-    straggler_probability: float = Field(0.0, ge=0, le=1, description="that a mini-batch takes much longer")
-    straggler_factor: float = Field(10.0, ge=1, description="how much longer")
+    learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of this learner")
+    slowdown: dict[int, float] = Field({}, description="learner -> factor on the compute time of this learner")
+    straggler_probability: float = Field(
+        0.0, ge=0, le=1, description="probability that a mini-batch takes straggler_factor times as long"
+    )
+    straggler_factor: float = Field(10.0, ge=1, description="factor on the compute time of such a mini-batch")
     nodes: int | dict[int, int] | None = Field(
-        None, description="nodes that learners are spread over: a number, or a table of λ = nodes; default: one each"
+        None,
+        description="number of nodes that hold the learners, or a table of λ = nodes; default: one node for each "
+        "learner",
     )
-    servers_on_first_node: bool = Field(False, description="with the first learners; else on a node of their own")
+    servers_on_first_node: bool = Field(
+        False, description="true: servers share the node of the first learners; false: they have a node of their own"
+    )
     node_slowdown: float = Field(
-        0.0, ge=0, description="what each further learner on a node adds to compute_s, as a fraction"
+        0.0, ge=0, description="slowdown of compute_s for each further learner on the same node, as a fraction"
     )
     cores_per_node: int | None = Field(
-        None, ge=1, description="a server's work delays learners that fill the cores of its node; default: it does not"
+        None,
+        ge=1,
+        description="cores of a node; where learners fill them all, a server's work on that node delays them; "
+        "default: it never does",
     )
-    latency_s: float = Field(1e-5, ge=0, description="of every message between nodes")
-    latency_jitter_s: float = Field(0.0, ge=0, description="a random delay up to this is added to every message")
+    latency_s: float = Field(1e-5, ge=0, description="seconds of latency of each message between nodes")
+    latency_jitter_s: float = Field(
+        0.0, ge=0, description="largest random delay that is added to each message, in seconds"
+    )
     bandwidth_bytes_per_s: float = Field(
-        1e10, gt=0, description="of a node's link, each way, for weights and gradients"
+        1e10, gt=0, description="bandwidth of a node's link in each direction, for weights and gradients"
     )
-    local_latency_s: float | None = Field(None, ge=0, description="inside a node; default: as between nodes")
-    local_bandwidth_bytes_per_s: float | None = Field(None, gt=0, description="inside a node, of each role; likewise")
+    local_latency_s: float | None = Field(
+        None, ge=0, description="seconds of latency of each message inside a node; default: latency_s"
+    )
+    local_bandwidth_bytes_per_s: float | None = Field(
+        None, gt=0, description="bandwidth of each role's messages inside a node; default: bandwidth_bytes_per_s"
+    )
     blocking_servers: bool = Field(
-        False, description="a server sends or receives one tensor at a time, as with blocking calls; else one each way"
+        False,
+        description="true: a server sends or receives one tensor at a time, as with blocking calls; false: one in "
+        "each direction",
     )
-    message_s: float = Field(1e-5, ge=0, description="time in which the server handles one message")
-    gradient_s: float = Field(0.0, ge=0, description="time in which the server adds one gradient to another")
-    update_s: float = Field(1e-4, ge=0, description="time that one update of the weights takes")
-    evaluation_s: float = Field(0.1, ge=0, description="time that one test of the weights takes")
+    message_s: float = Field(1e-5, ge=0, description="seconds that a server spends on one message")
+    gradient_s: float = Field(0.0, ge=0, description="seconds that a server needs to add one gradient to another")
+    update_s: float = Field(1e-4, ge=0, description="seconds that one update of the weights takes")
+    evaluation_s: float = Field(0.1, ge=0, description="seconds that one test of the weights takes")
     faults: tuple[Fault, ...] = Field(
         (),
-        description="learners that die or slow down, at given times or at random: a list of tables, see Virtual time",
+        description="list of tables: learners that die or slow down, at given or random times; see the page on "
+        "virtual time",
     )
-    detection_s: float = Field(0.1, ge=0, description="time until the others notice that a learner has died")
-    tensors: bool = Field(True, description="false: time alone, without data, gradients and tests")
+    detection_s: float = Field(0.1, ge=0, description="seconds until the other ranks notice that a learner has died")
+    tensors: bool = Field(True, description="false: simulate times alone, without data, gradients and tests")
     batching: Literal["none", "big-batch", "vmap"] = Field(
-        "none", description="compute gradients of several learners together: faster, changes bits"
+        "none", description="compute the gradients of several learners together: faster, but changes bits"
     )
 
     @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")

@@ -33,45 +33,59 @@ _INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
 class ModelTable(Table):
     name: Named = Field(
         "lenet",
-        description="mlp, lenet, cifar10_full, alexnet, vgg16, resnet32, resnet50, lstm, or package.module:callable",
+        description="shipped network (mlp, lenet, cifar10_full, alexnet, vgg16, resnet32, resnet50, lstm), or "
+        "package.module:callable that returns a torch.nn.Module",
     )
-    options: dict[str, Any] = Field({}, description="keyword arguments for the model's factory")
+    options: dict[str, Any] = Field({}, description="keyword arguments of the model's factory")
 
 
 class DataTable(Table):
     name: Any = Field(
         "digits",
-        description="digits, idx, cifar10, libsvm, csv, npz, hdf5, arff, text, folder, or package.module:callable "
-        "giving (train, test)",
+        description="reader (digits, idx, cifar10, libsvm, csv, npz, hdf5, arff, text, folder), or "
+        "package.module:callable that returns (train, test)",
     )
     path: Path | None = Field(
-        None, description="file of the data, or directory that holds its files; relative to the working directory"
+        None, description="data file, or directory of the data files; relative to the working directory"
     )
     train_limit: int | None = Field(None, ge=1, description="use only the first N training samples")
     test_limit: int | None = Field(None, ge=1, description="use only the first N test samples")
-    classes: int | None = Field(None, ge=2, description="number of classes, for data that does not tell it")
-    scale: float | None = Field(None, gt=0, description="factor on the inputs after the mean was subtracted")
+    classes: int | None = Field(None, ge=2, description="number of classes, where the data does not say it")
+    scale: float | None = Field(
+        None, gt=0, description="factor that multiplies the inputs, after the mean is subtracted"
+    )
     subtract_mean: bool | None = Field(
         None,
-        description="subtract the mean of all training inputs from each; default: where they are images in memory, in "
-        "bytes",
+        description="subtract the mean of all training inputs from every input; default: true for images that are "
+        "held in memory as bytes, else false",
     )
     standardise: bool = Field(
-        False, description="give the inputs of a table the mean 0 and the deviation 1 of its training inputs"
+        False,
+        description="shift and scale each column of a table, so that its training inputs have mean 0 and standard "
+        "deviation 1",
     )
     test_split: float | None = Field(
-        None, gt=0, lt=1, description="fraction of the training set that becomes the test set, where there is none"
+        None,
+        gt=0,
+        lt=1,
+        description="fraction of the training set that becomes the test set, if the data has no test set",
     )
     validation_split: float | None = Field(
-        None, gt=0, lt=1, description="fraction of the training set that is not learned, and tested beside the test set"
+        None,
+        gt=0,
+        lt=1,
+        description="fraction of the training set that is held out: no gradient uses it, and every test of the "
+        "weights also measures it",
     )
     target: str | None = Field(
-        None, description="which entry is the target, where your dataset's items are dictionaries"
+        None, description="entry that holds the target, if the items of your dataset are dictionaries"
     )
     collate: Named | None = Field(
-        None, description="package.module:callable that makes a mini-batch of a list of your dataset's items"
+        None,
+        description="package.module:callable that makes a mini-batch from a list of your dataset's items, like a "
+        "DataLoader's collate_fn",
     )
-    options: dict[str, Any] = Field({}, description="of the format, or keyword arguments for the user's own callable")
+    options: dict[str, Any] = Field({}, description="options of the reader, or keyword arguments of your callable")
 
     @field_validator("standardise")
     @classmethod
@@ -82,53 +96,69 @@ class DataTable(Table):
 
 
 class AugmentTable(Table):
-    crop: int = Field(0, ge=0, lt=2**16, description="move training images by up to so many pixels, each way")
-    flip: bool = Field(False, description="mirror half of the training images, left to right")
+    crop: int = Field(
+        0, ge=0, lt=2**16, description="shift each training image by up to this many pixels in each direction"
+    )
+    flip: bool = Field(False, description="mirror each training image left to right with probability 1/2")
     name: Named | None = Field(
         None,
-        description="package.module:callable of (inputs, torch.Generator) that gives a mini-batch's changed inputs",
+        description="package.module:callable of (inputs, torch.Generator) that returns the changed inputs of a "
+        "mini-batch",
     )
-    options: dict[str, Any] = Field({}, description="keyword arguments for that callable")
+    options: dict[str, Any] = Field({}, description="keyword arguments of that callable")
 
 
 class TaskTable(Table):
     name: Named = Field(
         "classification",
-        description="classification, multi-label, language, regression, or a loss of your own, package.module:callable",
+        description="classification, multi-label, language, regression, or your own loss, package.module:callable",
     )
     metrics: tuple[Named, ...] = Field(
-        (), description="package.module:callable of (output, target), each a mean over the samples: for every test"
+        (),
+        description="further metrics to measure at every test: package.module:callable of (output, target) that "
+        "returns a mean over the samples",
     )
-    options: dict[str, Any] = Field(
-        {}, description="keyword arguments for the loss, such as label_smoothing and weight, see Tasks"
-    )
+    options: dict[str, Any] = Field({}, description="keyword arguments of the loss, such as label_smoothing and weight")
 
 
 class TrainingTable(Table):
-    epochs: int = Field(10, ge=1, lt=2**31, description="passes over the training set, counted in applied samples")
-    minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: samples per learner per gradient")
-    seed: int = Field(0, ge=0, description="of weights, sampling, dropout and simulated time")
-    warm_start: Path | None = Field(None, description="result file whose final weights to start from")
+    epochs: int = Field(
+        10,
+        ge=1,
+        lt=2**31,
+        description="passes over the training set; an epoch ends when applied gradients have used as many samples as "
+        "the set has",
+    )
+    minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: number of samples in each gradient of each learner")
+    seed: int = Field(0, ge=0, description="seed of initial weights, sampling, dropout and simulated times")
+    warm_start: Path | None = Field(None, description="result file whose final weights become the initial weights")
     evaluate: bool | Literal["always"] = Field(
         True,
-        description="test the weights at each epoch's end, unless the test before is still under way; always: training "
-        "waits for that",
+        description="true: test the weights at the end of each epoch, unless the previous test is still running; "
+        "always: training waits until that test has ended; false: no tests",
     )
-    evaluation_batch_size: int = Field(256, ge=1, description="samples that are tested at a time")
+    evaluation_batch_size: int = Field(256, ge=1, description="number of samples that a test computes at a time")
     compile: bool = Field(
-        False, description="compute gradients by torch.compile: faster, differs in the last bits; needs a C++ compiler"
+        False,
+        description="compute gradients with torch.compile: faster, but the last bits differ; needs a C++ compiler",
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="of forward, loss and backward, by torch.autocast; weights and gradients stay float32"
+        "float32",
+        description="number format of forward pass, loss and backward pass, by torch.autocast; weights and gradients "
+        "stay float32",
     )
     target: str | None = Field(
-        None, description="such as `accuracy >= 0.98`: what the median of the last tests is to reach"
+        None,
+        description="goal of the training, such as `accuracy >= 0.98`; it is reached when the median of the last "
+        "tests meets it",
     )
-    target_window: int = Field(WINDOW, ge=1, description="how many tests that median is of, one for each epoch")
-    stop_at_target: bool = Field(False, description="end the training with the epoch after which it is reached")
+    target_window: int = Field(
+        WINDOW, ge=1, description="number of tests, one an epoch, in the median that target looks at"
+    )
+    stop_at_target: bool = Field(False, description="end the training with the epoch in which target is reached")
 
     patience: int | None = Field(
-        None, ge=1, description="end the training after so many tests in a row that are no better than the best before"
+        None, ge=1, description="end the training after this many tests in a row without a new best result"
     )
 
     @field_validator("target")
@@ -165,38 +195,54 @@ class ParameterGroup(Table):
 
 
 class OptimizerTable(Table):
-    name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
-    learning_rate: float = Field(0.01, gt=0, description="α0")
+    name: str = Field(
+        "sgd",
+        description="sgd, adagrad, adam, adamw or rmsprop: the torch.optim class that updates the flat weight vector",
+    )
+    learning_rate: float = Field(0.01, gt=0, description="α0: learning rate before schedule, warm-up and modulation")
     schedule: Named = Field(
         "step",
-        description="how the rate falls: step, cosine, plateau, or package.module:callable giving a torch scheduler",
+        description="how the learning rate falls: step, cosine, plateau, or package.module:callable that returns a "
+        "torch scheduler",
     )
     milestones: tuple[int, ...] = Field(
-        (), description="completed epochs after which the rate is multiplied by decay_factor"
+        (), description="epochs after which step multiplies the learning rate by decay_factor"
     )
-    decay_factor: float = Field(0.1, gt=0, description="of the learning rate at every milestone, or plateau")
+    decay_factor: float = Field(
+        0.1, gt=0, description="factor on the learning rate at each milestone of step, or at each plateau"
+    )
     schedule_options: dict[str, Any] = Field(
-        {}, description="keyword arguments for the torch scheduler; plateau: patience"
+        {}, description="keyword arguments of the torch scheduler; for plateau: patience, in tests"
     )
     schedule_every: Literal["epoch", "update"] = Field(
-        "epoch", description="when the torch scheduler is stepped: after each epoch or update"
+        "epoch", description="how often the torch scheduler steps: once an epoch or once an update"
     )
     warm_up: float = Field(
-        0.0, ge=0, description="epochs in which the rate grows to the scheduled one, linearly with the applied samples"
+        0.0,
+        ge=0,
+        description="number of epochs during which the learning rate grows from 0 to its scheduled value, linearly "
+        "in applied samples",
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="sgd and rmsprop only")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum; for sgd and rmsprop only")
     momentum_form: Literal["torch", "caffe"] = Field(
-        "torch", description="where the rate changes: torch scales the whole velocity, caffe (the papers) what is added"
+        "torch",
+        description="what a change of the learning rate scales: the whole velocity (torch), or only new gradients "
+        "(caffe, as in the papers)",
     )
     momentum_correction: Literal["none", "implicit"] = Field(
         "none",
-        description="implicit: staleness g - 1 acts like momentum 1 - 1/g, so that much less is used; a heuristic",
+        description="implicit: subtract the momentum that asynchrony acts like, 1 - 1/g with g = mean staleness + 1; "
+        "a rule of thumb",
     )
-    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, as the torch.optim class applies it")
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, applied the way the torch.optim class applies it")
     groups: tuple[ParameterGroup, ...] = Field(
-        (), description="tables of parameters, rate_factor, weight_decay: what some parameters have of their own"
+        (),
+        description="tables with parameters (names or patterns), rate_factor and weight_decay, for parameters that "
+        "need other settings",
     )
-    clip_norm: float | None = Field(None, gt=0, description="an update's gradient with a larger norm is scaled to this")
+    clip_norm: float | None = Field(
+        None, gt=0, description="largest norm of an update's gradient; a longer gradient is scaled down to it"
+    )
     options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
 
     @field_validator("name", mode="before")
@@ -274,43 +320,63 @@ class OptimizerTable(Table):
 
 
 class ProtocolTable(Table):
-    name: Named = Field("softsync", description="hardsync, softsync, async, or package.module:class")
-    n: int | None = Field(None, ge=1, description="softsync: the splitting parameter, 1 <= n <= learners")
-    modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] = Field(
-        "auto", description="how the protocol changes the learning rate; auto is the paper's choice"
+    name: Named = Field("softsync", description="hardsync, softsync, async, or your own, package.module:class")
+    n: int | None = Field(
+        None,
+        ge=1,
+        description="splitting parameter of softsync, 1 <= n <= learners: c = floor(learners / n) gradients make an "
+        "update",
     )
-    reference_batch_size: int = Field(128, ge=1, description="B: the batch size that learning_rate was tuned for")
-    options: dict[str, Any] = Field({}, description="keyword arguments for the user's own protocol")
+    modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] = Field(
+        "auto",
+        description="rule by which the protocol changes the learning rate; auto: sqrt for hardsync, n for softsync "
+        "and async",
+    )
+    reference_batch_size: int = Field(
+        128,
+        ge=1,
+        description="B: batch size that learning_rate was tuned for; sqrt compares it with learners times "
+        "minibatch_size",
+    )
+    options: dict[str, Any] = Field({}, description="keyword arguments of your own protocol")
 
 
 class TopologyTable(Table):
-    name: Named = Field("base", description="base, adv, adv*, groups, or package.module:object")
+    name: Named = Field("base", description="base, adv, adv*, groups, or your own, package.module:object")
     options: dict[str, Any] = Field(
         {},
-        description="adv, adv*: fan_out; adv*: weight_fan_out, outstanding; groups: groups, reduction, server; "
-        "or the user's own",
+        description="adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, reduction, server; or "
+        "those of your own topology",
     )
 
 
 class ClusterTable(Table):
     learners: int | None = Field(
-        None, ge=1, le=100_000, description="λ; without it: 4, or what the launcher's ranks leave"
+        None,
+        ge=1,
+        le=100_000,
+        description="λ: number of learners; default: every rank of the launcher that no server needs, or 4 without a "
+        "launcher",
     )
     threads_per_rank: int | None = Field(
-        None, ge=1, description="torch threads of a learner; default: cores / learners"
+        None, ge=1, description="torch threads of each learner; default: cores of the node divided by its learners"
     )
     device: Literal["cpu", "cuda", "auto"] = Field(
         "cpu",
-        description="of gradients and tests; auto: a GPU if there is one for every learner, and then no replay",
+        description="device that computes gradients and tests; auto: GPUs if every learner has one, else CPUs; runs "
+        "on GPUs cannot be replayed",
     )
     gpu_aware_mpi: bool = Field(
-        False, description="MPI reads and writes learners' vectors on their GPUs; needs a library that can; not groups"
+        False,
+        description="let MPI read and write the learners' vectors on their GPUs; needs an MPI library that can, and "
+        "no compute groups",
     )
     gradient_format: Literal["float32", "float16"] = Field(
         "float32",
-        description="how gradients travel to servers; float16 is half as much, is added up as float32, loses bits",
+        description="number format of gradients on their way to a server; float16 halves the bytes and loses bits, "
+        "sums stay float32",
     )
-    flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, changes bits")
+    flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, but changes bits")
 
     @property
     def gradient_share(self) -> float:
@@ -320,47 +386,61 @@ class ClusterTable(Table):
 
 class FaultToleranceTable(Table):
     non_finite_loss: Literal["stop", "warn"] = Field(
-        "stop", description="what a loss of NaN or infinity does to the run"
+        "stop", description="stop the run, or only warn, when a loss is NaN or infinite"
     )
     restarts: int = Field(
-        0, ge=0, description="how often `rudra run` starts again from the last checkpoint when a needed rank dies"
+        0,
+        ge=0,
+        description="how many times `rudra run` starts again from the last checkpoint after a rank that the run "
+        "needs has died",
     )
     on_learner_loss: Literal["continue", "stop"] = Field(
-        "continue", description="when a learner's rank dies: go on with the others, or stop with a checkpoint"
+        "continue",
+        description="after a learner's rank died: continue with the other learners, or stop with a checkpoint",
     )
     straggler_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="hardsync without groups drops a learner of which nothing came for so long while all wait",
+        description="seconds after which hardsync (on base and adv) drops a learner that all others wait for; "
+        "default: never",
     )
-    stall_warning_s: float = Field(60.0, gt=0, description="a rank that waits longer says for whom and for what")
+    stall_warning_s: float = Field(
+        60.0, gt=0, description="seconds of waiting after which a rank reports for whom and for what it waits"
+    )
     stall_limit_s: float | None = Field(
         None,
         gt=0,
-        description="a rank that waits longer ends the run; once one has died, 30 s of waiting by all do",
+        description="seconds of waiting after which a rank ends the run; default: no limit, but 30 s once a rank has "
+        "died and all others wait",
     )
 
 
 class ResultsTable(Table):
-    minibatches: bool = Field(True, description="record the training error of every mini-batch")
-    flush_s: float = Field(1.0, gt=0, description="how often rows are flushed to the file while it is written")
+    minibatches: bool = Field(True, description="record loss, error and times of every mini-batch")
+    flush_s: float = Field(1.0, gt=0, description="seconds between flushes of the result file during the run")
     swmr: Literal["auto", "on", "off"] = Field(
-        "auto", description="readers may follow while the file is written; auto: not on NFS and the like"
+        "auto",
+        description="let readers open the result file during the run (HDF5's single-writer mode); auto: unless the "
+        "file is on NFS or the like",
     )
-    report_s: float = Field(0.25, ge=0, description="how long learners and server gather rows before they send them")
+    report_s: float = Field(
+        0.25,
+        ge=0,
+        description="seconds for which learners and servers gather rows before they send them to the statistics server",
+    )
     checkpoint_every: str = Field(
         "600 s",
-        description="`N updates`, `N epochs` or `N s`: how often to write a checkpoint, beside that of the end; "
-        "`never`: only if stopped",
+        description="how often to write a checkpoint: `N updates`, `N epochs` or `N s`, and once more at the end; "
+        "`never`: only when the run is stopped",
     )
 
     keep_every: int | None = Field(
-        None, ge=1, description="epochs: the weights of every N-th are kept in the file; default: the final ones alone"
+        None,
+        ge=1,
+        description="keep the weights of every Nth epoch in the result file; default: only the final weights",
     )
 
-    keep_best: bool = Field(
-        False, description="the weights of the epoch with the best test are kept in the file, see Weights elsewhere"
-    )
+    keep_best: bool = Field(False, description="keep the weights of the epoch with the best test in the result file")
 
     @field_validator("checkpoint_every")
     @classmethod
@@ -381,14 +461,15 @@ class Hook(Table):
 
     SHIPPED: ClassVar[dict[str, str]] = {name: f"rudra.results.journals:{name}" for name in ("csv", "tensorboard")}
 
-    at: Literal["update", "epoch", "end"] = Field(description="update, epoch or end")
-    call: Named = Field(description="csv, tensorboard, or package.module:callable of a rudra.Moment")
+    at: Literal["update", "epoch", "end"] = Field(description="moment of the call: update, epoch or end")
+    call: Named = Field(description="csv, tensorboard, or package.module:callable that takes a rudra.Moment")
     role: str | None = Field(
         None,
-        description="whose moments: a role as `rudra topology` names it, or learners, all of them; default: see Hooks",
+        description="role whose moments count, named as `rudra topology` prints it, or learners for all learners; "
+        "default: the parameter server for update, else the statistics server",
     )
-    every: int = Field(1, ge=1, description="only each Nth update or epoch")
-    options: dict[str, Any] = Field({}, description="keyword arguments for the callable")
+    every: int = Field(1, ge=1, description="call at every Nth update or epoch")
+    options: dict[str, Any] = Field({}, description="keyword arguments of the callable")
 
     @field_validator("call")
     @classmethod
@@ -432,16 +513,18 @@ class Hook(Table):
 class StudyTable(Table):
     """What `rudra sweep` makes of a job, and what `rudra report` draws of that. Keys of the job are dotted here."""
 
-    title: str = Field("", description="what the report is headed with")
+    title: str = Field("", description="heading of the report")
     figure: Literal["staleness", "test-error", "tradeoff", "speed-up", "table"] = Field(
-        "table", description="what the report shows first"
+        "table", description="figure that the report shows first"
     )
-    grid: dict[str, list[Any]] = Field({}, description="job key -> values: every combination is a point")
-    points: list[dict[str, Any]] = Field([], description="tables of job key = value: further points")
-    quick: dict[str, Any] = Field({}, description="job key = value: what `--quick` changes in every point")
-    quick_grid: dict[str, list[Any]] = Field({}, description="with `--quick` in place of grid, as is the next")
-    quick_points: list[dict[str, Any]] = Field([], description="in place of points")
-    paper: list[str] = Field([], description="tables of paper.toml, beside the job file, to compare with")
+    grid: dict[str, list[Any]] = Field({}, description="job key -> list of values; the study runs every combination")
+    points: list[dict[str, Any]] = Field([], description="tables of job key = value; each is one more run")
+    quick: dict[str, Any] = Field({}, description="job key = value: changes to every run under `--quick`")
+    quick_grid: dict[str, list[Any]] = Field({}, description="grid that `--quick` uses in place of grid")
+    quick_points: list[dict[str, Any]] = Field([], description="points that `--quick` uses in place of points")
+    paper: list[str] = Field(
+        [], description="names of tables in paper.toml, beside the job file, to print beside the results"
+    )
 
     @field_validator("grid", "points", "quick", "quick_grid", "quick_points", mode="before")
     @classmethod
