@@ -131,7 +131,7 @@ def _check_arguments(name: str, factory: object, learners: int, arguments: Mappi
     try:
         signature = inspect.signature(factory)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ValueError(f"[protocol] name: {name} is no class or function that could make a protocol") from None
+        raise ValueError(f"[protocol] name: {name} is not a class or function that makes a protocol") from None
     try:
         signature.bind(learners, **arguments)
     except TypeError as error:
@@ -139,7 +139,7 @@ def _check_arguments(name: str, factory: object, learners: int, arguments: Mappi
         unknown = sorted(set(arguments) - set(takes))
         valid = f"; valid: {', '.join(takes)}" if takes else ""
         if name in shipped() and unknown == ["n"]:
-            valid = "; leave it out, or take it away with --set protocol.n="
+            valid = "; leave it out, or reset it with --set protocol.n="
         text = f" takes no {', '.join(unknown)}{valid}" if unknown else f": {error}"
         raise ValueError(f"[protocol] {name}{text}") from None
 
@@ -147,12 +147,12 @@ def _check_arguments(name: str, factory: object, learners: int, arguments: Mappi
 def _check(protocol: object) -> None:
     """Raises ValueError where a user's protocol could only fail, or wait forever, later on."""
     if not isinstance(protocol, Protocol):
-        raise ValueError(f"gives a {type(protocol).__name__}, which is no protocols.Protocol")
+        raise ValueError(f"gives a {type(protocol).__name__}, which is not a protocols.Protocol")
     if not hasattr(protocol, "gradients_per_update"):
         raise ValueError("its __init__ must call super().__init__(learners)")
     c = protocol.gradients_per_update
     if c < 1:
-        raise ValueError(f"gradients_per_update = {c}; valid: 1 and more")
+        raise ValueError(f"gradients_per_update = {c}; valid: 1 or more")
     if protocol.ordered and c != protocol.learners:
         raise ValueError(f"gradients_per_update = {c}; an ordered protocol takes one of each, so {protocol.learners}")
 

@@ -243,7 +243,7 @@ class Plan:
         gone = self.gone | frozenset(lost)
         for needed in (self.server, self.statistics):
             if needed in gone:
-                raise ValueError(f"nothing goes on without the {self.roles[needed].name}")
+                raise ValueError(f"no run continues without the {self.roles[needed].name}")
         if gone.issuperset(self.learners):
             raise ValueError("no learner is left")
 

@@ -174,8 +174,8 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("mpi threads", "warn", f"only MPI_THREAD_{threads.upper()} is granted", advice)
     told = {
         True: "yes: cluster.gpu_aware_mpi can be set",
-        False: "no; what is on a GPU travels through main memory",
-        None: "the library does not tell; what is on a GPU travels through main memory",
+        False: "no; GPU tensors travel through main memory",
+        None: "unknown, the library does not report it; GPU tensors travel through main memory",
     }
     yield Finding("mpi gpu-aware", "ok", told[seen["gpu"]])
 

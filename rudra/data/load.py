@@ -271,7 +271,7 @@ class UserSplit:
 def _plain(tensor: Any) -> torch.Tensor:
     """Pictures in bytes and all floating-point numbers as float32, other whole numbers, such as tokens, as int64."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{str(tensor)[:30]!r} is no number")
+        raise TypeError(f"{str(tensor)[:30]!r} is not a number")
     whole = not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool)
     return tensor.to(torch.int64 if whole else torch.float32).contiguous()
 
@@ -350,7 +350,7 @@ def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, see
         return Data(None, None, info)
     inputs = next(iter(arrays.pairs.values()))[0]
     if table.scale is not None and are_tokens(inputs.dtype):
-        raise ConfigError(f"[data] scale: the inputs of {table.name} are tokens, not to be multiplied")
+        raise ConfigError(f"[data] scale: the inputs of {table.name} are tokens, which cannot be scaled")
     mean: Any = None
     scale: Any = arrays.scale if table.scale is None else table.scale
     if table.standardise:
@@ -432,7 +432,7 @@ def _standard(
     if are_tokens(inputs.dtype) or len(inputs.shape) != 2:
         what = "tokens" if are_tokens(inputs.dtype) else f"arrays of shape {inputs.shape[1:]}"
         raise ConfigError(
-            f"[data] standardise: the inputs of {table.name} are {what}, no table of numbers; valid: false"
+            f"[data] standardise: the inputs of {table.name} are {what}, not a table of numbers; valid: false"
         )
     rows = np.arange(inputs.shape[0])[chosen]
     if table.validation_split is not None:
@@ -515,4 +515,4 @@ def _classes(name: str, dataset: Any, target: Any) -> int:
         labels = getattr(dataset, attribute, None)
         if labels is not None and len(labels):
             return int(np.max(np.asarray(labels))) + 1
-    raise ConfigError(f"[data] {name}: the training set does not tell its classes; set data.classes")
+    raise ConfigError(f"[data] {name}: the training set does not say how many classes it has; set data.classes")

@@ -79,14 +79,14 @@ class Job(Table):
             by_tests = {"[results] keep_best": self.results.keep_best, "[training] patience": self.training.patience}
             by_tests["[optimizer] schedule = 'plateau'"] = self.optimizer.plateau
             for key in (key for key, wanted in by_tests.items() if wanted):
-                raise ValueError(f"{key} goes by tests, but [training] evaluate = false: nothing is tested")
+                raise ValueError(f"{key} depends on tests, but [training] evaluate = false")
         if self.optimizer.momentum_correction != "none" and not (
             self.optimizer.name == "sgd" and self.optimizer.momentum
         ):
             raise ValueError("[optimizer] momentum_correction corrects the momentum of sgd, and there is none")
         if self.training.precision == "float16" and self.simulation.batching == "vmap":
             raise ValueError(
-                "[simulation] batching = 'vmap' looks for no scale of the loss, but [training] precision = 'float16' "
+                "[simulation] batching = 'vmap' chooses no loss scale, but [training] precision = 'float16' "
                 "needs one; valid: batching none or big-batch, precision bfloat16"
             )
         if self.cluster.learners is not None:

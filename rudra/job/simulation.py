@@ -155,5 +155,5 @@ class SimulationTable(Table):
     @classmethod
     def _positive_keys(cls, value: Any) -> Any:
         if isinstance(value, dict) and any(key < 1 for key in value):
-            raise ValueError(f"has a key {min(value)}; valid: 1 and more")
+            raise ValueError(f"has a key {min(value)}; valid: 1 or more")
         return value

@@ -446,7 +446,7 @@ class ResultsTable(Table):
     @classmethod
     def _interval(cls, value: str) -> str:
         if value != "never" and not _INTERVAL.fullmatch(value):
-            raise ValueError(f"'{value}' is no interval; valid: `N updates`, `N epochs`, `N s`, `never`")
+            raise ValueError(f"'{value}' is not an interval; valid: `N updates`, `N epochs`, `N s`, `never`")
         return value
 
     @property

@@ -228,7 +228,7 @@ def _cause(run: Mpirun, status: int) -> str | None:
     if run.dead and (all_died or len(run.dead) < run.ranks):  # else mpirun has ended them, and then itself
         return f"{'all ranks' if len(run.dead) == run.ranks else listed(run.dead)} {DIED}"
     if relay.unstarted:
-        return "MPI did not start; --verbose shows what it said"
+        return "MPI did not start; --verbose shows its messages"
     if relay.started and relay.banners:
         return "mpirun ended the run: " + " ".join(" ".join(relay.banners).split())
     if all_died:

@@ -195,13 +195,13 @@ def _resolve(job: Job, comm: MPI.Comm) -> tuple[Job, Plan, torch.device]:
     device = devices.CPU if kind == "cpu" else devices.of_rank(comm.rank, plan, places, gpus)
     if job.cluster.gpu_aware_mpi and kind == "cuda" and False in (told := comm.allgather(bool(gpu_aware()))):
         rank = told.index(False)
-        who = f"the MPI library of rank {rank} on {seen[rank][1]} does not say that it is"
+        who = f"the MPI library of rank {rank} on {seen[rank][1]} does not report GPU support"
         raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
     mine = sum(plan.roles[i].about.trains for i in plan.on_rank(comm.rank))
     threads = max(1, cores() // max(1, _sum_on_node(comm, mine)))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in plan.roles})):
-        text = f"{idle} of {comm.size} ranks have no role: servers and learners do not come out even"
+        text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
         log.warning(f"{text}; `rudra topology` shows who is where")
     job = job.with_(cluster={"device": kind})
     return job.resolved(learners=learners, threads_per_rank=threads), plan, device
@@ -409,7 +409,7 @@ class _Session:
                 code = self._serve(rank)
             except Ended:
                 if self._keeps_results:
-                    reason = "somebody stopped it" if self._asked else ENDED
+                    reason = "stopped on request" if self._asked else ENDED
                     self._save("interrupted", reason)
                     if not self._launched:
                         log.error(f"{self._job.name}: {reason}; {checkpoint.how_to_resume(self._begin.output)}")
@@ -474,7 +474,9 @@ class _Session:
                 checkpoints.save(owner.ledger.last_position, executor.last_state())
                 checkpoints.commit()
         except OSError as error:
-            log.warning(f"{checkpoints.path}: no checkpoint of the end: {error}; nothing else is missing")
+            log.warning(
+                f"{checkpoints.path}: the final checkpoint was not written: {error}; everything else is complete"
+            )
 
     def _depart(self, rank: Rank) -> bool:
         """Waits until all ranks have done their part; False: one has died, and what it left undone nobody waits for."""
@@ -508,7 +510,9 @@ class _Session:
             deadline = time.monotonic() + SEEN_S
             while (found := checkpoint.read(path))[0].position != position:  # where file systems are slow to tell
                 if time.monotonic() > deadline:
-                    raise CheckpointError(f"{path}: is not what the first learner has written for all to go on from")
+                    raise CheckpointError(
+                        f"{path}: is not the checkpoint that the first learner wrote for all ranks to continue from"
+                    )
                 time.sleep(0.1)
             executor.restore(found[1])
         return self._machine(role, plan, position)
@@ -554,7 +558,7 @@ class _Session:
         """Leaves the file as it is to be found if this rank is killed now; the run may go on, and stop in order."""
         self._writer.note("interrupted", ENDED)
         if not self._launched:
-            text = f"{self._job.name}: told to end; if there is no time to stop in order, "
+            text = f"{self._job.name}: asked to end; if the time is too short for an orderly stop, "
             log.warning(text + checkpoint.how_to_resume(self._begin.output))
 
     def _save(self, status: str, reason: str) -> None:

@@ -117,7 +117,7 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
         Figure(
             "staleness-histogram",
             "Staleness of gradients",
-            f"How many updates old gradients were on arrival.{law}; dotted: 2n, which few exceed." + said(lines),
+            f"Age of the gradients on arrival, in updates.{law}; dotted: 2n, which few gradients exceed." + said(lines),
             [histogram(*group) for group in groups],
             ReportTable(
                 "staleness-histogram", ("run", "σ", "gradients"), counts[:MOST_ROWS], {}, len(counts) > MOST_ROWS

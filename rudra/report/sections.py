@@ -177,5 +177,5 @@ def _rates(runs: Sequence[Run]) -> list[str]:
     what = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
     return [
         f"Effective learning rates differ ({min(rates):.4g} to {max(rates):.4g}) between runs that are compared by "
-        f"{what or 'something else'}: differences may come of the rate."
+        f"{what or 'something else'}: differences may come from the learning rate."
     ]

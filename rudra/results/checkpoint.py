@@ -218,7 +218,7 @@ def _header(path: Path, length: bytes, read_bytes: Any, size: int) -> tuple[dict
             header = json.loads(read_bytes(count))
             if isinstance(header, dict) and isinstance(header.get("__metadata__"), dict):
                 return header, first
-    raise CheckpointError(f"{path}: no checkpoint of Rudra, or cut off in its header")
+    raise CheckpointError(f"{path}: not a checkpoint of Rudra, or cut off in its header")
 
 
 def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[SavedState, dict[str, tuple[int, int, int]]]:

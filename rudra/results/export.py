@@ -97,7 +97,7 @@ def _tensor(named: Named, path: Path) -> torch.Tensor:
             tensor.dtype is dtype or (tensor.dtype is torch.float32 and dtype.is_floating_point)
         ):
             return tensor.to(dtype)
-    raise ResultsError(f"{path}: damaged: {named.tensor} is no tensor of type '{named.dtype}'")
+    raise ResultsError(f"{path}: damaged: {named.tensor} is not a tensor of type '{named.dtype}'")
 
 
 def _parts(tensors: dict[str, torch.Tensor], output: Path) -> dict[str, safetensors.Tensor]:

@@ -92,7 +92,9 @@ def decide(job: Job, output: Path | None, wanted: Path | bool, *, force: bool, n
             return Decision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
         if output.exists() and not replaceable(output, job):
             check_output(output, force)
-        return Decision(output, overwrite=True, text=f"{output}: has no checkpoint yet, so {job.name} begins")
+        return Decision(
+            output, overwrite=True, text=f"{output}: has no checkpoint yet; {job.name} starts from the beginning"
+        )
     if wanted is True and not path.exists():  # the run was killed between two names
         path = checkpoint.previous_of(path)
     state, _ = checkpoint.read(path)
@@ -103,7 +105,8 @@ def decide(job: Job, output: Path | None, wanted: Path | bool, *, force: bool, n
         return Decision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
     if job.training.epochs <= position.epoch:
         raise ConfigError(
-            f"[training] epochs = {job.training.epochs}: {path} has {position.epoch} behind it; valid: more than that"
+            f"[training] epochs = {job.training.epochs}: {path} is at epoch {position.epoch} already; "
+            "valid: more than that"
         )
     text = f"{job.name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
     replanned = _replanned(state, job.with_(cluster=cluster))
@@ -157,17 +160,17 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
     for override in overrides:
         key, table = parsed(override)[0], override.partition(".")[0]
         if table in UNUSED:
-            raise ConfigError(f"--set {override}: a run that goes on takes nothing from {table}; {valid}")
+            raise ConfigError(f"--set {override}: a resumed run takes no change of {table}; {valid}")
         for decisive_key, then in different.items():
             if f"{key}.".startswith(f"{decisive_key}."):
-                text = f"--set {override}: decides what the weights become, and was {then} so far"
+                text = f"--set {override}: changes what the run computes, and was {then} so far"
                 raise ConfigError(f"{text}; {valid}")
     if _is_over(state, job):
         raise ConfigError(f"{given}: is finished; {ONWARDS.format(state.position.epoch)}")
     return job, path, output
 
 
-ONWARDS = "to train on, set more training.epochs than the {} behind it"
+ONWARDS = "to train further, set training.epochs above {}"
 
 
 def _is_over(state: SavedState, job: Job) -> bool:
@@ -195,8 +198,8 @@ def _replanned(state: SavedState, job: Job) -> str:
     then, now = ([schedule.rate(i, math.inf, i) for i in range(done)] for schedule in schedules)
     if then == now:
         return ""
-    text = f"schedule {job.optimizer.schedule!s} is another over {job.training.epochs} epochs than over {epochs}"
-    return f"{text}: the rate came to {then[-1]:.4g}, planned so it would have come to {now[-1]:.4g}"
+    text = f"schedule {job.optimizer.schedule!s} differs between {epochs} and {job.training.epochs} epochs"
+    return f"{text}: the rate is {then[-1]:.4g} here, and would be {now[-1]:.4g} if all had been planned at first"
 
 
 def job_of(state: SavedState, overrides: Sequence[str] = ()) -> Job:

@@ -79,7 +79,7 @@ def job(text: str, path: Path) -> Known:
     try:
         tables = json.loads(text)
     except (ValueError, RecursionError):
-        raise ResultsError(f"{path}: damaged: attribute 'job' is no JSON") from None
+        raise ResultsError(f"{path}: damaged: attribute 'job' is not JSON") from None
     if not isinstance(tables, dict):
         raise ResultsError(f"{path}: damaged: attribute 'job' holds no tables")
     tables = translated(tables)
@@ -87,14 +87,14 @@ def job(text: str, path: Path) -> Known:
         if isinstance(keys, dict) and isinstance(keys.get("options", {}), dict):
             tables[name] = Known(keys, path, f"key of the job's [{name}]")
         elif isinstance(keys, dict) or not possible(name, keys):
-            raise ResultsError(f"{path}: damaged: the job's [{name}] is no table")
+            raise ResultsError(f"{path}: damaged: the job's [{name}] is not a table")
     return Known(tables, path, "table of the job")
 
 
 def dataset(found: object, name: str) -> None:
     """Raises ValueError unless this is the data set of that name."""
     if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
-        raise ValueError(f"/{name} is no data set of its own")
+        raise ValueError(f"/{name} is not a plain data set")
     wanted = DTYPES.get(name)
     dimensions = 2 if name == "weights/epochs" else 1
     known = found.dtype.names is not None if wanted is None else found.dtype in (wanted, without_own_times(wanted))
@@ -124,7 +124,7 @@ def fixed(file: h5py.File, tensor: str, file_bytes: int) -> NDArray[Any]:
     link = file.get(name, getlink=True)
     found = file[name] if isinstance(link, h5py.HardLink) else None
     if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external or found.shape is None:
-        raise ValueError(f"/{name} is no data set of its own")
+        raise ValueError(f"/{name} is not a plain data set")
     if found.dtype.kind not in "biufc":
         raise ValueError(f"/{name} has another layout")
     fits(found.nbytes, name, file_bytes)

@@ -84,7 +84,7 @@ def checked_name(path: Path) -> Path:
         ConfigError: it does not end as those do; checkpoints and pictures go by what is before that.
     """
     if path.suffix != ".h5":
-        raise ConfigError(f"{path}: is no name for a result file; valid: {path.stem or 'FILE'}.h5")
+        raise ConfigError(f"{path}: is not a name for a result file; valid: {path.stem or 'FILE'}.h5")
     return path
 
 
@@ -259,7 +259,7 @@ class ResultsWriter:
             return
         with suppress(ResultsError):  # the first error is the one to report
             if issubclass(kind, KeyboardInterrupt):
-                self.fail("interrupted", "somebody stopped it")
+                self.fail("interrupted", "stopped on request")
             else:
                 self.fail("failed", str(error) or kind.__name__)
 

@@ -503,5 +503,6 @@ def _warnings(job: Job, plan: Plan) -> list[Warn]:
     wanted = job.optimizer.momentum
     if not wanted or job.explicit_momentum(plan):
         return []
-    text = f"[optimizer] momentum_correction leaves nothing of momentum = {wanted:g}: asynchrony acts like that or more"
-    return [Warn(f"{text}, by rule of thumb; fewer groups, or more gradients in an update, would leave some")]
+    text = f"[optimizer] momentum_correction leaves no explicit momentum of {wanted:g}"
+    why = "by rule of thumb asynchrony acts like as much or more; use fewer groups, or more gradients per update"
+    return [Warn(f"{text}: {why}")]

@@ -270,7 +270,8 @@ class StatisticsServer(Machine):
         if lowers:
             actions.append(self._lower())
         if tired:
-            text = f"patience = {self._patience}: so many tests up to epoch {row['epoch']} are no better than the best"
+            tests = f"the last {self._patience} tests, up to epoch {row['epoch']}, bring no new best"
+            text = f"patience = {self._patience}: {tests}"
             actions += [_event("patience", row, text), self._to_server(Kind.ENOUGH)]
         return actions
 
@@ -317,7 +318,7 @@ class StatisticsServer(Machine):
         apart = not self._dropped <= self._answered
         done = Message(Kind.DONE, self.id, value=self._code, flag=apart)
         others = (i for i in range(len(self.plan.roles)) if i != self.id and i not in self._gone)
-        reason = "a learner died" if self._gone and self._stops_at_loss else "somebody stopped it"
+        reason = "a learner died" if self._gone and self._stops_at_loss else "stopped on request"
         return [
             Finish(self._totals, self._learners, self._final_weights, reason if self._code else ""),
             *(Send(i, done) for i in others),

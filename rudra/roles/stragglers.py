@@ -97,7 +97,7 @@ class Stragglers:
 
     def drop(self, learner: int, silence_s: float) -> None:
         """A learner is being dropped."""
-        self._late = learner, End("dropped", f"was dropped, because nothing came of it for {silence_s:.0f} s")
+        self._late = learner, End("dropped", f"was dropped: it sent nothing for {silence_s:.0f} s")
 
     def end_of(self, role: int, now: float, gradients: int) -> End:
         """How a learner is no more."""

@@ -175,7 +175,7 @@ def load(job: Job) -> Job:
     model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
     own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found}
     if models and model not in models and "compute_s" not in keys | own:
-        raise ConfigError(f"{path}: knows no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
+        raise ConfigError(f"{path}: has no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
     try:
         return job.with_(simulation={**keys, **models.get(model, {}), **own})
     except ConfigError as error:

@@ -178,7 +178,7 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
         with _followed(directory, cases, bar):
             code = launch(job, directory / "runs", roles=roles, payload=partial(run_all, runs)).code
         if code:
-            raise RunError(f"{job.name}: the runs that are timed ended with exit code {code}; stderr says why")
+            raise RunError(f"{job.name}: a timed run ended with exit code {code}; stderr says why")
         found = []
         for (size, learners), (_, path) in zip(cases, runs, strict=True):
             with open_results(path) as results:

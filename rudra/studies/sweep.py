@@ -100,7 +100,7 @@ class Sweep:
             and os.path.lexists(directory / SWEEP_INDEX)
             and (other := _indexed(directory / SWEEP_INDEX)) != self.name
         ):
-            what = "is no index of a sweep" if other is None else f"is of a sweep of {printable(other)}"
+            what = "is not the index of a sweep" if other is None else f"is of a sweep of {printable(other)}"
             raise ConfigError(f"{directory / SWEEP_INDEX} {what}; give another --output, or --force to replace it")
         done: set[str] = set()
         for point in self.points:

@@ -115,7 +115,7 @@ def test_a_stop_of_one_rank_stops_all_in_order(tmp_path: Path, where: str) -> No
             adds_up = totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
             kept = (tmp_path / f"{place}.ckpt").exists()
             found = (hit, set(codes), results.status, results.state["reason"], kept, bool(adds_up))
-        stopped = (True, {3}, "interrupted", "somebody stopped it", True, True)
+        stopped = (True, {3}, "interrupted", "stopped on request", True, True)
         finished = (True, {0}, "finished", "", True, True)
         if found != (stopped if phase in DURING else finished):
             wrong.append(((victim, phase, signal.Signals(number).name), found))

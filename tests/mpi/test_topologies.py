@@ -239,7 +239,7 @@ def test_a_rank_too_many_is_said_and_does_no_harm(tmp_path: Path) -> None:
     code, _, err = mpirun(6, "run", str(job), "--output", str(output))
     assert code == 0, err
     (line,) = [line for line in err.splitlines() if line.startswith("rudra: ")]
-    assert line.startswith("rudra: 1 of 6 ranks have no role: servers and learners do not come out even;")
+    assert line.startswith("rudra: 1 of 6 ranks have no role: servers and learners cannot use exactly that many;")
     with rudra.open_results(output) as results:
         assert results.summary()["learners"] == 2
         accounts_for_every_gradient(results)

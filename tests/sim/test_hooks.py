@@ -259,7 +259,7 @@ def test_ctrl_c_in_a_hook_is_no_fault_of_the_hook(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         rudra.simulate(job({"at": "epoch", "call": slow}), output=tmp_path / "run.h5", progress="quiet")
     with rudra.open_results(tmp_path / "run.h5") as results:
-        assert (results.status, results.state["reason"]) == ("interrupted", "somebody stopped it")
+        assert (results.status, results.state["reason"]) == ("interrupted", "stopped on request")
 
 
 def test_without_tensors_there_is_nothing_to_be_called_at(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_who_keeps_all_waiting_is_dropped_if_the_job_says_so(topology: dict[str,
     assert set(later["learner"]) == {0, 2, 3}
     check_accounts(rows)
     (line,) = rows.warnings
-    text = "was dropped, because nothing came of it for 2[0-9] s; 3 learners are left, 3 gradients make an update"
+    text = "was dropped: it sent nothing for 2[0-9] s; 3 learners are left, 3 gradients make an update"
     assert re.fullmatch(rf"parameter server: learner 1 \(rank [0-9]+\) {text}", line)
     assert timing(slow(1).with_(topology=topology), 400 * SAMPLES).time_s > 3 * rows.time_s
 

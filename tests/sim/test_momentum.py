@@ -79,7 +79,7 @@ def test_a_momentum_of_which_nothing_is_left_is_told_once(momentum: float, group
     )
     said = timing(run, 80).warnings
     assert len(said) == warnings
-    assert all(f"leaves nothing of momentum = {momentum:g}" in text for text in said)
+    assert all(f"leaves no explicit momentum of {momentum:g}" in text for text in said)
 
 
 def test_without_correction_nothing_is_told() -> None:

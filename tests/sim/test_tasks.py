@@ -280,7 +280,7 @@ def test_a_run_ends_when_its_tests_are_no_better_for_too_long(topology: dict[str
     since = [place - int(np.argmin(losses[: place + 1])) for place in range(len(losses))]
     last = int(places[since.index(3)])
     assert summary["status"] == "finished"
-    assert event["text"].decode() == f"patience = 3: so many tests up to epoch {last} are no better than the best"
+    assert event["text"].decode() == f"patience = 3: the last 3 tests, up to epoch {last}, bring no new best"
     assert event["time_s"] == epochs["time_s"][last - 1]
     assert last <= len(epochs) <= last + 2 < 40, "the epoch under way is the last"
     assert best is not None

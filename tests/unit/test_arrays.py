@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_named(
         (GOOD, {"test_split": 0.5}, "test_split is for data without a test set; npz has one here"),
         (made(FLOATS, SEVERAL), {"classes": 7}, "[data] classes: 7, but npz has 5 here"),
         (made(TOKENS, LABELS), {"subtract_mean": True}, "subtract_mean: the inputs of npz are tokens; valid: false"),
-        (made(TOKENS, LABELS), {"scale": 2.0}, "scale: the inputs of npz are tokens, not to be multiplied"),
+        (made(TOKENS, LABELS), {"scale": 2.0}, "scale: the inputs of npz are tokens, which cannot be scaled"),
     ],
 )
 def test_mistakes_in_the_table(arrays: dict[str, Rows], keys: dict[str, Any], message: str, tmp_path: Path) -> None:

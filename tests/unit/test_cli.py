@@ -55,7 +55,7 @@ def run(*arguments: str, cwd: Path, anew: bool = False, **env: str) -> subproces
         ("run digits --output no/where.h5", r"rudra: no/where.h5: .*"),
         ("simulate digits --output no/where.h5", r"rudra: no/where.h5: .*"),
         *(
-            (f"{command} digits --output a/x.txt", r"rudra: a/x.txt: is no name for a result file; valid: x.h5")
+            (f"{command} digits --output a/x.txt", r"rudra: a/x.txt: is not a name for a result file; valid: x.h5")
             for command in ("run", "simulate", "slurm")
         ),
         (
@@ -285,4 +285,4 @@ def test_a_simulation_that_is_told_to_end_says_so_in_its_file(tmp_path: Path) ->
     assert process.returncode == 1
     assert said.endswith("rudra: interrupted\n")
     with rudra.open_results(output) as results:
-        assert (results.status, results.state["reason"]) == ("interrupted", "somebody stopped it")
+        assert (results.status, results.state["reason"]) == ("interrupted", "stopped on request")

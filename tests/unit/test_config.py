@@ -60,7 +60,7 @@ NO_FACTOR = "] faults.1 has mean_time_to_slowdown_s, and no factor"
 STEPS = "[optimizer] milestones are those of schedule 'step', not of 'cosine'"
 PATTERNS = "must be names of parameters or patterns such as '*.bias'"
 NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none"
-AWAY = "; leave it out, or take it away with --set protocol.n="
+AWAY = "; leave it out, or reset it with --set protocol.n="
 WEIGHED = {"name": "async", "modulation": "gradient_staleness"}
 
 
@@ -158,7 +158,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"protocol": {"name": "math:pi"}, "cluster": FOUR},
-        "[protocol] name: 3.141592653589793 is no class or function that could make a protocol",
+        "[protocol] name: 3.141592653589793 is not a class or function that makes a protocol",
     ),
     (
         {"protocol": {"modulation": "gradient_staleness"}, "optimizer": {"name": "adagrad"}, "cluster": FOUR},
@@ -199,7 +199,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"training": {"precision": "float16"}, "simulation": {"batching": "vmap"}},
-        "[simulation] batching = 'vmap' looks for no scale of the loss, but [training] precision = 'float16' needs "
+        "[simulation] batching = 'vmap' chooses no loss scale, but [training] precision = 'float16' needs "
         "one; valid: batching none or big-batch, precision bfloat16",
     ),
     ({"cluster": {"device": "gpu"}}, "[cluster] device must be 'cpu', 'cuda' or 'auto', not 'gpu'"),

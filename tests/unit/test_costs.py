@@ -240,9 +240,7 @@ def test_the_jobs_own_keys_win_over_the_models_and_those_over_the_files(
 
 
 def test_a_model_that_the_file_does_not_know_needs_a_compute_time(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"mine.toml: knows no model 'alexnet', only .*; give \[simulation\] compute_s"
-    ):
+    with pytest.raises(ConfigError, match=r"mine.toml: has no model 'alexnet', only .*; give \[simulation\] compute_s"):
         load(job("alexnet", costs=written(tmp_path, CLUSTER)))
 
 

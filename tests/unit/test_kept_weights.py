@@ -248,15 +248,15 @@ def raw(file: h5py.File) -> object:
         (replaced("weights/epochs", huge), r"/weights/epochs claims [\d,]+ bytes, in a file of"),
         (replaced("weights/epochs", lambda f: f.update({"weights/epochs": np.zeros(3, "f4")})), "has another layout"),
         (replaced("weights/fixed", lambda f: None), "damaged: weights/fixed missing"),
-        (replaced("weights/fixed/mask", lambda f: None), "/weights/fixed/mask is no data set of its own"),
-        (replaced("weights/fixed/mask", raw), "/weights/fixed/mask is no data set of its own"),
+        (replaced("weights/fixed/mask", lambda f: None), "/weights/fixed/mask is not a plain data set"),
+        (replaced("weights/fixed/mask", raw), "/weights/fixed/mask is not a plain data set"),
         (
             replaced("weights/fixed/mask", lambda f: f.update({"weights/fixed/mask": h5py.SoftLink("/state")})),
-            "/weights/fixed/mask is no data set of its own",
+            "/weights/fixed/mask is not a plain data set",
         ),
         (
             replaced("weights/fixed/mask", lambda f: f.update({"weights/fixed/mask": h5py.Empty("f4")})),
-            "/weights/fixed/mask is no data set of its own",
+            "/weights/fixed/mask is not a plain data set",
         ),
         (
             replaced("weights/fixed/mask", lambda f: f.update({"weights/fixed/mask": np.array([b"x"])})),

@@ -94,28 +94,28 @@ def test_real_labels(tmp_path: Path) -> None:
 WRONG = [
     (b"1 1:1\nx 1:1\n", "line 2: 'x' is no label"),
     (b"1 1:1\n\n# x\n1:1 2:2\n", "line 4: '1:1' is no label"),
-    (b"1 1:1\n0.5 1:1\n", "line 2: '0.5' is no whole number; for real labels set data.options.regression = true"),
+    (b"1 1:1\n0.5 1:1\n", "line 2: '0.5' is not a whole number; for real labels set data.options.regression = true"),
     (b"1 1:1\n1e300 1:1\n", "line 2: '1e300' is no label"),
     (b"nan 1:1\n", "line 1: 'nan' is no label"),
     (b"1,2 1:1\n", "line 1: '1,2' is no label"),
-    (b"1 1:1\n2 3:1 4\n", "line 2: '4' is no index:value"),
-    (b"1 1:1\n2 3:1 4:\n", "line 2: '4:' is no index:value"),
-    (b"1 1:1\n2 3:1 4: 5\n", "line 2: '4:' is no index:value"),
-    (b"1 1:1\n2 3:1 :5\n", "line 2: ':5' is no index:value"),
-    (b"1 1:1\n2 3:1 4:5:6\n", "line 2: '4:5:6' is no index:value"),
-    (b"1 1:1\n2 3:1 4::6\n", "line 2: '4::6' is no index:value"),
-    (b"1 1:1\n2 1:a\n", "line 2: '1:a' is no index:value"),
-    (b"1 1:1\n2 1:nan\n", "line 2: '1:nan' is no index:value"),
-    (b"1 1:1\n2 1:inf\n", "line 2: '1:inf' is no index:value"),
-    (b"1 1:1\n2 1:1e39\n", "line 2: '1:1e39' is no index:value"),
-    (b"1 1:1\n2 1:1-2\n", "line 2: '1:1-2' is no index:value"),
-    (b"1 1:1\n2 1:0x1\n", "line 2: '1:0x1' is no index:value"),
-    (b"1 1:1\n2 1:1_0\n", "line 2: '1:1_0' is no index:value"),
-    (b"1 1:1\n2 1:\xff\n", "line 2: '1:\ufffd' is no index:value"),
-    (b"1 1:1\n2 1:1\0\n", "line 2: '1:1\\x00' is no index:value"),
-    (b"1 1:1\n2 -1:1\n", "line 2: index '-1' is no whole number from 0 to 2147483647"),
-    (b"1 1:1\n2 1.5:1\n", "line 2: index '1.5' is no whole number"),
-    (b"1 1:1\n2 2147483648:1\n", "line 2: '2147483648:1' is no index:value"),
+    (b"1 1:1\n2 3:1 4\n", "line 2: '4' is not an index:value pair"),
+    (b"1 1:1\n2 3:1 4:\n", "line 2: '4:' is not an index:value pair"),
+    (b"1 1:1\n2 3:1 4: 5\n", "line 2: '4:' is not an index:value pair"),
+    (b"1 1:1\n2 3:1 :5\n", "line 2: ':5' is not an index:value pair"),
+    (b"1 1:1\n2 3:1 4:5:6\n", "line 2: '4:5:6' is not an index:value pair"),
+    (b"1 1:1\n2 3:1 4::6\n", "line 2: '4::6' is not an index:value pair"),
+    (b"1 1:1\n2 1:a\n", "line 2: '1:a' is not an index:value pair"),
+    (b"1 1:1\n2 1:nan\n", "line 2: '1:nan' is not an index:value pair"),
+    (b"1 1:1\n2 1:inf\n", "line 2: '1:inf' is not an index:value pair"),
+    (b"1 1:1\n2 1:1e39\n", "line 2: '1:1e39' is not an index:value pair"),
+    (b"1 1:1\n2 1:1-2\n", "line 2: '1:1-2' is not an index:value pair"),
+    (b"1 1:1\n2 1:0x1\n", "line 2: '1:0x1' is not an index:value pair"),
+    (b"1 1:1\n2 1:1_0\n", "line 2: '1:1_0' is not an index:value pair"),
+    (b"1 1:1\n2 1:\xff\n", "line 2: '1:\ufffd' is not an index:value pair"),
+    (b"1 1:1\n2 1:1\0\n", "line 2: '1:1\\x00' is not an index:value pair"),
+    (b"1 1:1\n2 -1:1\n", "line 2: index '-1' is not a whole number from 0 to 2147483647"),
+    (b"1 1:1\n2 1.5:1\n", "line 2: index '1.5' is not a whole number"),
+    (b"1 1:1\n2 2147483648:1\n", "line 2: '2147483648:1' is not an index:value pair"),
     (b"1 1:1\n2 3:1 3:2\n", "line 2: index '3' after 3; they must ascend"),
     (b"1 1:1\n2 3:1 2:2\n", "line 2: index '2' after 3; they must ascend"),
     (b"1\n2\n", "there is no feature in any line"),
@@ -263,7 +263,7 @@ def test_blocks_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("labels", "lengths", "columns", "values"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(pieces, name))
     (tmp_path / "a").write_bytes(SMALL * 5 + b"5 1:1\n6 x")
-    with pytest.raises(DataError, match="line 32: 'x' is no index:value"):
+    with pytest.raises(DataError, match="line 32: 'x' is not an index:value pair"):
         libsvm._read(tmp_path / "a", False)
     monkeypatch.setattr("rudra.data.readers.common._LONGEST", 30)
     (tmp_path / "a").write_bytes(b"1" * 100)

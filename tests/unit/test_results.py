@@ -152,7 +152,7 @@ def test_rows_are_flushed_after_flush_s(tmp_path):
         (lambda w: w.fail("interrupted", "stopped"), "interrupted", "stopped"),
         (lambda w: w.close(), "failed", "the run ended without a result"),
         (lambda w: 1 / 0, "failed", "division by zero"),
-        (lambda w: _raise(KeyboardInterrupt()), "interrupted", "somebody stopped it"),
+        (lambda w: _raise(KeyboardInterrupt()), "interrupted", "stopped on request"),
     ],
 )
 def test_a_run_without_an_end_keeps_its_rows_and_says_why(tmp_path, leave, status, reason):
@@ -619,11 +619,11 @@ def replaced(path, name, make):
         (lambda p: rewritten(p, "state", "flushed_s", np.inf), "/state has flushed_s = inf in row 0"),
         (lambda p: attribute(p, "learners", "four"), "attribute 'learners' is 'four'"),
         (lambda p: attribute(p, "learners", -4), "attribute 'learners' is '-4'"),
-        (lambda p: attribute(p, "job", "{"), "attribute 'job' is no JSON"),
-        (lambda p: attribute(p, "job", "[" * 9999), "attribute 'job' is no JSON"),
+        (lambda p: attribute(p, "job", "{"), "attribute 'job' is not JSON"),
+        (lambda p: attribute(p, "job", "[" * 9999), "attribute 'job' is not JSON"),
         (lambda p: attribute(p, "job", "[]"), "attribute 'job' holds no tables"),
-        (lambda p: attribute(p, "job", '{"topology": {"options": 1}}'), r"the job's \[topology\] is no table"),
-        (lambda p: replaced(p, "state", lambda f: f.create_group("state")), "/state is no data set of its own"),
+        (lambda p: attribute(p, "job", '{"topology": {"options": 1}}'), r"the job's \[topology\] is not a table"),
+        (lambda p: replaced(p, "state", lambda f: f.create_group("state")), "/state is not a plain data set"),
         (lambda p: replaced(p, "state", lambda f: f.update(state=h5py.SoftLink("/totals"))), "/state is a link"),
         (lambda p: replaced(p, "state", lambda f: f.update(state=np.zeros(3))), "/state has another layout"),
         (
@@ -634,7 +634,7 @@ def replaced(path, name, make):
             lambda p: replaced(
                 p, "totals", lambda f: f.create_dataset("totals", (1,), TOTALS, external=[("/etc/passwd", 0, 999)])
             ),
-            "/totals is no data set of its own",
+            "/totals is not a plain data set",
         ),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_run_that_ended_before_its_time_goes_on_without_what_ended_it(tmp_path
 def test_no_run_becomes_shorter_than_it_is(tmp_path: Path, epochs: int, finished: bool) -> None:
     job, path = run(tmp_path, finished=finished, epochs=3)
     with pytest.raises(
-        ConfigError, match=rf"^\[training\] epochs = {epochs}: .*run\.ckpt has 2 behind it; valid: more"
+        ConfigError, match=rf"^\[training\] epochs = {epochs}: .*run\.ckpt is at epoch 2 already; valid: more"
     ):
         decided(job, path, training={"epochs": epochs})
 
@@ -74,14 +74,14 @@ def test_no_run_becomes_shorter_than_it_is(tmp_path: Path, epochs: int, finished
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimizer.learning_rate=1", "--set optimizer.learning_rate=1: decides what the weights become, and was 0.01"),
-        ("model.options.width=3", "--set model.options.width=3: decides what the weights become, and was {}"),
-        ("cluster.threads_per_rank=2", "--set cluster.threads_per_rank=2: decides what the weights become, and was 1"),
-        ("cluster.learners=2", "--set cluster.learners=2: decides what the weights become, and was 4 so far"),
-        ("simulation.jitter=0.3", "--set simulation.jitter=0.3: a run that goes on takes nothing from simulation; "),
+        ("optimizer.learning_rate=1", "--set optimizer.learning_rate=1: changes what the run computes, and was 0.01"),
+        ("model.options.width=3", "--set model.options.width=3: changes what the run computes, and was {}"),
+        ("cluster.threads_per_rank=2", "--set cluster.threads_per_rank=2: changes what the run computes, and was 1"),
+        ("cluster.learners=2", "--set cluster.learners=2: changes what the run computes, and was 4 so far"),
+        ("simulation.jitter=0.3", "--set simulation.jitter=0.3: a resumed run takes no change of simulation; "),
         ("name=other", "--set name=other: "),
         ("study.x=1", "--set study.x=1: "),
-        ("results.flush_s=0.5", "{run}: is finished; to train on, set more training.epochs than the 2 behind it"),
+        ("results.flush_s=0.5", "{run}: is finished; to train further, set training.epochs above 2"),
         ("training.epochs=x", "--set training.epochs=x: [training] epochs must be a whole number"),
     ],
 )
@@ -104,7 +104,8 @@ def test_what_may_change_does(tmp_path: Path) -> None:
         # Half of the way behind it is a rate of a tenth times (1 + cos(π/2)) / 2; a quarter, (1 + cos(π/4)) / 2.
         (
             COSINE,
-            "is another over 4 epochs than over 2: the rate came to 0.05, planned so it would have come to 0.08536",
+            "differs between 2 and 4 epochs: the rate is 0.05 here, and would be 0.08536 if all had been planned at "
+            "first",
         ),
         ({"optimizer": {**COSINE["optimizer"], "schedule_options": {"T_max": 9}}}, ""),
     ],

@@ -311,7 +311,7 @@ def test_a_sweep_does_what_is_missing_and_no_more(here: Path) -> None:
         sweep.plan("job.toml", driver="mpi").finished(Path("job-sweep"))
     assert len(sweep.plan("job.toml").finished(Path("job-sweep"))) == 5
 
-    for content, what in (('{"job": "yours"}', "is of a sweep of yours"), ("mine", "is no index of a sweep")):
+    for content, what in (('{"job": "yours"}', "is of a sweep of yours"), ("mine", "is not the index of a sweep")):
         (directory / "sweep.json").write_text(content)
         with pytest.raises(ConfigError, match=f"sweep.json {what}; give another --output, or --force to replace it"):
             sweep.plan("job.toml").finished(Path("job-sweep"))

@@ -78,7 +78,7 @@ def test_defaults_and_compressed_files(tmp_path: Path) -> None:
             b"abc\xff" * 99,
             {},
             DataError,
-            "byte 3 is no UTF-8 (invalid start byte); data.options.unit = 'bytes' reads any",
+            "byte 3 is not UTF-8 (invalid start byte); data.options.unit = 'bytes' reads any",
         ),
         (b"ab" * 300, {"length": 0}, ConfigError, "options.length must be >= 1, not 0"),
         (b"ab" * 300, {"test": 1}, ConfigError, "options.test must be < 1, not 1"),

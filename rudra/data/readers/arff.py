@@ -159,7 +159,7 @@ def _label_names(file: Path) -> list[str]:
     try:
         root = ElementTree.fromstring(bytes(content_of(file, _NAMES_BYTES)))
     except (ElementTree.ParseError, ValueError, LookupError) as error:
-        raise DataError(f"{file}: no XML: {one_line(error)}") from None
+        raise DataError(f"{file}: not XML: {one_line(error)}") from None
     names = [element.get("name", "") for element in root.iter() if element.tag.rpartition("}")[2] == "label"]
     if not names:
         raise DataError(f"{file}: there is no <label name=...>")
@@ -176,7 +176,9 @@ def _attributes(lines: Iterator[tuple[int, bytes]], file: Path) -> Iterator[_Att
             continue
         found = _ATTRIBUTE.fullmatch(text)
         if found is None:
-            raise DataError(f"{file}: line {number}: '{text[:40]}' is no @attribute with name and type, and no @data")
+            raise DataError(
+                f"{file}: line {number}: '{text[:40]}' is neither an @attribute with name and type nor @data"
+            )
         kind = found[2].strip()
         named = kind.startswith("{") and kind.endswith("}")
         values = tuple(_unquoted(value[1]) for value in _VALUE.finditer(kind[1:-1])) if named else ()
@@ -283,7 +285,7 @@ def _row(text: bytes, layout: _Layout, sparse: bool) -> NDArray[np.float64]:
     """
     if sparse:
         if not (text.startswith(b"{") and text.endswith(b"}")):
-            raise ValueError("is no row in braces, as the first one is")
+            raise ValueError("is not a row in braces, as the first one is")
         text = text[1:-1]
     if layout.classes:
         text = _with_number(text, layout, sparse)
@@ -292,7 +294,7 @@ def _row(text: bytes, layout: _Layout, sparse: bool) -> NDArray[np.float64]:
     found = numbers_of(text)
     if found is None or len(found) != words:
         wrong = next((word for word in text.split() if not is_number(word)), text)
-        raise ValueError("a value is missing: ?" if wrong == b"?" else f"{shown(wrong)} is no number")
+        raise ValueError("a value is missing: ?" if wrong == b"?" else f"{shown(wrong)} is not a number")
     expected = words + words % 2 if sparse else len(layout.attributes)
     if words != expected:
         raise ValueError("has an index without a value" if sparse else f"has {words} values; valid: {expected}")

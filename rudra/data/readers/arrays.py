@@ -28,7 +28,7 @@ class NpzOptions(Table):
     y_train: str = "y_train"
     x_test: str = "x_test"
     y_test: str = "y_test"
-    regression: bool = Field(False, description="whole numbers are no classes")
+    regression: bool = Field(False, description="whole numbers are not classes")
 
 
 class Hdf5Options(NpzOptions):

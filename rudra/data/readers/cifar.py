@@ -98,12 +98,12 @@ def _batch(content: bytearray, where: str, classes: int) -> tuple[npt.NDArray[np
         batch = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
         data, listed = batch[b"data"].array, batch[b"labels"]
         if not isinstance(listed, list) or not all(isinstance(label, int) for label in listed):
-            raise DataError("its labels are no list of whole numbers")
+            raise DataError("its labels are not a list of whole numbers")
         labels = np.array(listed, np.int64)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     except Exception as error:  # a damaged pickle raises almost anything
-        raise DataError(f"{where}: no CIFAR-10 batch, perhaps truncated or corrupt: {one_line(error)}") from None
+        raise DataError(f"{where}: not a CIFAR-10 batch, perhaps truncated or corrupt: {one_line(error)}") from None
     if data.dtype != np.uint8 or data.shape != (_BATCH, 3072):
         raise DataError(f"{where}: has {data.dtype} data of shape {data.shape}, not uint8 ({_BATCH}, 3072)")
     if labels.shape != (len(data),):

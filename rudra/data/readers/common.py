@@ -211,7 +211,7 @@ def blocks(file: Path) -> Iterator[bytes]:
             else:
                 rest += tail
             if len(rest) > _LONGEST:
-                raise DataError(f"{file}: has a line of more than {_LONGEST:,} bytes: is it no text?")
+                raise DataError(f"{file}: has a line of more than {_LONGEST:,} bytes: is it a text file?")
     if rest:
         yield rest
 

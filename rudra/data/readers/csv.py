@@ -250,7 +250,7 @@ def _numbered(
     if column == layout.target and numbers and any(not key.is_integer() for key in known):
         key = next(key for key in keys["train"] if not key.is_integer())
         where = _where(files["train"], found["train"], column, keys["train"].index(key), layout, options)
-        raise DataError(f"{where}: {key:g} is no whole number; for real targets set data.options.regression = true")
+        raise DataError(f"{where}: {key:g} is not a whole number; for real targets set data.options.regression = true")
     order = {key: place for place, key in enumerate(known)}
     places = {}
     for split, rows in found.items():
@@ -320,7 +320,7 @@ def _lines(file: Path, delimiter: str) -> Generator[tuple[int, Sequence[str]], N
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                raise DataError(f"{file}: line {line}: is no CSV: {error}") from None
+                raise DataError(f"{file}: line {line}: is not CSV: {error}") from None
             if row is None:
                 return
             if len(row) > 1 or any(map(str.strip, row)):
@@ -355,8 +355,8 @@ def _complain(file: Path, layout: _Layout, options: Options, right: int = 0) -> 
                     raise DataError(f"{where}: the value is missing")
                 if column in layout.numeric and not is_number(value.encode(), _LARGEST):
                     remedy = "" if column == layout.target else "; columns of names go into data.options.categorical"
-                    raise DataError(f"{where}: {shown(value.encode())} is no number{remedy}")
-    raise DataError(f"{file}: is no table of values with {options.delimiter!r} between them")
+                    raise DataError(f"{where}: {shown(value.encode())} is not a number{remedy}")
+    raise DataError(f"{file}: is not a table of values with {options.delimiter!r} between them")
 
 
 READERS = {"csv": read_csv}

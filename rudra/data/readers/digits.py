@@ -31,7 +31,7 @@ def read_digits(table: DataTable, wanted: Collection[str]) -> Arrays:
         with warnings.catch_warnings(action="error"):
             rows = np.loadtxt(content, delimiter=",", dtype=np.uint8).reshape(-1, 65)
     except (ValueError, UserWarning) as error:
-        raise DataError(f"{file}: no table of digits: {one_line(error)}") from None
+        raise DataError(f"{file}: not a table of digits: {one_line(error)}") from None
     images, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].astype(np.int64)
     check_labels(labels, 10, str(file))
     held_out = np.zeros(len(rows), bool)

@@ -180,16 +180,16 @@ def _complain(block: bytes, regression: bool, file: Path, first: int) -> NoRetur
         label, *fields = _LEFT_OUT.sub(b"", line).split() or [b"0"]
         text = None if is_number(label, _LARGEST) else "is no label"
         if text is None and not (regression or _whole(np.array(float(label)))):
-            text = "is no whole number; for real labels set data.options.regression = true"
+            text = "is not a whole number; for real labels set data.options.regression = true"
         if text is not None:
             raise DataError(f"{file}: line {number}: {shown(label)} {text}{_perhaps_csv(line)}")
         last = -1.0
         for field in fields:
             index, _, value = field.partition(b":")
             if not (is_number(index, _MOST) and is_number(value, _LARGEST)):
-                raise DataError(f"{file}: line {number}: {shown(field)} is no index:value{_perhaps_csv(line)}")
+                raise DataError(f"{file}: line {number}: {shown(field)} is not an index:value pair{_perhaps_csv(line)}")
             if not (float(index) >= 0 and float(index).is_integer()):
-                raise DataError(f"{file}: line {number}: index {shown(index)} is no whole number from 0 to {_MOST}")
+                raise DataError(f"{file}: line {number}: index {shown(index)} is not a whole number from 0 to {_MOST}")
             if float(index) <= last:
                 raise DataError(f"{file}: line {number}: index {shown(index)} after {last:.0f}; they must ascend")
             last = float(index)

@@ -52,14 +52,14 @@ def _numbered(file: Path, unit: str) -> tuple[NDArray[Any], int]:
     """A file's characters by their numbers in its vocabulary, and how many there are in that.
 
     Raises:
-        DataError: it cannot be read, or is no UTF-8.
+        DataError: it cannot be read, or is not UTF-8.
     """
     content = content_of(file)
     if unit == "characters":
         try:
             content = bytearray(content.decode("utf-8"), "utf-32-le")
         except UnicodeDecodeError as error:
-            told = f"byte {error.start} is no UTF-8 ({error.reason}); data.options.unit = 'bytes' reads any file"
+            told = f"byte {error.start} is not UTF-8 ({error.reason}); data.options.unit = 'bytes' reads any file"
             raise DataError(f"{file}: {told}") from None
     points = np.frombuffer(content, "<u4" if unit == "characters" else np.uint8)
     there = np.zeros(_CODE_POINTS, bool)
