@@ -16,7 +16,7 @@ TABLES = (*GROWING, "roles", "learners")
 def frame(results: "Results", table: str) -> Any:
     """See `Results.frame`."""
     if table not in TABLES:
-        raise ConfigError(f"there is not a table '{table}'; valid: {', '.join(TABLES)}")
+        raise ConfigError(f"there is no table '{table}'; valid: {', '.join(TABLES)}")
     try:
         import pandas
     except ImportError:
