@@ -1,42 +1,7 @@
 """Result files: one HDF5 file for each run, readable while it is written.
 
-Layout, format version 6 (all numbers little-endian, all strings of fixed length, UTF-8):
-
-==================  ===================  ===================================================================
-object              rows                 content
-==================  ===================  ===================================================================
-root attributes     -                    `format_version` and what is fixed when the run starts: name, driver
-                                         ("mpi" or "simulation"), job (as resolved, JSON), seed, threads,
-                                         learners, protocol, versions, hosts, processor, device,
-                                         initial_weights_sha256, replayable (not_replayable: why not), …
-/gradients          applied gradients    `rudra.core.records.GRADIENT`, in order of application
-/updates            updates              `rudra.core.records.UPDATE`
-/minibatches        mini-batches         `rudra.core.records.MINIBATCH`; none if the job says so
-/epochs             finished epochs      `rudra.core.records.EPOCH`
-/metrics            measured in tests    `rudra.core.records.METRIC`: what a task knows beside loss and error
-/events             events               `rudra.core.records.EVENT`: checkpoints, restarts, lost ranks, …
-/roles              roles                `rudra.core.records.ROLE`: kind, rank, parent, node and group of each, by id
-/learners           λ, none until the    `rudra.core.records.LEARNER`
-                    end
-/totals             1, none until the    `rudra.core.records.TOTALS`
-                    end
-/state              1                    status ("running", "finished", "failed", "interrupted"), reason,
-                                         weights_sha256 (of the final weights), flushed_s (wall clock of the last
-                                         flush, seconds since 1970)
-/weights/final      elements             float32; NaN, and no space in the file, until the end: they count
-                                         once /state has weights_sha256
-/weights/epochs     epochs that are      (epochs, elements) float32: the weights at their ends
-                    kept
-/weights/kept       the same             int32: their numbers; a row of /weights/epochs counts once it has one,
-                                         and 0 stands for none
-/weights/layout     tensors              name, kind ("parameter", "buffer", "counter"), dimensions, shape (the first
-                                         `dimensions` numbers), offset, size: where such a vector holds what
-/weights/names      names in the         name, tensor (a name in /weights/layout or /weights/fixed; tied tensors have
-                    model's state_dict   several names), dtype (torch's name of the type)
-/weights/fixed/…    -                    a data set for each tensor of the state_dict that is not trained, under its
-                                         name (%2F for a slash), as it was at the start; float32 where HDF5 lacks the
-                                         type, such as bfloat16
-==================  ===================  ===================================================================
+What is in a file stands in `rudra.results.writer` (`OBJECTS`), with its columns in `rudra.core.records`, and on the
+page `docs/results.md`. All numbers are little-endian, all strings of fixed length, UTF-8.
 
 The writer is in HDF5's single-writer, multiple-reader mode from the first moment, in which neither data sets nor
 attributes can be added: so everything exists from the start, and what changes lives in data sets. What was
@@ -66,6 +31,7 @@ from rudra.results.summary import best_epoch, summarise
 from rudra.results.writer import (
     DATASETS,
     FORMAT_VERSION,
+    OBJECTS,
     STATE,
     ResultsWriter,
     Rows,
@@ -123,7 +89,7 @@ class Results:
         try:
             with self._reading():
                 self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in self._file.attrs.items()}
-                missing = [name for name in (*DATASETS, "weights/fixed") if name not in self._file]
+                missing = [name for name in OBJECTS if name not in self._file]
             version = self.attributes.get("format_version")
             if version is None:
                 raise ResultsError(f"{path}: not a result file of Rudra")
