@@ -15,9 +15,9 @@ class Clock(NamedTuple):
     """What a protocol may know of the server's progress.
 
     Attributes:
-        timestamp: of the server's weights; the number of updates so far.
-        pushed: gradients received so far, for each learner (or compute group); empty where that is not known, on a
-            server of a tree.
+        timestamp: timestamp of the server's weights: the number of updates so far.
+        pushed: number of gradients received so far from each learner (or compute group), in learner order; empty on a
+            server of a tree, which does not know them.
     """
 
     timestamp: int
@@ -25,16 +25,28 @@ class Clock(NamedTuple):
 
 
 class Protocol:
-    """A rule: asynchronous unless a subclass says otherwise.
+    """Base class of all protocols: when the server updates the weights, and which learners wait for it.
+
+    As it stands it is fully asynchronous: each gradient makes an update, and no learner waits. A subclass changes
+    `gradients_per_update`, `update_due` or `pull_granted`. Its keyword arguments are the job's `protocol.options`.
+    Compute groups count as one learner each.
+
+    Args:
+        learners: λ, the number of learners.
 
     Attributes:
-        ordered: gradients are received and added in learner order, one per learner and update.
-        grants_on_push: a gradient, even without an update, may let `pull_granted` agree to another learner's pull, so
-            all that wait are asked about again. A rule that looks at timestamps alone says no, which costs less.
-        replayable: a record of the applied gradients determines the weights bit for bit.
-        default_modulation: what `modulation = "auto"` means.
-        gradients_per_update: c.
-        n: the splitting parameter; λ where each gradient is applied alone.
+        learners: λ, the number of learners.
+        gradients_per_update: c, the number of gradients that make an update; at least 1.
+        n: splitting parameter, by which modulation `n` divides the learning rate; λ unless a subclass sets it.
+        modulation: how the learning rate depends on staleness and learners; set when the job makes the protocol.
+        ordered: class attribute. True: the server takes one gradient of each learner for an update, and adds them in
+            learner order; `gradients_per_update` must then be λ.
+        grants_on_push: class attribute. True: any gradient that arrives may let `pull_granted` say yes to a waiting
+            learner, so the server asks again after each. False: only an update may, as where the rule looks at
+            timestamps alone. This costs less, and a tree of servers needs it.
+        replayable: class attribute. Whether the record of the applied gradients determines the weights bit for bit.
+        default_modulation: class attribute. Name of the modulation that `modulation = "auto"` stands for.
+        modulations: class attribute. Names of the modulations that the protocol allows.
     """
 
     ordered: ClassVar[bool] = False
@@ -51,12 +63,12 @@ class Protocol:
 
     @property
     def waits(self) -> bool:
-        """Whether a learner may have to wait for an update."""
+        """Whether a learner may have to wait: a subclass has a `pull_granted` of its own."""
         return type(self).pull_granted is not Protocol.pull_granted
 
     @property
     def expected_staleness(self) -> float:
-        """Mean staleness of all gradients where nobody waits, however fast each learner is.
+        """⟨σ⟩, the mean staleness to expect of all gradients where no learner waits, however fast each learner is.
 
         Every update makes the gradients staler that are under way, λ - 1 of them, and applies c. Where c = ⌊λ/n⌋ was
         rounded down that is more than n.
@@ -64,11 +76,21 @@ class Protocol:
         return (self.learners - 1) / self.gradients_per_update
 
     def update_due(self, pending: int) -> bool:
-        """Whether `pending` gradients, received since the last update, make an update."""
+        """Whether the server updates the weights now.
+
+        Args:
+            pending: number of gradients that the server has received since its last update.
+        """
         return pending >= self.gradients_per_update
 
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
-        """Whether a learner that holds the weights of `timestamp` is answered now; else it is asked about again."""
+        """Whether a learner that asks for weights is answered now. If not, it waits, and the server asks again later.
+
+        Args:
+            learner: number of the learner that asks, from 0.
+            timestamp: timestamp of the weights that the learner has.
+            clock: the server's progress.
+        """
         return True
 
 

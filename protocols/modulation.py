@@ -13,14 +13,14 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Modulation:
-    """No modulation, and the interface of the others.
+    """How the learning rate depends on learners and staleness. This class itself changes nothing.
 
     Attributes:
-        learners: λ.
-        minibatch_size: μ.
-        n: splitting parameter of n-softsync; λ for async.
-        reference_batch_size: B, the batch size that the base rate was tuned for.
-        name: in a job.
+        name: class attribute. Name of the modulation in a job (`protocol.modulation`).
+        learners: λ, the number of learners; of compute groups where there are any.
+        minibatch_size: μ, the samples of one gradient; kμ for a compute group of k learners.
+        n: splitting parameter of n-softsync; λ under async.
+        reference_batch_size: B, the batch size that the learning rate α0 was tuned for.
     """
 
     name: ClassVar[str] = "none"
@@ -32,20 +32,28 @@ class Modulation:
 
     @property
     def assumed_staleness(self) -> int | None:
-        """The mean staleness for which the rate is right, where it does not follow from what is measured."""
+        """Mean staleness that the modulation takes for granted; None: it goes by measured staleness, or by none."""
         return None
 
     @property
     def weighs(self) -> bool:
-        """Whether gradients of one average have different weights."""
+        """Whether the gradients of one update have different weights in their average."""
         return type(self).gradient_weight is not Modulation.gradient_weight
 
     def rate_factor(self, mean_staleness: float) -> float:
-        """Factor on the scheduled learning rate of an update whose gradients have this mean staleness."""
+        """Factor on the scheduled learning rate of an update.
+
+        Args:
+            mean_staleness: ⟨σ⟩, the mean staleness of the update's gradients.
+        """
         return 1.0
 
     def gradient_weight(self, staleness: int) -> float:
-        """Weight of one gradient inside the average, before division by the number of gradients."""
+        """Weight of one gradient in the average, before the division by the number of gradients.
+
+        Args:
+            staleness: σ, the staleness of the gradient.
+        """
         return 1.0
 
 

@@ -34,26 +34,30 @@ def run(
     progress: ProgressMode | None = None,
     verbose: bool = False,
 ) -> Results:
-    """Runs a job on MPI ranks.
+    """Trains a job on MPI ranks, and returns when the run has ended.
 
     In a process that mpirun or srun started, this rank takes its part in the job; every rank must make the same
-    call. Elsewhere mpirun is started with as many ranks as the job needs.
+    call. In any other process `run` starts mpirun with as many ranks as the job needs.
 
     Args:
         job: what to run.
-        output: result file; by default named after the job and the time.
-        force: replace an existing file.
-        resume: go on from a checkpoint: True from that of `output`, if there is one; or its path, or that of a result
-            file. The results of before stay.
-        progress: how to show progress; by default a bar on a terminal and plain lines elsewhere.
-        verbose: if mpirun is started here and the run does not end well, what it and MPI have said is shown too.
+        output: path of the result file, which ends in `.h5`; None: a new name made of the job's name and the time.
+        force: whether to replace an existing file.
+        resume: checkpoint to continue from. True: that of `output`, if there is one, else from the start. A path: that
+            checkpoint, or the one of that result file. The result file keeps what was recorded up to the checkpoint.
+        progress: `"bar"`, `"lines"` or `"quiet"`; None: a bar on a terminal, and plain lines elsewhere.
+        verbose: whether to show what mpirun and MPI printed, if `run` started mpirun and the run failed.
 
     Returns:
-        The results, open for reading. On ranks that did not write them too.
+        The results, open for reading, on every rank that makes the call.
 
     Raises:
-        RudraError: a mistake in the job or the launch, or a run that failed; the ranks themselves have then said why on
-            stderr, and `exit_code` tells which of the two it was (2 or 1), or 3: it was stopped, and can be resumed.
+        ConfigError: the job or an argument is not usable.
+        LaunchError: MPI or its launcher is missing or broken.
+        ResultsError: the result file exists or cannot be written.
+        RunError: the ranks did not end well, and have printed the reason on standard error. `exit_code` is 1 where the
+            run failed, 2 where the user made a mistake, and 3 where the run was stopped and can be resumed.
+        RudraError: any other mistake, such as missing data (`DataError`) or a damaged checkpoint (`CheckpointError`).
     """
     from rudra.mpi.launch import world_size  # not before: it has MPI wait for us to start it
 
@@ -106,7 +110,26 @@ def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool
 def simulate(
     job: Job, *, output: str | Path | None = None, force: bool = False, progress: ProgressMode | None = None
 ) -> Results:
-    """Runs the same job in this process and in virtual time; arguments and results as `run`."""
+    """Trains a job in this process and in virtual time, and returns when the simulation has ended.
+
+    The simulation computes the same gradients as a run on ranks. The times in its results are virtual: they come from
+    the job's table `[simulation]`. The same job gives the same bits each time.
+
+    Args:
+        job: what to simulate; any number of learners fits into one process.
+        output: path of the result file, which ends in `.h5`; None: a new name made of the job's name and the time.
+        force: whether to replace an existing file.
+        progress: `"bar"`, `"lines"` or `"quiet"`; None: a bar on a terminal, and plain lines elsewhere.
+
+    Returns:
+        The results, open for reading.
+
+    Raises:
+        ConfigError: the job or an argument is not usable.
+        DataError: the data is missing, damaged, or does not fit the model.
+        ResultsError: the result file exists or cannot be written.
+        RunError: the simulation failed, for instance because a loss was not finite.
+    """
     from rudra.compute.executor import torch_as_in
     from rudra.core.messages import tail_bytes
     from rudra.results.progress import Progress

@@ -36,24 +36,29 @@ def one_line(error: BaseException) -> str:
 
 
 class RudraError(Exception):
-    """Base of all errors that Rudra raises on purpose; its text is one readable line."""
+    """Base of all errors that Rudra raises on purpose. Its text is one line, which names what was wrong.
+
+    Attributes:
+        exit_code: exit code of a command that ends with this error: 1 it ran and failed, 2 the user made a mistake,
+            3 it was stopped and can be resumed.
+        said: whether the text has been printed on standard error already, as by ranks that failed.
+    """
 
     exit_code = 2
     said = False
-    """Whether the user has been told already."""
 
     def __str__(self) -> str:
-        """On one line, without anything that a terminal would act upon, whatever stood in a file."""
+        """The text on one line, with escapes in place of control characters."""
         return printable(super().__str__())
 
     @property
     def report(self) -> str:
-        """What to tell the user: the line, and where the user's own code raised what; that comes after it."""
+        """What a command prints: the line, followed by the traceback of the user's own code if that has failed."""
         return f"rudra: {self}"
 
 
 class ConfigError(RudraError):
-    """A job, a command-line option or an object given to the API is not usable."""
+    """A job, a command-line option or an argument of a function is not usable."""
 
 
 class DataError(RudraError):
@@ -61,21 +66,21 @@ class DataError(RudraError):
 
 
 class TopologyError(RudraError):
-    """The ranks there are do not fit the roles that the job needs."""
+    """The number of ranks, or their nodes, do not fit the roles that the job needs."""
 
 
 class ProtocolError(RudraError):
-    """A role got an event that its state forbids: a defect, of Rudra or of the user's own protocol."""
+    """A role received an event that its state forbids, because Rudra or the user's own protocol has a defect."""
 
     exit_code = 1
 
 
 class ResultsError(RudraError):
-    """A result file cannot be created, opened or understood."""
+    """A result file cannot be created, written or read, or does not hold what was asked for."""
 
 
 class ReplayError(RudraError):
-    """A recorded run cannot be repeated; one that is repeated and differs raises nothing."""
+    """A recorded run cannot be repeated. A replay that differs from the record does not raise this."""
 
 
 class LaunchError(RudraError):
@@ -83,15 +88,18 @@ class LaunchError(RudraError):
 
 
 class RunError(RudraError):
-    """A run started and failed; the text names rank and role."""
+    """A run started and failed. The text names the rank and the role where one is to blame.
+
+    Attributes:
+        lost: whether the run failed because a rank died, so that another start may succeed.
+    """
 
     exit_code = 1
     lost = False
-    """Whether it failed because a rank died, so that another try may do better."""
 
 
 class HookError(RunError):
-    """A hook, which is the user's own code, raised what is the cause."""
+    """A hook, which is the user's own code, raised an exception; `__cause__` is that exception."""
 
     @property
     def report(self) -> str:
@@ -103,7 +111,7 @@ class HookError(RunError):
 
 
 class CheckpointError(RudraError):
-    """A checkpoint is missing, damaged, or of another job."""
+    """A checkpoint is missing, damaged, or belongs to another job."""
 
 
 class Interrupted(KeyboardInterrupt):

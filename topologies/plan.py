@@ -75,16 +75,17 @@ REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXE
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One role: its place in `Plan.roles` is its id, by which messages are addressed.
+    """One role of a run. The role's id, by which others name it, is its place in `Plan.roles`.
 
     Attributes:
-        kind: one of `KINDS`.
-        index: counts the roles of one kind from 0.
-        world_rank: the rank that hosts it; a rank may host several.
-        parent: id of the role that takes this one's gradients; None at the root.
-        source: id of the role that gives it weights; None: its parent.
-        node: where it lives; roles of one node share memory.
-        group: number of its compute group; None without.
+        kind: `"parameter server"`, `"tree server"`, `"statistics server"` or `"learner"`.
+        index: number of the role among those of its kind, from 0.
+        world_rank: MPI rank that hosts the role; one rank may host several roles.
+        parent: id of the role that takes this role's gradients; None: nobody does.
+        source: id of the role that gives this role weights; None: its parent does.
+        node: number of the node that the role is on; -1 (`ELSEWHERE`): any node, as for servers that need not be near a
+            learner.
+        group: number of the learner's compute group; None: it belongs to none.
     """
 
     kind: str
@@ -97,26 +98,31 @@ class Role:
 
     @property
     def name(self) -> str:
+        """What people and files call the role: `"learner 3"`, `"parameter server"`."""
         return f"{self.kind} {self.index}" if self.about.numbered else self.kind
 
     @property
     def about(self) -> RoleKind:
+        """What is true of all roles of this kind."""
         return KINDS[self.kind]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Roles by id.
+    """What a topology makes: the roles of a run, and which of them exchange gradients and weights.
 
     Attributes:
-        roles: every role of the job.
-        max_gradients_per_message: that one may stand for (1 unless servers or groups aggregate).
-        replayable: the order of everything that is added is recorded, so that a replay reaches the same bits.
-        overlapped: learners push and pull beside computing, and never wait for a server; weights come down a tree of
-            their own (`Role.source`).
-        outstanding: where they do wait: most gradients of a learner that its weights do not hold yet; None: any number.
-        reduction: how a compute group adds its gradients: in group_rank order, or as the MPI library likes.
-        gone: ids of roles that are no more; they are in `roles` alone.
+        roles: all roles of the run; the place of a role in this tuple is its id.
+        max_gradients_per_message: most gradients whose mean one message to the parameter server may carry; 1 unless
+            servers of a tree or compute groups average gradients.
+        replayable: whether the order in which gradients are added is recorded, so that a replay reaches the same bits.
+        overlapped: whether learners push and pull beside computing and never wait for a server. Weights then come down
+            a tree of their own (`Role.source`).
+        outstanding: only with `overlapped`: number of a learner's own gradients that may be missing in its weights
+            before the learner waits; None: it never waits.
+        reduction: how a compute group adds its gradients: `"ordered"`, in group_rank order, or `"mpi"`, as the MPI
+            library does.
+        gone: ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
     """
 
     roles: tuple[Role, ...]
@@ -138,7 +144,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """World size that the plan needs."""
+        """Number of MPI ranks that the plan needs."""
         return 1 + max(role.world_rank for role in self.roles)
 
     @cached_property
@@ -148,6 +154,7 @@ class Plan:
 
     @cached_property
     def statistics(self) -> int:
+        """Id of the statistics server."""
         return self._ids(STATISTICS_SERVER)[0]
 
     @cached_property
@@ -157,22 +164,22 @@ class Plan:
 
     @cached_property
     def learner_numbers(self) -> int:
-        """The numbers of learners are below this, those of learners that are gone included."""
+        """Number of learners, those that are gone included: learners have the numbers from 0 up to this."""
         return sum(role.about.trains for role in self.roles)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Role -> those whose gradients it takes."""
+        """For each role, by id: ids of the roles whose gradients it takes."""
         return self._below(lambda role: role.parent)
 
     @cached_property
     def receivers(self) -> tuple[tuple[int, ...], ...]:
-        """Role -> those to whom it gives weights."""
+        """For each role, by id: ids of the roles to which it gives weights."""
         return self._below(self.weight_source)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Compute groups: ids of their learners in group_rank order."""
+        """For each compute group: ids of its learners in group_rank order; empty without groups."""
         members: dict[int, list[int]] = {}
         for id_ in self.learners:
             group = self.roles[id_].group
@@ -181,7 +188,11 @@ class Plan:
         return tuple(tuple(members[group]) for group in sorted(members))
 
     def group_of(self, role: int) -> tuple[int, ...]:
-        """Ids of a learner's compute group, itself among them; of itself alone, where there are no groups."""
+        """Ids of the learners in a learner's compute group, itself included; itself alone without groups.
+
+        Args:
+            role: id of the learner.
+        """
         return self._groups_of.get(role, (role,))
 
     @cached_property
@@ -190,16 +201,20 @@ class Plan:
 
     @cached_property
     def workers(self) -> int:
-        """How many learners a protocol sees: a compute group acts as one."""
+        """Number of learners that a protocol sees: a compute group counts as one."""
         return len(self.groups) or len(self.learners)
 
     @cached_property
     def served(self) -> bool:
-        """Whether there is a parameter server; else every learner updates weights of its own, all alike."""
+        """Whether there is a parameter server. If not, every learner updates weights of its own, which stay equal."""
         return bool(self._ids(PARAMETER_SERVER))
 
     def about(self, role: int) -> RoleKind:
-        """What a role is in this plan."""
+        """What is true of a role in this plan, such as whether it trains or updates weights.
+
+        Args:
+            role: id of the role.
+        """
         if not self.roles[role].about.trains:
             return self.roles[role].about
         return self._learner_kind
@@ -211,34 +226,45 @@ class Plan:
         return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
 
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
-        """Ids of the roles that a rank hosts."""
+        """Ids of the roles that an MPI rank hosts."""
         return tuple(i for i, role in enumerate(self.roles) if role.world_rank == world_rank)
 
     def weight_source(self, role: Role) -> int | None:
-        """Id of the role that gives it weights; servers of a tree get none where weights have a tree of their own."""
+        """Id of the role that gives a role weights; None for the root, and for servers of a tree if `overlapped`."""
         if self.overlapped and role.kind == TREE_SERVER:
             return None
         return role.parent if role.source is None else role.source
 
     def nodes(self, *, near: bool) -> tuple[int, ...]:
-        """Of every role; servers that may be anywhere are on the first node if `near`, else `ELSEWHERE`."""
+        """The node of every role, by id.
+
+        Args:
+            near: whether servers that may be anywhere are on node 0; else their node is -1 (`ELSEWHERE`).
+        """
         return tuple(0 if near and role.node == ELSEWHERE else role.node for role in self.roles)
 
     def expendable(self, role: int) -> bool:
-        """Whether all others can go on as they are without a role: a learner that nobody needs for an average or for
-        weights. Without another the run can go on only by a new plan."""
+        """Whether all other roles can go on by this plan if a role is lost.
+
+        This is so for a learner that no other role needs for an average or for weights. After the loss of another role
+        the run needs a new plan (`without`).
+
+        Args:
+            role: id of the role.
+        """
         return self.roles[role].about.trains and not self.groups and not self.overlapped
 
     def without(self, lost: Collection[int]) -> "Plan":
-        """The plan of those who are left when roles are lost: nearest ancestors take over whoever was below them.
+        """The plan of the roles that are left when others are lost.
 
-        A server of the tree with no learner left below it belongs to nobody any more.
+        The nearest ancestor that is left takes over the roles below a lost one. A server of a tree without a learner
+        below it loses its parent.
 
         Args:
-            lost: ids of the roles.
+            lost: ids of the lost roles.
 
         Raises:
-            ValueError: nothing goes on without them.
+            ValueError: the run cannot go on: the owner of the weights, the statistics server or all learners are lost.
         """
         gone = self.gone | frozenset(lost)
         for needed in (self.server, self.statistics):
@@ -268,12 +294,20 @@ class Plan:
         return replace(plan, roles=tuple(roles))
 
     def child_towards(self, role: int, server: int) -> int | None:
-        """The child of a server that brings it a role's gradients; None: they do not come there."""
+        """The child of a server through which a role's gradients reach it.
+
+        Args:
+            role: id of the role whose gradients they are.
+            server: id of the server.
+
+        Returns:
+            Id of the child, which may be the role itself; None: the gradients do not reach this server.
+        """
         parent = self.roles[role].parent
         return role if parent == server else None if parent is None else self.child_towards(parent, server)
 
     def learners_below(self, role: int) -> int:
-        """How many learners' gradients pass a role, itself included."""
+        """Number of learners whose gradients a role has or takes, itself included if it is a learner."""
         return int(self.roles[role].about.trains) + sum(map(self.learners_below, self.children[role]))
 
     def _ids(self, kind: str) -> tuple[int, ...]:

@@ -34,24 +34,27 @@ Source = Callable[[], Floats]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a hook is called with. What is not known at that moment, or not of that role, is None or empty.
+    """What a hook is called with. Fields that do not apply to the moment or to the role are None or empty.
 
     Attributes:
-        at: "update", "epoch" or "end".
-        role: whose moment it is, such as "learner 3".
-        world_rank: of that role.
+        at: kind of the moment: `"update"`, `"epoch"` or `"end"`.
+        role: name of the role that calls the hook, such as `"learner 3"`.
+        world_rank: MPI rank that hosts the role.
         job: name of the job.
-        timestamp: of the weights.
-        time_s: seconds of training, virtual ones in a simulation: when the update, or the learner's computation, began;
-            when the epoch ended; at the end, of the last of these.
-        epoch: 1, 2, …: the one that the update is of; the one that has ended.
-        samples: of the gradients that made the update; of the mini-batch.
-        learning_rate: of the update.
-        step: number of the learner's mini-batch, from 0.
-        loss: mean over the samples of the mini-batch.
-        errors: how many of its samples are wrong, each by the share of it; NaN where the task knows no error.
-        row: on the statistics server: the epoch's row of /epochs; at the end that of /totals.
-        metrics: split -> name -> value: what the test of the epoch's weights measured beside loss and error.
+        timestamp: timestamp of the weights: the number of updates that made them.
+        time_s: training time in seconds, virtual in a simulation. At an update: when the update, or the learner's
+            computation, began. At an epoch: when the epoch ended. At the end: that of the role's last moment.
+        epoch: number of the epoch, from 1: that of the update, or the one that has ended.
+        samples: number of samples: those of the update's gradients, or of the learner's mini-batch.
+        learning_rate: learning rate of the update, after schedule, warm-up and modulation.
+        step: number of the mini-batch among those of the learner, from 0.
+        loss: mean loss over the samples of the mini-batch.
+        errors: wrong samples of the mini-batch, each counted by the share of it that is wrong; NaN where the task knows
+            no error.
+        row: column -> value, on the statistics server alone: at an epoch the epoch's row of `/epochs`, at the end the
+            row of `/totals` (`docs/results.md` lists the columns).
+        metrics: split (`"test"`, `"validation"`) -> metric -> value: what the test of the epoch's weights measured
+            beside loss and error.
     """
 
     at: At
@@ -72,9 +75,13 @@ class Moment:
     _source: Source | None = field(default=None, repr=False, compare=False)
 
     def weights(self) -> dict[str, Floats]:
-        """Parameters, and buffers that travel, by name, read-only, without a copy; empty where the role holds none.
+        """The weights of the moment, as views without a copy.
 
-        They are good during the call of the hook alone: copy what is to stay.
+        The arrays are read-only, and valid only during the call of the hook: copy what you keep.
+
+        Returns:
+            Name -> array float32 in the tensor's own shape, of all parameters and of the buffers that travel with the
+            gradients. Empty where the role holds no weights.
         """
         if self._source is None:
             return {}

@@ -7,19 +7,30 @@ since the server started training, on one clock for all ranks.
 import numpy as np
 from msgspec import Struct
 
-GRADIENT = np.dtype(
-    [
-        ("update", "<i8"),  # timestamp of the weights that this gradient helped to make; -1 on the way to the server
-        ("learner", "<i4"),
-        ("samples", "<i4"),
-        ("step", "<i8"),  # counts the gradients of one learner, from 0
-        ("timestamp", "<i8"),  # of the weights that it was computed from
-        ("staleness", "<i8"),  # server's timestamp on arrival - timestamp
-        ("scale", "<f8"),  # weight inside the average, before division by the number of gradients
-        ("loss", "<f8"),  # mean over the samples
-        ("errors", "<f4"),  # samples, each by the share of it that is wrong; NaN where the task knows no error
-        ("pad", "<i4"),
-    ]
+MEANING: dict[np.dtype[np.void], dict[str, str]] = {}
+"""Table -> column -> what it means. The columns named pad keep the others aligned, and mean nothing."""
+
+
+def table(*columns: tuple[str, str, str]) -> np.dtype[np.void]:
+    """The dtype of a table's rows, of each column's name, type and meaning; `MEANING` keeps the last."""
+    dtype = np.dtype([(name, kind) for name, kind, _ in columns])
+    MEANING[dtype] = {name: meaning for name, _, meaning in columns if name != "pad"}
+    return dtype
+
+
+_ERRORS = "wrong samples, each counted by the share of it that is wrong; NaN where the task knows no error"
+
+GRADIENT = table(
+    ("update", "<i8", "timestamp of the update that applied the gradient"),  # -1 on the way to the server
+    ("learner", "<i4", "number of the learner that computed the gradient, from 0"),
+    ("samples", "<i4", "samples of the gradient's mini-batch"),
+    ("step", "<i8", "number of the gradient among those of its learner, from 0"),
+    ("timestamp", "<i8", "timestamp of the weights that the gradient was computed from"),
+    ("staleness", "<i8", "σ: the server's timestamp when the gradient arrived, minus `timestamp`"),
+    ("scale", "<f8", "weight of the gradient inside the update's average; 1 without modulation `gradient_staleness`"),
+    ("loss", "<f8", "mean loss over the samples"),
+    ("errors", "<f4", _ERRORS),
+    ("pad", "<i4", ""),
 )
 """One gradient that was applied, in order of application."""
 
@@ -39,135 +50,123 @@ class Gradient(Struct, frozen=True, gc=False):
     pad: int = 0
 
 
-UPDATE = np.dtype(
-    [
-        ("timestamp", "<i8"),  # of the weights after the update: 1, 2, …
-        ("epoch", "<i4"),  # 1, 2, …: the epoch that its samples are of
-        ("gradients", "<i4"),
-        ("samples", "<i8"),
-        ("learning_rate", "<f8"),
-        ("mean_staleness", "<f8"),  # eq. 2
-        ("time_s", "<f8"),  # when it began
-        ("update_s", "<f8"),  # how long the optimiser's step took
-        ("digest", "<u8"),  # of a sample of the weights after the update, another one each time
-    ]
+UPDATE = table(
+    ("timestamp", "<i8", "timestamp of the weights after the update: 1, 2, …"),
+    ("epoch", "<i4", "epoch that the update's samples belong to: 1, 2, …"),
+    ("gradients", "<i4", "gradients that the update applied"),
+    ("samples", "<i8", "samples of these gradients"),
+    ("learning_rate", "<f8", "learning rate α of the update, after schedule, warm-up and modulation"),
+    ("mean_staleness", "<f8", "⟨σ⟩: mean staleness of the update's gradients"),  # eq. 2
+    ("time_s", "<f8", "training time at which the update began"),
+    ("update_s", "<f8", "time that the optimiser's step took"),
+    ("digest", "<u8", "hash of a sample of the updated weights, another sample each time; a replay compares it"),
 )
 """One update of the weights."""
 
-MINIBATCH = np.dtype(
-    [
-        ("learner", "<i4"),
-        ("samples", "<i4"),
-        ("step", "<i8"),
-        ("timestamp", "<i8"),
-        ("loss", "<f8"),  # mean over the samples
-        ("errors", "<f4"),  # samples, each by the share of it that is wrong; NaN where the task knows no error
-        ("pad", "<i4"),
-        ("time_s", "<f8"),  # when the gradient was ready
-        ("compute_s", "<f8"),  # until then; what follows it is 0 for a gradient that was not pushed
-        ("reduce_s", "<f8"),  # adding up the gradients of a compute group
-        ("push_s", "<f8"),  # until the server has it
-        ("wait_s", "<f8"),  # from asking for weights to the server's answer
-        ("pull_s", "<f8"),  # transfer of the weights
-        ("update_s", "<f8"),  # of the learner's own weights
-    ]
+MINIBATCH = table(
+    ("learner", "<i4", "number of the learner, from 0"),
+    ("samples", "<i4", "samples of the mini-batch"),
+    ("step", "<i8", "number of the mini-batch among those of its learner, from 0"),
+    ("timestamp", "<i8", "timestamp of the weights that the gradient was computed from"),
+    ("loss", "<f8", "mean loss over the samples"),
+    ("errors", "<f4", _ERRORS),
+    ("pad", "<i4", ""),
+    ("time_s", "<f8", "training time at which the gradient was ready"),
+    ("compute_s", "<f8", "time to compute the gradient"),  # what follows is 0 for a gradient that was not pushed
+    ("reduce_s", "<f8", "time to add up the gradients of a compute group"),
+    ("push_s", "<f8", "time until the server had the gradient; with `adv*` beside computing"),
+    ("wait_s", "<f8", "time from asking for weights until the server's answer"),
+    ("pull_s", "<f8", "time to transfer the weights"),
+    ("update_s", "<f8", "time to update the learner's own weights, in a run without a parameter server"),
 )
 """Training error and times of one mini-batch, as a learner reports them."""
 
-EPOCH = np.dtype(
-    [
-        ("epoch", "<i4"),  # 1, 2, …: the epoch that has ended
-        ("evaluated", "<i4"),  # 0: skipped, because the statistics server was behind
-        ("timestamp", "<i8"),
-        ("samples", "<i8"),  # applied since the start of training
-        ("time_s", "<f8"),
-        ("mean_staleness", "<f8"),  # over the gradients of this epoch; NaN without any, as the next two means
-        ("learning_rate", "<f8"),  # of the epoch's last update
-        ("train_loss", "<f8"),  # mean over the samples of the gradients applied in this epoch
-        ("train_error", "<f8"),
-        ("test_loss", "<f8"),  # NaN where not evaluated, as the three below
-        ("test_error", "<f8"),
-        ("validation_loss", "<f8"),  # NaN without a validation split, too
-        ("validation_error", "<f8"),
-        ("evaluation_began_s", "<f8"),
-        ("evaluation_s", "<f8"),  # how long the test took, off the training path
-        ("weights_sha256", "S64"),  # of the weights at the epoch's end; empty where the statistics server was behind
-    ]
+EPOCH = table(
+    ("epoch", "<i4", "number of the epoch that has ended: 1, 2, …"),
+    ("evaluated", "<i4", "1: the weights at the epoch's end were tested; 0: they were not"),
+    ("timestamp", "<i8", "timestamp of the weights at the epoch's end"),
+    ("samples", "<i8", "samples applied since the start of training"),
+    ("time_s", "<f8", "training time at which the epoch ended"),
+    ("mean_staleness", "<f8", "mean staleness of the epoch's gradients; NaN where the epoch has none"),
+    ("learning_rate", "<f8", "learning rate of the epoch's last update"),
+    ("train_loss", "<f8", "mean loss over the samples of the epoch's gradients; NaN where the epoch has none"),
+    ("train_error", "<f8", "share of these samples that were wrong; NaN where the epoch has none"),
+    ("test_loss", "<f8", "mean loss over the test set; NaN where the epoch was not tested"),
+    ("test_error", "<f8", "share of the test set that was wrong; NaN where the epoch was not tested"),
+    ("validation_loss", "<f8", "mean loss over the validation split; NaN without a split or a test"),
+    ("validation_error", "<f8", "share of the validation split that was wrong; NaN without a split or a test"),
+    ("evaluation_began_s", "<f8", "training time at which the test began; NaN where the epoch was not tested"),
+    ("evaluation_s", "<f8", "time that the test took, beside training; NaN where the epoch was not tested"),
+    (
+        "weights_sha256",
+        "S64",
+        "SHA-256 of the weights at the epoch's end; empty where the statistics server was behind",
+    ),
 )
 """One epoch; errors are fractions in 0…1, and NaN where the task knows none.
 
 Where one update ends several epochs, its gradients are of the first of them, and the others have none.
 """
 
-METRIC = np.dtype(
-    [
-        ("epoch", "<i4"),
-        ("pad", "<i4"),
-        ("split", "S16"),  # test, validation
-        ("name", "S64"),
-        ("value", "<f8"),  # mean over the samples
-    ]
+METRIC = table(
+    ("epoch", "<i4", "number of the epoch whose weights were tested"),
+    ("pad", "<i4", ""),
+    ("split", "S16", "what was tested: `test` or `validation`"),
+    ("name", "S64", "name of the metric, such as `top5_error`"),
+    ("value", "<f8", "mean of the metric over the samples"),
 )
 """What a test of the weights measured beside loss and error."""
 
-ROLE = np.dtype(
-    [
-        ("kind", "S20"),
-        ("index", "<i4"),  # counts the roles of one kind
-        ("world_rank", "<i4"),
-        ("parent", "<i4"),  # row of the role that takes this one's gradients; -1: nobody
-        ("source", "<i4"),  # row of the role that gives it weights; -1: its parent
-        ("node", "<i4"),  # -1: of its own, or the first
-        ("group", "<i4"),  # compute group; -1: none
-    ]
+ROLE = table(
+    ("kind", "S20", "`parameter server`, `tree server`, `statistics server` or `learner`"),
+    ("index", "<i4", "number of the role among those of its kind, from 0"),
+    ("world_rank", "<i4", "MPI rank that hosts the role"),
+    ("parent", "<i4", "row of the role that takes this role's gradients; -1: none"),
+    ("source", "<i4", "row of the role that gives this role weights; -1: its parent"),
+    ("node", "<i4", "number of the role's node; -1: a node of its own, or the first"),
+    ("group", "<i4", "number of the role's compute group; -1: none"),
 )
 """Who was who: one role; its id in messages is the number of its row."""
 
-LEARNER = np.dtype(
-    [
-        ("learner", "<i4"),
-        ("world_rank", "<i4"),
-        ("pushed", "<i8"),  # gradients delivered to the server
-        ("samples", "<i8"),
-        ("pulls", "<i8"),  # weights received
-        ("skipped_pulls", "<i8"),  # asked, and the weights were current
-        ("compute_s", "<f8"),
-        ("reduce_s", "<f8"),
-        ("push_s", "<f8"),  # as far as the learner waited for it
-        ("wait_s", "<f8"),
-        ("pull_s", "<f8"),
-        ("update_s", "<f8"),
-    ]
+LEARNER = table(
+    ("learner", "<i4", "number of the learner, from 0"),
+    ("world_rank", "<i4", "MPI rank that hosts the learner"),
+    ("pushed", "<i8", "gradients that the learner delivered to its server"),
+    ("samples", "<i8", "samples of these gradients"),
+    ("pulls", "<i8", "times that the learner received weights"),
+    ("skipped_pulls", "<i8", "times that the learner asked for weights and had the newest already"),
+    ("compute_s", "<f8", "time spent computing gradients"),
+    ("reduce_s", "<f8", "time spent adding up the gradients of the compute group"),
+    ("push_s", "<f8", "time that the learner waited for its gradients to be sent"),
+    ("wait_s", "<f8", "time that the learner waited for the server's answers"),
+    ("pull_s", "<f8", "time spent receiving weights"),
+    ("update_s", "<f8", "time spent updating the learner's own weights, in a run without a parameter server"),
 )
 """Where one learner's time went."""
 
 TIMES = ("compute_s", "reduce_s", "push_s", "wait_s", "pull_s", "update_s")
 """Where a learner's time goes, in this order: columns of `MINIBATCH` and `LEARNER`."""
 
-TOTALS = np.dtype(
-    [
-        ("timestamp", "<i8"),  # of the final weights = number of updates
-        ("samples", "<i8"),  # applied
-        ("pushed", "<i8"),  # pushed = applied + pending + discarded + lost
-        ("applied", "<i8"),
-        ("pending", "<i8"),
-        ("discarded", "<i8"),
-        ("lost", "<i8"),
-        ("time_s", "<f8"),  # training only: from the common start to the last update
-    ]
+TOTALS = table(
+    ("timestamp", "<i8", "timestamp of the final weights, which is the number of updates"),
+    ("samples", "<i8", "samples of the gradients that were applied"),
+    ("pushed", "<i8", "gradients that learners pushed: applied + pending + discarded + lost"),
+    ("applied", "<i8", "gradients that updates applied"),
+    ("pending", "<i8", "gradients that waited at the end for an update that was not due yet"),
+    ("discarded", "<i8", "gradients that arrived after the last update"),
+    ("lost", "<i8", "gradients that were lost with a rank"),
+    ("time_s", "<f8", "training time, from the common start to the last update"),
 )
 """The server's closing account."""
 
-EVENT = np.dtype(
-    [
-        ("kind", "S16"),  # checkpoint, restart, lost, dropped, straggler, target, patience, plateau
-        ("role", "<i4"),  # row of /roles; -1: none
-        ("pad", "<i4"),
-        ("timestamp", "<i8"),  # of the weights at that moment
-        ("gradients", "<i8"),  # added up by then: applied, and pending
-        ("time_s", "<f8"),
-        ("wall_s", "<f8"),  # seconds since 1970; 0 in a simulation
-        ("text", "S512"),
-    ]
+EVENT = table(
+    ("kind", "S16", "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience` or `plateau`"),
+    ("role", "<i4", "row of `/roles` that the event is about; -1: none"),
+    ("pad", "<i4", ""),
+    ("timestamp", "<i8", "timestamp of the weights at that moment"),
+    ("gradients", "<i8", "gradients that the server had added up by then, applied or pending"),
+    ("time_s", "<f8", "training time of the event"),
+    ("wall_s", "<f8", "wall clock of the event, in seconds since 1970; 0 in a simulation"),
+    ("text", "S512", "the event in words"),
 )
 """Something that happened to the run, beside training."""

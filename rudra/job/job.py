@@ -41,7 +41,33 @@ from topologies.plan import TREE_SERVER
 
 
 class Job(Table):
-    """A run, completely described. Immutable; `resolved` fills in what depends on the ranks."""
+    """The complete description of a run, checked when it is made.
+
+    A job cannot be changed; `with_` makes a changed copy. `load` reads a job from a file; from Python each table is a
+    dictionary: `Job(training={"epochs": 5}, cluster={"learners": 2})`. Tables and keys that are left out have their
+    defaults. A key that names a callable takes the callable itself, too. `docs/job-reference.md` lists every key, with
+    what is allowed.
+
+    Attributes:
+        name: name of the job, by which result files are called.
+        model: table `[model]`: the network.
+        data: table `[data]`: the training and test sets.
+        augment: table `[augment]`: random changes of the training inputs.
+        task: table `[task]`: the loss, and what tests measure.
+        training: table `[training]`: epochs, mini-batch size, seed, tests, target.
+        optimizer: table `[optimizer]`: the update rule and the learning rate.
+        protocol: table `[protocol]`: how many gradients make an update, and the modulation of the learning rate.
+        topology: table `[topology]`: which roles exchange gradients and weights.
+        cluster: table `[cluster]`: learners, threads and devices.
+        simulation: table `[simulation]`: what takes how long in virtual time.
+        fault_tolerance: table `[fault_tolerance]`: what a run does about ranks that die or wait.
+        results: table `[results]`: what the result file records.
+        hooks: tables `[[hooks]]`: code of the user that roles call.
+        study: table `[study]`: what `rudra sweep` makes of the job.
+
+    Raises:
+        ConfigError: an unknown table or key, a wrong type, or keys that contradict each other.
+    """
 
     name: str = "job"
     model: ModelTable = ModelTable()
@@ -109,18 +135,30 @@ class Job(Table):
 
         Args:
             job: path of a TOML file, or a name that `shipped_jobs` lists.
-            overrides: texts `table.key=value`; a value is TOML, or a plain string where it is no TOML; without a value
-                the key has its default.
+            overrides: changes, each a text `table.key=value`, applied in this order. A value is read as TOML, and as a
+                plain string where it is not TOML. Without a value (`table.key=`) the key has its default.
+
+        Returns:
+            The job, whose name is that of the file unless the file says otherwise.
 
         Raises:
-            ConfigError: no such job, no TOML, an unknown key, a wrong type or a contradiction.
+            ConfigError: there is no such job, the file is not TOML, a key is unknown, or a value is not allowed.
         """
         path, tables = read_job(job)
         return cls.of(path, tables, overrides)
 
     @classmethod
     def of(cls, path: Path, tables: dict[str, Any], overrides: Sequence[str] = ()) -> Job:
-        """The job of a file's tables, changed as in `load`; a ConfigError names the file, or what brought it in."""
+        """Makes a job of the tables of a file that was read.
+
+        Args:
+            path: of the file, for the job's name and for errors.
+            tables: table -> key -> value.
+            overrides: changes, as in `load`.
+
+        Raises:
+            ConfigError: as in `load`; the text names the file, or the override that is wrong.
+        """
         stages = [tables]
         for override in overrides:
             key, value = parsed(override)
@@ -137,7 +175,15 @@ class Job(Table):
             raise ConfigError(f"{where}: {error}") from None
 
     def with_(self, *, hooks: Sequence[Hook | Mapping[str, Any]] | None = None, **tables: Mapping[str, Any]) -> Job:
-        """A copy in which the given keys of the given tables, or all hooks, are replaced, and everything is checked."""
+        """A copy with other values, checked as a whole: `job.with_(training={"epochs": 3})`.
+
+        Args:
+            hooks: all hooks of the copy; None: those of this job.
+            tables: table -> key -> new value; keys that are not named keep their values.
+
+        Raises:
+            ConfigError: there is no such table or key, or the copy contradicts itself.
+        """
         merged = {field: getattr(self, field) for field in type(self).model_fields}
         merged["hooks"] = self.hooks if hooks is None else hooks
         for table, keys in tables.items():
@@ -148,20 +194,43 @@ class Job(Table):
         return type(self)(**{k: _as_dict(v) if isinstance(v, Table) else v for k, v in merged.items()})
 
     def resolved(self, *, learners: int | None = None, threads_per_rank: int | None = None, cores: int = 1) -> Job:
-        """The job with everything filled in that the launch decides: learners and threads."""
+        """A copy with the keys filled in that the launch decides, `cluster.learners` and `cluster.threads_per_rank`.
+
+        Args:
+            learners: λ; None: as the job says, else 4.
+            threads_per_rank: threads of torch on each learner; None: as the job says, else `cores` divided by λ, at
+                least 1.
+            cores: processor cores that the learners share.
+
+        Raises:
+            ConfigError: the job does not allow so many learners.
+        """
         learners = learners or self.cluster.learners or 4
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // learners)
         return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
 
     @property
     def learners(self) -> int:
-        """λ of a resolved job."""
+        """λ, the number of learners.
+
+        Raises:
+            ConfigError: the job leaves it open, and is not `resolved` yet.
+        """
         if self.cluster.learners is None:
             raise ConfigError("[cluster] learners is not resolved yet")
         return self.cluster.learners
 
     def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:
-        """Who is who in the resolved job; `nodes` of the learners, by default one for all."""
+        """The roles of the job, and which of them exchange gradients and weights. The number of learners must be known.
+
+        Args:
+            nodes: node of every learner, λ numbers in ascending order; None: all learners are on one node. With nodes
+                the protocol, hooks and simulated faults are checked against the plan, too.
+
+        Raises:
+            ConfigError: the number of learners is not known, or protocol, hooks or faults do not fit the plan.
+            ValueError: options of the topology do not fit these learners.
+        """
         plan = self.make_topology().plan(self.learners, nodes)
         if nodes is not None:
             self.check(plan)
@@ -173,7 +242,14 @@ class Job(Table):
         return plan
 
     def check(self, plan: topologies.Plan) -> None:
-        """Raises ConfigError where the job's protocol or hooks cannot work on a plan of its topology."""
+        """Checks the job's protocol and hooks against a plan.
+
+        Args:
+            plan: roles of the job, as `plan` makes them or as they are on real ranks.
+
+        Raises:
+            ConfigError: the protocol cannot work on the plan, or a hook names a role that is not in it.
+        """
         try:
             self._check_pair(plan)
             self._check_hooks(plan, placed=True)
@@ -202,11 +278,15 @@ class Job(Table):
                     raise ValueError(f"[hooks] {place}.role {error}") from None
 
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
-        """The job's protocol, for the workers that the resolved job has: learners or compute groups.
+        """The job's protocol, made for its workers: the learners, or the compute groups where there are any.
 
         Args:
-            plan: who is who.
-            lost: workers that are no more; n is then at most what is left.
+            plan: roles of the job; None: `plan()`.
+            lost: how many workers have died; n is then at most the number of those that are left.
+
+        Raises:
+            ConfigError: there is no such protocol.
+            ValueError: an option, n or the modulation does not fit the protocol.
         """
         table = self.protocol
         plan = self.plan() if plan is None else plan
@@ -223,16 +303,26 @@ class Job(Table):
         )
 
     def gradients_per_update(self, plan: topologies.Plan) -> int:
-        """Learners' gradients that make an update; a group's average stands for those of its members."""
+        """How many learners' gradients make an update. The average of a compute group counts as one of each member.
+
+        Args:
+            plan: roles of the job.
+        """
         return self.make_protocol(plan).gradients_per_update * len(plan.learners) // plan.workers
 
     def explicit_momentum(self, plan: topologies.Plan | None = None) -> float:
-        """What is left of the momentum that the job wants, once asynchrony has given its share.
+        """The momentum that the optimiser uses: what is left of `optimizer.momentum` after `momentum_correction`.
 
         With g workers that update independently, gradients arrive as if there were momentum 1 - 1/g (Omnivore,
         theorem 1: for step times that are exponential, and no explicit momentum). g is what the weights see, ⟨σ⟩ + 1:
         nearly 2 under 1-softsync, although all workers together make an update. That the two momenta add up is a rule
         of thumb.
+
+        Args:
+            plan: roles of the job; None: `plan()`.
+
+        Returns:
+            The explicit momentum, at least 0; `optimizer.momentum` itself without a correction.
         """
         if self.optimizer.momentum_correction == "none":
             return self.optimizer.momentum
@@ -240,12 +330,17 @@ class Job(Table):
         return max(0.0, self.optimizer.momentum - (1 - 1 / asynchrony))
 
     def make_topology(self) -> topologies.Topology:
-        """The job's topology."""
+        """The job's topology, with its options bound.
+
+        Raises:
+            ConfigError: there is no such topology.
+            ValueError: it does not take these options.
+        """
         topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
         return topologies.load(topology, self.topology.options)
 
     def to_json(self) -> str:
-        """The job as one line of JSON; callables appear as `module:name`. A study is no part of a run."""
+        """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""
         return json.dumps(self.model_dump(exclude={"study"}), default=_name_of, sort_keys=True)
 
 

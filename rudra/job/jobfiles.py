@@ -17,7 +17,11 @@ _LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{_DEEPEST
 
 
 def shipped_jobs() -> dict[str, Path]:
-    """Name -> TOML file of every job that comes with Rudra."""
+    """The jobs that come with Rudra.
+
+    Returns:
+        Name -> path of the TOML file, such as `"rudra/figure5"`, sorted by name. `Job.load` takes either.
+    """
     files = data_files("jobs", ".toml")
     root = Path(os.path.commonpath([file.parent for file in files])) if files else Path()
     jobs = sorted(file for file in files if file.name != PAPER)

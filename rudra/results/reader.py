@@ -1,42 +1,7 @@
 """Result files: one HDF5 file for each run, readable while it is written.
 
-Layout, format version 6 (all numbers little-endian, all strings of fixed length, UTF-8):
-
-==================  ===================  ===================================================================
-object              rows                 content
-==================  ===================  ===================================================================
-root attributes     -                    `format_version` and what is fixed when the run starts: name, driver
-                                         ("mpi" or "simulation"), job (as resolved, JSON), seed, threads,
-                                         learners, protocol, versions, hosts, processor, device,
-                                         initial_weights_sha256, replayable (not_replayable: why not), …
-/gradients          applied gradients    `rudra.core.records.GRADIENT`, in order of application
-/updates            updates              `rudra.core.records.UPDATE`
-/minibatches        mini-batches         `rudra.core.records.MINIBATCH`; none if the job says so
-/epochs             finished epochs      `rudra.core.records.EPOCH`
-/metrics            measured in tests    `rudra.core.records.METRIC`: what a task knows beside loss and error
-/events             events               `rudra.core.records.EVENT`: checkpoints, restarts, lost ranks, …
-/roles              roles                `rudra.core.records.ROLE`: kind, rank, parent, node and group of each, by id
-/learners           λ, none until the    `rudra.core.records.LEARNER`
-                    end
-/totals             1, none until the    `rudra.core.records.TOTALS`
-                    end
-/state              1                    status ("running", "finished", "failed", "interrupted"), reason,
-                                         weights_sha256 (of the final weights), flushed_s (wall clock of the last
-                                         flush, seconds since 1970)
-/weights/final      elements             float32; NaN, and no space in the file, until the end: they count
-                                         once /state has weights_sha256
-/weights/epochs     epochs that are      (epochs, elements) float32: the weights at their ends
-                    kept
-/weights/kept       the same             int32: their numbers; a row of /weights/epochs counts once it has one,
-                                         and 0 stands for none
-/weights/layout     tensors              name, kind ("parameter", "buffer", "counter"), dimensions, shape (the first
-                                         `dimensions` numbers), offset, size: where such a vector holds what
-/weights/names      names in the         name, tensor (a name in /weights/layout or /weights/fixed; tied tensors have
-                    model's state_dict   several names), dtype (torch's name of the type)
-/weights/fixed/…    -                    a data set for each tensor of the state_dict that is not trained, under its
-                                         name (%2F for a slash), as it was at the start; float32 where HDF5 lacks the
-                                         type, such as bfloat16
-==================  ===================  ===================================================================
+What is in a file stands in `rudra.results.writer` (`OBJECTS`), with its columns in `rudra.core.records`, and on the
+page `docs/results.md`. All numbers are little-endian, all strings of fixed length, UTF-8.
 
 The writer is in HDF5's single-writer, multiple-reader mode from the first moment, in which neither data sets nor
 attributes can be added: so everything exists from the start, and what changes lives in data sets. What was
@@ -66,6 +31,7 @@ from rudra.results.summary import best_epoch, summarise
 from rudra.results.writer import (
     DATASETS,
     FORMAT_VERSION,
+    OBJECTS,
     STATE,
     ResultsWriter,
     Rows,
@@ -92,7 +58,15 @@ _READ_ATTEMPTS = 28
 
 
 class LayoutEntry(NamedTuple):
-    """One tensor in the final weights: elements `offset` to `offset + size`."""
+    """One tensor in a vector of weights: the elements from `offset` up to `offset + size`.
+
+    Attributes:
+        name: name of the tensor in the model.
+        kind: `"parameter"`, `"buffer"`, or `"counter"`: a whole number such as BatchNorm's count of mini-batches.
+        shape: shape of the tensor.
+        offset: index of the tensor's first element in the vector.
+        size: number of the tensor's elements.
+    """
 
     name: str
     kind: str
@@ -106,16 +80,31 @@ READABLE = (5, FORMAT_VERSION)
 
 
 def open_results(path: str | Path) -> "Results":
-    """Opens a result file, be it complete, still written, or left by a killed writer.
+    """Opens a result file: a complete one, one that a run is writing, or one whose run was killed.
+
+    Args:
+        path: of the result file.
+
+    Returns:
+        The results; close them, or use `with`.
 
     Raises:
-        ResultsError: there is no such file, or it is damaged or no result file.
+        ResultsError: there is no such file, it is damaged, or it is not a result file.
     """
     return Results(Path(path))
 
 
 class Results:
-    """A result file to read. While it is still written (`live`), each access shows what is new."""
+    """The contents of a result file. `rudra.open_results`, `rudra.run` and `rudra.simulate` return it.
+
+    Tables are structured NumPy arrays: `results.epochs["test_error"]` is a column. `docs/results.md` lists the columns
+    of each table, with units. While a run writes the file, each access reads the rows that are there by then.
+
+    Attributes:
+        path: path of the file.
+        live: whether the file was open for writing when it was opened here: its run goes on, or was killed.
+        attributes: what was fixed when the run started, such as `"protocol"` or `"learners"`: name -> value.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,7 +112,7 @@ class Results:
         try:
             with self._reading():
                 self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in self._file.attrs.items()}
-                missing = [name for name in (*DATASETS, "weights/fixed") if name not in self._file]
+                missing = [name for name in OBJECTS if name not in self._file]
             version = self.attributes.get("format_version")
             if version is None:
                 raise ResultsError(f"{path}: not a result file of Rudra")
@@ -144,10 +133,15 @@ class Results:
             raise
 
     def close(self) -> None:
+        """Closes the file. Nothing can be read afterwards."""
         self._file.close()
 
     def refresh(self) -> None:
-        """Lets what is new be seen where the writer cannot be followed, because it opens the file now and then."""
+        """Opens the file again, unless it is `live`.
+
+        Needed to follow a run on a network file system: its file is complete between any two flushes, and a reader sees
+        new rows only where it opens the file anew.
+        """
         if not self.live:
             self._file.close()
             self._file, self.live = _open(self.path)
@@ -160,67 +154,68 @@ class Results:
 
     @property
     def job(self) -> dict[str, Any]:
-        """The job as resolved: table -> key -> value."""
+        """The job as it was run, with every default: table -> key -> value."""
         return self._job
 
     @property
     def gradients(self) -> Rows:
-        """`records.GRADIENT`, in order of application."""
+        """Table `/gradients`: one row for each gradient that was applied, in order of application."""
         return self._rows("gradients")
 
     @property
     def updates(self) -> Rows:
-        """`records.UPDATE`."""
+        """Table `/updates`: one row for each update of the weights, in order."""
         return self._rows("updates")
 
     @property
     def minibatches(self) -> Rows:
-        """`records.MINIBATCH`, as they were reported."""
+        """Table `/minibatches`: one row for each mini-batch of a learner, in the order in which they were reported."""
         return self._rows("minibatches")
 
     @property
     def epochs(self) -> Rows:
-        """`records.EPOCH`."""
+        """Table `/epochs`: one row for each epoch that has ended, in order."""
         return self._rows("epochs")
 
     @property
     def metrics(self) -> Rows:
-        """`records.METRIC`, by epoch."""
+        """Table `/metrics`: one row for each metric of each test beside loss and error, in order of epochs."""
         return self._rows("metrics")
 
     @property
     def events(self) -> Rows:
-        """`records.EVENT`, as they were reported."""
+        """Table `/events`: one row for each checkpoint, restart, lost rank, …, in the order in which they happened."""
         return self._rows("events")
 
     @property
     def roles(self) -> Rows:
-        """`records.ROLE`, by id."""
+        """Table `/roles`: one row for each role; the number of its row is the role's id."""
         return self._read("roles")
 
     @property
     def learners(self) -> Rows:
-        """`records.LEARNER`, shape (λ,); no rows until the run has ended."""
+        """Table `/learners`: one row for each learner, shape (λ,); no rows until the run has ended."""
         return self._read("learners")
 
     @property
     def totals(self) -> Rows:
-        """`records.TOTALS`, shape (1,); no rows until the run has ended."""
+        """Table `/totals`: one row for the run, shape (1,); no rows until the run has ended."""
         return self._read("totals")
 
     @property
     def state(self) -> dict[str, Any]:
-        """The fields of `STATE`. A killed writer leaves the status "running"."""
+        """The row of `/state`: `"status"`, `"reason"`, `"weights_sha256"` and `"flushed_s"`."""
         row = self._read("state")[0]
         return {name: _decoded(row[name]) for name in STATE.names or ()}
 
     @property
     def status(self) -> str:
+        """`"running"`, `"finished"`, `"failed"` or `"interrupted"`. A run that was killed stays `"running"`."""
         return str(self.state["status"])
 
     @property
     def layout(self) -> tuple[LayoutEntry, ...]:
-        """Which tensor is where in `weights`."""
+        """Which elements of `weights` belong to which tensor of the model."""
         rows = self._read("weights/layout")
         with self._reading():
             return tuple(
@@ -235,14 +230,22 @@ class Results:
             )
 
     def plan(self) -> Plan:
-        """Who was who."""
+        """The roles of the run, and which of them exchanged gradients and weights.
+
+        Raises:
+            ResultsError: the file is damaged.
+        """
         rows = self.roles
         with self._reading():
             return validation.plan(plan_rows.plan_of(rows, self.attributes), self.attributes["learners"])
 
     @property
     def weights(self) -> NDArray[np.float32] | None:
-        """Final flat weights, shape (size,), float32; None if the run did not end well."""
+        """The final weights as one vector, shape (elements,), float32; None if the run did not finish.
+
+        Raises:
+            ResultsError: the weights do not have the checksum that the file gives.
+        """
         digest = self.state["weights_sha256"]
         if not digest:
             return None
@@ -253,7 +256,7 @@ class Results:
 
     @property
     def kept_epochs(self) -> tuple[int, ...]:
-        """Epochs whose weights are in the file, the last one of a run that ended well among them."""
+        """Numbers of the epochs whose weights are in the file, ascending; the last epoch of a finished run is one."""
         rows = self.epochs
         hashed = set(rows["epoch"][rows["weights_sha256"] != b""].tolist())
         kept = tuple(sorted(epoch for epoch in self._read("weights/kept").tolist() if epoch in hashed))
@@ -261,21 +264,23 @@ class Results:
 
     @property
     def best_epoch(self) -> int | None:
-        """The epoch with the best test (`target.Best`); None where none was tested.
+        """Number of the epoch with the best test; None where no epoch was tested.
 
-        Where the job keeps the best one, it is the best of those that are kept.
+        The best test is that with the best value of the metric in `training.target`; without a target, that with the
+        smallest test error, or the smallest test loss where the task knows no error. The first of equal tests counts.
+        With `results.keep_best` only epochs whose weights are in the file count.
         """
         among = self.kept_epochs if self.job.get("results", {}).get("keep_best") else None
         return best_epoch(self, among)
 
     def weights_of(self, epoch: int | Literal["best"] | None = None) -> NDArray[np.float32]:
-        """Flat weights at the end of an epoch, by default of the last one; shape (size,), float32.
+        """The weights at the end of an epoch as one vector, shape (elements,), float32.
 
         Args:
-            epoch: one of `kept_epochs`, or "best": `best_epoch`.
+            epoch: one of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
 
         Raises:
-            ResultsError: the file does not have them.
+            ResultsError: the file does not have these weights, or their checksum is wrong.
         """
         kept = self.kept_epochs
         if epoch == "best":
@@ -303,25 +308,36 @@ class Results:
         return weights
 
     def state_dict(self, epoch: int | Literal["best"] | None = None) -> "dict[str, torch.Tensor]":
-        """All that the model's own `load_state_dict` takes: name -> tensor, in the model's own shapes and types.
+        """What the model's `load_state_dict` takes: name -> tensor, in the model's own shapes and types.
 
-        What is not trained (parameters that are frozen, integer buffers that are no counters) is as it was at the
-        start. Tied names are one tensor. See `tensors` for NumPy arrays.
+        What is not trained (frozen parameters, integer buffers that are no counters) is as it was at the start. Tied
+        names are one tensor. `tensors` gives NumPy arrays.
 
         Args:
-            epoch: one of `kept_epochs`, or "best"; by default the final weights.
+            epoch: one of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
 
         Raises:
-            ResultsError: the file does not have them.
+            ResultsError: the file does not have these weights, or their checksum is wrong.
         """
         from rudra.results.export import tensors_of  # torch, for which other readers need not wait
 
         return tensors_of(self.tensors(epoch), self.path)
 
     def tensors(self, epoch: int | Literal["best"] | None = None) -> tuple[Named, ...]:
-        """What a `state_dict` is made of, as NumPy arrays: those of what is trained are views of `weights_of(epoch)`.
+        """The entries of `state_dict(epoch)` with NumPy arrays in place of tensors.
 
-        Counters such as BatchNorm's are whole numbers; types that NumPy does not have, such as bfloat16, are float32.
+        Arrays of trained tensors are views of `weights_of(epoch)`. Counters such as BatchNorm's are int64; types that
+        NumPy lacks, such as bfloat16, are float32.
+
+        Args:
+            epoch: one of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
+
+        Returns:
+            One entry for each name in the model's `state_dict`, in torch's order: `name`, `tensor` (the first name of
+            the tensor), `dtype` (torch's name of the type) and `value` (the array).
+
+        Raises:
+            ResultsError: the file does not have these weights, or their checksum is wrong.
         """
         weights, layout = self.weights_of(epoch), self.layout
         rows, file_bytes = self._read("weights/names"), self.path.stat().st_size
@@ -336,28 +352,45 @@ class Results:
             return tuple(each._replace(value=values[each.tensor]) for each in named)
 
     def frame(self, table: str) -> Any:
-        """A table as a `pandas.DataFrame`, with texts as texts: `frame("updates")`.
+        """A table as a `pandas.DataFrame`, with bytes decoded to texts.
+
+        Args:
+            table: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`, `"roles"` or
+                `"learners"`.
 
         Raises:
-            ConfigError: there is no such table, or no pandas.
+            ConfigError: there is no such table, or pandas is not installed.
         """
         from rudra.results.frame import frame
 
         return frame(self, table)
 
     def summary(self, target: str | None = None, window: int | None = None) -> dict[str, Any]:
-        """The run in numbers that fit into JSON; None stands for what is not known (yet).
+        """The figures of the run, as `rudra show --json` prints them. None stands for what is not known (yet).
 
-        `time_to_target_s` and `target_epoch` say when `target`, by default the job's, was reached (`rudra.job.target`)
-        by the median of `window` tests, by default as many as the job says.
+        Among them are `status`, `updates`, `samples`, `wall_time_s` (seconds of training) and `samples_per_s`;
+        `test_error`, `test_loss`, `train_error`, `train_loss` and `epoch_end_s`, each a list with one entry for each
+        epoch; `final_test_error`, that of the last epoch that was tested; `metrics`, split -> name -> such a list;
+        `mean_staleness`, `max_staleness` and `staleness_histogram` (how many applied gradients had σ = 0, 1, …);
+        `time_to_target_s` and `target_epoch`, which say when the target was reached.
 
-        `mean_staleness`, `max_staleness` and `staleness_histogram` (counts for σ = 0, 1, …) are over the gradients
-        applied; `test_error` has one entry for each epoch, `final_test_error` is the last one that was tested.
+        Args:
+            target: such as `"accuracy >= 0.98"`; None: the job's `training.target`.
+            window: number of tests whose median must reach the target; None: the job's `training.target_window`.
+
+        Returns:
+            Name -> number, text, or list or table of them, all of which fit into JSON.
+
+        Raises:
+            ConfigError: the target is not understood, or the tests of the run do not measure it.
         """
         return summarise(self, target, window)
 
     def applied_samples(self) -> int:
-        """Samples trained on so far, as if all updates had as many as the last: cheap enough to be asked often."""
+        """About how many samples the updates have applied so far: as if all had as many as the last one.
+
+        Reads one row, and so is cheap enough to be asked often while a run goes on.
+        """
         with self._reading():
             dataset = self._file["updates"]
             if self.live:
@@ -366,7 +399,13 @@ class Results:
             return count * int(dataset[count - 1]["samples"]) if count else 0
 
     def pieces(self, name: TableName, rows: int = 1 << 15, start: int = 0) -> Iterator[Rows]:
-        """The rows of a table from `start` on, so many at a time: not all of a long run at once."""
+        """The rows of a table in pieces, for runs whose tables do not fit into memory.
+
+        Args:
+            name: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"` or `"events"`.
+            rows: most rows of a piece.
+            start: row to begin with.
+        """
         for first in range(start, self._length(name), rows):
             with self._reading():
                 piece = self._checked(name, self._file[name][first : first + rows])

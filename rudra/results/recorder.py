@@ -35,6 +35,44 @@ ACCOUNTED = ("samples", *TIMES)
 
 VERSIONED = ("rudra", "torch", "numpy", "mpi4py", "h5py")
 
+ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results.md` shows it
+    "format_version": "version of this layout",
+    "name": "name of the job",
+    "job": "the job as it was run, with every default, as JSON",
+    "driver": "`mpi` or `simulation`",
+    "costs": "where a simulation has its times from",
+    "protocol": "name of the protocol",
+    "n": "splitting parameter n of the protocol; λ under `async`",
+    "gradients_per_update": "c: gradients that make an update, at the start of the run",
+    "modulation": "name of the learning-rate modulation, `auto` resolved",
+    "rate_factor": "factor of the modulation on the learning rate, for gradients that are not stale",
+    "topology": "name of the topology",
+    "records": "gradients that one message may stand for, at most",
+    "overlapped": "whether learners push and pull beside computing",
+    "reduction": "how compute groups add gradients: `ordered` or `mpi`",
+    "learners": "λ: number of learners, at the start of the run",
+    "momentum": "explicit momentum, after `momentum_correction`",
+    "minibatch_size": "μ: samples of a mini-batch",
+    "epochs": "epochs that the job asks for",
+    "seed": "seed of weights, sampling, dropout and simulated time",
+    "threads_per_rank": "threads that torch had on each learner",
+    "device": "device that gradients were computed on",
+    "flush_denormals": "whether denormal numbers were treated as zero",
+    "replayable": "whether `rudra replay` can repeat the run",
+    "not_replayable": "why it cannot; else empty",
+    "python_objects": "keys of the job that were Python objects, which a replay must be given again",
+    "training_samples": "size of the training set",
+    "classes": "number of classes of the data",
+    "started": "when the run started, in UTC",
+    "hosts": "host of each rank",
+    "initial_weights_sha256": "SHA-256 of the initial weights",
+    "processor": "processor of the ranks",
+    "cpu_capability": "vector instructions that torch used",
+    "mpi_library": "MPI library of the ranks; not in a simulation",
+    "python_version": "version of Python",
+    **{f"{name}_version": f"version of {name}" for name in VERSIONED},
+}
+
 
 class Recorder:
     """Writes what the statistics server records, and shows it.

@@ -1,4 +1,4 @@
-"""The one writer of a result file; `rudra.results.reader` tells the layout."""
+"""The one writer of a result file, and what is in one: `OBJECTS`, which `docs/results.md` shows."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rudra.compute import statedict
 from rudra.compute.statedict import Named
 from rudra.core.events import TableName
-from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE
+from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE, table
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.results.checkpoint import sync_directory
@@ -36,11 +36,35 @@ GROWING: dict[TableName, np.dtype[np.void]] = {
     "metrics": METRIC,
     "events": EVENT,
 }
-STATE = np.dtype([("status", "S16"), ("reason", "S1024"), ("weights_sha256", "S64"), ("flushed_s", "<f8")])
-DATASETS = (
-    *(*GROWING, "roles", "learners", "totals", "state"),
-    *(f"weights/{name}" for name in ("final", "epochs", "kept", "layout", "names")),
+STATE = table(
+    ("status", "S16", "`running`, `finished`, `failed` or `interrupted`; a killed writer leaves `running`"),
+    ("reason", "S1024", "why the run ended early; else empty"),
+    ("weights_sha256", "S64", "SHA-256 of the final weights; empty until they are in the file"),
+    ("flushed_s", "<f8", "wall clock of the last flush, in seconds since 1970"),
 )
+OBJECTS = {  # data set -> what there is a row of, and what it holds
+    "gradients": ("gradient that was applied", "which gradients made which update, in order of application"),
+    "updates": ("update", "learning rate, staleness and time of each update"),
+    "minibatches": ("mini-batch", "training loss and times of each learner; empty without `results.minibatches`"),
+    "epochs": ("epoch that has ended", "losses, errors, staleness and time of each epoch"),
+    "metrics": ("metric, split and epoch", "what the tests measured beside loss and error"),
+    "events": ("event", "checkpoints, restarts, lost ranks, stragglers, targets that were reached"),
+    "roles": ("role", "who was who: kind, rank, node and compute group"),
+    "learners": ("learner", "where each learner's time went; empty until the run ends"),
+    "totals": ("run", "how many gradients were pushed, applied and dropped; empty until the run ends"),
+    "state": ("run", "whether the run has ended, and how"),
+    "weights/final": ("element", "float32: the final weights as one vector; NaN until `/state` has `weights_sha256`"),
+    "weights/epochs": ("epoch that is kept", "float32 (epochs, elements): the weights at the ends of these epochs"),
+    "weights/kept": ("epoch that is kept", "int32: the epoch of the same row of `/weights/epochs`; 0: none, ignore it"),
+    "weights/layout": ("tensor", "where each parameter and buffer lies in such a vector"),
+    "weights/names": ("name in the model's `state_dict`", "which tensor each name stands for"),
+    "weights/fixed": (
+        "",
+        "a group with a data set for each tensor that is not trained, as it was at the start, under its name (`%2F` "
+        "for a slash); float32 where HDF5 lacks the type, such as bfloat16",
+    ),
+}
+DATASETS = tuple(name for name in OBJECTS if name != "weights/fixed")
 _SILENT_S = 30.0
 """A writer that has written nothing for so long is gone, though a file server may keep the locks of a lost node."""
 
@@ -409,6 +433,21 @@ def _create(
     ):
         made[name] = file.create_dataset(name, data=rows)
     return made
+
+
+NAMES = {  # column of /weights/names -> what it means
+    "name": "name in the `state_dict`",
+    "tensor": "name of the tensor in `/weights/layout` or `/weights/fixed`; tied names have the same one",
+    "dtype": "torch's name of the tensor's type, such as `float32`",
+}
+LAYOUT = {  # column of /weights/layout -> what it means
+    "name": "name of the tensor in the model",
+    "kind": "`parameter`, `buffer` or `counter` (a whole number, such as BatchNorm's count of mini-batches)",
+    "dimensions": "number of dimensions of the tensor",
+    "shape": "shape of the tensor: the first `dimensions` numbers",
+    "offset": "first element of the tensor in the vector",
+    "size": "number of elements of the tensor",
+}
 
 
 def _layout_rows(layout: Sequence[EntryLike]) -> Rows:

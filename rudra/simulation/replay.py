@@ -79,12 +79,12 @@ class Replayed:
     """What a replay found.
 
     Attributes:
-        updates: that were repeated, all the same as in the record.
-        recorded: updates that the file holds.
-        status: of the recorded run: "finished", "interrupted", ….
-        weights_sha256: hash of the weights after the last of them.
-        difference: the first one, or None.
-        note: why no more was repeated.
+        updates: number of updates that were repeated, all of them with the bits of the record.
+        recorded: number of updates that the result file holds.
+        status: status of the recorded run: `"finished"`, `"failed"`, `"interrupted"` or `"running"`.
+        weights_sha256: SHA-256 of the weights after the last repeated update.
+        difference: the first difference from the record, with `update` (its timestamp) and `text`; None: there is none.
+        note: why the replay stopped before the end of the record; else empty.
     """
 
     updates: int
@@ -96,6 +96,7 @@ class Replayed:
 
     @property
     def identical(self) -> bool:
+        """Whether everything that was repeated has the bits of the record."""
         return self.difference is None
 
     def __str__(self) -> str:
@@ -117,24 +118,29 @@ def replay(
     quiet: bool = False,
     force: bool = False,
 ) -> Replayed:
-    """Repeats a recorded run and compares it with its record, as far as that goes.
+    """Repeats a recorded run in this process, and compares it with its record bit for bit.
 
-    Says on stderr, before it compares, where this machine is another one than that of the run.
+    Before it compares, it logs a warning for each difference between this machine and that of the run.
 
     Args:
-        path: result file of `rudra run` or `rudra simulate`.
-        job: the job that was run, if its model or data were given as Python objects: no file can hold these.
-        until: stop after this update and write its weights; 0 is before the first.
-        output: file for these weights, a state dict that `torch.load` reads; by default named after result file and
-            update.
-        overrides: texts `table.key=value` for the keys in `REPLAY_MAY_CHANGE`.
-        quiet: no progress bar.
-        force: replace an existing `output`.
+        path: result file of a run or a simulation.
+        job: the job that was run. It is needed only if the job named Python objects, which a file cannot hold.
+        until: update after which to stop and write the weights; 0: before the first update; None: repeat everything.
+        output: path for the weights of `until`, a state dict that `torch.load` reads; None: named after the result file
+            and the update.
+        overrides: changes, each a text `table.key=value`, of `data.path` or `training.warm_start`, the only keys that a
+            replay may change.
+        quiet: whether to show no progress bar.
+        force: whether to replace an existing `output`.
+
+    Returns:
+        What was repeated, and the first difference. A difference raises nothing.
 
     Raises:
         ReplayError: the record does not determine the weights, or has no such update.
-        ConfigError: the job cannot be made again, or is another one than was run.
-        RudraError: data, model or file are missing.
+        ConfigError: the job cannot be made again, or is not the job of the run.
+        DataError: the data is missing, or not that of the run.
+        ResultsError: the result file is missing or damaged.
     """
     path = Path(path)
     with open_results(path) as results:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from pages import files, page
 from processes import below, gone, mpirun_of
 
 from rudra.mpi.failures import ranks_below
@@ -319,10 +320,8 @@ def test_a_job_that_the_ranks_cannot_load_is_shown_once(tmp_path: Path) -> None:
     assert done.stderr.count(b"Traceback") == 1
 
 
-def test_the_example_of_the_readme(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    (example,) = (block for block in blocks if "def spirals" in block)
-    (tmp_path / "spirals.py").write_text(example)
+def test_the_example_of_the_python_page(tmp_path: Path) -> None:
+    (tmp_path / "spirals.py").write_text(files(page("python.md"))["spirals.py"])
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "spirals.py"], cwd=tmp_path, capture_output=True, text=True, timeout=80, check=False, env=env

