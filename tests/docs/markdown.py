@@ -7,9 +7,8 @@ from collections.abc import Sequence
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table's lines; columns that are empty in all rows are left out."""
     kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
-    lines = [[row[place] for place in kept] for row in (head, ["---"] * len(head), *rows)]
-    lines[1] = ["---"] * len(kept)
-    return ["|" + "|".join(line) + "|" if line[0] == "---" else "| " + " | ".join(line) + " |" for line in lines]
+    first, *others = ("| " + " | ".join(row[place] for place in kept) + " |" for row in (head, *rows))
+    return [first, "|" + "---|" * len(kept), *others]
 
 
 def plain(text: str) -> str:
