@@ -78,20 +78,6 @@ The machine should have nothing else to do: compared things take turns, and each
 median over the turns, with the smallest and the largest behind it."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """What `rudra bench` takes."""
-    listing = [f"  {name:12}{what}\n{'':14}goal: {goal}" for name, (what, goal) in BENCHMARKS.items()]
-    listed = "benchmarks:\n" + "\n".join(listing)
-    raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser("rudra bench", description=DESCRIPTION, epilog=listed, formatter_class=raw)
-    made.add_argument("names", nargs="*", metavar="NAME", help="which to run; without one they are listed")
-    made.add_argument("--quick", action="store_true", help="smallest sizes: shows that it works, not how fast")
-    made.add_argument("--json", action="store_true", help="one JSON object per benchmark and line, for scripts")
-    about = "of faults: kill every role at every phase of a run, on these topologies, or on all"
-    made.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
-    return made
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmarks that the command line names.
 
@@ -104,17 +90,25 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         RudraError: it failed.
     """
-    parsing = parser()
-    arguments = parsing.parse_args(argv)
+    listing = [f"  {name:12}{what}\n{'':14}goal: {goal}" for name, (what, goal) in BENCHMARKS.items()]
+    listed = "benchmarks:\n" + "\n".join(listing)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("rudra bench", description=DESCRIPTION, epilog=listed, formatter_class=raw)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which to run; without one they are listed")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that it works, not how fast")
+    parser.add_argument("--json", action="store_true", help="one JSON object per benchmark and line, for scripts")
+    about = "of faults: kill every role at every phase of a run, on these topologies, or on all"
+    parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
+    arguments = parser.parse_args(argv)
     if arguments.phases is not None and arguments.names != ["faults"]:
-        parsing.error("--phases is an option of faults alone")
+        parser.error("--phases is an option of faults alone")
     if unknown := set(arguments.phases or ()) - PLACES.keys():
-        parsing.error(f"--phases: no topology '{min(unknown)}'; valid: {', '.join(PLACES)}")
+        parser.error(f"--phases: no topology '{min(unknown)}'; valid: {', '.join(PLACES)}")
     for name in arguments.names:
         if name not in BENCHMARKS:
-            parsing.error(f"no benchmark '{name}'; valid: {', '.join(BENCHMARKS)}")
+            parser.error(f"no benchmark '{name}'; valid: {', '.join(BENCHMARKS)}")
     if not arguments.names:
-        print(parsing.epilog)
+        print(listed)
     more = {} if arguments.phases is None else {"phases": arguments.phases}
     for name in arguments.names:
         load = os.getloadavg()[0]

@@ -6,8 +6,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 
-from rudra.bench import parser as bench_parser
-from rudra.cli.main import EPILOG, names, parser_of
+from rudra.cli.main import DESCRIPTION, EPILOG, names, parser_of
 from tests.docs import markdown
 from tests.docs.markdown import code, plain, sentence
 
@@ -16,19 +15,20 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     """Every command's own parser."""
     whole = parser_of(names())
     (commands,) = (action for action in whole._actions if isinstance(action, argparse._SubParsersAction))
-    return {**commands.choices, "bench": bench_parser()}
+    return dict(commands.choices)
 
 
 def sections() -> list[str]:
     """A section for the program as a whole, and one for each command."""
-    lines = ["## rudra", "", *_text(EPILOG)]
+    lines = ["## rudra", "", *_text(DESCRIPTION), *_text(EPILOG)]
     for name, parser in parsers().items():
         lines += [f"## rudra {name}", "", *_text(parser.description or ""), "```text", usage(parser), "```", ""]
         arguments, options, *others = parser._action_groups
         for title, groups in [("", [arguments, options]), *((group.title or "", [group]) for group in others)]:
             actions = [action for group in groups for action in group._group_actions if _shown(action)]
             lines += [f"{sentence(title)}:", ""] if title else []
-            lines += [*markdown.table(["option", "meaning"], [_row(parser, action) for action in actions]), ""]
+            rows = [_row(parser, action) for action in actions]
+            lines += [*markdown.table(["option", "meaning"], rows), ""] if rows else []
         examples = getattr(importlib.import_module(f"rudra.cli.{name}"), "EXAMPLES", {})
         lines += _listed(examples)
         if not examples or not (parser.epilog or "").lower().startswith("example"):

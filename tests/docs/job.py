@@ -1,7 +1,6 @@
 """The tables of a job, as the code declares them: keys, what is allowed, defaults, meaning."""
 
 import inspect
-import re
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -37,9 +36,8 @@ def tables() -> dict[str, type[Table]]:
 def table(name: str) -> list[str]:
     """The keys of one table."""
     kind = tables()[name]
-    told = _told(kind)
     rows = [
-        (code(key), allowed(field), default(field), plain(field.description or told.get(key, "")))
+        (code(key), allowed(field), default(field), plain(field.description or ""))
         for key, field in kind.model_fields.items()
     ]
     return markdown.table(["key", "value", "default", "meaning"], rows)
@@ -116,13 +114,6 @@ def _kinds(annotation: Any) -> tuple[Any, ...]:
         if isinstance(inner, type) and issubclass(inner, Table):
             return (annotation, inner)
     return (annotation,)
-
-
-def _told(kind: type[Table]) -> dict[str, str]:
-    """What a table's docstring says of its keys, under Attributes."""
-    _, _, listed = (inspect.getdoc(kind) or "").partition("Attributes:\n")
-    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", listed, re.MULTILINE)
-    return {key: " ".join(text.split()).removesuffix(".") for key, text in found}
 
 
 def _toml(value: Any) -> str:
