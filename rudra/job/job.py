@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 import protocols
 import topologies
@@ -43,7 +43,7 @@ from topologies.plan import TREE_SERVER
 class Job(Table):
     """A run, completely described. Immutable; `resolved` fills in what depends on the ranks."""
 
-    name: str = "job"
+    name: str = Field("job", description="what result files are called; default: the name of the job file")
     model: ModelTable = ModelTable()
     data: DataTable = DataTable()
     augment: AugmentTable = AugmentTable()

@@ -31,6 +31,8 @@ _INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
 
 
 class ModelTable(Table):
+    """The network that is trained."""
+
     name: Named = Field(
         "lenet",
         description="mlp, lenet, cifar10_full, alexnet, vgg16, resnet32, resnet50, lstm, or package.module:callable",
@@ -39,6 +41,8 @@ class ModelTable(Table):
 
 
 class DataTable(Table):
+    """Where samples come from, and how they are prepared."""
+
     name: Any = Field(
         "digits",
         description="digits, idx, cifar10, libsvm, csv, npz, hdf5, arff, text, folder, or package.module:callable "
@@ -82,6 +86,8 @@ class DataTable(Table):
 
 
 class AugmentTable(Table):
+    """Random changes of training inputs, which a replay repeats."""
+
     crop: int = Field(0, ge=0, lt=2**16, description="move training images by up to so many pixels, each way")
     flip: bool = Field(False, description="mirror half of the training images, left to right")
     name: Named | None = Field(
@@ -92,6 +98,8 @@ class AugmentTable(Table):
 
 
 class TaskTable(Table):
+    """The loss, and the metrics that every test measures."""
+
     name: Named = Field(
         "classification",
         description="classification, multi-label, language, regression, or a loss of your own, package.module:callable",
@@ -105,6 +113,8 @@ class TaskTable(Table):
 
 
 class TrainingTable(Table):
+    """How long training lasts, how large mini-batches are, and when the weights are tested."""
+
     epochs: int = Field(10, ge=1, lt=2**31, description="passes over the training set, counted in applied samples")
     minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: samples per learner per gradient")
     seed: int = Field(0, ge=0, description="of weights, sampling, dropout and simulated time")
@@ -143,17 +153,15 @@ class TrainingTable(Table):
 
 
 class ParameterGroup(Table):
-    """Parameters that are updated otherwise than the rest.
+    """Parameters with a learning rate or weight decay of their own."""
 
-    Attributes:
-        parameters: their names, as patterns of the shell: `"*.bias"`, or a list of such.
-        rate_factor: on the learning rate.
-        weight_decay: in place of that of all; None: the same.
-    """
-
-    parameters: tuple[str, ...] = Field((), validate_default=True)
-    rate_factor: float = Field(1.0, ge=0)
-    weight_decay: float | None = Field(None, ge=0)
+    parameters: tuple[str, ...] = Field(
+        (), validate_default=True, description="names of parameters, or patterns such as `*.bias`: one or a list"
+    )
+    rate_factor: float = Field(1.0, ge=0, description="multiplies the learning rate of these parameters")
+    weight_decay: float | None = Field(
+        None, ge=0, description="weight decay of these parameters; default: that of all others"
+    )
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -165,6 +173,8 @@ class ParameterGroup(Table):
 
 
 class OptimizerTable(Table):
+    """The update rule and its learning rate."""
+
     name: str = Field("sgd", description="sgd, adagrad, adam, adamw, rmsprop: torch.optim over the flat vector")
     learning_rate: float = Field(0.01, gt=0, description="α0")
     schedule: Named = Field(
@@ -274,6 +284,8 @@ class OptimizerTable(Table):
 
 
 class ProtocolTable(Table):
+    """Which gradients make an update, and how the protocol changes the learning rate."""
+
     name: Named = Field("softsync", description="hardsync, softsync, async, or package.module:class")
     n: int | None = Field(None, ge=1, description="softsync: the splitting parameter, 1 <= n <= learners")
     modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] = Field(
@@ -284,6 +296,8 @@ class ProtocolTable(Table):
 
 
 class TopologyTable(Table):
+    """Which rank has which role, and which ranks exchange messages."""
+
     name: Named = Field("base", description="base, adv, adv*, groups, or package.module:object")
     options: dict[str, Any] = Field(
         {},
@@ -293,6 +307,8 @@ class TopologyTable(Table):
 
 
 class ClusterTable(Table):
+    """Learners, and what each of them may use: threads, devices, formats."""
+
     learners: int | None = Field(
         None, ge=1, le=100_000, description="λ; without it: 4, or what the launcher's ranks leave"
     )
@@ -319,6 +335,8 @@ class ClusterTable(Table):
 
 
 class FaultToleranceTable(Table):
+    """What a run does about a dead, slow or stalled rank, and about a loss that is not finite."""
+
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="what a loss of NaN or infinity does to the run"
     )
@@ -342,6 +360,8 @@ class FaultToleranceTable(Table):
 
 
 class ResultsTable(Table):
+    """What the result file records, and how often a checkpoint is written."""
+
     minibatches: bool = Field(True, description="record the training error of every mini-batch")
     flush_s: float = Field(1.0, gt=0, description="how often rows are flushed to the file while it is written")
     swmr: Literal["auto", "on", "off"] = Field(
@@ -377,7 +397,7 @@ class ResultsTable(Table):
 
 
 class Hook(Table):
-    """Code that is called at moments of roles (`rudra.core.hooks`)."""
+    """Your own code, which a role calls at its updates, at epochs or at the end (`rudra.core.hooks`)."""
 
     SHIPPED: ClassVar[dict[str, str]] = {name: f"rudra.results.journals:{name}" for name in ("csv", "tensorboard")}
 
@@ -430,7 +450,7 @@ class Hook(Table):
 
 
 class StudyTable(Table):
-    """What `rudra sweep` makes of a job, and what `rudra report` draws of that. Keys of the job are dotted here."""
+    """The variants of the job that `rudra sweep` runs, and the figure that `rudra report` draws of them."""
 
     title: str = Field("", description="what the report is headed with")
     figure: Literal["staleness", "test-error", "tradeoff", "speed-up", "table"] = Field(
