@@ -59,7 +59,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "overlap within 10 points, adv* >= 99.5 %; times within 20 %",
     ),
     "studies": (
-        "test errors of the paper's Figure 5 and Table 2 on few images, three seeds; needs CIFAR-10 in data/cifar-10",
+        "test errors of the paper's Figure 5 and Table 2 on few images, three seeds; needs CIFAR-10 (data/cifar-10)",
         "the paper's order at every seed",
     ),
     "faults": (

@@ -102,7 +102,7 @@ def _assignments(prefix: str) -> dict[str, str]:
     """Keys of a job, then the values that a key names; behind a comma another one."""
     from rudra.job import schema
 
-    keys = schema.keys()
+    keys = schema.job_keys()
     key, equals, value = prefix.partition("=")
     if not equals:
         return {f"{key}=": about["description"] for key, about in keys.items()}

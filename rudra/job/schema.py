@@ -13,7 +13,7 @@ def text() -> str:
     return FILE.read_text(encoding="utf-8")
 
 
-def keys() -> dict[str, dict[str, Any]]:
+def job_keys() -> dict[str, dict[str, Any]]:
     """The schema of each key, by `table.key`; hooks are no table."""
     tables = json.loads(text())["properties"]
     return {
