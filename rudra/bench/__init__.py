@@ -1,6 +1,5 @@
 """Benchmarks of Rudra itself: each beside its alternative in one run, as ratios, with the physical bound."""
 
-import argparse
 import importlib
 import json
 import os
@@ -9,7 +8,6 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from rudra.bench.phases import PLACES
 from rudra.findings import Report
 from rudra.log import log
 from rudra.machine import cores
@@ -61,7 +59,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "overlap within 10 points, adv* >= 99.5 %; times within 20 %",
     ),
     "studies": (
-        "test errors of the paper's Figure 5 and Table 2 on few images, three seeds; needs CIFAR-10 in data/cifar-10",
+        "test errors of the paper's Figure 5 and Table 2 on few images, three seeds; needs CIFAR-10 (data/cifar-10)",
         "the paper's order at every seed",
     ),
     "faults": (
@@ -71,56 +69,34 @@ BENCHMARKS = {  # name -> what it compares, and the goal
     "scaling": ("time per epoch in virtual time, 4 to 4,096 learners, every topology: where it saturates", "no goal"),
 }
 
-DESCRIPTION = """\
-Measures Rudra against what torch, MPI and memory give on this machine, in one run, as ratios.
 
-The machine should have nothing else to do: compared things take turns, and each ratio is the
-median over the turns, with the smallest and the largest behind it."""
+def listing() -> str:
+    """The benchmarks with their goals."""
+    lines = [f"  {name:12}{what}\n{'':14}goal: {goal}" for name, (what, goal) in BENCHMARKS.items()]
+    return "\n".join(["benchmarks:", *lines])
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the benchmarks that the command line names.
+def measure(name: str, *, quick: bool, as_json: bool, phases: Sequence[str] | None = None) -> None:
+    """Runs a benchmark and prints what it found, whether it reaches its goals or not.
 
     Args:
-        argv: arguments after `rudra bench`.
-
-    Returns:
-        0 whether goals are reached or not; a benchmark that cannot run raises.
+        name: which one.
+        quick: the smallest sizes.
+        as_json: prints one JSON object.
+        phases: of `faults`: topologies on which every role is killed at every phase.
 
     Raises:
         RudraError: it failed.
     """
-    listing = [f"  {name:12}{what}\n{'':14}goal: {goal}" for name, (what, goal) in BENCHMARKS.items()]
-    listed = "benchmarks:\n" + "\n".join(listing)
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("rudra bench", description=DESCRIPTION, epilog=listed, formatter_class=raw)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which to run; without one they are listed")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that it works, not how fast")
-    parser.add_argument("--json", action="store_true", help="one JSON object per benchmark and line, for scripts")
-    about = "of faults: kill every role at every phase of a run, on these topologies, or on all"
-    parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
-    arguments = parser.parse_args(argv)
-    if arguments.phases is not None and arguments.names != ["faults"]:
-        parser.error("--phases is an option of faults alone")
-    if unknown := set(arguments.phases or ()) - PLACES.keys():
-        parser.error(f"--phases: no topology '{min(unknown)}'; valid: {', '.join(PLACES)}")
-    for name in arguments.names:
-        if name not in BENCHMARKS:
-            parser.error(f"no benchmark '{name}'; valid: {', '.join(BENCHMARKS)}")
-    if not arguments.names:
-        print(listed)
-    more = {} if arguments.phases is None else {"phases": arguments.phases}
-    for name in arguments.names:
-        load = os.getloadavg()[0]
-        if load > 0.3 * cores() and not arguments.quick:
-            log.warning(f"warning: the machine is busy (load {load:.1f}); figures may be off")
-        report: Report = importlib.import_module(f"rudra.bench.{name}").run(quick=arguments.quick, **more)
-        if arguments.json:
-            print(json.dumps({"benchmark": name, "quick": arguments.quick, **_machine(load), **report.as_dict()}))
-        else:  # what is so small says nothing of goals
-            text = report.as_text(goals=not arguments.quick)
-            print(f"{name}: {BENCHMARKS[name][0]}\n\n{text}\n", flush=True)
-    return 0
+    load = os.getloadavg()[0]
+    if load > 0.3 * cores() and not quick:
+        log.warning(f"warning: the machine is busy (load {load:.1f}); figures may be off")
+    more = {} if phases is None else {"phases": phases}
+    report: Report = importlib.import_module(f"rudra.bench.{name}").run(quick=quick, **more)
+    if as_json:
+        print(json.dumps({"benchmark": name, "quick": quick, **_machine(load), **report.as_dict()}), flush=True)
+    else:  # what is so small says nothing of goals
+        print(f"{name}: {BENCHMARKS[name][0]}\n\n{report.as_text(goals=not quick)}\n", flush=True)
 
 
 def _machine(load: float) -> dict[str, Any]:

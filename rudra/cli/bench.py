@@ -1,17 +1,49 @@
 """`rudra bench`."""
 
-from collections.abc import Sequence
+import argparse
 
-from rudra.cli.options import has
-from rudra.errors import ConfigError
+from rudra.bench import BENCHMARKS, listing
+from rudra.errors import ConfigError, unknown
 
-SUMMARY = "measure Rudra itself against the bounds; bench --help lists them"
+SUMMARY = "measure Rudra against torch, MPI and memory on this machine"
+
+MORE = f"""\
+Each benchmark measures Rudra and what it is compared with in turns, in one run, and prints their ratio: the
+median over the turns, with the smallest and the largest in parentheses. The machine should be otherwise idle.
+
+{listing()}"""
+
+EXAMPLES = {
+    "rudra bench": "list the benchmarks with their goals",
+    "rudra bench overhead ddp": "run two of them",
+    "rudra bench update --quick": "try one on the smallest sizes, for which no goal counts",
+}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Its options are its own."""
-    if not has("rudra.bench"):
-        raise ConfigError("this installation has no benchmarks")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="BENCHMARK", help="benchmarks to run; without one, list them")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes: show that it works, not how fast")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
+    about = "for `faults`: kill every role at every phase of a run, on these topologies or on all"
+    parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
+
+
+def execute(arguments: argparse.Namespace) -> int:
     from rudra import bench
 
-    return int(bench.main(argv))
+    for name in arguments.names:
+        if name not in BENCHMARKS:
+            raise ConfigError(f"benchmark {unknown(name, BENCHMARKS)}")
+    if arguments.phases is not None and arguments.names != ["faults"]:
+        raise ConfigError("--phases is an option of the benchmark faults alone")
+    if arguments.phases:
+        from rudra.bench.phases import PLACES
+
+        for name in arguments.phases:
+            if name not in PLACES:
+                raise ConfigError(f"--phases: topology {unknown(name, PLACES)}")
+    if not arguments.names:
+        print(listing())
+    for name in arguments.names:
+        bench.measure(name, quick=arguments.quick, as_json=arguments.json, phases=arguments.phases)
+    return 0

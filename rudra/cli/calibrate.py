@@ -6,22 +6,33 @@ from pathlib import Path
 
 from rudra.cli.options import at_least, force_option, job_argument, numbers, search_beside, set_option, start_plainly
 
-SUMMARY = "measure what a job's model costs here"
+SUMMARY = "measure what a job's model costs on this machine"
 
 MORE = """\
-Short runs on real ranks, with one learner and with several, at several μ: about a minute, in which the
-machine should have nothing else to do. `predict` and `simulate` then find what was measured, for this model
-on this machine; a job uses a file that was written elsewhere with [simulation] costs = "FILE.toml"."""
+Runs the job on real ranks for about a minute, with one learner and with several, at several mini-batch sizes
+(μ). The machine should be otherwise idle. Without -o, `rudra predict` and `rudra simulate` find the measured
+costs for this model on this machine; with -o, a job names the file: [simulation] costs = \"FILE.toml\"."""
+
+EXAMPLES = {
+    "rudra calibrate digits": "measure the costs of lenet, for predictions on this machine",
+    "rudra calibrate my-job.toml --learners 4 --sizes 4,16 -o measured.toml": "write a file to use elsewhere",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_argument(parser)
-    about = "default: where `predict` and `simulate` find it for this model on this machine; replaced if it is there"
+    about = "measured costs; default: the place where `predict` and `simulate` look, which is replaced"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.toml", help=about)
-    parser.add_argument("--learners", type=at_least(1), default=2, metavar="N", help="how many compute at once; 2")
-    parser.add_argument("--sizes", metavar="N,N,…", help="μ to measure at; default: the job's, a quarter, 4 times")
-    parser.add_argument("--seconds", type=float, metavar="S", help="that each run computes; 2")
-    set_option(parser, "override any key of the job; may be given several times")
+    parser.add_argument(
+        "--learners", type=at_least(1), default=2, metavar="N", help="learners that compute at once; default: 2"
+    )
+    parser.add_argument(
+        "--sizes", metavar="N,N,…", help="values of μ; default: the job's, a quarter of it, four times it"
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="seconds of computation for each measurement; default: 2"
+    )
+    set_option(parser)
     force_option(parser, "FILE.toml")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 

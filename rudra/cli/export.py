@@ -8,15 +8,28 @@ from rudra.cli.options import force_option
 SUMMARY = "write a run's weights for torch or safetensors"
 
 MORE = """\
-All that `load_state_dict` of the model takes, whether it is trained or not, under the names that it has there.
-Weights of epochs before the last are in a file where the job says [results] keep_every or keep_best."""
+The file has every entry of the model's state dict, under the same names, so that `load_state_dict` accepts it.
+A result file holds the final weights; earlier weights only if the job sets [results] keep_every or keep_best."""
+
+EXAMPLES = {
+    "rudra export soft.h5 -o soft.pt": "write the final weights, for torch.load",
+    "rudra export soft.h5 -o soft.safetensors": "write them for safetensors",
+    "rudra export my-job.h5 -o best.pt --epoch best": "write the weights of the epoch with the best test",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE.h5")
-    parser.add_argument("-o", "--output", type=Path, metavar="W.pt", required=True, help=".pt or .safetensors")
+    parser.add_argument("file", type=Path, metavar="FILE.h5", help="result file")
     parser.add_argument(
-        "--epoch", type=_epoch, metavar="N", help="as they were at its end, or `best`; default: the final weights"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="W.pt|W.safetensors",
+        required=True,
+        help="file to write: .pt or .safetensors",
+    )
+    parser.add_argument(
+        "--epoch", type=_epoch, metavar="N", help="weights at the end of epoch N, or `best`; default: the final weights"
     )
     force_option(parser, "W.pt")
 

@@ -1,7 +1,7 @@
 """The command line: a thin skin of the Python API. Parses, calls, prints, and turns errors into one line.
 
-A command is a module beside this one: `SUMMARY` and `MORE` say what it does, `add_options` what it takes, and `execute`
-does it; or `main` takes the rest of the command line.
+A command is a module beside this one: `SUMMARY` and `MORE` say what it does, `EXAMPLES` shows command lines and what
+they do, `add_options` declares its arguments, and `execute` does it.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import ModuleType
 from typing import NoReturn
 
@@ -23,39 +24,46 @@ COMMON = {"main", "options", "finish", "examination"}
 
 FIRST = (
     *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "show", "plot", "replay", "export"),
-    *("timeline", "report", "watch", "jobs", "topology", "validate", "doctor", "bench"),
+    *("timeline", "report", "watch", "jobs", "init", "validate", "topology", "schema", "completion", "doctor", "bench"),
 )
 """The order in which help lists commands; others follow."""
 
 DESCRIPTION = """\
-Rudra trains a PyTorch model over MPI under any synchronisation protocol, from fully
-synchronous to fully asynchronous, and measures what each choice costs: time per epoch,
-staleness, test error.
+Rudra trains a PyTorch model on MPI ranks. You choose when gradients become an update of the
+weights: hardsync waits for all learners, n-softsync for some of them, async for none. Rudra
+measures what the choice costs: time per epoch, staleness, test error.
 
-A job file says what to train and how; `rudra jobs` lists those that come with Rudra.
-The result of a run is one HDF5 file."""
+A job file says what to train and how; `rudra jobs` lists the shipped ones. A run writes its
+results into one HDF5 file."""
 
 EPILOG = """\
 first steps:
-  rudra doctor                        is everything here that a run needs?
-  rudra run digits                    train on real MPI ranks; under a minute
-  rudra show digits-*.h5              the run's figures
-  rudra plot digits-*.h5              errors, losses, learning rate and staleness as a picture
-  rudra resume digits-*.h5            go on with a run that was stopped
+  rudra doctor                        check that this machine can run jobs
+  rudra run digits                    train a shipped job on MPI ranks, in under a minute
+  rudra show digits-*.h5              print the results
+  rudra plot digits-*.h5              draw error, loss, learning rate and staleness
+  rudra resume digits-*.h5            continue a run that was stopped
 
-comparing protocols (each changes the learning rate in its own way; modulation=none keeps α0 in all):
+your own job:
+  rudra init my-job.toml              write a commented job file to edit
+  rudra validate my-job.toml          check it, and see what it would run
+  rudra run my-job.toml
+
+comparing protocols (each scales the learning rate in its own way; modulation=none keeps it the same for all):
   rudra run digits --set protocol.name=hardsync --set protocol.modulation=none --output hard.h5
   rudra run digits --set protocol.n=2 --set protocol.modulation=none --output soft.h5
-  rudra simulate digits --learners 30 --output many.h5     30 learners in one process
+  rudra simulate digits --learners 30 --output many.h5     simulate 30 learners in one process
   rudra plot hard.h5 soft.h5 many.h5 --output compare.png
 
-on a cluster (as many learners as the ranks leave, beside the servers):
+on a cluster (every rank that no server needs becomes a learner):
   mpirun -n 10 rudra run my-job.toml
   srun --mpi=pmix rudra run my-job.toml
-  rudra slurm my-job.toml --ntasks 10 --time 4:00:00 --submit     as a batch job that goes on after its time limit
+  rudra slurm my-job.toml --ntasks 10 --time 4:00:00 --submit     as a batch job that continues after its time limit
 
-exit codes: 0 all went well; 1 it ran and failed; 2 a mistake in what was asked for; 3 it was stopped, and
-`rudra resume` goes on."""
+`rudra COMMAND --help` explains a command and shows examples.
+
+exit codes: 0 success; 1 the run failed; 2 usage or configuration error; 3 the run was stopped, and
+`rudra resume` continues it"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,17 +73,16 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments after the program's name.
 
     Returns:
-        Exit code: 0, 1 (it ran and failed), 2 (the user's mistake), 3 (it was stopped, and can be resumed).
+        Exit code: 0, 1 (it ran and failed), 2 (usage or configuration error), 3 (it was stopped, and can be resumed).
     """
     known = names()
     try:
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks
+            return _module("completion").answer(known, parser_of)
         if not argv:
             parser_of(known).print_help()
             return 0
         asked = argv[0] in known
-        if asked and not hasattr(module := _module(argv[0]), "execute"):
-            interrupts.raise_again()
-            return int(module.main(argv[1:]))
         arguments = parser_of(argv[:1] if asked else known).parse_args(argv, argparse.Namespace(argv=argv))
         import rudra.job.job  # noqa: F401  what nearly all need, and takes longest before torch
 
@@ -137,17 +144,17 @@ def names() -> list[str]:
 
 def parser_of(commands: Sequence[str]) -> argparse.ArgumentParser:
     """A parser that knows some commands."""
-    raw = argparse.RawDescriptionHelpFormatter
+    raw = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     parser = _Parser("rudra", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in commands:
         module = _module(name)
-        text = f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.\n\n{getattr(module, 'MORE', '')}".strip()
-        sub = subparsers.add_parser(name, help=module.SUMMARY, description=text, formatter_class=raw)
-        if hasattr(module, "execute"):
-            module.add_options(sub)
-            sub.set_defaults(execute=module.execute)
+        text = f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.\n\n{module.MORE}"
+        epilog = "examples:" + "\n".join(f"\n  # {what}\n  {line}" for line, what in module.EXAMPLES.items())
+        sub = subparsers.add_parser(name, help=module.SUMMARY, description=text, epilog=epilog, formatter_class=raw)
+        module.add_options(sub)
+        sub.set_defaults(execute=module.execute)
     return parser
 
 

@@ -17,20 +17,24 @@ ROOTS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
 """One of these is at the root of a project."""
 
 
-def job_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", help="a TOML file, or a name that `rudra jobs` lists")
+def job_argument(parser: argparse.ArgumentParser, *, or_results: bool = False) -> None:
+    text = "TOML file, or name of a shipped job (see `rudra jobs`)"
+    metavar, more = ("JOB|FILE.h5", "; or result file of a run") if or_results else ("JOB", "")
+    parser.add_argument("job", metavar=metavar, help=text + more)
 
 
-def job_options(parser: argparse.ArgumentParser, *, runs: bool) -> None:
-    job_argument(parser)
-    parser.add_argument("--learners", type=int, metavar="N", help="number of learners, as --set cluster.learners=N")
-    set_option(parser, "override any key of the job; may be given several times")
+def job_options(parser: argparse.ArgumentParser, *, runs: bool, or_results: bool = False) -> None:
+    job_argument(parser, or_results=or_results)
+    parser.add_argument(
+        "--learners", type=int, metavar="N", help="number of learners; short for --set cluster.learners=N"
+    )
+    set_option(parser)
     if runs:
         parser.add_argument(
-            "-o", "--output", type=Path, metavar="FILE.h5", help="default: made from the job's name and the time"
+            "-o", "--output", type=Path, metavar="FILE.h5", help="result file; default: the job's name and the time"
         )
         force_option(parser, "FILE.h5")
-        parser.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
+        parser.add_argument("--quiet", action="store_true", help="no progress; print only the name of the result file")
 
 
 def force_option(parser: argparse.ArgumentParser, what: str) -> None:
@@ -38,16 +42,16 @@ def force_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def log_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log", action="store_true", help="logarithmic axes for errors, losses and learning rates")
+    parser.add_argument("--log", action="store_true", help="logarithmic axes for error, loss and learning rate")
 
 
 def verbose_option(parser: argparse.ArgumentParser) -> None:
-    text = "where a run does not end well, also show what MPI and mpirun said"
+    text = "if the run fails, also show what MPI and mpirun printed"
     parser.add_argument("--verbose", action="store_true", help=text)
 
 
-def set_option(parser: argparse.ArgumentParser, about: str) -> None:
-    more = "; without a value: its default again"
+def set_option(parser: argparse.ArgumentParser, about: str = "change any key of the job; repeatable") -> None:
+    more = "; without VALUE: the key's default"
     parser.add_argument(
         "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides", help=about + more
     )

@@ -5,16 +5,24 @@ from pathlib import Path
 
 from rudra.cli.options import beside, force_option, log_option
 
-SUMMARY = "draw errors, losses, learning rate and staleness of one or more runs"
+SUMMARY = "draw error, loss, learning rate and staleness of runs"
+
+MORE = """\
+Runs that differ only in the seed become one line, their median, in a band from the lowest to the highest."""
+
+EXAMPLES = {
+    "rudra plot soft.h5": "draw one run, as soft.png",
+    "rudra plot soft.h5 hard.h5 --output compare.pdf": "compare two runs in one picture",
+    "rudra plot soft.h5 hard.h5 --log --output log.svg": "compare them on logarithmic axes",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE.h5")
-    parser.add_argument(
-        "-o", "--output", type=Path, help=".png, .svg or .pdf; default: the first file's name with .png"
-    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE.h5", help="result files")
+    about = "picture: .png, .svg or .pdf; default: the name of the first file with .png"
+    parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=about)
     log_option(parser)
-    force_option(parser, "the picture")
+    force_option(parser, "PICTURE.png")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -6,22 +6,33 @@ from collections.abc import Sequence
 
 from rudra.cli.options import at_least, job_argument, numbers, overrides_of, protocol_text, set_option
 
-SUMMARY = "say what a job would take, without training"
+SUMMARY = "predict time per epoch without training"
 
 MORE = """\
-Simulates the job's roles without tensors and data, for as long as a steady rate needs, with the costs in
-its table [simulation]: `costs = "p775"` (the paper's cluster), a file of `rudra calibrate`, or your own keys."""
+Simulates the roles of the job without tensors and data, until the rate is steady. Costs come from the job's
+table [simulation], where `costs` names a preset (p775, the cluster of the Rudra paper) or a file of
+`rudra calibrate`. Otherwise they are those that `rudra calibrate` measured on this machine for this model."""
+
+EXAMPLES = {
+    "rudra predict digits --learners 1,2,4,8": "predict how training time falls with the number of learners",
+    "rudra predict rudra/table4 --set topology.name=adv": "predict a job of the paper in another topology",
+    "rudra predict my-job.toml --set simulation.costs=measured.toml --json": "use measured costs, and print JSON",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_argument(parser)
     parser.add_argument(
-        "--learners", dest="counts", metavar="N,N,…", help="one row for each number; default: the job's"
+        "--learners", dest="counts", metavar="N,N,…", help="numbers of learners, one row for each; default: the job's"
     )
-    set_option(parser, "override any key of the job; may be given several times")
-    parser.add_argument("--samples", type=at_least(1), metavar="N", help="of an epoch; default: the training set's")
-    parser.add_argument("--updates", type=at_least(4), metavar="N", help="to simulate; default: what a rate needs")
-    parser.add_argument("--json", action="store_true", help="as one JSON object for each row, for scripts")
+    set_option(parser)
+    parser.add_argument(
+        "--samples", type=at_least(1), metavar="N", help="samples in an epoch; default: those of the training set"
+    )
+    parser.add_argument(
+        "--updates", type=at_least(4), metavar="N", help="updates to simulate; default: as many as a steady rate needs"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each row")
     parser.set_defaults(learners=None)
 
 

@@ -8,18 +8,27 @@ from rudra.cli.options import force_option, search_beside, set_option
 SUMMARY = "repeat a recorded run in one process, and compare bit for bit"
 
 MORE = """\
-The same roles are fed the recorded gradients in the recorded order. Ends with exit code 0 if every
-update and the final weights are the same bits, else with 1 and the first update that differs.
---until leaves the weights of one moment as a state dict for torch.load. Modules of your own are
-found beside FILE.h5, at the root of its project and in the current directory."""
+The replay feeds the recorded gradients to the same roles in the recorded order. Exit code 0: every update and
+the final weights have the same bits. Exit code 1: they differ, and the first update that differs is named.
+Your own modules are found beside FILE.h5, at the root of its project and in the working directory."""
+
+EXAMPLES = {
+    "rudra replay soft.h5": "check that the run can be reproduced",
+    "rudra replay soft.h5 --until 100 -o at-100.pt": "write the weights after update 100, for torch.load",
+    "rudra replay my-job.h5 --set data.path=/scratch/cifar10": "replay where the data lies elsewhere",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE.h5")
-    parser.add_argument("--until", type=int, metavar="UPDATE", help="stop there and write the weights of that moment")
-    parser.add_argument("-o", "--output", type=Path, metavar="W.pt", help="for these weights; default: FILE-UPDATE.pt")
+    parser.add_argument("file", type=Path, metavar="FILE.h5", help="result file of a run")
+    parser.add_argument(
+        "--until", type=int, metavar="UPDATE", help="stop after this update and write the weights, as a state dict"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="W.pt", help="file for these weights; default: FILE-UPDATE.pt"
+    )
     force_option(parser, "W.pt")
-    set_option(parser, "where something is: data.path or training.warm_start")
+    set_option(parser, "change data.path or training.warm_start; repeatable")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

@@ -6,21 +6,28 @@ from pathlib import Path
 from rudra.cli.finish import finished, mode_of
 from rudra.cli.options import search_beside, set_option, verbose_option
 
-SUMMARY = "go on with a run that was stopped or failed"
+SUMMARY = "continue a run that was stopped or failed"
 
 MORE = """\
-The job is that of the run, with as many learners and threads; it goes on under the same name, and the file keeps what
-was recorded up to the checkpoint. With hardsync the weights become what they would have become, to the last bit.
-Under mpirun or srun give as many ranks as the run had. To resume in a batch script, whether there is a checkpoint yet
-or not: rudra run JOB --output FILE.h5 --resume"""
+The run continues from its last checkpoint: the same job, as many learners and threads, the same result file,
+which keeps what was recorded up to the checkpoint. Under hardsync the final weights are, bit for bit, those of
+a run that was never stopped. Under mpirun or srun, start as many ranks as the run had.
+
+In a batch script, use `rudra run JOB --output FILE.h5 --resume`: it works before the first checkpoint, too."""
+
+EXAMPLES = {
+    "rudra resume soft.h5": "continue from the last checkpoint of this run",
+    "rudra resume soft.h5 --set training.epochs=40": "train a finished run for more epochs, 40 in all",
+    "mpirun -n 10 rudra resume my-job.h5": "continue on ten ranks that mpirun starts",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="its result file (.h5) or a checkpoint of it (.ckpt)")
+    parser.add_argument("file", type=Path, metavar="FILE.h5|FILE.ckpt", help="result file or checkpoint of the run")
     set_option(
-        parser, "where data is, or how the run is reported: data.path, and the tables fault_tolerance and results"
+        parser, "change training.epochs, data.path or another key that may change (an error lists them); repeatable"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
+    parser.add_argument("--quiet", action="store_true", help="no progress; print only the name of the result file")
     verbose_option(parser)
 
 

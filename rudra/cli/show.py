@@ -6,14 +6,23 @@ from pathlib import Path
 
 from rudra.cli.options import at_least
 
-SUMMARY = "print the figures of a run"
+SUMMARY = "print the results of a run"
+
+MORE = """\
+Prints time, throughput, learning rate, staleness, losses, errors and metrics of a run, also while it runs."""
+
+EXAMPLES = {
+    "rudra show soft.h5": "print the results",
+    "rudra show soft.h5 --target 'accuracy >= 0.95'": "also print when test accuracy reached 0.95",
+    "rudra show soft.h5 --json": "print them as JSON, for a script",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE.h5")
-    parser.add_argument("--json", action="store_true", help="as one JSON object, for scripts")
-    parser.add_argument("--target", metavar="TEXT", help="when was it reached? such as 'accuracy >= 0.98'")
-    about = "by the median of so many tests; default: the job's training.target_window"
+    parser.add_argument("file", type=Path, metavar="FILE.h5", help="result file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--target", metavar="TEXT", help="say when this was reached, such as 'accuracy >= 0.98'")
+    about = "tests whose median must reach the target; default: the job's training.target_window"
     parser.add_argument("--target-window", type=at_least(1), metavar="N", help=about)
 
 

@@ -5,11 +5,18 @@ import argparse
 from rudra.cli.finish import report
 from rudra.cli.options import job_options
 
-SUMMARY = "run a job in one process and virtual time"
+SUMMARY = "run a job in one process, in virtual time"
 
 MORE = """\
-The same roles and real gradients as in `rudra run`, but any number of learners in one process.
-Time is virtual and comes from the job's table [simulation]; the same job gives the same bits."""
+The simulation runs the same roles as `rudra run` and computes real gradients, for any number of learners in one
+process. Time is virtual: costs come from the job's table [simulation], or are those that `rudra calibrate`
+measured on this machine for this model. The same job always gives the same bits."""
+
+EXAMPLES = {
+    "rudra simulate digits --learners 30 --output many.h5": "see what 30 learners would do",
+    "rudra simulate digits --set training.epochs=1": "try a job quickly, without MPI",
+    "rudra simulate digits --set simulation.slowdown.0=4 --output slow.h5": "make learner 0 four times slower",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

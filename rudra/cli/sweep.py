@@ -6,11 +6,18 @@ from pathlib import Path
 
 from rudra.cli.options import job_options, overrides_of, start_plainly
 
-SUMMARY = "run a grid of jobs, or the study that a job describes"
+SUMMARY = "run all combinations of values, or the study of a job"
 
 MORE = """\
-Each point is simulated (or, with --mpi, run on real ranks), several at a time. Called again, it does what is missing.
-The directory has one result file for each point and sweep.json; `rudra report DIR` makes a page of it."""
+Each combination, a point, is simulated, several at a time; with --mpi it runs on real ranks. A second call
+runs only the points that are missing. DIR receives one result file for each point and an index, sweep.json;
+`rudra report DIR` makes a page of them."""
+
+EXAMPLES = {
+    "rudra sweep digits --grid protocol.n=1,2,4": "simulate three variants of a job",
+    "rudra sweep digits --grid protocol.n=1,2 --grid training.minibatch_size=4,16": "simulate four combinations",
+    "rudra sweep rudra/figure5 --quick": "run the study of a shipped job, in its short variant",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +27,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TABLE.KEY=V1,V2",
-        help="values of a key, nothing for its default; several make all combinations; default: the job's [study]",
+        help="values of a key, an empty one for its default; repeatable; without --grid: the job's [study]",
     )
-    parser.add_argument("--quick", action="store_true", help="the study's quick variant: minutes on two cores")
-    parser.add_argument("--mpi", action="store_true", help="run on real ranks, one point after the other")
-    parser.add_argument("--workers", type=int, metavar="N", help="points at a time; default: as many as cores")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: NAME-sweep, or NAME-quick-sweep")
-    parser.add_argument("--force", action="store_true", help="replace an index and finished points of another job")
-    parser.add_argument("--quiet", action="store_true", help="no progress; print only the directory's name")
+    parser.add_argument("--quick", action="store_true", help="the short variant of the study")
+    parser.add_argument("--mpi", action="store_true", help="run on real ranks, one point at a time")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="points that are simulated at a time; default: one for each core"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="directory of the results; default: NAME-sweep or NAME-quick-sweep",
+    )
+    parser.add_argument("--force", action="store_true", help="replace the results of another job or grid in DIR")
+    parser.add_argument("--quiet", action="store_true", help="no progress; print only the name of the directory")
 
 
 def execute(arguments: argparse.Namespace) -> int:

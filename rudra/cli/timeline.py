@@ -9,14 +9,19 @@ from rudra.log import log
 SUMMARY = "write a run as a trace for Perfetto or Chrome"
 
 MORE = """\
-Open it at https://ui.perfetto.dev: when each learner computed, pushed, waited and pulled, and when
-the servers updated and tested, on one clock."""
+The trace shows on one clock when each learner computed, pushed, waited and pulled, and when the servers updated
+and tested the weights. Open it at https://ui.perfetto.dev or in chrome://tracing."""
+
+EXAMPLES = {
+    "rudra timeline soft.h5": "write soft.trace.json",
+    "rudra timeline soft.h5 -o trace.json.gz": "write a compressed trace",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE.h5")
+    parser.add_argument("file", type=Path, metavar="FILE.h5", help="result file")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="TRACE.json", help=".json or .json.gz; default: FILE.trace.json"
+        "-o", "--output", type=Path, metavar="TRACE.json", help="trace: .json or .json.gz; default: FILE.trace.json"
     )
     force_option(parser, "TRACE.json")
 

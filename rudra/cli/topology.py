@@ -6,25 +6,29 @@ from pathlib import Path
 from rudra.cli.options import at_least, job_of, job_options, numbers
 from rudra.errors import ConfigError
 
-SUMMARY = "show who is who in a job or a run, and who talks to whom"
+SUMMARY = "show which rank has which role, and which roles exchange messages"
 
 MORE = """\
-Trees of who pushes to whom and how weights come down, the roles of each node, compute groups, and what
-comes of it. A job is shown as it would be placed on its own ranks on one node (or on the nodes that its
-table [simulation] gives), on the ranks that you say, or, for a result file, as it was.
+Prints the trees along which gradients are pushed and weights are pulled, the roles of each node, and the compute
+groups. A job is placed on one node with as many ranks as it needs, on the nodes of its table [simulation], or on
+the ranks that you give. A result file shows where the roles of the run were."""
 
-  rudra topology my-job.toml
-  rudra topology my-job.toml --set topology.name=adv --set topology.options.fan_out=2
-  rudra topology my-job.toml -n 18                what `mpirun -n 18` on one node would make of it
-  rudra topology my-job.toml --nodes 6,6,4        three nodes that have so many ranks each
-  rudra topology my-job.h5                        of a run"""
+EXAMPLES = {
+    "rudra topology digits": "show the roles of a job",
+    "rudra topology digits --set topology.name=adv --set topology.options.fan_out=2": "show them in another topology",
+    "rudra topology my-job.toml -n 18": "show what `mpirun -n 18` on one node would make of the job",
+    "rudra topology my-job.toml --nodes 6,6,4": "show it on three nodes with six, six and four ranks",
+    "rudra topology soft.h5": "show the roles of a run",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    job_options(parser, runs=False)
-    parser.add_argument("-n", dest="ranks", type=at_least(1), metavar="RANKS", help="fit the job to so many ranks")
-    parser.add_argument("--nodes", metavar="R,R,…", help="ranks of each node; default: all on one")
-    parser.add_argument("--all", action="store_true", help="print every role, also of thousands that are alike")
+    job_options(parser, runs=False, or_results=True)
+    parser.add_argument(
+        "-n", dest="ranks", type=at_least(1), metavar="RANKS", help="fit the job to this number of ranks"
+    )
+    parser.add_argument("--nodes", metavar="R,R,…", help="ranks on each node; default: all on one")
+    parser.add_argument("--all", action="store_true", help="print every role; otherwise similar learners share a line")
 
 
 def execute(arguments: argparse.Namespace) -> int:

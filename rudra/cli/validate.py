@@ -12,16 +12,23 @@ if TYPE_CHECKING:
     from rudra.job.job import Job
     from topologies import Plan
 
-SUMMARY = "check a job and say what it would run"
+SUMMARY = "check a job, and say what it would run"
 
 MORE = """\
-Loads the data, builds model, loss, metrics, optimiser and hooks, and tries one mini-batch and one batch of
-the test in this process, so that what a run would stumble over is found here. Predicts memory from that."""
+Loads the data, builds model, loss, metrics, optimiser and hooks, and computes one mini-batch and one test batch
+in this process, so that errors appear here and not in the run. Prints ranks, learning rates, expected staleness
+and the memory that each role needs."""
+
+EXAMPLES = {
+    "rudra validate digits": "check a shipped job",
+    "rudra validate my-job.toml --learners 8 --set protocol.n=2": "check a job with other values",
+    "rudra validate my-job.toml --syntax": "check the keys only, without data",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_options(parser, runs=False)
-    parser.add_argument("--syntax", action="store_true", help="only the job's keys; read no data, build nothing")
+    parser.add_argument("--syntax", action="store_true", help="check the keys only: read no data, build no model")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 import protocols
 import topologies
@@ -69,7 +69,7 @@ class Job(Table):
         ConfigError: an unknown table or key, a wrong type, or keys that contradict each other.
     """
 
-    name: str = "job"
+    name: str = Field("job", description="what result files are called; default: the name of the job file")
     model: ModelTable = ModelTable()
     data: DataTable = DataTable()
     augment: AugmentTable = AugmentTable()

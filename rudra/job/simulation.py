@@ -15,27 +15,22 @@ from rudra.job.table import Table
 
 
 class Fault(Table):
-    """Something that happens in virtual time: learners die, or compute more slowly for a while; tree servers die.
+    """A learner that dies or slows down in virtual time, or a tree server that dies."""
 
-    Attributes:
-        learner: to whom; at random times None is every learner, each by itself.
-        tree_server: or to whom, if it dies at a given time.
-        dies_at_s: virtual time.
-        mean_time_to_failure_s: it dies at a random time, exponentially distributed.
-        slows_at_s: virtual time.
-        mean_time_to_slowdown_s: it slows down again and again, after such random times at its usual pace.
-        factor: on its compute time while it is slow.
-        for_s: how long it is.
-    """
-
-    learner: int | None = None
-    tree_server: int | None = None
-    dies_at_s: float | None = Field(None, ge=0)
-    mean_time_to_failure_s: float | None = Field(None, gt=0)
-    slows_at_s: float | None = Field(None, ge=0)
-    mean_time_to_slowdown_s: float | None = Field(None, gt=0)
-    factor: float | None = Field(None, gt=0)
-    for_s: float | None = Field(None, gt=0)
+    learner: int | None = Field(
+        None, description="number of the learner; default, at random times only: every learner, each at its own times"
+    )
+    tree_server: int | None = Field(None, description="number of the tree server that dies at `dies_at_s`")
+    dies_at_s: float | None = Field(None, ge=0, description="virtual time of its death")
+    mean_time_to_failure_s: float | None = Field(
+        None, gt=0, description="mean of the exponentially distributed time until it dies"
+    )
+    slows_at_s: float | None = Field(None, ge=0, description="virtual time at which it becomes slow")
+    mean_time_to_slowdown_s: float | None = Field(
+        None, gt=0, description="mean of the exponentially distributed times at its usual pace, before each slow time"
+    )
+    factor: float | None = Field(None, gt=0, description="multiplies its compute time while it is slow")
+    for_s: float | None = Field(None, gt=0, description="how long it stays slow")
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -69,6 +64,8 @@ UNMEASURED = "not measured here: run rudra calibrate"
 
 
 class SimulationTable(Table):
+    """Costs and faults in virtual time, for `rudra simulate` and `rudra predict`."""
+
     costs: str | None = Field(
         None,
         description="where times come from that the job does not set: a preset (p775), a file of `rudra calibrate`, "

@@ -31,6 +31,8 @@ _INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
 
 
 class ModelTable(Table):
+    """The network that is trained."""
+
     name: Named = Field(
         "lenet",
         description="shipped network (mlp, lenet, cifar10_full, alexnet, vgg16, resnet32, resnet50, lstm), or "
@@ -40,6 +42,8 @@ class ModelTable(Table):
 
 
 class DataTable(Table):
+    """Where samples come from, and how they are prepared."""
+
     name: Any = Field(
         "digits",
         description="reader (digits, idx, cifar10, libsvm, csv, npz, hdf5, arff, text, folder), or "
@@ -96,6 +100,8 @@ class DataTable(Table):
 
 
 class AugmentTable(Table):
+    """Random changes of training inputs, which a replay repeats."""
+
     crop: int = Field(
         0, ge=0, lt=2**16, description="shift each training image by up to this many pixels in each direction"
     )
@@ -109,6 +115,8 @@ class AugmentTable(Table):
 
 
 class TaskTable(Table):
+    """The loss, and the metrics that every test measures."""
+
     name: Named = Field(
         "classification",
         description="classification, multi-label, language, regression, or your own loss, package.module:callable",
@@ -122,6 +130,8 @@ class TaskTable(Table):
 
 
 class TrainingTable(Table):
+    """How long training lasts, how large mini-batches are, and when the weights are tested."""
+
     epochs: int = Field(
         10,
         ge=1,
@@ -173,17 +183,15 @@ class TrainingTable(Table):
 
 
 class ParameterGroup(Table):
-    """Parameters that are updated otherwise than the rest.
+    """Parameters with a learning rate or weight decay of their own."""
 
-    Attributes:
-        parameters: their names, as patterns of the shell: `"*.bias"`, or a list of such.
-        rate_factor: on the learning rate.
-        weight_decay: in place of that of all; None: the same.
-    """
-
-    parameters: tuple[str, ...] = Field((), validate_default=True)
-    rate_factor: float = Field(1.0, ge=0)
-    weight_decay: float | None = Field(None, ge=0)
+    parameters: tuple[str, ...] = Field(
+        (), validate_default=True, description="names of parameters, or patterns such as `*.bias`: one or a list"
+    )
+    rate_factor: float = Field(1.0, ge=0, description="multiplies the learning rate of these parameters")
+    weight_decay: float | None = Field(
+        None, ge=0, description="weight decay of these parameters; default: that of all others"
+    )
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -195,6 +203,8 @@ class ParameterGroup(Table):
 
 
 class OptimizerTable(Table):
+    """The update rule and its learning rate."""
+
     name: str = Field(
         "sgd",
         description="sgd, adagrad, adam, adamw or rmsprop: the torch.optim class that updates the flat weight vector",
@@ -320,6 +330,8 @@ class OptimizerTable(Table):
 
 
 class ProtocolTable(Table):
+    """Which gradients make an update, and how the protocol changes the learning rate."""
+
     name: Named = Field("softsync", description="hardsync, softsync, async, or your own, package.module:class")
     n: int | None = Field(
         None,
@@ -342,6 +354,8 @@ class ProtocolTable(Table):
 
 
 class TopologyTable(Table):
+    """Which rank has which role, and which ranks exchange messages."""
+
     name: Named = Field("base", description="base, adv, adv*, groups, or your own, package.module:object")
     options: dict[str, Any] = Field(
         {},
@@ -351,6 +365,8 @@ class TopologyTable(Table):
 
 
 class ClusterTable(Table):
+    """Learners, and what each of them may use: threads, devices, formats."""
+
     learners: int | None = Field(
         None,
         ge=1,
@@ -385,6 +401,8 @@ class ClusterTable(Table):
 
 
 class FaultToleranceTable(Table):
+    """What a run does about a dead, slow or stalled rank, and about a loss that is not finite."""
+
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="stop the run, or only warn, when a loss is NaN or infinite"
     )
@@ -416,6 +434,8 @@ class FaultToleranceTable(Table):
 
 
 class ResultsTable(Table):
+    """What the result file records, and how often a checkpoint is written."""
+
     minibatches: bool = Field(True, description="record loss, error and times of every mini-batch")
     flush_s: float = Field(1.0, gt=0, description="seconds between flushes of the result file during the run")
     swmr: Literal["auto", "on", "off"] = Field(
@@ -457,7 +477,7 @@ class ResultsTable(Table):
 
 
 class Hook(Table):
-    """Code that is called at moments of roles (`rudra.core.hooks`)."""
+    """Your own code, which a role calls at its updates, at epochs or at the end (`rudra.core.hooks`)."""
 
     SHIPPED: ClassVar[dict[str, str]] = {name: f"rudra.results.journals:{name}" for name in ("csv", "tensorboard")}
 
@@ -511,7 +531,7 @@ class Hook(Table):
 
 
 class StudyTable(Table):
-    """What `rudra sweep` makes of a job, and what `rudra report` draws of that. Keys of the job are dotted here."""
+    """The variants of the job that `rudra sweep` runs, and the figure that `rudra report` draws of them."""
 
     title: str = Field("", description="heading of the report")
     figure: Literal["staleness", "test-error", "tradeoff", "speed-up", "table"] = Field(

@@ -1,5 +1,7 @@
 """The command line without a run: what is said, to which stream, and with which exit code."""
 
+import argparse
+import importlib
 import json
 import os
 import re
@@ -89,11 +91,32 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("text", [EPILOG, (ROOT / "README.md").read_text(encoding="utf-8")], ids=["help", "README"])
 def test_the_jobs_of_the_examples_are_valid(text: str) -> None:
     examples = re.findall(r"^ *rudra ((?:run|simulate) .+?)(?:\s{2,}.*|#.*)?$", text, re.MULTILINE)
-    parsed = [parser_of(names()).parse_args(shlex.split(example)) for example in examples]
-    shipped = [arguments for arguments in parsed if arguments.job in shipped_jobs()]
-    assert shipped
-    for arguments in shipped:
-        job_of(arguments)
+    assert sum(map(loaded, examples)) > 0
+
+
+def loaded(example: str) -> bool:
+    """Parses what stands behind `rudra`, and loads its job if that is shipped."""
+    arguments = parser_of(names()).parse_args(shlex.split(example))
+    if getattr(arguments, "job", None) not in shipped_jobs():
+        return False
+    vars(arguments).setdefault("learners", None)
+    job_of(argparse.Namespace(**{"learners": None, "overrides": [], **vars(arguments)}))
+    return True
+
+
+@pytest.mark.parametrize("command", names())
+def test_the_help_of_a_command_shows_examples_that_work(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    examples = re.findall(
+        rf"^  # \S.*\n  (?:mpirun -n \d+ )?rudra ({command}\b.*)$", said.partition("\nexamples:\n")[2], re.M
+    )
+    assert len(examples) == len(importlib.import_module(f"rudra.cli.{command}").EXAMPLES) >= 2
+    for example in examples:
+        loaded(example)
+    assert max(len(line) for line in said.splitlines() if " goal: " not in line) <= 120
 
 
 def test_validate_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +154,17 @@ def test_validate_says_which_rates_there_will_be(
     assert main(["validate", "--syntax", "digits", *(f"--set={text}" for text in [*rate, *overrides])]) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in said)
+
+
+def test_a_shipped_job_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs", "rudra/figure5"]) == 0
+    assert capsys.readouterr().out == (ROOT / "jobs" / "rudra" / "figure5.toml").read_text(encoding="utf-8")
+    assert main(["jobs", "rudra/figure5", "--paths"]) == 0
+    assert capsys.readouterr().out == f"{ROOT / 'jobs' / 'rudra' / 'figure5.toml'}\n"
+    assert main(["jobs", "figure5"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert re.match(r"rudra: job 'figure5' is unknown; valid: .*; did you mean rudra/figure5\?", said.err)
 
 
 def test_jobs_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,9 +33,12 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
         "ground job core data compute roles results mpi simulation above report studies",
         WITH_TORCH | {"mpi4py", "h5py"},
     ),
-    "cli": ("ground job core data compute results mpi simulation above report studies bench", WITH_TORCH | {"h5py"}),
+    "cli": (
+        "ground job core data compute results mpi simulation above report studies bench",
+        WITH_TORCH | {"h5py", "argcomplete"},
+    ),
 }
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "jinja2", "pandas", "PIL", "zstandard"}
+ONLY_INSIDE_FUNCTIONS = {"argcomplete", "matplotlib", "jinja2", "pandas", "PIL", "zstandard"}
 SOURCES = sorted(file for place in ("rudra", "protocols", "topologies") for file in (ROOT / place).rglob("*.py"))
 
 

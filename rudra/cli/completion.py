@@ -1,0 +1,128 @@
+"""`rudra completion`, and what shells are told whom its code makes ask."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from rudra.cli.jobs import about
+from rudra.errors import ConfigError
+
+SUMMARY = "print the code that makes a shell complete this command line"
+
+MORE = """\
+The Tab key then completes commands, options, shipped jobs, job and result files, and for --set and --grid the
+keys of a job and their values. Needs argcomplete: pip install 'rudra[completion]'. Run one of these once:
+
+  rudra completion bash >> ~/.bashrc
+  rudra completion zsh >> ~/.zshrc            (below the line with compinit)
+  rudra completion fish > ~/.config/fish/completions/rudra.fish"""
+
+EXAMPLES = {
+    "rudra completion bash": "print the code for bash",
+    "rudra completion zsh": "print the code for zsh",
+}
+
+MISSING = "completion needs argcomplete: pip install 'rudra[completion]'"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that runs the code")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    try:
+        import argcomplete
+    except ImportError:
+        raise ConfigError(MISSING) from None
+    print(argcomplete.shellcode(["rudra"], use_defaults=False, shell=arguments.shell))
+    return 0
+
+
+def answer(known: list[str], parser_of: Callable[[list[str]], argparse.ArgumentParser]) -> int:
+    """Tells a shell what may follow on its line, and ends the process.
+
+    Args:
+        known: names of all commands.
+        parser_of: makes the parser of some of them.
+    """
+    try:
+        import argcomplete
+    except ImportError:
+        return 1
+    asked = [word for word in os.environ.get("COMP_LINE", "").split()[1:2] if word in known]
+    argcomplete.autocomplete(
+        parser_of(asked or known),
+        always_complete_options=False,
+        default_completer=_complete,  # type: ignore[arg-type]
+    )
+    return 1
+
+
+def _complete(prefix: str, action: argparse.Action, **_: object) -> Mapping[str, str]:
+    """Words that may stand for an argument, and what they mean, by the name that the help has for it."""
+    found: dict[str, str] = {}
+    for kind in str(action.metavar).split("|"):
+        if kind in _KINDS:
+            found |= _KINDS[kind](prefix)
+        elif kind.islower():
+            found[kind] = ""
+        elif action.type is Path or Path(kind).suffix:
+            found |= _files(prefix, Path(kind).suffix)
+    return found
+
+
+def _files(prefix: str, suffix: str) -> dict[str, str]:
+    """Files with a suffix, and all directories."""
+    place, begin = os.path.split(prefix)
+    found = []
+    with suppress(OSError), os.scandir(os.path.expanduser(place) or ".") as entries:
+        for entry in entries:
+            if entry.name.startswith(begin) and (begin or entry.name[0] != "."):
+                found += [f"{entry.name}/"] if entry.is_dir() else [entry.name] if entry.name.endswith(suffix) else []
+    return {os.path.join(place, name): "" for name in sorted(found)}
+
+
+def _directories(prefix: str) -> dict[str, str]:
+    return _files(prefix, "/")
+
+
+def _shipped(_: str) -> dict[str, str]:
+    from rudra.job.jobfiles import shipped_jobs
+
+    return {name: about(path) for name, path in shipped_jobs().items()}
+
+
+def _jobs(prefix: str) -> dict[str, str]:
+    return _shipped(prefix) | _files(prefix, ".toml")
+
+
+def _assignments(prefix: str) -> dict[str, str]:
+    """Keys of a job, then the values that a key names; behind a comma another one."""
+    from rudra.job import schema
+
+    keys = schema.job_keys()
+    key, equals, value = prefix.partition("=")
+    if not equals:
+        return {f"{key}=": about["description"] for key, about in keys.items()}
+    before = value[: value.rfind(",") + 1]
+    more = (each for each in schema.named(keys.get(key, {})) if each not in before.split(","))
+    return {f"{key}={before}{each}": "" for each in more}
+
+
+def _benchmarks(_: str) -> dict[str, str]:
+    from rudra.bench import BENCHMARKS
+
+    return {name: what for name, (what, _) in BENCHMARKS.items()}
+
+
+_KINDS: dict[str, Callable[[str], dict[str, str]]] = {
+    "JOB": _jobs,
+    "NAME": _shipped,
+    "BENCHMARK": _benchmarks,
+    "DIR": _directories,
+    "TABLE.KEY=VALUE": _assignments,
+    "TABLE.KEY=V1,V2": _assignments,
+}
+"""What the help calls an argument -> what may stand there."""
