@@ -24,7 +24,13 @@ ELSEWHERE = -1
 
 Reduction = Literal["ordered", "mpi"]
 
-_RENAMED = {"records": "max_gradients_per_message", "numbers": "learner_numbers"}  # for topologies of yesterday
+_RENAMED = {  # for topologies of yesterday
+    "records": "max_gradients_per_message",
+    "numbers": "learner_numbers",
+    "giver": "weight_source",
+    "way": "child_towards",
+    "survives": "expendable",
+}
 
 
 class RoleKind(NamedTuple):

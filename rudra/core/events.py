@@ -282,7 +282,7 @@ class Sync(Struct, frozen=True, gc=False):
 
 
 class Regroup(Struct, frozen=True, gc=False):
-    """Have all roles but the owner of the weights and the statistics server begin anew, by another plan.
+    """Have all roles but the owner of the weights and the statistics server made again, by another plan.
 
     What is under way between them is dropped. The owner is `Started` when nothing of its own is under way any more.
     """

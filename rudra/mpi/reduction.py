@@ -104,7 +104,7 @@ class GroupReduction:
         assert self._action is not None
         while self._requests:
             what = outcome(self._requests[-1])  # one after the other: none can be left out
-            if what == "failed":  # a member has died; all will begin anew
+            if what == "failed":  # a member has died; all will regroup
                 self._action = None
             if what != "done":
                 return None

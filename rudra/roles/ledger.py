@@ -56,7 +56,7 @@ def _mean(total: float, count: int) -> float:
 
 
 def outlasts(event: Event, statistics: int) -> bool:
-    """Whether an event is for the owner of the weights even if everybody else has begun anew."""
+    """Whether an event is for the owner of the weights even if everybody else regroups."""
     if isinstance(event, Received):
         return event.message.sender == statistics
     if isinstance(event, Sent):
@@ -92,7 +92,7 @@ class Ledger:
         stopped: training ends before its time.
         began: seconds on the driver's clock.
         outbox: rows on their way.
-        buried: roles whose end is told.
+        recorded_losses: roles whose end is told.
         final_lent: the weights of the last epoch are not all sent yet.
     """
 
@@ -114,7 +114,7 @@ class Ledger:
         self._tests_all = job.training.evaluate == "always"
         self._snapshot_lent = False
         self.final_lent = False
-        self.buried: set[int] = set()
+        self.recorded_losses: set[int] = set()
         self._start_message: Message | None = None
         self._final: Rows | None = None
         self._spent_s = position.time_s  # before this start
@@ -308,8 +308,8 @@ class Ledger:
     # Roles that die.
 
     def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
-        """Has everybody who is left begin anew from the weights that are here, which are those of a position."""
-        lost = sorted(dead - self.buried)
+        """Has everybody who is left regroup, with the weights that are here, which are those of a position."""
+        lost = sorted(dead - self.recorded_losses)
         names = listed([f"{role.name} (rank {role.world_rank})" for role in map(self.plan.roles.__getitem__, lost)])
         try:
             self._follow(self.plan.without(dead), position)
@@ -319,7 +319,7 @@ class Ledger:
             learner = self.plan.roles[role].kind == LEARNER
             pushed = position.step(self.plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
-            self.bury(role, f"died {what}; what was under way is computed again", pushed, now)
+            self.record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
         if self._job.fault_tolerance.on_learner_loss == "stop" and any(
             self.plan.roles[i].kind == LEARNER for i in lost
         ):
@@ -327,14 +327,14 @@ class Ledger:
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
         return [*self.outbox.flush(now), Warn(text), Regroup(self.plan, position)]
 
-    def bury(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
+    def record_loss(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
         """Reports a role that is no more, and closes a learner's books."""
-        self.buried.add(role)
+        self.recorded_losses.add(role)
         self.tell(kind, self.timestamp, now - self.began, text, role)
         if self.plan.roles[role].kind == LEARNER:
             self._account_for(role, pushed)
 
-    def bury_late(self, role: int, now: float) -> list[Action]:
+    def record_late_loss(self, role: int, now: float) -> list[Action]:
         """All is counted, and nobody is missed; but accounts of a learner and its group may never come."""
         if self.plan.roles[role].kind == LEARNER:
             for learner in self.plan.group_of(role):

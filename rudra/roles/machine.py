@@ -120,7 +120,7 @@ class Machine:
         return []
 
     def inherit(self, before: "Machine") -> None:
-        """Takes over what outlasts it from who played this role until everybody began anew."""
+        """Takes over what outlasts it from who played this role until everybody regrouped."""
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold; tests call it after every event."""

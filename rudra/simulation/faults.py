@@ -3,7 +3,7 @@
 A role that dies is told nothing and tells nothing: its computation ends, and with it all tensors under way to it and
 from it, whose ports are free again. Control messages that it had sent still arrive. The others notice after a while,
 all at one moment: receives into which the dead had begun to send are posted anew, those that were for it alone are
-gone, everybody gets `Lost`, and who was sending it something gets `Sent`. Where they then begin anew, all that is under
+gone, everybody gets `Lost`, and who was sending it something gets `Sent`. Where they then regroup, all that is under
 way between them is gone a latency later; what the statistics server is part of stays.
 
 Everything is done to what is in the simulation's queue and network, so that a simulation without faults pays nothing.
@@ -161,7 +161,7 @@ class Faults:
     # A new plan.
 
     def _regroup(self, by: Actor, action: Regroup, time: float) -> None:
-        """Lets all who are left begin anew, but for the statistics server and, as it does so by itself, the owner."""
+        """Lets all who are left regroup, but for the statistics server and, as it does so by itself, the owner."""
         assert self._make is not None
         sim, plan = self._sim, action.plan
         sim.follow(plan)
@@ -187,7 +187,7 @@ class Faults:
             self._queue.later(time + sim.costs.table.latency_s, actor.take, actor, Started())
 
     def _still_counts(self, entry: Entry, by: Actor) -> bool:
-        """Whether something in the queue goes on when all begin anew."""
+        """Whether something in the queue goes on when all regroup."""
         statistics = self._actors[self._sim.plan.statistics]
         _, _, what, whom, about = entry
         if what == self._return:

@@ -124,10 +124,10 @@ def deaf() -> nn.Module:
     """Nobody makes anything of the death of learner 1, and what it had promised never comes."""
     from rudra.core.events import Lost
     from rudra.mpi import driver
-    from rudra.roles.server import ParameterServer, State
+    from rudra.roles.server import ParameterServer, ServerState
 
     driver.LEFT_S = 2.0
-    for state in State:
+    for state in ServerState:
         ParameterServer._METHODS.pop((state, Lost), None)
     return dying_3()
 
