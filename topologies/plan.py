@@ -56,6 +56,11 @@ class RoleKind(NamedTuple):
     updates: bool = False
     pushes_at_once: bool = False
 
+    @property
+    def relays(self) -> bool:
+        """Whether it only stands between others: what it is brought goes on to a server above it."""
+        return self.serves and not self.updates
+
 
 _EXECUTORS = "rudra.compute.executor"
 
@@ -76,7 +81,7 @@ KINDS = {
 OVERLAPPED = KINDS[LEARNER]._replace(machine="rudra.roles.overlapped:OverlappedLearner", pushes_at_once=False)
 GROUPED = KINDS[LEARNER]._replace(machine="rudra.roles.group:GroupLearner", pushes_at_once=False)
 REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXECUTORS}:ReplicaExecutor", updates=True)
-"""What learners are in plans that overlap, with compute groups, and without a parameter server."""
+"""What `LEARNER` is in plans that overlap, with compute groups, and without a parameter server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +155,16 @@ class Plan:
     @cached_property
     def server(self) -> int:
         """Id of the role that owns the weights: the parameter server, or the first learner where there is none."""
-        return (*self._ids(PARAMETER_SERVER), *self.learners)[0]
+        return (*self._parameter_servers, *self.learners)[0]
 
     @cached_property
     def statistics(self) -> int:
-        return self._ids(STATISTICS_SERVER)[0]
+        return self._those(lambda kind: kind.tests)[0]
 
     @cached_property
     def learners(self) -> tuple[int, ...]:
         """Ids of the learners, in learner order."""
-        return self._ids(LEARNER)
+        return self._those(lambda kind: kind.trains)
 
     @cached_property
     def learner_numbers(self) -> int:
@@ -202,13 +207,15 @@ class Plan:
     @cached_property
     def served(self) -> bool:
         """Whether there is a parameter server; else every learner updates weights of its own, all alike."""
-        return bool(self._ids(PARAMETER_SERVER))
+        return bool(self._parameter_servers)
+
+    @cached_property
+    def _parameter_servers(self) -> tuple[int, ...]:
+        return self._those(lambda kind: kind.updates and not kind.trains)
 
     def about(self, role: int) -> RoleKind:
         """What a role is in this plan."""
-        if not self.roles[role].about.trains:
-            return self.roles[role].about
-        return self._learner_kind
+        return self._learner_kind if self.roles[role].kind == LEARNER else self.roles[role].about
 
     @cached_property
     def _learner_kind(self) -> RoleKind:
@@ -222,7 +229,7 @@ class Plan:
 
     def weight_source(self, role: Role) -> int | None:
         """Id of the role that gives it weights; servers of a tree get none where weights have a tree of their own."""
-        if self.overlapped and role.kind == TREE_SERVER:
+        if self.overlapped and role.about.relays:
             return None
         return role.parent if role.source is None else role.source
 
@@ -269,7 +276,7 @@ class Plan:
                 roles[id_] = replace(roles[id_], parent=parent, source=source)
         plan = replace(self, roles=tuple(roles), gone=gone)
         for id_, role in enumerate(roles):
-            if role.kind == TREE_SERVER and not plan.learners_below(id_):
+            if role.about.relays and not plan.learners_below(id_):
                 roles[id_] = replace(role, parent=None)
         return replace(plan, roles=tuple(roles))
 
@@ -282,8 +289,8 @@ class Plan:
         """How many learners' gradients pass a role, itself included."""
         return int(self.roles[role].about.trains) + sum(map(self.learners_below, self.children[role]))
 
-    def _ids(self, kind: str) -> tuple[int, ...]:
-        return tuple(i for i, role in enumerate(self.roles) if role.kind == kind and i not in self.gone)
+    def _those(self, wanted: Callable[[RoleKind], bool]) -> tuple[int, ...]:
+        return tuple(i for i, role in enumerate(self.roles) if wanted(role.about) and i not in self.gone)
 
     def _below(self, above: Callable[[Role], int | None]) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.roles]

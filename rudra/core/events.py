@@ -17,6 +17,11 @@ from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from topologies import Plan
 
+WEIGHTS, GRADIENT = "weights", "gradient"
+SNAPSHOT, DOWNCAST = "snapshot", "downcast"
+"""Names of buffers, or how they begin, that mean something to executors, too: what a role trains, its gradients, copies
+for tests, and copies that go down the weights' tree."""
+
 TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
 
 

@@ -11,6 +11,8 @@ from enum import auto
 from typing import Any, ClassVar
 
 from rudra.core.events import (
+    GRADIENT,
+    WEIGHTS,
     Action,
     Committed,
     Computed,
@@ -31,12 +33,11 @@ from rudra.core.events import (
 from rudra.core.messages import Kind, Message, Word
 from rudra.core.training_state import TrainingState
 from rudra.roles.checkpoint_cycle import CheckpointCycle
-from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, LearnerState
+from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.ledger import Ledger
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
 from rudra.roles.minibatch_log import MinibatchLog
 from topologies import Plan
-from topologies.plan import STATISTICS_SERVER
 
 
 class GroupLearner(Learner):
@@ -105,7 +106,7 @@ class GroupLearner(Learner):
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = LearnerState.READY
-        return self._ready(short(event.digest))
+        return self._ready(short_digest(event.digest))
 
     def _member_ready(self, event: Received, now: float) -> list[Action]:
         return self._ready(event.message.value)
@@ -300,8 +301,7 @@ class Replica(Machine):
         self._digests: list[int] = []
         self._digest = 0  # of the weights, since everybody began
 
-    def inherit(self, before: Machine) -> None:
-        assert isinstance(before, Replica)
+    def inherit(self, before: "Replica") -> None:
         self.log.inherit(before.log)
 
     @property
@@ -325,7 +325,7 @@ class Replica(Machine):
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = ReplicaState.READY
-        digest = short(event.digest)
+        digest = short_digest(event.digest)
         if self._leads:
             return self._ready(digest, now)
         return [Send(self.plan.server, Message(Kind.READY, self.id, value=digest))]
@@ -428,7 +428,7 @@ class Replica(Machine):
         role, lost = event.role, self.plan.roles[event.role]
         if not self._leads or role in self.ledger.recorded_losses:
             return []
-        if lost.kind == STATISTICS_SERVER:
+        if role == self.plan.statistics:
             return [Fail(f"the {lost.name} (rank {lost.world_rank}) died", lost=True)]
         if not self.ledger.started:
             return [Fail(f"{lost.name} (rank {lost.world_rank}) died before training began", lost=True)]

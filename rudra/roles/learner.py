@@ -18,6 +18,8 @@ from enum import auto
 from typing import Any, ClassVar
 
 from rudra.core.events import (
+    GRADIENT,
+    WEIGHTS,
     Action,
     Computed,
     Hash,
@@ -30,14 +32,11 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.roles.machine import Machine, Setup, States, To, halt, short, staying
+from rudra.roles.machine import Machine, Setup, States, To, halt, short_digest, staying
 from rudra.roles.minibatch_log import MinibatchLog
 
 DROPPED = -1
 """In a message to stop: what this learner still sends is not taken."""
-
-WEIGHTS = "weights"
-GRADIENT = "gradient"
 
 
 class LearnerState(States):
@@ -129,8 +128,7 @@ class Learner(Machine):
         self._computed_at = self._pushed_at = 0.0
         self._pulls = self._skipped_pulls = 0
 
-    def inherit(self, before: Machine) -> None:
-        assert isinstance(before, Learner)
+    def inherit(self, before: "Learner") -> None:
         self.log.inherit(before.log)
 
     @property
@@ -157,7 +155,7 @@ class Learner(Machine):
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = LearnerState.READY
-        return [Send(self.server, Message(Kind.READY, self.id, value=short(event.digest)))]
+        return [Send(self.server, Message(Kind.READY, self.id, value=short_digest(event.digest)))]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self.log.began = event.message.value * 1e-9

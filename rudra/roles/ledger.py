@@ -13,6 +13,8 @@ import numpy as np
 
 from rudra.core import records
 from rudra.core.events import (
+    SNAPSHOT,
+    WEIGHTS,
     Action,
     Committed,
     Copy,
@@ -35,10 +37,7 @@ from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
 from rudra.roles.machine import Outbox, Setup, Silent, listed
 from topologies import Plan
-from topologies.plan import LEARNER
 
-WEIGHTS = "weights"
-SNAPSHOT = "snapshot"
 CREDITS = 2
 """Snapshots that the statistics server can hold: one in work and one waiting."""
 
@@ -316,13 +315,11 @@ class Ledger:
         except ValueError as error:
             return [Fail(f"{names} died, and the run cannot go on: {error}", lost=True)]
         for role in lost:
-            learner = self.plan.roles[role].kind == LEARNER
+            learner = self.plan.roles[role].about.trains
             pushed = position.step(self.plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
             self.record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
-        if self._job.fault_tolerance.on_learner_loss == "stop" and any(
-            self.plan.roles[i].kind == LEARNER for i in lost
-        ):
+        if self._job.fault_tolerance.on_learner_loss == "stop" and any(self.plan.roles[i].about.trains for i in lost):
             self.stopped = True
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
         return [*self.outbox.flush(now), Warn(text), Regroup(self.plan, position)]
@@ -331,12 +328,12 @@ class Ledger:
         """Reports a role that is no more, and closes a learner's books."""
         self.recorded_losses.add(role)
         self.tell(kind, self.timestamp, now - self.began, text, role)
-        if self.plan.roles[role].kind == LEARNER:
+        if self.plan.roles[role].about.trains:
             self._account_for(role, pushed)
 
     def record_late_loss(self, role: int, now: float) -> list[Action]:
         """All is counted, and nobody is missed; but accounts of a learner and its group may never come."""
-        if self.plan.roles[role].kind == LEARNER:
+        if self.plan.roles[role].about.trains:
             for learner in self.plan.group_of(role):
                 self._account_for(learner, self.steps[self.plan.roles[learner].index])
         return self.outbox.flush(now)

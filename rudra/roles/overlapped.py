@@ -25,14 +25,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rudra.core.events import Action, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.core.events import GRADIENT, WEIGHTS, Action, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.roles.learner import Learner, LearnerState
-from rudra.roles.machine import Setup, States, To, halt, short, staying
+from rudra.roles.machine import Setup, States, To, halt, short_digest, staying
 
-WEIGHTS = ("weights", "weights 1", "weights 2")
-GRADIENTS = ("gradient 0", "gradient 1")
+WEIGHT_BUFFERS = (WEIGHTS, f"{WEIGHTS} 1", f"{WEIGHTS} 2")
+GRADIENT_BUFFERS = (f"{GRADIENT} 0", f"{GRADIENT} 1")
 UNDERWAY: dict[Any, str] = {Sent: "_returned", Kind.WEIGHTS: "_arrived", Kind.APPLIED: "_hear_of_applied"}
 
 
@@ -87,9 +87,9 @@ class OverlappedLearner(Learner):
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
         self._receivers = setup.plan.receivers[role]
-        self._stamps = dict.fromkeys(WEIGHTS, -1)
-        self._open: str | None = WEIGHTS[0]  # where the next weights may land
-        self._newest = WEIGHTS[0]
+        self._stamps = dict.fromkeys(WEIGHT_BUFFERS, -1)
+        self._open: str | None = WEIGHT_BUFFERS[0]  # where the next weights may land
+        self._newest = WEIGHT_BUFFERS[0]
         self._computing_with: str | None = None
         self._edges: dict[int, str] = {}  # receiver -> what is on its way there
         self._given = dict.fromkeys(self._receivers, -1)
@@ -121,12 +121,12 @@ class OverlappedLearner(Learner):
     def validate(self) -> None:
         assert self._open is None or self._open not in {self._computing_with, *self._edges.values()}
         assert self.state is LearnerState.WAITING or self._open != self._newest
-        assert self._sending is None or self._sending != GRADIENTS[self._into] or self._waiting is None
+        assert self._sending is None or self._sending != GRADIENT_BUFFERS[self._into] or self._waiting is None
 
     # Start.
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Receive(WEIGHTS[0], self._source)]
+        return [Receive(WEIGHT_BUFFERS[0], self._source)]
 
     def _first_weights(self, event: Received, now: float) -> list[Action]:
         self.state = LearnerState.HASHING
@@ -134,7 +134,7 @@ class OverlappedLearner(Learner):
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = LearnerState.READY
-        return [Send(self.server, Message(Kind.READY, self.id, value=short(event.digest)))]
+        return [Send(self.server, Message(Kind.READY, self.id, value=short_digest(event.digest)))]
 
     # Weights: in, and on.
 
@@ -162,7 +162,7 @@ class OverlappedLearner(Learner):
         if self._open is not None:
             return []
         used = {self._newest, self._computing_with, *self._edges.values()}
-        self._open = next((buffer for buffer in WEIGHTS if buffer not in used), None)
+        self._open = next((buffer for buffer in WEIGHT_BUFFERS if buffer not in used), None)
         return [] if self._open is None else [Receive(self._open, self._source)]
 
     # Gradients.
@@ -171,7 +171,7 @@ class OverlappedLearner(Learner):
         self.state = LearnerState.COMPUTING
         self._computing_with = self._newest
         self.timestamp = self._stamps[self._newest]
-        return [self.log.begin(self._newest, GRADIENTS[self._into], self.timestamp, now), *self._reopen()]
+        return [self.log.begin(self._newest, GRADIENT_BUFFERS[self._into], self.timestamp, now), *self._reopen()]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)
@@ -187,7 +187,7 @@ class OverlappedLearner(Learner):
         """Pushes the gradient that is ready, and goes on to the next, into the other buffer."""
         gradient, self._waiting = self._waiting, None
         assert gradient is not None
-        self._sending, self._sent_at = GRADIENTS[self._into], now
+        self._sending, self._sent_at = GRADIENT_BUFFERS[self._into], now
         self._into = 1 - self._into
         self._outstanding += 1
         message = Message(Kind.GRADIENT, self.id, gradient.timestamp, -1, None, (gradient,))

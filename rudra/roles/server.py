@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.core.events import (
+    WEIGHTS,
     Action,
     Committed,
     Drop,
@@ -46,12 +47,11 @@ from rudra.roles.checkpoint_cycle import CheckpointCycle
 from rudra.roles.downcast import Downcast
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
-from rudra.roles.ledger import WEIGHTS, Ledger, left_over
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
+from rudra.roles.ledger import Ledger, left_over
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
 from rudra.roles.roll import Roll
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from topologies import Plan
-from topologies.plan import STATISTICS_SERVER
 
 
 class ServerState(States):
@@ -192,7 +192,7 @@ class ParameterServer(Machine):
         return [*warnings, Hash(WEIGHTS)]
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
-        self._digest = short(event.digest)
+        self._digest = short_digest(event.digest)
         self._lent = len(self._receivers)
         return [Send(to, self._weights, WEIGHTS) for to in self._receivers]
 
@@ -356,7 +356,7 @@ class ParameterServer(Machine):
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, plan = event.role, self.plan
         name = f"{plan.roles[role].name} (rank {plan.roles[role].world_rank})"
-        if plan.roles[role].kind == STATISTICS_SERVER:
+        if role == plan.statistics:
             return [Fail(f"the {name} died", lost=True)]
         if role in self.ledger.recorded_losses:
             return []

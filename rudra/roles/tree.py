@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.core.events import (
+    WEIGHTS,
     Action,
     Drop,
     Fail,
@@ -38,10 +39,10 @@ from rudra.core.events import (
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.roles.gradient_buffers import GradientBuffers
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
 from rudra.roles.stragglers import overdue_s, tick_s
 
-WEIGHTS = ("weights 0", "weights 1")
+WEIGHT_BUFFERS = (f"{WEIGHTS} 0", f"{WEIGHTS} 1")
 
 
 class TreeServerState(States):
@@ -121,8 +122,8 @@ class TreeServer(Machine):
         self._heard = dict.fromkeys(self._children, 0.0)  # when each child last pushed, or was last given weights
         self._digest: int | None = None
         self._ready: set[int] = set()
-        self._current, self._spare = WEIGHTS
-        self._lent = dict.fromkeys(WEIGHTS, 0)  # transfers under way
+        self._current, self._spare = WEIGHT_BUFFERS
+        self._lent = dict.fromkeys(WEIGHT_BUFFERS, 0)  # transfers under way
         # What children ask for, as timestamp asked about and held: with gradients that are here; not asked of the
         # parent yet; asked of it, and not answered.
         self._with_gradients: dict[int, tuple[int, int]] = {}
@@ -165,7 +166,7 @@ class TreeServer(Machine):
         return [Hash(self._current)]
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
-        self._digest = short(event.digest)
+        self._digest = short_digest(event.digest)
         self._lent[self._current] = len(self._receivers)
         message = Message(Kind.WEIGHTS, self.id, self.timestamp)
         return [Send(to, message, self._current) for to in self._receivers]

@@ -9,7 +9,6 @@ from rudra.core.events import Finish, Keep, Record
 from rudra.core.messages import Rows
 from rudra.results.reader import Results
 from topologies import Plan
-from topologies.plan import TREE_SERVER
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
 """Columns that no replay repeats."""
@@ -68,7 +67,7 @@ class RecordedRun:
         if regrouped:
             name = plan.roles[regrouped[0]["role"]].name
             ends.append((int(regrouped[0]["timestamp"]), f"{name} died, and those who were left regrouped"))
-        elif any(role.kind == TREE_SERVER for role in plan.roles):
+        elif any(role.about.relays for role in plan.roles):
             before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
             ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
         if ends:

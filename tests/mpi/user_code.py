@@ -227,7 +227,7 @@ def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
 class Steep(tasks.Classification):
     """Gradients have numbers that float16 has no room for."""
 
-    def loss(self, output: Any, target: Any, reduction: tasks.Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: tasks.LossReduction = "mean") -> torch.Tensor:
         return STEEP * super().loss(output, target, reduction)
 
 

@@ -56,10 +56,10 @@ from rudra.roles import overlapped as overlapped_
 from rudra.roles import server as server_
 from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
-from rudra.roles.machine import short
+from rudra.roles.machine import short_digest
 
 START = Received(Message(Kind.START, SERVER))
-DIGEST = short(HASHED.digest)
+DIGEST = short_digest(HASHED.digest)
 STOP = Received(Message(Kind.STOP, SERVER))
 DONE = Received(Message(Kind.DONE, STATISTICS))
 READY = [Received(Message(Kind.READY, FIRST_LEARNER + i, value=DIGEST)) for i in range(2)]
@@ -447,7 +447,7 @@ def test_transitions_name_methods_and_triggers_that_exist(kind: type[Machine]) -
     ("digest", "number"), [("", 0), ("f" * 64, 2**63 - 1), ("0123456789abcdef" + "f" * 48, 0x0123456789ABCDEF >> 1)]
 )
 def test_short_digests_fit_into_a_message(digest: str, number: int) -> None:
-    assert short(digest) == number
+    assert short_digest(digest) == number
 
 
 # Rows on their way.

@@ -10,10 +10,10 @@ from rudra.core.messages import Kind, Message, Word
 from rudra.roles import Machine
 from rudra.roles.group import GroupLearner, Replica, ReplicaState
 from rudra.roles.learner import LearnerState
-from rudra.roles.machine import short
+from rudra.roles.machine import short_digest
 
 ROOT, STATISTICS, FIRST, SECOND = 0, 1, 2, 3
-DIGEST = short(HASHED.digest)
+DIGEST = short_digest(HASHED.digest)
 SENT = Sent("gradient", ROOT)
 HANDED_ON = Sent("weights", SECOND)
 

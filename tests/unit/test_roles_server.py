@@ -27,7 +27,7 @@ from rudra.core.events import Lost, Received, Send, Sent, Started, Stopped, Upda
 from rudra.core.messages import Kind, Message
 from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
-from rudra.roles.machine import short
+from rudra.roles.machine import short_digest
 from rudra.roles.server import ParameterServer, ServerState
 
 G0, G1 = "gradient 0", "gradient 1"
@@ -35,7 +35,7 @@ CREDIT = Received(Message(Kind.CREDIT, STATISTICS))
 DONE = Received(Message(Kind.DONE, STATISTICS))
 
 
-def ready(learner: int, digest: int = short(HASHED.digest)) -> Received:
+def ready(learner: int, digest: int = short_digest(HASHED.digest)) -> Received:
     return Received(Message(Kind.READY, FIRST_LEARNER + learner, value=digest))
 
 
@@ -453,7 +453,7 @@ def downcasting() -> ParameterServer:
     assert isinstance(role, ParameterServer)
     told = feed(role, Started(), HASHED)
     assert told == ["hash weights", *(f"WEIGHTS@0 to L{i} [weights]" for i in range(3))]
-    readies = [Received(Message(Kind.READY, R0 + i, value=short(HASHED.digest))) for i in range(3)]
+    readies = [Received(Message(Kind.READY, R0 + i, value=short_digest(HASHED.digest))) for i in range(3)]
     told = feed(role, *(Sent("weights", L0 + i) for i in range(3)), *readies)
     assert told == ["START@0 to T", *(f"START@0 to R{i}" for i in range(3)), "receive gradient 0", "receive gradient 1"]
     return role

@@ -7,11 +7,11 @@ from role_traces import HASHED, brief, feed, job, machine, names_of, sent_gradie
 
 from rudra.core.events import Event, Lost, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
-from rudra.roles.machine import short
+from rudra.roles.machine import short_digest
 from rudra.roles.tree import TreeServer, TreeServerState
 
 ROOT, STATISTICS, SERVER, FIRST = 0, 1, 2, 4
-DIGEST = short(HASHED.digest)
+DIGEST = short_digest(HASHED.digest)
 G0, G1, G2 = (f"gradient {i}" for i in range(3))
 W0, W1 = "weights 0", "weights 1"
 START = Received(Message(Kind.START, ROOT))
