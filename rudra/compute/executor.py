@@ -336,6 +336,11 @@ class OwnerExecutor(Executor):
         self._rule = UpdateRule(table, weights[: self.parameters], self.layout)
         self._counters = sum(entry.kind == "counter" for entry in self.layout)  # at the end of the vector
 
+    def put(self, name: str, buffer: Buffer) -> None:
+        super().put(name, buffer)
+        if name == WEIGHTS:
+            self._rule.move(buffer.vector[: self.parameters])
+
     def prepare(self) -> None:
         self._rule.prepare()
 
@@ -434,7 +439,6 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
         spare, self._spare = self._spare or self.new_buffer(), None
         spare.vector.copy_(weights.vector)
         self.put(WEIGHTS, spare)
-        self._rule.move(spare.vector[: self.parameters])
 
 
 class LearnerExecutor(Executor):
