@@ -97,7 +97,7 @@ class Buffer:
     Attributes:
         wire: (size * 4 + tail,) uint8, what travels; empty on a GPU, where nothing does.
         vector: (size,) float32, the tensor.
-        version: another one whenever the vector was received, updated or restored.
+        version: another one whenever the vector was received, averaged, updated or restored.
     """
 
     def __init__(self, size: int, tail: int, device: torch.device = CPU, *, pinned: bool = False) -> None:

@@ -121,6 +121,7 @@ class GroupReduction:
             return self.test()
         if self._library is not None:
             self._buffer.vector.mul_(1 / sum(g.samples for g in self._gradients))
+        self._buffer.version += 1
         action, self._action = self._action, None
         assert action is not None
         return Reduced(action.sequence, self._gradients, tuple(Word.decode(row.data) for row in self._records))
