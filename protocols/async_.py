@@ -6,5 +6,10 @@ from protocols.base import Protocol
 class Async(Protocol):
     grants_on_push = False
 
+    @classmethod
+    def family(cls, name: str, n: int | None, learners: int) -> str:
+        """Its rule is that of n-softsync with n = λ."""
+        return "async (λ-softsync)"
+
 
 PROTOCOL = Async

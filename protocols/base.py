@@ -61,6 +61,16 @@ class Protocol:
         self.n = learners
         self.gradients_per_update = 1
 
+    @classmethod
+    def label(cls, name: str, n: int | None) -> str:
+        """What people call a run under it, of the job's name for it and n."""
+        return name
+
+    @classmethod
+    def family(cls, name: str, n: int | None, learners: int) -> str:
+        """What people call the runs that make one curve over λ."""
+        return cls.label(name, n)
+
     @property
     def waits(self) -> bool:
         """Whether a learner may have to wait: a subclass has a `pull_granted` of its own."""
@@ -122,7 +132,7 @@ def make(
         ValueError: n out of range, a modulation that does not fit, or a class that breaks the rules of
             `Protocol`; one line.
     """
-    factory = shipped()[protocol] if isinstance(protocol, str) else protocol
+    factory: Callable[..., Protocol] = shipped()[protocol] if isinstance(protocol, str) else protocol
     own = {id(of): known for known, of in shipped().items()}
     name = str(own.get(id(factory)) or getattr(factory, "__qualname__", repr(factory)))
     arguments = dict(options or {})
@@ -179,8 +189,13 @@ def _check(protocol: object) -> None:
         raise ValueError(f"gradients_per_update = {c}; an ordered protocol takes one of each, so {protocol.learners}")
 
 
+def rule_of(name: str) -> type[Protocol]:
+    """The class of a shipped protocol; of another one's name, what all have in common."""
+    return shipped().get(name, Protocol)
+
+
 @cache
-def shipped() -> dict[str, Callable[..., Protocol]]:
+def shipped() -> dict[str, type[Protocol]]:
     """Name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
     names = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in {"base", "modulation"})
     return {name.rstrip("_"): importlib.import_module(f"protocols.{name}").PROTOCOL for name in sorted(names)}

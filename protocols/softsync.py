@@ -17,5 +17,14 @@ class Softsync(Protocol):
         self.n = n
         self.gradients_per_update = learners // n
 
+    @classmethod
+    def label(cls, name: str, n: int | None) -> str:
+        """As the paper writes it, such as `2-softsync`."""
+        return name if n is None else f"{n}-softsync"
+
+    @classmethod
+    def family(cls, name: str, n: int | None, learners: int) -> str:
+        return "λ-softsync" if n == learners != 1 else cls.label(name, n)
+
 
 PROTOCOL = Softsync

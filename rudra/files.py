@@ -11,6 +11,9 @@ from rudra.errors import ResultsError
 SWEEP_INDEX = "sweep.json"
 """Tells which runs of a directory are the points of a sweep."""
 
+DENSEST = 1100
+"""Bytes that a byte of a file may become: deflate does no better."""
+
 
 def check_output(path: Path, force: bool) -> None:
     """Raises ResultsError if no file can be made at `path`; `force` allows to replace one."""

@@ -24,7 +24,13 @@ ELSEWHERE = -1
 
 Reduction = Literal["ordered", "mpi"]
 
-_RENAMED = {"records": "max_gradients_per_message", "numbers": "learner_numbers"}  # for topologies of yesterday
+_RENAMED = {  # for topologies of yesterday
+    "records": "max_gradients_per_message",
+    "numbers": "learner_numbers",
+    "giver": "weight_source",
+    "way": "child_towards",
+    "survives": "expendable",
+}
 
 
 class RoleKind(NamedTuple):
@@ -50,6 +56,11 @@ class RoleKind(NamedTuple):
     updates: bool = False
     pushes_at_once: bool = False
 
+    @property
+    def relays(self) -> bool:
+        """Whether it only stands between others: what it is brought goes on to a server above it."""
+        return self.serves and not self.updates
+
 
 _EXECUTORS = "rudra.compute.executor"
 
@@ -70,7 +81,7 @@ KINDS = {
 OVERLAPPED = KINDS[LEARNER]._replace(machine="rudra.roles.overlapped:OverlappedLearner", pushes_at_once=False)
 GROUPED = KINDS[LEARNER]._replace(machine="rudra.roles.group:GroupLearner", pushes_at_once=False)
 REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXECUTORS}:ReplicaExecutor", updates=True)
-"""What learners are in plans that overlap, with compute groups, and without a parameter server."""
+"""What `LEARNER` is in plans that overlap, with compute groups, and without a parameter server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +161,17 @@ class Plan:
     @cached_property
     def server(self) -> int:
         """Id of the role that owns the weights: the parameter server, or the first learner where there is none."""
-        return (*self._ids(PARAMETER_SERVER), *self.learners)[0]
+        return (*self._parameter_servers, *self.learners)[0]
 
     @cached_property
     def statistics(self) -> int:
         """Id of the statistics server."""
-        return self._ids(STATISTICS_SERVER)[0]
+        return self._those(lambda kind: kind.tests)[0]
 
     @cached_property
     def learners(self) -> tuple[int, ...]:
         """Ids of the learners, in learner order."""
-        return self._ids(LEARNER)
+        return self._those(lambda kind: kind.trains)
 
     @cached_property
     def learner_numbers(self) -> int:
@@ -207,7 +218,11 @@ class Plan:
     @cached_property
     def served(self) -> bool:
         """Whether there is a parameter server. If not, every learner updates weights of its own, which stay equal."""
-        return bool(self._ids(PARAMETER_SERVER))
+        return bool(self._parameter_servers)
+
+    @cached_property
+    def _parameter_servers(self) -> tuple[int, ...]:
+        return self._those(lambda kind: kind.updates and not kind.trains)
 
     def about(self, role: int) -> RoleKind:
         """What is true of a role in this plan, such as whether it trains or updates weights.
@@ -215,9 +230,7 @@ class Plan:
         Args:
             role: id of the role.
         """
-        if not self.roles[role].about.trains:
-            return self.roles[role].about
-        return self._learner_kind
+        return self._learner_kind if self.roles[role].kind == LEARNER else self.roles[role].about
 
     @cached_property
     def _learner_kind(self) -> RoleKind:
@@ -231,7 +244,7 @@ class Plan:
 
     def weight_source(self, role: Role) -> int | None:
         """Id of the role that gives a role weights; None for the root, and for servers of a tree if `overlapped`."""
-        if self.overlapped and role.kind == TREE_SERVER:
+        if self.overlapped and role.about.relays:
             return None
         return role.parent if role.source is None else role.source
 
@@ -289,7 +302,7 @@ class Plan:
                 roles[id_] = replace(roles[id_], parent=parent, source=source)
         plan = replace(self, roles=tuple(roles), gone=gone)
         for id_, role in enumerate(roles):
-            if role.kind == TREE_SERVER and not plan.learners_below(id_):
+            if role.about.relays and not plan.learners_below(id_):
                 roles[id_] = replace(role, parent=None)
         return replace(plan, roles=tuple(roles))
 
@@ -310,8 +323,8 @@ class Plan:
         """Number of learners whose gradients a role has or takes, itself included if it is a learner."""
         return int(self.roles[role].about.trains) + sum(map(self.learners_below, self.children[role]))
 
-    def _ids(self, kind: str) -> tuple[int, ...]:
-        return tuple(i for i, role in enumerate(self.roles) if role.kind == kind and i not in self.gone)
+    def _those(self, wanted: Callable[[RoleKind], bool]) -> tuple[int, ...]:
+        return tuple(i for i, role in enumerate(self.roles) if wanted(role.about) and i not in self.gone)
 
     def _below(self, above: Callable[[Role], int | None]) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.roles]

@@ -25,6 +25,7 @@ from rudra.findings import Goal, Report
 from rudra.mpi.failures import ranks_below
 from rudra.results.checkpoint import path_of
 from rudra.results.reader import Results, open_results
+from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 LEARNERS = 4
 CALM = 3
@@ -52,7 +53,7 @@ COMMON = (
     "optimizer.momentum=0",
     "cluster.device=cpu",
 )
-SERVERS = ("parameter server", "statistics server")
+SERVERS = (PARAMETER_SERVER, STATISTICS_SERVER)
 
 
 @dataclass(slots=True)
@@ -85,10 +86,10 @@ def run(*, quick: bool, phases: Sequence[str] | None = None) -> Report:
     ):
         calm = {name: [campaign.undisturbed(s) for _ in range(1 if quick else CALM)] for name, s in settings.items()}
         each = -(-learners // len(settings))
-        outlived = {f"learners, {name}": campaign.outlived("learner", s, each) for name, s in settings.items()}
+        outlived = {f"learners, {name}": campaign.outlived(LEARNER, s, each) for name, s in settings.items()}
         ending = {role: campaign.servers(role, servers // 3 + 1) for role in SERVERS[: 1 if quick else None]}
         if not quick:
-            outlived["servers of a tree"] = campaign.outlived("tree server", SETTINGS[TREE], servers // 3 + 1)
+            outlived["servers of a tree"] = campaign.outlived(TREE_SERVER, SETTINGS[TREE], servers // 3 + 1)
         ending["whole job, hardsync"] = campaign.jobs(jobs)
         tallies = outlived | ending
     for kind, tally in tallies.items():

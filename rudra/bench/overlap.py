@@ -21,8 +21,8 @@ import torch
 
 from rudra.bench.hosts import missing, two_hosts
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
-from rudra.compute.executor import LearnerExecutor, make_executors
-from rudra.core.events import Compute
+from rudra.compute.executor import make_executors
+from rudra.core.events import GRADIENT, WEIGHTS, Compute
 from rudra.core.records import TIMES
 from rudra.data.load import load
 from rudra.findings import Goal, Report, Spread, ratios, spread
@@ -152,14 +152,13 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     plan = job.plan()
     role = plan.learners[learner]
     executor = make_executors(job, plan, (role,), loaded, prefetch=True)[role]
-    assert isinstance(executor, LearnerExecutor)
-    executor.buffer("weights").vector.copy_(torch.randn(executor.size) * 0.01)
+    executor.buffer(WEIGHTS).vector.copy_(torch.randn(executor.size) * 0.01)
     torch.set_flush_denormal(True)
     for step in range(WARM_UP):
-        next(executor.compute(Compute(step, "weights", "gradient")))
+        next(executor.perform(Compute(step, WEIGHTS, GRADIENT)))
     began = time.perf_counter()
     for step in range(WARM_UP, steps):
-        next(executor.compute(Compute(step, "weights", "gradient")))
+        next(executor.perform(Compute(step, WEIGHTS, GRADIENT)))
     taken = (time.perf_counter() - began) / (steps - WARM_UP)
     executor.close()
     return taken

@@ -18,6 +18,7 @@ from rudra.bench.strikes import PHASES, command
 from rudra.errors import RudraError
 from rudra.findings import Goal, Report
 from rudra.results.reader import open_results
+from topologies.plan import PARAMETER_SERVER, STATISTICS_SERVER
 
 TIMES = 5
 """How often each role is killed at each phase."""
@@ -64,7 +65,7 @@ class Place:
         return f'{JOB}[topology]\nname = "{self.topology}"\n{self.options}\n[cluster]\nlearners = {self.learners}\n'
 
 
-SERVERS = ("parameter server", "statistics server")
+SERVERS = (PARAMETER_SERVER, STATISTICS_SERVER)
 
 PLACES = {
     place.topology: place

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
-from rudra.bench.stubs import Learner, Server, Statistics, drive
+from rudra.bench.stubs import StubLearner, StubServer, StubStatistics, drive
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import rest
@@ -52,7 +52,7 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
         cluster={"learners": 1, "threads_per_rank": 1},
     )
     plan = job.plan()
-    executor = {SERVER: Server, STATISTICS: Statistics, LEARNER: Learner}[comm.rank](floats)
+    executor = {SERVER: StubServer, STATISTICS: StubStatistics, LEARNER: StubLearner}[comm.rank](floats)
     there, back = np.zeros(floats, np.float32), np.ones(floats, np.float32)
     figures: dict[str, Any] = {"raw": [], "copy": [], "accounts": []}
     for turn in range(rounds + 1):

@@ -23,6 +23,7 @@ from rudra.log import log
 from rudra.mpi.launch import launch
 from rudra.mpi.session import rest
 from rudra.results.reader import Results, open_results
+from topologies import base
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,7 +50,7 @@ def on_ranks(measure: Measure, learners: int = 1, **arguments: Any) -> list[dict
     Raises:
         RunError: a rank failed; it has said why.
     """
-    roles = ["parameter server", "statistics server", *(f"learner {i}" for i in range(learners))]
+    roles = [role.name for role in base.plan([0] * learners).roles]
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
         directory = Path(name)
         payload = partial(_rank, measure, directory, arguments)

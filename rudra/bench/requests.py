@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
-from rudra.bench.stubs import Learner, Server, Statistics, UpdatingServer, drive
+from rudra.bench.stubs import StubLearner, StubServer, StubStatistics, UpdatingServer, drive
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -69,8 +69,8 @@ def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds
     )
     plan = job.plan()
     kinds = {
-        name: {SERVER: server, STATISTICS: Statistics}.get(comm.rank, Learner)(FLOATS)
-        for name, server in (("update", UpdatingServer), ("without", Server))
+        name: {SERVER: server, STATISTICS: StubStatistics}.get(comm.rank, StubLearner)(FLOATS)
+        for name, server in (("update", UpdatingServer), ("without", StubServer))
     }
     buffers = np.zeros(FLOATS, np.float32), np.ones(FLOATS, np.float32)
     figures: dict[str, Any] = {"update": [], "without": [], "bare": []}

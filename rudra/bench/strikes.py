@@ -22,6 +22,8 @@ from rudra.mpi.failures import ranks_below
 from rudra.mpi.forkserver import launcher
 from rudra.mpi.launch import Outcome
 from rudra.results.checkpoint import CheckpointWriter
+from rudra.roles import Machine
+from rudra.roles.ledger import Owner
 
 MID = 12
 """Updates that have been made in the middle of a run."""
@@ -146,7 +148,7 @@ class Armed:
             "close": (Rank, "_close"),
         }
         if phase in MOMENTS:
-            self._before(Rank, "_handle", MOMENTS[phase], until)
+            self._before(Machine, "handle", MOMENTS[phase], until)
         elif phase == "checkpoint":
             self._before(CheckpointWriter, "save", _at_once, until)
         elif phase == "done" and self._own:
@@ -179,24 +181,23 @@ def _halts(rank: Any, role: int, action: Action) -> bool:
     return isinstance(action, Halt)
 
 
-def _at_update(timestamp: int) -> Callable[[Any, int, Event], bool]:
-    def due(rank: Any, role: int, event: Event) -> bool:
-        return bool(role == rank.plan.server and isinstance(event, Updated) and event.timestamp == timestamp)
+def _at_update(timestamp: int) -> Callable[[Machine, Event, float], bool]:
+    def due(role: Machine, event: Event, now: float) -> bool:
+        return role.id == role.plan.server and isinstance(event, Updated) and event.timestamp == timestamp
 
     return due
 
 
-def _all_applied(rank: Any, role: int, event: Event) -> bool:
-    machine = rank._machines[role]
-    return bool(role == rank.plan.server and machine.ledger.over)
+def _all_applied(role: Machine, event: Event, now: float) -> bool:
+    return role.id == role.plan.server and isinstance(role, Owner) and role.ledger.over
 
 
-def _first_account(rank: Any, role: int, event: Event) -> bool:
+def _first_account(role: Machine, event: Event, now: float) -> bool:
     return isinstance(event, Received) and event.message.kind is Kind.LEARNERS
 
 
-def _first_test(rank: Any, role: int, event: Event) -> bool:
-    return role == rank.plan.statistics and isinstance(event, Hashed)
+def _first_test(role: Machine, event: Event, now: float) -> bool:
+    return role.id == role.plan.statistics and isinstance(event, Hashed)
 
 
 MOMENTS = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Learner(LearnerExecutor):
+class StubLearner(LearnerExecutor):
     """Has its gradient at once, so that push and pull are all there is."""
 
     def __init__(self, floats: int) -> None:
@@ -32,7 +32,7 @@ class Learner(LearnerExecutor):
         """There is no input thread."""
 
 
-class Server(ServerExecutor):
+class StubServer(ServerExecutor):
     """Updates take no time."""
 
     def __init__(self, floats: int) -> None:
@@ -54,7 +54,7 @@ class UpdatingServer(ServerExecutor):
         self.prepare()
 
 
-class Statistics(StatisticsExecutor):
+class StubStatistics(StatisticsExecutor):
     def __init__(self, floats: int) -> None:
         Executor.__init__(self, (), floats, floats, 1)
 

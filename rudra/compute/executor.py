@@ -19,8 +19,11 @@ from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import BatchResult, GradientSource, check_gradient, evaluate
 from rudra.compute.half import from_half, to_half
 from rudra.compute.optim import UpdateRule
-from rudra.compute.statedict import Named
+from rudra.compute.statedict import StateEntry
 from rudra.core.events import (
+    DOWNCAST,
+    SNAPSHOT,
+    WEIGHTS,
     Accumulate,
     Compute,
     Computed,
@@ -46,11 +49,6 @@ from topologies import Plan
 CACHE_LINE = 64
 EXPONENT = 2
 """Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
-
-WEIGHTS = "weights"
-SNAPSHOT = "snapshot"
-DOWNCAST = "downcast"
-"""How the names of buffers begin that go down the weights' tree."""
 
 SAMPLED = 128
 """Elements of the weights in the digest of an update: enough to catch what differs, few enough to cost nothing. Result
@@ -99,7 +97,7 @@ class Buffer:
     Attributes:
         wire: (size * 4 + tail,) uint8, what travels; empty on a GPU, where nothing does.
         vector: (size,) float32, the tensor.
-        version: another one whenever the vector was received, updated or restored.
+        version: another one whenever the vector was received, averaged, updated or restored.
     """
 
     def __init__(self, size: int, tail: int, device: torch.device = CPU, *, pinned: bool = False) -> None:
@@ -217,7 +215,7 @@ class Executor:
         lent: how many transfers from each buffer are under way.
     """
 
-    state_dict: tuple[Named, ...] = ()
+    state_dict: tuple[StateEntry, ...] = ()
     hooks: RoleHooks | None = None
 
     def __init__(
@@ -327,7 +325,7 @@ class OwnerExecutor(Executor):
 
     def own(self, job: Job, plan: Plan, flat: FlatModel, first_weights: FirstWeights | None = None) -> None:
         """Takes over the weights that the model was built with, or those of a warm start."""
-        weights = self.buffer("weights").vector
+        weights = self.buffer(WEIGHTS).vector
         flat.read_into(weights)
         if flat.device == weights.device:
             flat.bind(weights)  # frees the model's own: a server has no room for both
@@ -337,6 +335,11 @@ class OwnerExecutor(Executor):
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
         self._rule = UpdateRule(table, weights[: self.parameters], self.layout)
         self._counters = sum(entry.kind == "counter" for entry in self.layout)  # at the end of the vector
+
+    def put(self, name: str, buffer: Buffer) -> None:
+        super().put(name, buffer)
+        if name == WEIGHTS:
+            self._rule.move(buffer.vector[: self.parameters])
 
     def prepare(self) -> None:
         self._rule.prepare()
@@ -427,7 +430,7 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
 
     def _before_change(self) -> None:
         """What is lent keeps its content."""
-        weights = self.buffer("weights")
+        weights = self.buffer(WEIGHTS)
         sharing = [name for name, buffer in self._buffers.items() if buffer is weights and name.startswith(DOWNCAST)]
         if not any(self.lent[name] for name in sharing):
             for name in sharing:
@@ -435,8 +438,7 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
             return
         spare, self._spare = self._spare or self.new_buffer(), None
         spare.vector.copy_(weights.vector)
-        self.put("weights", spare)
-        self._rule.move(spare.vector[: self.parameters])
+        self.put(WEIGHTS, spare)
 
 
 class LearnerExecutor(Executor):

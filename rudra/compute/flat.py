@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from rudra.compute.buffers import buffers_of
 from rudra.compute.compiled import CompiledStep
-from rudra.compute.statedict import Named
-from rudra.compute.tasks import Classification, Reduction, Task
+from rudra.compute.statedict import StateEntry
+from rudra.compute.tasks import Classification, LossReduction, Task
 from rudra.core.layout import Entry, EntryKind
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
@@ -166,7 +166,7 @@ class FlatModel:
             for view, tensor in zip(self._split(out), tensors, strict=True):
                 view.copy_(tensor)
 
-    def state_dict(self) -> tuple[Named, ...]:
+    def state_dict(self) -> tuple[StateEntry, ...]:
         """What the module's `state_dict` lists, but for what hooks and extra states of the module's own add to it.
 
         Values are those of this moment, of tensors that are not in the flat vector; parameters are not copied.
@@ -175,7 +175,9 @@ class FlatModel:
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         own = {id(tensor): name for name, tensor in tensors if tensor.layout is torch.strided}
         return tuple(
-            Named(name, own[id(t)], str(t.dtype).removeprefix("torch."), None if own[id(t)] in flat else _values(t))
+            StateEntry(
+                name, own[id(t)], str(t.dtype).removeprefix("torch."), None if own[id(t)] in flat else _values(t)
+            )
             for name, t in self.module.state_dict(keep_vars=True).items()
             if id(t) in own
         )
@@ -260,7 +262,7 @@ class FlatModel:
         self._generator.manual_seed(seed)
 
     def _forward(
-        self, module: Callable[..., Any], inputs: Any, target: Any, reduction: Reduction = "mean"
+        self, module: Callable[..., Any], inputs: Any, target: Any, reduction: LossReduction = "mean"
     ) -> tuple[Any, torch.Tensor]:
         """Output and loss, float32 in any precision."""
         if self._autocast is None:
@@ -272,7 +274,7 @@ class FlatModel:
             return output, self.task.loss(output, target, reduction).float()
 
     def _backward(
-        self, inputs: Any, target: Any, out: torch.Tensor, seed: int, reduction: Reduction, scale: float
+        self, inputs: Any, target: Any, out: torch.Tensor, seed: int, reduction: LossReduction, scale: float
     ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
         self._mode(training=True)
         views = self._split(out)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Named(NamedTuple):
+class StateEntry(NamedTuple):
     """One name in a `state_dict`.
 
     Attributes:
@@ -34,9 +34,9 @@ def key(tensor: str) -> str:
     return tensor.replace("/", "%2F")
 
 
-def rows_of(state: Sequence[Named]) -> NDArray[np.void]:
+def rows_of(state: Sequence[StateEntry]) -> NDArray[np.void]:
     """The rows of `/weights/names`."""
     texts = [tuple(text.encode() for text in named[:3]) for named in state]
     lengths = [max([1, *map(len, column)]) for column in zip(*texts, strict=True)] or [1, 1, 1]
-    columns = zip(Named._fields, lengths, strict=False)
+    columns = zip(StateEntry._fields, lengths, strict=False)
     return np.array(texts, [(name, f"S{length}") for name, length in columns])

@@ -18,7 +18,7 @@ from rudra.job.table import short
 from rudra.job.tables import TaskTable
 from rudra.plugins import call, choose
 
-Reduction = Literal["mean", "none"]
+LossReduction = Literal["mean", "none"]
 
 
 class Task:
@@ -49,7 +49,7 @@ class Task:
         """What of a model's output is compared with targets: its `logits` if it has them, as Hugging Face's have."""
         return getattr(output, "logits", output)
 
-    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         """Mean over the samples, a scalar; with "none" the loss of each sample, (samples,)."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class Classification(Task):
                 raise ConfigError(f"[task] options.weight: {short(weight)}; valid: numbers > 0")
             self._weight = torch.as_tensor(weight, dtype=torch.float32)
 
-    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         weight = None if self._weight is None else self._weight.to(output.device)
         try:
             loss = functional.cross_entropy(
@@ -145,7 +145,7 @@ class MultiLabel(Task):
             raise ConfigError(f"[task] options.k: {list(k)}; valid: one or more numbers, each 1 or more")
         self._k = tuple(min(each, classes) for each in k)
 
-    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         loss = functional.binary_cross_entropy_with_logits(output, target, reduction=reduction)
         return loss if reduction == "mean" else loss.mean(1)
 
@@ -174,7 +174,7 @@ class Language(Task):
     name = "language"
     wants = "a sequence of whole numbers for each sample"
 
-    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         learned = target >= 0
         tokens = functional.cross_entropy(output.flatten(0, 1), (target * learned).flatten(), reduction="none")
         each: torch.Tensor = (tokens.view(target.shape) * learned).sum(1) / learned.sum(1).clamp(min=1)
@@ -218,7 +218,7 @@ class Regression(Task):
             raise ConfigError(f"[task] options.loss: {unknown(loss, self._LOSSES)}")
         self._loss = self._LOSSES[loss]
 
-    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         loss = self._loss(output, target, reduction=reduction)
         return loss if reduction == "mean" else loss.flatten(1).mean(1) if loss.dim() > 1 else loss
 
@@ -247,12 +247,12 @@ class OwnLoss(Task):
     ) -> None:
         super().__init__(classes)
         self._loss, self.name = loss, name
-        self._options = {key: trees.listed(value) for key, value in (options or {}).items()}
+        self._options = {key: trees.as_tensor(value) for key, value in (options or {}).items()}
 
     def compared(self, output: Any) -> Any:
         return output
 
-    def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         if reduction != "mean":
             raise ConfigError(
                 f"[simulation] batching: the loss {self.name} says nothing of single samples; valid: none"

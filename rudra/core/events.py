@@ -17,6 +17,11 @@ from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from topologies import Plan
 
+WEIGHTS, GRADIENT = "weights", "gradient"
+SNAPSHOT, DOWNCAST = "snapshot", "downcast"
+"""Names of buffers, or how they begin, that mean something to executors, too: what a role trains, its gradients, copies
+for tests, and copies that go down the weights' tree."""
+
 TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
 
 
@@ -282,7 +287,7 @@ class Sync(Struct, frozen=True, gc=False):
 
 
 class Regroup(Struct, frozen=True, gc=False):
-    """Have all roles but the owner of the weights and the statistics server begin anew, by another plan.
+    """Have all roles but the owner of the weights and the statistics server made again, by another plan.
 
     What is under way between them is dropped. The owner is `Started` when nothing of its own is under way any more.
     """

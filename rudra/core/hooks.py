@@ -24,11 +24,11 @@ from rudra.job.job import Job
 from rudra.job.tables import Hook
 from rudra.plugins import choose
 from topologies import Plan
-from topologies.plan import REPLICA, Role
+from topologies.plan import Role
 
 At = Literal["update", "epoch", "end"]
 Floats = npt.NDArray[np.float32]
-Source = Callable[[], Floats]
+ReadFloats = Callable[[], Floats]
 """Gives the floats of a buffer, (size,)."""
 
 
@@ -72,7 +72,7 @@ class Moment:
     row: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     _layout: Sequence[Entry] = field(default=(), repr=False, compare=False)
-    _source: Source | None = field(default=None, repr=False, compare=False)
+    _source: ReadFloats | None = field(default=None, repr=False, compare=False)
 
     def weights(self) -> dict[str, Floats]:
         """The weights of the moment, as views without a copy.
@@ -119,16 +119,16 @@ class RoleHooks:
         self._minibatch: dict[str, Any] = {}  # of a replica, until it updates
         self._metrics: Rows | None = None  # of the epoch that is recorded next
         self._last: dict[str, Any] = {}  # what is known of the run so far, for its end
-        self._source: Source | None = None  # of the weights that the role holds at the end
+        self._source: ReadFloats | None = None  # of the weights that the role holds at the end
 
-    def updated(self, action: Update, source: Source) -> None:
+    def updated(self, action: Update, source: ReadFloats) -> None:
         """The role, which owns weights, has updated them."""
         self._last, self._source = {"timestamp": action.timestamp, "time_s": action.time_s}, source
         more = {"epoch": action.epoch, "samples": action.samples, "learning_rate": action.learning_rate}
         about = self._last | more | self._minibatch
         self._call("update", action.timestamp, f"update {action.timestamp}", source, about)
 
-    def computed(self, action: Compute, found: Computed, source: Source) -> None:
+    def computed(self, action: Compute, found: Computed, source: ReadFloats) -> None:
         """The role, a learner, has computed a gradient."""
         minibatch = {"step": action.step, "loss": found.loss, "errors": found.errors}
         if self._replica:
@@ -159,11 +159,11 @@ class RoleHooks:
         """The role is done."""
         self._call("end", 1, "the end", self._source, self._last)
 
-    def _floats(self, buffer: str | None, weights: Callable[[int, str], Floats | None]) -> Source | None:
+    def _floats(self, buffer: str | None, weights: Callable[[int, str], Floats | None]) -> ReadFloats | None:
         floats = None if buffer is None else weights(self._id, buffer)
         return None if floats is None else lambda: floats
 
-    def _call(self, at: At, number: int, which: str, source: Source | None, about: Mapping[str, Any]) -> None:
+    def _call(self, at: At, number: int, which: str, source: ReadFloats | None, about: Mapping[str, Any]) -> None:
         for hook in self._hooks:
             if hook.at != at or number % hook.every:
                 continue
@@ -198,10 +198,12 @@ def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entr
             called = _called(place, hook)
             for role in mine:
                 found.setdefault(role, []).append(called)
-    return {
-        role: RoleHooks(hooks, job.name, role, plan.roles[role], layout, replica=plan.about(role) is REPLICA)
-        for role, hooks in found.items()
-    }
+    made = {}
+    for role, hooks in found.items():
+        kind = plan.about(role)
+        replica = kind.trains and kind.updates
+        made[role] = RoleHooks(hooks, job.name, role, plan.roles[role], layout, replica=replica)
+    return made
 
 
 def _called(place: int, hook: Hook) -> Called:

@@ -18,7 +18,7 @@ from rudra.data import trees
 from rudra.data.readers import READERS, SPLITS, Arrays, Reader, check_labels
 from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.data.sources import Dense, Source, are_tokens
-from rudra.data.trees import listed, mapped
+from rudra.data.trees import as_tensor, mapped
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
 from rudra.plugins import call, choose
@@ -251,10 +251,10 @@ class UserSplit:
             if key not in item or len(item) < 2:
                 known = f"its entries: {', '.join(map(str, item))}; [data] target says which is the target"
                 raise DataError(f"{self.name} sample {wanted[0]} has no target {self._target or 'label'}: {known}")
-            inputs = {name: listed(value) for name, value in item.items() if name != key}
-            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), listed(item[key])
+            inputs = {name: as_tensor(value) for name, value in item.items() if name != key}
+            return (inputs if len(inputs) > 1 else next(iter(inputs.values()))), as_tensor(item[key])
         if isinstance(item, Sequence) and len(item) == 2:
-            return listed(item[0]), listed(item[1])
+            return as_tensor(item[0]), as_tensor(item[1])
         raise DataError(f"{self.name} sample {wanted[0]} is not a pair (input, target)")
 
     def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:

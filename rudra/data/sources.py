@@ -19,13 +19,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from rudra.errors import DataError, one_line
+from rudra.files import DENSEST
 
 Rows = NDArray[Any]
 Indices = NDArray[np.int64]
 
 _BLOCK_BYTES = 1 << 20  # that are read at a time where a file has no chunks
 _BILINEAR = 2  # Pillow's number for it
-_DENSEST = 1100  # bytes that a byte of a file may become: deflate does no better
 
 
 class Source(Protocol):
@@ -185,7 +185,7 @@ class Stored:
             raise DataError(f"{self._where}: its values lie in other files, which is not supported")
         if found.dtype.kind not in "buif" or not found.shape:
             raise DataError(f"{self._where}: has no rows of numbers, but {found.dtype} of shape {found.shape}")
-        if found.nbytes > _DENSEST * path.stat().st_size:
+        if found.nbytes > DENSEST * path.stat().st_size:
             raise DataError(f"{self._where}: claims {found.nbytes:,} bytes, in a file of {path.stat().st_size:,}")
         offset = None if found.chunks else found.id.get_offset()
         if offset is None or not found.size:

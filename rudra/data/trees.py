@@ -20,7 +20,7 @@ def moved(tree: Any, device: torch.device) -> Any:
     return tree.to(device) if isinstance(tree, torch.Tensor) else mapped(lambda tensor: tensor.to(device), tree)
 
 
-def listed(value: Any) -> Any:
+def as_tensor(value: Any) -> Any:
     """A list of numbers, as job files and Hugging Face's sets have it, is one tensor; anything else stays as it is."""
     first = value
     while isinstance(first, list) and first:

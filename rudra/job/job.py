@@ -377,7 +377,7 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
             f"{on}: one compute group alone updates by each of its averages, but protocol {name} wants "
             f"{protocol.gradients_per_update} for an update; valid: more groups, or a protocol that takes one"
         )
-    if any(role.kind == TREE_SERVER for role in plan.roles):
+    if any(role.about.relays for role in plan.roles):
         if protocol.waits and protocol.grants_on_push:
             raise ValueError(
                 f"{on}: protocol {name} decides by what every learner has pushed, which servers of a tree do not know; "

@@ -525,7 +525,7 @@ class Hook(Table):
             for i in able:
                 kinds.setdefault(plan.roles[i].kind, []).append(plan.roles[i].name)
             valid = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in kinds.values()]
-            valid += ["learners"] if "learner" in kinds else []
+            valid += ["learners"] if set(able) & set(plan.learners) else []
             raise ValueError(f"'{self.role}' has no moment '{self.at}'; valid: {', '.join(valid)}")
         return found
 

@@ -129,7 +129,7 @@ class CommThread(Worker):
             self._wait(carried.request)
 
     def _over(self, carried: _Carried) -> bool:
-        """Whether a transfer is over, which is told if it has not failed; then a rank has died, and all begin anew."""
+        """Whether a transfer is over, which is told if it has not failed; then a rank has died, and all regroup."""
         what = outcome(carried.request)
         if what == "done":
             self._post(carried.done)

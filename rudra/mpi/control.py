@@ -22,7 +22,7 @@ class ControlRing:
             request.Start()
 
     def take(self) -> tuple[int, Message] | None:
-        """The next message, and how often its sender had begun anew."""
+        """The next message, and how often its sender had regrouped."""
         # Receives match in the order in which they were posted, so only the oldest can be next.
         request = self._requests[self._head]
         if outcome(request) != "done":

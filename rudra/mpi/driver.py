@@ -471,14 +471,14 @@ class Rank:
             self.comm.Recv(text, status.Get_source(), FAILURE_TAG)
             raise Reported(text.decode(errors="replace"))
 
-    # Beginning anew by another plan (`rudra.mpi.regroup`).
+    # Regrouping by another plan (`rudra.mpi.regroup`).
 
     def announce(self, role: int, event: Event) -> None:
         """Lets a role here know of something, in its turn."""
         self._events.append((role, event))
 
     def abandon(self, plan: Plan) -> None:
-        """Follows another plan: forgets what is under way between those who begin anew by it."""
+        """Follows another plan: forgets what is under way between those who regroup by it."""
         self.plan = plan
         roles = self._running - {plan.statistics}
         going = self._transfers.abandon(roles, plan.statistics)
@@ -501,7 +501,7 @@ class Rank:
         """Whether nothing that was abandoned can write into a buffer any more."""
         return self._transfers.quiet and not self._writing and all(r.quiet for r in self._reductions.values())
 
-    def begin_anew(self, position: TrainingState) -> None:
+    def regroup(self, position: TrainingState) -> None:
         """Makes the roles again, for training that goes on from there."""
         plan = self.plan
         unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in self.lost and i not in plan.gone]

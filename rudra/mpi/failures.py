@@ -161,7 +161,7 @@ def _watch(launched_by: int, started: int, patience_s: float) -> None:
             os.kill(launched_by, 0)  # has the job ended already?
             if not gone and os.environ["OMPI_COMM_WORLD_SIZE"] == str(count):
                 gone = set(range(count)) - known.keys()
-            who = listed(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
+            who = named_ranks(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
             log.error(f"{who} {DIED}")
             os.kill(launched_by, signal.SIGTERM)
             return
@@ -216,7 +216,7 @@ def _told(pid: int, name: bytes) -> int | None:
     return None
 
 
-def listed(ranks: Iterable[int]) -> str:
+def named_ranks(ranks: Iterable[int]) -> str:
     """Ranks, for people."""
     return ", ".join(f"rank {rank}" for rank in sorted(ranks))
 
@@ -237,7 +237,7 @@ def abort_on_dead_rank() -> Iterator[None]:
         left = sorted(set(range(MPI.COMM_WORLD.size)) - losses.dead)
         place = left.index(MPI.COMM_WORLD.rank)
         time.sleep(SPEAKS_S * min(place, 3))  # the first says it, and ends the others; it may be busy elsewhere
-        log.error(f"{listed(losses.dead)} {DIED}")
+        log.error(f"{named_ranks(losses.dead)} {DIED}")
         end_everybody(MPI.COMM_WORLD, 1)
 
 

@@ -22,7 +22,7 @@ import cloudpickle
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
 from rudra.job.job import Job
 from rudra.log import log
-from rudra.mpi.failures import TCP_FLAGS, ULFM, listed
+from rudra.mpi.failures import TCP_FLAGS, ULFM, named_ranks
 from rudra.mpi.forkserver import WORKER, fork_server
 from rudra.mpi.mpirun import Mpirun
 from rudra.mpi.relay import DIED, explain, signal_name
@@ -226,7 +226,7 @@ def _cause(run: Mpirun, status: int) -> str | None:
     """Why a run ended of which neither a rank nor mpirun says so, as far as it was seen."""
     relay, all_died = run.relay, status == 0 or run.ended_it
     if run.dead and (all_died or len(run.dead) < run.ranks):  # else mpirun has ended them, and then itself
-        return f"{'all ranks' if len(run.dead) == run.ranks else listed(run.dead)} {DIED}"
+        return f"{'all ranks' if len(run.dead) == run.ranks else named_ranks(run.dead)} {DIED}"
     if relay.unstarted:
         return "MPI did not start; --verbose shows its messages"
     if relay.started and relay.banners:

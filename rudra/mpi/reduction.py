@@ -104,7 +104,7 @@ class GroupReduction:
         assert self._action is not None
         while self._requests:
             what = outcome(self._requests[-1])  # one after the other: none can be left out
-            if what == "failed":  # a member has died; all will begin anew
+            if what == "failed":  # a member has died; all will regroup
                 self._action = None
             if what != "done":
                 return None
@@ -121,6 +121,7 @@ class GroupReduction:
             return self.test()
         if self._library is not None:
             self._buffer.vector.mul_(1 / sum(g.samples for g in self._gradients))
+        self._buffer.version += 1
         action, self._action = self._action, None
         assert action is not None
         return Reduced(action.sequence, self._gradients, tuple(Word.decode(row.data) for row in self._records))

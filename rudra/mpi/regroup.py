@@ -1,8 +1,8 @@
-"""Beginning anew on real ranks, by a plan without those that died (`rudra.core.events.Regroup`).
+"""Regrouping on real ranks, by a plan without those that died (`rudra.core.events.Regroup`).
 
 The owner of the weights says by which plan. Every rank then drops what is under way between those who are left, waits
 until nothing of it can write into memory any more, and makes its roles again. The statistics server goes on as it was,
-and so does what it is told. Control messages carry how often their sender had begun anew, and so do the tags of
+and so does what it is told. Control messages carry how often their sender had regrouped, and so do the tags of
 tensors, so that nothing of before is taken for something of now.
 """
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Regrouping:
-    """How one rank agrees with all others to begin anew, and what it hears meanwhile.
+    """How one rank agrees with all others to regroup, and what it hears meanwhile.
 
     Args:
         rank: in question.
 
     Attributes:
-        generation: how often this rank has begun anew.
+        generation: how often this rank has regrouped.
     """
 
     def __init__(self, rank: "Rank") -> None:
@@ -43,7 +43,7 @@ class Regrouping:
         self._look_for_plan()
         if self._position is not None and self._rank.quiet:
             position, self._position = self._position, None
-            self._rank.begin_anew(position)
+            self._rank.regroup(position)
             early, self._early = self._early, []
             for generation, role, message in early:
                 self.hear(role, generation, message)
@@ -62,7 +62,7 @@ class Regrouping:
             self._abandon(plan.without(gone), position)
 
     def regroup(self, action: Regroup) -> None:
-        """Tells all others, and begins anew here."""
+        """Tells all others, and regroups here."""
         data = msgspec.msgpack.encode((sorted(action.plan.gone), action.position))
         others = {role.world_rank for i, role in enumerate(action.plan.roles) if i != action.plan.statistics}
         for other in sorted(others - self._rank.lost - {self._rank.comm.rank}):
@@ -75,8 +75,10 @@ class Regrouping:
         self._rank.abandon(plan)
 
     def hear(self, role: int, generation: int, message: Message) -> None:
-        """Lets a control message in, unless it was said before all began anew; if its sender did earlier than this
-        rank, it waits."""
+        """Lets a control message in, unless it was said before all regrouped.
+
+        It waits where its sender has regrouped already, and this rank has not.
+        """
         if message.kind is Kind.INTERRUPT:
             self._rank.announce(role, Stopped())
             return
@@ -87,6 +89,6 @@ class Regrouping:
             self._early.append((generation, role, message))
 
     def in_time(self, what: Callable[..., Any]) -> Callable[..., Any]:
-        """For another thread to call back: does nothing once this rank has begun anew."""
+        """For another thread to call back: does nothing once this rank has regrouped."""
         generation = self.generation
         return lambda *about: what(*about) if generation == self.generation else None

@@ -504,7 +504,7 @@ class _Session:
             end_everybody(self._comm, code)
 
     def _make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
-        """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""
+        """A role that regroups; if it updates weights, from the checkpoint that their owner has just made."""
         executor, path = self._executors[role], checkpoint.path_of(self._begin.output)
         if isinstance(executor, OwnerExecutor):
             deadline = time.monotonic() + SEEN_S

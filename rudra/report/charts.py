@@ -20,8 +20,8 @@ from rudra.report.analysis import (
 from rudra.report.curves import curves
 from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import (
+    AfterLayout,
     Figure,
-    Finish,
     Line,
     Panel,
     family_order,
@@ -176,7 +176,7 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
         level += " Dotted: the paper's." if theirs else ""
 
     def panel(family: str, cells: dict[tuple[int, int], tuple[float, float]]) -> Panel:
-        def draw(axis: Any) -> Finish:
+        def draw(axis: Any) -> AfterLayout:
             if family != "hardsync":
                 _shade(axis, hardsync, unit_s)
             ends = []

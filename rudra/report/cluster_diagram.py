@@ -10,7 +10,7 @@ from rudra.report.panels import Figure, Panel
 from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable
-from rudra.report.topology import Cast, Place, counted, name_of, placed, roles, spans
+from rudra.report.topology import Cast, ShownNode, counted, name_of, placed, roles, spans
 from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 _MOST_DRAWN = 6
@@ -147,7 +147,7 @@ def _tree(cast: Cast, title: str, marks: Sequence[_Mark], rows: tuple[float, flo
     return draw
 
 
-def _nodes(cast: Cast, nodes: Sequence[tuple[Place, list[str]]], rows: tuple[float, float]) -> Panel:
+def _nodes(cast: Cast, nodes: Sequence[tuple[ShownNode, list[str]]], rows: tuple[float, float]) -> Panel:
     def draw(axis: Any) -> None:
         _prepare(axis, "Nodes", rows)
         row = 0.0

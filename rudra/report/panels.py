@@ -12,8 +12,8 @@ from rudra.report.tables import ReportTable
 
 MOST_TOGETHER = 8  # lines in one panel that people can still tell apart
 
-Finish = Callable[[], None]
-Panel = Callable[[Any], Finish | None]
+AfterLayout = Callable[[], None]
+Panel = Callable[[Any], AfterLayout | None]
 """Draws on the axes it is given; what it returns is called when the layout stands."""
 
 

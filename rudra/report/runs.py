@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from protocols import Protocol, rule_of
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import SWEEP_INDEX
 from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
@@ -95,9 +96,13 @@ class Run:
 
     @property
     def n(self) -> int | None:
-        """The splitting parameter; async has λ, hardsync none."""
-        name, n = self.summary["protocol"], self.summary["n"]
-        return None if name == "hardsync" or n is None else int(n)
+        """The splitting parameter; async has λ, a protocol that takes one gradient of each none."""
+        n = self.summary["n"]
+        return None if self._rule.ordered or n is None else int(n)
+
+    @property
+    def _rule(self) -> type[Protocol]:
+        return rule_of(str(self.summary["protocol"]))
 
     @property
     def expected_staleness(self) -> float | None:
@@ -115,10 +120,7 @@ class Run:
     @property
     def family(self) -> str:
         """The protocol as one curve over λ: `λ-softsync` where n is the number of learners, whose rule is async's."""
-        if self.summary["protocol"] == "async":
-            return "async (λ-softsync)"
-        softsync = self.summary["protocol"] == "softsync"
-        return "λ-softsync" if softsync and self.n == self.learners != 1 else self.protocol
+        return self._rule.family(self.protocol, self.n, self.learners)
 
     @property
     def time_s(self) -> float:

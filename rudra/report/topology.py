@@ -210,7 +210,7 @@ def _placement(cast: Cast, *, everything: bool) -> list[str]:
     return [f"  {name:{width}}  {text}" for name, text in rows]
 
 
-class Place(NamedTuple):
+class ShownNode(NamedTuple):
     """A node, or several that are shown as one: their numbers, roles, and these in words."""
 
     name: str
@@ -219,22 +219,22 @@ class Place(NamedTuple):
     text: str
 
 
-def placed(cast: Cast, most: int | None) -> list[Place]:
+def placed(cast: Cast, most: int | None) -> list[ShownNode]:
     """All nodes; of more than `most` the first ones, those between as one, and the last."""
     on_node: dict[int, list[int]] = {}
     for role, node in enumerate(cast.nodes):
         on_node.setdefault(node, []).append(role)
     nodes = sorted(on_node)
     hidden = [] if most is None or len(nodes) <= most else nodes[most // 2 : -1]
-    found: list[Place] = []
+    found: list[ShownNode] = []
     for node in nodes:
         if node not in hidden:
             host = f" ({cast.hosts[node]})" if node in cast.hosts else ""
             name = "of its own" if node == ELSEWHERE else f"{node}{host}"
-            found.append(Place(name, False, tuple(on_node[node]), _named(cast.plan, on_node[node])))
+            found.append(ShownNode(name, False, tuple(on_node[node]), _named(cast.plan, on_node[node])))
         elif node == hidden[0]:
             among = tuple(role for n in hidden for role in on_node[n])
-            found.append(Place(spans(hidden), True, among, counted(cast.plan, among)))
+            found.append(ShownNode(spans(hidden), True, among, counted(cast.plan, among)))
     return found
 
 

@@ -35,7 +35,7 @@ FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 
-Tensors = Mapping[str, NDArray[np.float32]]
+NamedVectors = Mapping[str, NDArray[np.float32]]
 
 
 class SavedState(NamedTuple):
@@ -103,7 +103,7 @@ class CheckpointWriter:
         self._about = {"job": job, "attributes": attributes}
         self._saved = _saved_of(path)
 
-    def save(self, position: TrainingState, tensors: Tensors) -> None:
+    def save(self, position: TrainingState, tensors: NamedVectors) -> None:
         """Writes a checkpoint beside the one that counts.
 
         Args:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from rudra.compute.statedict import Named
+from rudra.compute.statedict import StateEntry
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output, written
 from rudra.results import safetensors
@@ -78,7 +78,7 @@ def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
             raise OSError(f"torch.save failed ({error}); is there room?") from None
 
 
-def tensors_of(named: Sequence[Named], path: Path) -> dict[str, torch.Tensor]:
+def tensors_of(named: Sequence[StateEntry], path: Path) -> dict[str, torch.Tensor]:
     """A result file's tensors by their names, each in the model's type and in memory of its own; tied ones are one.
 
     Raises:
@@ -88,7 +88,7 @@ def tensors_of(named: Sequence[Named], path: Path) -> dict[str, torch.Tensor]:
     return {each.name: own[each.tensor] for each in named}
 
 
-def _tensor(named: Named, path: Path) -> torch.Tensor:
+def _tensor(named: StateEntry, path: Path) -> torch.Tensor:
     """A tensor of its own, in the model's type."""
     dtype = getattr(torch, named.dtype, None)
     with suppress(TypeError, ValueError):  # types that torch does not have

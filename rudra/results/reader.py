@@ -21,8 +21,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.compute.statedict import Named
+from rudra.compute.statedict import StateEntry
 from rudra.core.events import TableName
+from rudra.core.messages import Rows
 from rudra.core.records import EVENT, LEARNER, METRIC, MINIBATCH
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
@@ -34,7 +35,6 @@ from rudra.results.writer import (
     OBJECTS,
     STATE,
     ResultsWriter,
-    Rows,
     default_output,
     reason_of,
 )
@@ -323,7 +323,7 @@ class Results:
 
         return tensors_of(self.tensors(epoch), self.path)
 
-    def tensors(self, epoch: int | Literal["best"] | None = None) -> tuple[Named, ...]:
+    def tensors(self, epoch: int | Literal["best"] | None = None) -> tuple[StateEntry, ...]:
         """The entries of `state_dict(epoch)` with NumPy arrays in place of tensors.
 
         Arrays of trained tensors are views of `weights_of(epoch)`. Counters such as BatchNorm's are int64; types that
@@ -346,7 +346,7 @@ class Results:
                 e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout
             }
             values |= {e.name: values[e.name].astype(np.int64) for e in layout if e.kind == "counter"}
-            named = [Named(*(row[column].decode() for column in ("name", "tensor", "dtype"))) for row in rows]
+            named = [StateEntry(*(row[column].decode() for column in ("name", "tensor", "dtype"))) for row in rows]
             for tensor in {each.tensor for each in named} - values.keys():
                 values[tensor] = validation.fixed(self._file, tensor, file_bytes)
             return tuple(each._replace(value=values[each.tensor]) for each in named)

@@ -15,10 +15,11 @@ import torch
 
 from rudra import plugins
 from rudra.compute.flat import sha256
-from rudra.compute.statedict import Named
+from rudra.compute.statedict import StateEntry
 from rudra.core.events import Finish, Keep, Record, TableName
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
+from rudra.core.messages import Rows
 from rudra.core.records import TIMES
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
@@ -27,7 +28,7 @@ from rudra.log import log
 from rudra.machine import processor
 from rudra.results import plan_rows
 from rudra.results.progress import Progress
-from rudra.results.writer import ResultsWriter, Rows
+from rudra.results.writer import ResultsWriter
 from topologies import Plan
 
 ACCOUNTED = ("samples", *TIMES)
@@ -153,7 +154,7 @@ def make_writer(
     overwrite: bool,
     *,
     plan: Plan | None = None,
-    state_dict: Sequence[Named] = (),
+    state_dict: Sequence[StateEntry] = (),
     carried: Mapping[TableName, Iterable[Rows]] | None = None,
     carried_weights: Iterable[tuple[int, npt.NDArray[np.float32]]] = (),
     kept: Mapping[str, Any] | None = None,

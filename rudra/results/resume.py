@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.core.events import TableName
+from rudra.core.messages import Rows
 from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError
@@ -20,7 +21,7 @@ from rudra.job.jobfiles import parsed
 from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
 from rudra.results.reader import Results, open_results
-from rudra.results.writer import Rows, checked_name
+from rudra.results.writer import checked_name
 
 DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""

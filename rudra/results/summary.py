@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protocols import rule_of
 from rudra.core.records import TIMES
 from rudra.errors import printable
 from rudra.job.target import WINDOW, Best, Target, Watch
@@ -83,8 +84,8 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
 
 def protocol_label(summary: dict[str, Any]) -> str:
     """The protocol as the paper writes it, such as `2-softsync`."""
-    protocol, n = summary["protocol"] or "unknown protocol", summary["n"]
-    return f"{n}-softsync" if protocol == "softsync" and n is not None else str(protocol)
+    name = str(summary["protocol"] or "unknown protocol")
+    return rule_of(name).label(name, summary["n"])
 
 
 def rate_text(base: float, factor: float, modulation: str) -> str:

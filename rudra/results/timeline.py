@@ -20,8 +20,8 @@ from rudra.files import check_output, written
 from rudra.results.reader import Results
 from topologies import Plan
 
-Event = dict[str, Any]
-Column = NDArray[np.float64]
+TraceEvent = dict[str, Any]
+Times = NDArray[np.float64]
 
 
 def write_timeline(
@@ -61,7 +61,7 @@ def _text(file: IO[bytes], *, compressed: bool) -> io.TextIOWrapper:
 _SPANS = tuple(name.removesuffix("_s") for name in TIMES)
 
 
-def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> Iterator[Event]:
+def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> Iterator[TraceEvent]:
     """Names of ranks and roles, and then what each role did; within a role in the order of time, without overlap."""
     threads = {id_: _Thread(role.world_rank, id_) for id_, role in enumerate(plan.roles)}
     yield from _names(plan)
@@ -95,7 +95,7 @@ class _Thread:
         self._place = {"pid": rank, "tid": role}
         self._end = 0
 
-    def spans(self, names: Sequence[str], marks: Sequence[int], about: dict[str, Any]) -> Iterator[Event]:
+    def spans(self, names: Sequence[str], marks: Sequence[int], about: dict[str, Any]) -> Iterator[TraceEvent]:
         """Spans that follow each other, without the empty ones but the first.
 
         They begin where those before ended, if they would overlap: two updates may have been taken up at one moment,
@@ -114,14 +114,14 @@ class _Thread:
         self._end = marks[-1] + late
 
 
-def _moments(began_s: Column, *spans_s: Column) -> list[list[int]]:
+def _moments(began_s: Times, *spans_s: Times) -> list[list[int]]:
     """For each row, in nanoseconds, the beginning and the ends of the spans that follow each other from there."""
     moments = np.cumsum(np.stack([began_s, *spans_s]), axis=0).T
     rounded: list[list[int]] = np.rint(moments * 1e9).astype(np.int64).tolist()
     return rounded
 
 
-def _names(plan: Plan) -> Iterator[Event]:
+def _names(plan: Plan) -> Iterator[TraceEvent]:
     for rank in sorted({role.world_rank for role in plan.roles}):
         here = plan.on_rank(rank)
         name = f"rank {rank}: " + ", ".join(plan.roles[id_].name for id_ in here)

@@ -13,16 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.statedict import key
+from rudra.core.messages import Rows
 from rudra.core.records import LEARNER, ROLE, TIMES, TOTALS
 from rudra.errors import ResultsError
+from rudra.files import DENSEST
 from rudra.job.jobfiles import possible
 from rudra.job.renamed import translated
 from rudra.results.writer import GROWING, STATE
 from topologies import Plan
 from topologies.plan import KINDS, PARAMETER_SERVER, STATISTICS_SERVER
-from topologies.plan import LEARNER as LEARNER_KIND
-
-Rows = NDArray[np.void]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     **{str(name): dtype for name, dtype in GROWING.items()},
@@ -48,7 +47,6 @@ _UNBOUNDED = {"loss", "train_loss", "test_loss", "validation_loss", "value"}  # 
 _OR_NAN = {"mean_staleness", "evaluation_began_s", "evaluation_s", "errors"}
 _MOST_STALE = 1 << 20
 _DEEPEST = 500  # levels of a tree of roles
-_DENSEST = 1100  # bytes that a byte of a file may become: deflate does no better
 
 
 class Known(dict[str, Any]):
@@ -110,7 +108,7 @@ def without_own_times(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def fits(claimed: int, name: str, file_bytes: int) -> None:
     """Raises ValueError where what is to be read has more bytes than its file can hold."""
-    if claimed > _DENSEST * file_bytes:
+    if claimed > DENSEST * file_bytes:
         raise ValueError(f"/{name} claims {claimed:,} bytes, in a file of {file_bytes:,}")
 
 
@@ -170,7 +168,8 @@ def plan(found: Plan, learners: int) -> Plan:
         ValueError: it cannot.
     """
     kinds = [role.kind for role in found.roles]
-    counts = [kinds.count(kind) for kind in (PARAMETER_SERVER, STATISTICS_SERVER, LEARNER_KIND)]
+    trains = sum(KINDS[kind].trains for kind in kinds if kind in KINDS)
+    counts = [kinds.count(PARAMETER_SERVER), kinds.count(STATISTICS_SERVER), trains]
     if not set(kinds) <= KINDS.keys() or counts[0] > 1 or counts[1:] != [1, learners]:
         told = f"{counts[2]} of {learners} learners, {counts[0]} parameter and {counts[1]} statistics servers"
         raise ValueError(f"/roles has {told}")

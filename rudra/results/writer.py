@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute import statedict
-from rudra.compute.statedict import Named
+from rudra.compute.statedict import StateEntry
 from rudra.core.events import TableName
+from rudra.core.messages import Rows
 from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE, table
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
@@ -25,7 +26,6 @@ from rudra.results.checkpoint import sync_directory
 
 FORMAT_VERSION = 6
 
-Rows = NDArray[np.void]
 Status = Literal["finished", "failed", "interrupted"]
 
 GROWING: dict[TableName, np.dtype[np.void]] = {
@@ -154,7 +154,7 @@ class ResultsWriter:
         swmr: bool = True,
         carried: Mapping[TableName, Iterable[Rows]] | None = None,
         carried_weights: Iterable[tuple[int, NDArray[np.float32]]] = (),
-        state_dict: Sequence[Named] = (),
+        state_dict: Sequence[StateEntry] = (),
     ) -> None:
         check_output(path, overwrite or carried is not None)
         with _alone(path):  # nobody else writes it
@@ -399,7 +399,7 @@ def _create(
     size: int,
     learners: int,
     roles: Rows | None,
-    state_dict: Sequence[Named],
+    state_dict: Sequence[StateEntry],
 ) -> dict[str, h5py.Dataset]:
     """Makes everything that the file will ever have; the data sets are open."""
     for name, value in {"format_version": FORMAT_VERSION, **attributes}.items():
@@ -422,7 +422,7 @@ def _create(
         made[f"weights/{name}"] = file.create_dataset(
             f"weights/{name}", shape, dtype, chunks=chunks, maxshape=most, fillvalue=fill
         )
-    listed = state_dict or [Named(entry.name, entry.name, "float32", None) for entry in layout]
+    listed = state_dict or [StateEntry(entry.name, entry.name, "float32", None) for entry in layout]
     fixed = file.create_group("weights/fixed")
     for tensor, value in {named.tensor: named.value for named in listed if named.value is not None}.items():
         fixed.create_dataset(statedict.key(tensor), data=value)

@@ -5,10 +5,10 @@ written to a file beside the last one; the statistics server brings the rows up 
 takes the last one's place. So whatever a checkpoint needs of the result file is there.
 """
 
-from rudra.core.events import Action, Commit, Committed, Received, Save, Saved, Send, Warn
+from rudra.core.events import WEIGHTS, Action, Commit, Committed, Received, Save, Saved, Send, Warn
 from rudra.core.messages import Kind, Message
 from rudra.core.training_state import TrainingState
-from rudra.roles.ledger import WEIGHTS, Ledger
+from rudra.roles.ledger import Ledger
 
 
 class CheckpointCycle:

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 
-from rudra.core.events import Action, Copy, Send, Sent
+from rudra.core.events import DOWNCAST, WEIGHTS, Action, Copy, Send, Sent
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.roles.ledger import WEIGHTS
 from topologies import Plan
 
-COPIES = ("downcast 0", "downcast 1")
+COPIES = (f"{DOWNCAST} 0", f"{DOWNCAST} 1")
 """Two, so that one slow edge holds up no other."""
 
 

@@ -7,7 +7,7 @@ accumulator (the first gradient of an average; the others are averaged into it, 
 from collections import deque
 from collections.abc import Sequence
 
-from rudra.core.events import Accumulate, Action, Receive, Received, Withdraw
+from rudra.core.events import GRADIENT, Accumulate, Action, Receive, Received, Withdraw
 from rudra.core.messages import Message
 
 
@@ -21,7 +21,7 @@ class GradientBuffers:
     """
 
     def __init__(self, sources: Sequence[int], buffers: int, ordered: bool) -> None:
-        self.pool = tuple(f"gradient {i}" for i in range(buffers))
+        self.pool = tuple(f"{GRADIENT} {i}" for i in range(buffers))
         self.free = deque(self.pool)
         self.posted: dict[str, int | None] = {}  # buffer -> for which source alone
         self.arrived: deque[tuple[str, Message]] = deque()  # buffers, and what came with them

@@ -11,6 +11,8 @@ from enum import auto
 from typing import Any, ClassVar
 
 from rudra.core.events import (
+    GRADIENT,
+    WEIGHTS,
     Action,
     Committed,
     Computed,
@@ -31,12 +33,11 @@ from rudra.core.events import (
 from rudra.core.messages import Kind, Message, Word
 from rudra.core.training_state import TrainingState
 from rudra.roles.checkpoint_cycle import CheckpointCycle
-from rudra.roles.learner import GRADIENT, WEIGHTS, Learner, State
+from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.ledger import Ledger
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
 from rudra.roles.minibatch_log import MinibatchLog
 from topologies import Plan
-from topologies.plan import STATISTICS_SERVER
 
 
 class GroupLearner(Learner):
@@ -59,12 +60,16 @@ class GroupLearner(Learner):
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
         **Learner.TRANSITIONS,
-        **staying([State.HASHING, State.READY], {Sent: "_handed_on", Kind.READY: "_member_ready"}),
-        (State.COMPUTING, Computed): To("_push", State.COMPUTING),
-        (State.COMPUTING, Sent): To("_handed_on", State.COMPUTING),
-        (State.COMPUTING, Reduced): To("_reduced", State.COMPUTING, State.EXCHANGING, State.STOPPED),
-        (State.COMPUTING, Kind.TIMESTAMP): To("_answered_early", State.COMPUTING),
-        (State.EXCHANGING, Sent): To("_returned", State.EXCHANGING, State.COMPUTING, State.STOPPED),
+        **staying([LearnerState.HASHING, LearnerState.READY], {Sent: "_handed_on", Kind.READY: "_member_ready"}),
+        (LearnerState.COMPUTING, Computed): To("_push", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Sent): To("_handed_on", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Reduced): To(
+            "_reduced", LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STOPPED
+        ),
+        (LearnerState.COMPUTING, Kind.TIMESTAMP): To("_answered_early", LearnerState.COMPUTING),
+        (LearnerState.EXCHANGING, Sent): To(
+            "_returned", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
+        ),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -85,9 +90,9 @@ class GroupLearner(Learner):
     def waiting_for(self) -> str:
         if self._reducing:
             return f"the gradients of compute group {self._group}"
-        if self.state is State.EXCHANGING and self._handing_on:
+        if self.state is LearnerState.EXCHANGING and self._handing_on:
             return f"{listed([self.plan.roles[i].name for i in self._receivers])} to take weights"
-        if self.state is State.EXCHANGING and not self._leads:
+        if self.state is LearnerState.EXCHANGING and not self._leads:
             return f"{self.plan.roles[self._source].name} to hand on weights"
         return super().waiting_for
 
@@ -100,8 +105,8 @@ class GroupLearner(Learner):
         return [*super()._first_weights(event, now), *self._hand_on(event)]
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
-        self.state = State.READY
-        return self._ready(short(event.digest))
+        self.state = LearnerState.READY
+        return self._ready(short_digest(event.digest))
 
     def _member_ready(self, event: Received, now: float) -> list[Action]:
         return self._ready(event.message.value)
@@ -135,7 +140,7 @@ class GroupLearner(Learner):
                 self._uncount()
             self.log.report_unused()
             return self._leave(now)
-        self.state, self._pushed_at = State.EXCHANGING, now
+        self.state, self._pushed_at = LearnerState.EXCHANGING, now
         if not self._leads:
             self._delivered_at = now
             early, self._early = self._early, None
@@ -202,7 +207,7 @@ class GroupLearner(Learner):
         return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
 
 
-class Replicas(States):
+class ReplicaState(States):
     HASHING = auto()
     READY = auto()
     COMPUTING = auto()
@@ -214,8 +219,8 @@ class Replicas(States):
     DONE = auto()
 
 
-ALIVE = [state for state in Replicas if state is not Replicas.DONE]
-TRAINING = [state for state in ALIVE if state not in {Replicas.REGROUPING, Replicas.STOPPED}]
+ALIVE = [state for state in ReplicaState if state is not ReplicaState.DONE]
+TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, ReplicaState.STOPPED}]
 
 
 class Replica(Machine):
@@ -253,21 +258,25 @@ class Replica(Machine):
         **staying(ALIVE, dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint")),
         **staying(ALIVE, {Kind.ENOUGH: "_enough", Kind.PLATEAU: "_plateau", Stopped: "_stop"}),
         **staying(ALIVE, {Kind.CREDIT: "_credit", Sent: "_returned", Lost: "_lose"}),
-        (Replicas.HASHING, Started): To("_start", Replicas.HASHING),
-        (Replicas.HASHING, Hashed): To("_report_digest", Replicas.READY, Replicas.COMPUTING),
-        (Replicas.HASHING, Kind.READY): To("_member_ready", Replicas.HASHING),
-        (Replicas.READY, Kind.READY): To("_member_ready", Replicas.READY, Replicas.COMPUTING),
-        (Replicas.READY, Kind.START): To("_begin", Replicas.COMPUTING),
-        (Replicas.COMPUTING, Computed): To("_reduce", Replicas.REDUCING),
-        (Replicas.REDUCING, Reduced): To("_reduced", Replicas.REDUCING, Replicas.WAITING, Replicas.UPDATING),
-        (Replicas.WAITING, Kind.CREDIT): To("_credit", Replicas.WAITING, Replicas.UPDATING),
-        (Replicas.WAITING, Sent): To("_returned", Replicas.WAITING, Replicas.UPDATING),
-        (Replicas.UPDATING, Updated): To("_updated", Replicas.COMPUTING, Replicas.STOPPED),
-        **{(state, Lost): To("_lose", state, Replicas.REGROUPING) for state in TRAINING},
-        **staying([Replicas.REGROUPING], dict.fromkeys((Started, Hashed, Kind.READY, Computed, Reduced), "_in_vain")),
-        (Replicas.REGROUPING, Updated): To("_updated_before", Replicas.REGROUPING),
-        (Replicas.REGROUPING, Committed): To("_checkpoint", Replicas.REGROUPING, Replicas.HASHING),
-        (Replicas.STOPPED, Kind.DONE): To("_finish", Replicas.DONE),
+        (ReplicaState.HASHING, Started): To("_start", ReplicaState.HASHING),
+        (ReplicaState.HASHING, Hashed): To("_report_digest", ReplicaState.READY, ReplicaState.COMPUTING),
+        (ReplicaState.HASHING, Kind.READY): To("_member_ready", ReplicaState.HASHING),
+        (ReplicaState.READY, Kind.READY): To("_member_ready", ReplicaState.READY, ReplicaState.COMPUTING),
+        (ReplicaState.READY, Kind.START): To("_begin", ReplicaState.COMPUTING),
+        (ReplicaState.COMPUTING, Computed): To("_reduce", ReplicaState.REDUCING),
+        (ReplicaState.REDUCING, Reduced): To(
+            "_reduced", ReplicaState.REDUCING, ReplicaState.WAITING, ReplicaState.UPDATING
+        ),
+        (ReplicaState.WAITING, Kind.CREDIT): To("_credit", ReplicaState.WAITING, ReplicaState.UPDATING),
+        (ReplicaState.WAITING, Sent): To("_returned", ReplicaState.WAITING, ReplicaState.UPDATING),
+        (ReplicaState.UPDATING, Updated): To("_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED),
+        **{(state, Lost): To("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
+        **staying(
+            [ReplicaState.REGROUPING], dict.fromkeys((Started, Hashed, Kind.READY, Computed, Reduced), "_in_vain")
+        ),
+        (ReplicaState.REGROUPING, Updated): To("_updated_before", ReplicaState.REGROUPING),
+        (ReplicaState.REGROUPING, Committed): To("_checkpoint", ReplicaState.REGROUPING, ReplicaState.HASHING),
+        (ReplicaState.STOPPED, Kind.DONE): To("_finish", ReplicaState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -285,28 +294,27 @@ class Replica(Machine):
     def _follow(self, plan: Plan) -> None:
         """Everybody begins by this plan; nothing is under way."""
         self.plan = plan
-        self.state: States = Replicas.HASHING
+        self.state: States = ReplicaState.HASHING
         self._stops = False  # with the update under way
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
         self._digests: list[int] = []
         self._digest = 0  # of the weights, since everybody began
 
-    def inherit(self, before: Machine) -> None:
-        assert isinstance(before, Replica)
+    def inherit(self, before: "Replica") -> None:
         self.log.inherit(before.log)
 
     @property
     def waiting_for(self) -> str:
-        if self.state is Replicas.REDUCING:
+        if self.state is ReplicaState.REDUCING:
             return "the gradients of all learners"
-        if self.state is Replicas.WAITING:
+        if self.state is ReplicaState.WAITING:
             return "the statistics server to test the weights"
-        if self.state is Replicas.REGROUPING:
+        if self.state is ReplicaState.REGROUPING:
             return "a checkpoint to go on from without those that died"
-        if self.state is Replicas.READY:
+        if self.state is ReplicaState.READY:
             return "other learners to get ready"
-        return "the statistics server to finish" if self.state is Replicas.STOPPED else ""
+        return "the statistics server to finish" if self.state is ReplicaState.STOPPED else ""
 
     def validate(self) -> None:
         self.ledger.validate()
@@ -316,8 +324,8 @@ class Replica(Machine):
         return [Hash(WEIGHTS)]
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
-        self.state = Replicas.READY
-        digest = short(event.digest)
+        self.state = ReplicaState.READY
+        digest = short_digest(event.digest)
         if self._leads:
             return self._ready(digest, now)
         return [Send(self.plan.server, Message(Kind.READY, self.id, value=digest))]
@@ -327,7 +335,7 @@ class Replica(Machine):
 
     def _ready(self, digest: int, now: float) -> list[Action]:
         self._digests.append(digest)
-        if len(self._digests) <= len(self._members) or self.state is not Replicas.READY:
+        if len(self._digests) <= len(self._members) or self.state is not ReplicaState.READY:
             return []
         if len(set(self._digests)) > 1:
             return [Fail("learners hold different initial weights (digests differ)")]
@@ -342,11 +350,11 @@ class Replica(Machine):
         return [*(Send(to, start) for to in self._to_members), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:
-        self.state = Replicas.COMPUTING
+        self.state = ReplicaState.COMPUTING
         return [self.log.begin(WEIGHTS, GRADIENT, self.ledger.timestamp, now)]
 
     def _reduce(self, event: Computed, now: float) -> list[Action]:
-        self.state = Replicas.REDUCING
+        self.state = ReplicaState.REDUCING
         self._ready_at = now
         ledger = self.ledger
         actions, fails = self.log.enter(event, ledger.timestamp, now)
@@ -386,9 +394,9 @@ class Replica(Machine):
     def _update(self, now: float) -> list[Action]:
         """Updates the weights by what was added up, unless an epoch would go untested that is to be tested."""
         if self._leads and self.ledger.is_ahead:
-            self.state = Replicas.WAITING
+            self.state = ReplicaState.WAITING
             return []
-        self.state = Replicas.UPDATING
+        self.state = ReplicaState.UPDATING
         actions = self.ledger.update(GRADIENT, now)
         self._ended_training = self.ledger.over or self._stops
         return actions + self.cycle.updated(now)
@@ -399,7 +407,7 @@ class Replica(Machine):
         actions = self.ledger.note(event, now)
         if not self._ended_training:
             return self._next(now) + self.log.due(now) + actions
-        self.state = Replicas.STOPPED
+        self.state = ReplicaState.STOPPED
         account = self.log.close(now, self.log.step) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
         return actions + account + (self.cycle.end(now) if self._leads and not self.ledger.over else [])
 
@@ -412,26 +420,26 @@ class Replica(Machine):
 
     def _go_on(self, now: float) -> list[Action]:
         """Makes the update that waited for a test."""
-        return self._update(now) if self.state is Replicas.WAITING else []
+        return self._update(now) if self.state is ReplicaState.WAITING else []
 
     # Learners that die.
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, lost = event.role, self.plan.roles[event.role]
-        if not self._leads or role in self.ledger.buried:
+        if not self._leads or role in self.ledger.recorded_losses:
             return []
-        if lost.kind == STATISTICS_SERVER:
+        if role == self.plan.statistics:
             return [Fail(f"the {lost.name} (rank {lost.world_rank}) died", lost=True)]
         if not self.ledger.started:
             return [Fail(f"{lost.name} (rank {lost.world_rank}) died before training began", lost=True)]
         if self._ended_training:
-            return self.ledger.bury_late(role, now)
-        regrouping, self.state = self.state is Replicas.REGROUPING, Replicas.REGROUPING
+            return self.ledger.record_late_loss(role, now)
+        regrouping, self.state = self.state is ReplicaState.REGROUPING, ReplicaState.REGROUPING
         return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now)
 
     def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
         position, actions = self.cycle.saving, self.cycle.take(event, now)
-        if self.state is not Replicas.REGROUPING or isinstance(event, Received):
+        if self.state is not ReplicaState.REGROUPING or isinstance(event, Received):
             return actions
         if event.error:
             why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
@@ -455,5 +463,5 @@ class Replica(Machine):
         return self.ledger.note(event, now)
 
     def _finish(self, event: Received, now: float) -> list[Action]:
-        self.state = Replicas.DONE
+        self.state = ReplicaState.DONE
         return [halt(event)]

@@ -18,6 +18,8 @@ from enum import auto
 from typing import Any, ClassVar
 
 from rudra.core.events import (
+    GRADIENT,
+    WEIGHTS,
     Action,
     Computed,
     Hash,
@@ -30,17 +32,14 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.roles.machine import Machine, Setup, States, To, halt, short, staying
+from rudra.roles.machine import Machine, Setup, States, To, halt, short_digest, staying
 from rudra.roles.minibatch_log import MinibatchLog
 
 DROPPED = -1
 """In a message to stop: what this learner still sends is not taken."""
 
-WEIGHTS = "weights"
-GRADIENT = "gradient"
 
-
-class State(States):
+class LearnerState(States):
     WAITING = auto()
     HASHING = auto()
     READY = auto()
@@ -53,7 +52,7 @@ class State(States):
 
 
 # Names for what is looked up all the time: an enum's attributes are slow.
-COMPUTING, EXCHANGING, PUSH = State.COMPUTING, State.EXCHANGING, Kind.GRADIENT
+COMPUTING, EXCHANGING, PUSH = LearnerState.COMPUTING, LearnerState.EXCHANGING, Kind.GRADIENT
 
 
 class Learner(Machine):
@@ -87,20 +86,26 @@ class Learner(Machine):
     )
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        (State.WAITING, Started): To("_start", State.WAITING),
-        (State.WAITING, Kind.WEIGHTS): To("_first_weights", State.HASHING),
-        (State.HASHING, Hashed): To("_report_digest", State.READY),
-        (State.READY, Kind.START): To("_begin", State.COMPUTING),
-        (State.COMPUTING, Computed): To("_push", State.EXCHANGING, State.STOPPED),
-        (State.COMPUTING, Kind.STOP): To("_stop_soon", State.COMPUTING),
-        (State.EXCHANGING, Sent): To("_delivered", State.EXCHANGING, State.COMPUTING, State.STOPPED),
-        (State.EXCHANGING, Kind.TIMESTAMP): To("_answered", State.EXCHANGING, State.COMPUTING),
-        (State.EXCHANGING, Kind.WEIGHTS): To("_pulled", State.EXCHANGING, State.COMPUTING, State.STOPPED),
-        (State.EXCHANGING, Kind.STOP): To("_stop_soon", State.EXCHANGING, State.STOPPED),
-        **staying([State.STOPPED], dict.fromkeys((Sent, Kind.TIMESTAMP, Kind.WEIGHTS), "_in_vain")),  # it was dropped
+        (LearnerState.WAITING, Started): To("_start", LearnerState.WAITING),
+        (LearnerState.WAITING, Kind.WEIGHTS): To("_first_weights", LearnerState.HASHING),
+        (LearnerState.HASHING, Hashed): To("_report_digest", LearnerState.READY),
+        (LearnerState.READY, Kind.START): To("_begin", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Computed): To("_push", LearnerState.EXCHANGING, LearnerState.STOPPED),
+        (LearnerState.COMPUTING, Kind.STOP): To("_stop_soon", LearnerState.COMPUTING),
+        (LearnerState.EXCHANGING, Sent): To(
+            "_delivered", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
+        ),
+        (LearnerState.EXCHANGING, Kind.TIMESTAMP): To("_answered", LearnerState.EXCHANGING, LearnerState.COMPUTING),
+        (LearnerState.EXCHANGING, Kind.WEIGHTS): To(
+            "_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
+        ),
+        (LearnerState.EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.EXCHANGING, LearnerState.STOPPED),
+        **staying(
+            [LearnerState.STOPPED], dict.fromkeys((Sent, Kind.TIMESTAMP, Kind.WEIGHTS), "_in_vain")
+        ),  # it was dropped
         **{
-            (state, Kind.DONE): To("_finish", State.DONE)
-            for state in (State.COMPUTING, State.EXCHANGING, State.STOPPED)
+            (state, Kind.DONE): To("_finish", LearnerState.DONE)
+            for state in (LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STOPPED)
         },
     }
 
@@ -110,7 +115,7 @@ class Learner(Machine):
         self.log = MinibatchLog(role, setup)
         parent = plan.roles[role].parent
         self.server = role if parent is None else parent
-        self.state = State.WAITING
+        self.state = LearnerState.WAITING
         self.timestamp = -1
         self.pushed = self.log.step
         self._stopping = False
@@ -123,21 +128,20 @@ class Learner(Machine):
         self._computed_at = self._pushed_at = 0.0
         self._pulls = self._skipped_pulls = 0
 
-    def inherit(self, before: Machine) -> None:
-        assert isinstance(before, Learner)
+    def inherit(self, before: "Learner") -> None:
         self.log.inherit(before.log)
 
     @property
     def waiting_for(self) -> str:
         server = self.plan.roles[self.server].name
-        if self.state is State.EXCHANGING:
+        if self.state is LearnerState.EXCHANGING:
             if self._delivered_at is None:
                 return f"the {server} to take gradient {self.pushed - 1}"
             return f"the {server} to answer its pull (it holds timestamp {self.timestamp})"
         waits: dict[States, str] = {
-            State.WAITING: f"the first weights from the {server}",
-            State.READY: f"the {server} to start training",
-            State.STOPPED: "the statistics server to finish",
+            LearnerState.WAITING: f"the first weights from the {server}",
+            LearnerState.READY: f"the {server} to start training",
+            LearnerState.STOPPED: "the statistics server to finish",
         }
         return waits.get(self.state, "")
 
@@ -145,13 +149,13 @@ class Learner(Machine):
         return [self._receive]
 
     def _first_weights(self, event: Received, now: float) -> list[Action]:
-        self.state = State.HASHING
+        self.state = LearnerState.HASHING
         self.timestamp = event.message.timestamp
         return [Hash(WEIGHTS)]
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
-        self.state = State.READY
-        return [Send(self.server, Message(Kind.READY, self.id, value=short(event.digest)))]
+        self.state = LearnerState.READY
+        return [Send(self.server, Message(Kind.READY, self.id, value=short_digest(event.digest)))]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self.log.began = event.message.value * 1e-9
@@ -205,7 +209,7 @@ class Learner(Machine):
 
     def _stop_soon(self, event: Received, now: float) -> list[Action]:
         self._stopping = True
-        if self.state is State.COMPUTING:
+        if self.state is LearnerState.COMPUTING:
             return []
         return self._leave(now) if event.message.value == DROPPED else self._advance(now)
 
@@ -224,10 +228,10 @@ class Learner(Machine):
         return self._next(now) + due if due else self._next(now)
 
     def _leave(self, now: float) -> list[Action]:
-        self.state = State.STOPPED
+        self.state = LearnerState.STOPPED
         account = self.log.close(now, self.pushed, self._pulls, self._skipped_pulls)
         return [*account, Send(self.server, Message(Kind.BYE, self.id, value=self.pushed))]
 
     def _finish(self, event: Received, now: float) -> list[Action]:
-        self.state = State.DONE
+        self.state = LearnerState.DONE
         return [halt(event)]

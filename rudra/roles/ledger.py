@@ -13,6 +13,8 @@ import numpy as np
 
 from rudra.core import records
 from rudra.core.events import (
+    SNAPSHOT,
+    WEIGHTS,
     Action,
     Committed,
     Copy,
@@ -35,10 +37,7 @@ from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
 from rudra.roles.machine import Outbox, Setup, Silent, listed
 from topologies import Plan
-from topologies.plan import LEARNER
 
-WEIGHTS = "weights"
-SNAPSHOT = "snapshot"
 CREDITS = 2
 """Snapshots that the statistics server can hold: one in work and one waiting."""
 
@@ -56,7 +55,7 @@ def _mean(total: float, count: int) -> float:
 
 
 def outlasts(event: Event, statistics: int) -> bool:
-    """Whether an event is for the owner of the weights even if everybody else has begun anew."""
+    """Whether an event is for the owner of the weights even if everybody else regroups."""
     if isinstance(event, Received):
         return event.message.sender == statistics
     if isinstance(event, Sent):
@@ -92,7 +91,7 @@ class Ledger:
         stopped: training ends before its time.
         began: seconds on the driver's clock.
         outbox: rows on their way.
-        buried: roles whose end is told.
+        recorded_losses: roles whose end is told.
         final_lent: the weights of the last epoch are not all sent yet.
     """
 
@@ -114,7 +113,7 @@ class Ledger:
         self._tests_all = job.training.evaluate == "always"
         self._snapshot_lent = False
         self.final_lent = False
-        self.buried: set[int] = set()
+        self.recorded_losses: set[int] = set()
         self._start_message: Message | None = None
         self._final: Rows | None = None
         self._spent_s = position.time_s  # before this start
@@ -308,35 +307,33 @@ class Ledger:
     # Roles that die.
 
     def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
-        """Has everybody who is left begin anew from the weights that are here, which are those of a position."""
-        lost = sorted(dead - self.buried)
+        """Has everybody who is left regroup, with the weights that are here, which are those of a position."""
+        lost = sorted(dead - self.recorded_losses)
         names = listed([f"{role.name} (rank {role.world_rank})" for role in map(self.plan.roles.__getitem__, lost)])
         try:
             self._follow(self.plan.without(dead), position)
         except ValueError as error:
             return [Fail(f"{names} died, and the run cannot go on: {error}", lost=True)]
         for role in lost:
-            learner = self.plan.roles[role].kind == LEARNER
+            learner = self.plan.roles[role].about.trains
             pushed = position.step(self.plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
-            self.bury(role, f"died {what}; what was under way is computed again", pushed, now)
-        if self._job.fault_tolerance.on_learner_loss == "stop" and any(
-            self.plan.roles[i].kind == LEARNER for i in lost
-        ):
+            self.record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
+        if self._job.fault_tolerance.on_learner_loss == "stop" and any(self.plan.roles[i].about.trains for i in lost):
             self.stopped = True
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
         return [*self.outbox.flush(now), Warn(text), Regroup(self.plan, position)]
 
-    def bury(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
+    def record_loss(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
         """Reports a role that is no more, and closes a learner's books."""
-        self.buried.add(role)
+        self.recorded_losses.add(role)
         self.tell(kind, self.timestamp, now - self.began, text, role)
-        if self.plan.roles[role].kind == LEARNER:
+        if self.plan.roles[role].about.trains:
             self._account_for(role, pushed)
 
-    def bury_late(self, role: int, now: float) -> list[Action]:
+    def record_late_loss(self, role: int, now: float) -> list[Action]:
         """All is counted, and nobody is missed; but accounts of a learner and its group may never come."""
-        if self.plan.roles[role].kind == LEARNER:
+        if self.plan.roles[role].about.trains:
             for learner in self.plan.group_of(role):
                 self._account_for(learner, self.steps[self.plan.roles[learner].index])
         return self.outbox.flush(now)

@@ -119,8 +119,8 @@ class Machine:
         """What comes too late to matter."""
         return []
 
-    def inherit(self, before: "Machine") -> None:
-        """Takes over what outlasts it from who played this role until everybody began anew."""
+    def inherit(self, before: Any) -> None:
+        """Takes over what outlasts it from who played this role until everybody regrouped: one of the same class."""
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold; tests call it after every event."""
@@ -195,7 +195,7 @@ def halt(event: Received) -> Halt:
     return Halt(event.message.value, event.message.flag)
 
 
-def short(digest: str) -> int:
+def short_digest(digest: str) -> int:
     """63 bits of a hexadecimal digest, for the number in a message; 0 where there is none."""
     return int(digest[:16] or "0", 16) >> 1
 

@@ -25,14 +25,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rudra.core.events import Action, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.core.events import GRADIENT, WEIGHTS, Action, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
-from rudra.roles.learner import Learner, State
-from rudra.roles.machine import Setup, States, To, halt, short, staying
+from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.machine import Setup, States, To, halt, short_digest, staying
 
-WEIGHTS = ("weights", "weights 1", "weights 2")
-GRADIENTS = ("gradient 0", "gradient 1")
+WEIGHT_BUFFERS = (WEIGHTS, f"{WEIGHTS} 1", f"{WEIGHTS} 2")
+GRADIENT_BUFFERS = (f"{GRADIENT} 0", f"{GRADIENT} 1")
 UNDERWAY: dict[Any, str] = {Sent: "_returned", Kind.WEIGHTS: "_arrived", Kind.APPLIED: "_hear_of_applied"}
 
 
@@ -56,33 +56,40 @@ class OverlappedLearner(Learner):
     )
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        (State.WAITING, Started): To("_start", State.WAITING),
-        (State.WAITING, Kind.WEIGHTS): To("_first_weights", State.HASHING),
-        (State.HASHING, Hashed): To("_report_digest", State.READY),
-        **staying([State.HASHING, State.READY], {Sent: "_returned", Kind.WEIGHTS: "_arrived"}),
-        (State.READY, Kind.START): To("_begin", State.COMPUTING),
-        (State.COMPUTING, Computed): To(
-            "_push", State.COMPUTING, State.EXCHANGING, State.HELD, State.LEAVING, State.STOPPED
+        (LearnerState.WAITING, Started): To("_start", LearnerState.WAITING),
+        (LearnerState.WAITING, Kind.WEIGHTS): To("_first_weights", LearnerState.HASHING),
+        (LearnerState.HASHING, Hashed): To("_report_digest", LearnerState.READY),
+        **staying([LearnerState.HASHING, LearnerState.READY], {Sent: "_returned", Kind.WEIGHTS: "_arrived"}),
+        (LearnerState.READY, Kind.START): To("_begin", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Computed): To(
+            "_push",
+            LearnerState.COMPUTING,
+            LearnerState.EXCHANGING,
+            LearnerState.HELD,
+            LearnerState.LEAVING,
+            LearnerState.STOPPED,
         ),
-        **staying([State.COMPUTING, State.LEAVING, State.STOPPED], UNDERWAY),
-        (State.COMPUTING, Kind.STOP): To("_stop_soon", State.COMPUTING),
-        **staying([State.EXCHANGING], {Kind.WEIGHTS: "_arrived", Kind.APPLIED: "_hear_of_applied"}),
-        (State.EXCHANGING, Sent): To("_returned", State.EXCHANGING, State.COMPUTING, State.HELD, State.LEAVING),
-        (State.EXCHANGING, Kind.STOP): To("_stop_soon", State.EXCHANGING),
-        (State.HELD, Sent): To("_returned", State.HELD),
-        (State.HELD, Kind.WEIGHTS): To("_arrived", State.HELD, State.COMPUTING),
-        (State.HELD, Kind.APPLIED): To("_hear_of_applied", State.HELD, State.COMPUTING),
-        (State.HELD, Kind.STOP): To("_stop_held", State.LEAVING, State.STOPPED),
-        (State.LEAVING, Sent): To("_returned", State.LEAVING, State.STOPPED),
-        (State.STOPPED, Kind.DONE): To("_finish", State.DONE),
+        **staying([LearnerState.COMPUTING, LearnerState.LEAVING, LearnerState.STOPPED], UNDERWAY),
+        (LearnerState.COMPUTING, Kind.STOP): To("_stop_soon", LearnerState.COMPUTING),
+        **staying([LearnerState.EXCHANGING], {Kind.WEIGHTS: "_arrived", Kind.APPLIED: "_hear_of_applied"}),
+        (LearnerState.EXCHANGING, Sent): To(
+            "_returned", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.HELD, LearnerState.LEAVING
+        ),
+        (LearnerState.EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.EXCHANGING),
+        (LearnerState.HELD, Sent): To("_returned", LearnerState.HELD),
+        (LearnerState.HELD, Kind.WEIGHTS): To("_arrived", LearnerState.HELD, LearnerState.COMPUTING),
+        (LearnerState.HELD, Kind.APPLIED): To("_hear_of_applied", LearnerState.HELD, LearnerState.COMPUTING),
+        (LearnerState.HELD, Kind.STOP): To("_stop_held", LearnerState.LEAVING, LearnerState.STOPPED),
+        (LearnerState.LEAVING, Sent): To("_returned", LearnerState.LEAVING, LearnerState.STOPPED),
+        (LearnerState.STOPPED, Kind.DONE): To("_finish", LearnerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
         self._receivers = setup.plan.receivers[role]
-        self._stamps = dict.fromkeys(WEIGHTS, -1)
-        self._open: str | None = WEIGHTS[0]  # where the next weights may land
-        self._newest = WEIGHTS[0]
+        self._stamps = dict.fromkeys(WEIGHT_BUFFERS, -1)
+        self._open: str | None = WEIGHT_BUFFERS[0]  # where the next weights may land
+        self._newest = WEIGHT_BUFFERS[0]
         self._computing_with: str | None = None
         self._edges: dict[int, str] = {}  # receiver -> what is on its way there
         self._given = dict.fromkeys(self._receivers, -1)
@@ -96,38 +103,38 @@ class OverlappedLearner(Learner):
     @property
     def waiting_for(self) -> str:
         server = self.plan.roles[self.server].name
-        if self.state is State.EXCHANGING:
+        if self.state is LearnerState.EXCHANGING:
             return f"the {server} to take gradient {self.pushed - 2}"
-        if self.state is State.HELD:
+        if self.state is LearnerState.HELD:
             source = self.plan.roles[self._source].name
             return f"weights from the {source} that hold more of its gradients (it has timestamp {self.timestamp})"
-        if self.state is State.LEAVING:
+        if self.state is LearnerState.LEAVING:
             last = [] if self._sending is None else [f"the {server} to take gradient {self.pushed - 1}"]
             return ", ".join([*last, *(f"{self.plan.roles[to].name} to take weights" for to in self._edges)])
         waits: dict[States, str] = {
-            State.WAITING: f"the first weights from the {self.plan.roles[self._source].name}",
-            State.READY: f"the {server} to start training",
-            State.STOPPED: "the statistics server to finish",
+            LearnerState.WAITING: f"the first weights from the {self.plan.roles[self._source].name}",
+            LearnerState.READY: f"the {server} to start training",
+            LearnerState.STOPPED: "the statistics server to finish",
         }
         return waits.get(self.state, "")
 
     def validate(self) -> None:
         assert self._open is None or self._open not in {self._computing_with, *self._edges.values()}
-        assert self.state is State.WAITING or self._open != self._newest
-        assert self._sending is None or self._sending != GRADIENTS[self._into] or self._waiting is None
+        assert self.state is LearnerState.WAITING or self._open != self._newest
+        assert self._sending is None or self._sending != GRADIENT_BUFFERS[self._into] or self._waiting is None
 
     # Start.
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Receive(WEIGHTS[0], self._source)]
+        return [Receive(WEIGHT_BUFFERS[0], self._source)]
 
     def _first_weights(self, event: Received, now: float) -> list[Action]:
-        self.state = State.HASHING
+        self.state = LearnerState.HASHING
         return [*self._arrived(event, now), Hash(self._newest)]
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
-        self.state = State.READY
-        return [Send(self.server, Message(Kind.READY, self.id, value=short(event.digest)))]
+        self.state = LearnerState.READY
+        return [Send(self.server, Message(Kind.READY, self.id, value=short_digest(event.digest)))]
 
     # Weights: in, and on.
 
@@ -135,13 +142,13 @@ class OverlappedLearner(Learner):
         assert event.buffer is not None
         self._newest, self._open = event.buffer, None
         self._stamps[event.buffer] = event.message.timestamp
-        self._pulls += self.state in {State.COMPUTING, State.EXCHANGING, State.HELD}
+        self._pulls += self.state in {LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.HELD}
         actions = self._hand_on() + self._reopen()
-        return actions + self._go_on(now) if self.state is State.HELD else actions
+        return actions + self._go_on(now) if self.state is LearnerState.HELD else actions
 
     def _hand_on(self) -> list[Action]:
         """Sends the newest weights along every edge that is idle; when training ends there, too, this ends."""
-        if self.state in {State.LEAVING, State.STOPPED}:
+        if self.state in {LearnerState.LEAVING, LearnerState.STOPPED}:
             return []
         stamp, actions = self._stamps[self._newest], list[Action]()
         for to in self._receivers:
@@ -155,16 +162,16 @@ class OverlappedLearner(Learner):
         if self._open is not None:
             return []
         used = {self._newest, self._computing_with, *self._edges.values()}
-        self._open = next((buffer for buffer in WEIGHTS if buffer not in used), None)
+        self._open = next((buffer for buffer in WEIGHT_BUFFERS if buffer not in used), None)
         return [] if self._open is None else [Receive(self._open, self._source)]
 
     # Gradients.
 
     def _next(self, now: float) -> list[Action]:
-        self.state = State.COMPUTING
+        self.state = LearnerState.COMPUTING
         self._computing_with = self._newest
         self.timestamp = self._stamps[self._newest]
-        return [self.log.begin(self._newest, GRADIENTS[self._into], self.timestamp, now), *self._reopen()]
+        return [self.log.begin(self._newest, GRADIENT_BUFFERS[self._into], self.timestamp, now), *self._reopen()]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)
@@ -173,14 +180,14 @@ class OverlappedLearner(Learner):
         self._waiting = self._gradient(event, now)
         if self._sending is None:
             return [*warnings, *self._send(now)]
-        self.state = State.EXCHANGING
+        self.state = LearnerState.EXCHANGING
         return warnings
 
     def _send(self, now: float) -> list[Action]:
         """Pushes the gradient that is ready, and goes on to the next, into the other buffer."""
         gradient, self._waiting = self._waiting, None
         assert gradient is not None
-        self._sending, self._sent_at = GRADIENTS[self._into], now
+        self._sending, self._sent_at = GRADIENT_BUFFERS[self._into], now
         self._into = 1 - self._into
         self._outstanding += 1
         message = Message(Kind.GRADIENT, self.id, gradient.timestamp, -1, None, (gradient,))
@@ -189,7 +196,7 @@ class OverlappedLearner(Learner):
     def _go_on(self, now: float) -> list[Action]:
         """Begins the next mini-batch, or leaves, or waits for weights that hold more of what was pushed."""
         if not self._stopping and self._too_many_outstanding():
-            self.state, self._computing_with = State.HELD, None
+            self.state, self._computing_with = LearnerState.HELD, None
             return self._reopen()
         self.log.spend(0.0, self._sent_at - self._pushed_at, now - self._sent_at, 0.0)
         after = self._leave(now) if self._stopping else self._next(now)
@@ -205,12 +212,12 @@ class OverlappedLearner(Learner):
 
     def _hear_of_applied(self, event: Received, now: float) -> list[Action]:
         self._applied.append(event.message.timestamp)
-        return self._go_on(now) if self.state is State.HELD else []
+        return self._go_on(now) if self.state is LearnerState.HELD else []
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.server and event.buffer == self._sending:
             self._sending = None
-            if self.state is State.EXCHANGING:
+            if self.state is LearnerState.EXCHANGING:
                 return self._send(now)
             return self._left(now)
         del self._edges[event.to]
@@ -227,16 +234,16 @@ class OverlappedLearner(Learner):
         return self._go_on(now)
 
     def _leave(self, now: float) -> list[Action]:
-        self.state = State.LEAVING
+        self.state = LearnerState.LEAVING
         self._computing_with = None
         return [*self._reopen(), *self._left(now)]
 
     def _left(self, now: float) -> list[Action]:
         """Takes leave when nothing is under way; weights that still come are let in, so that nobody waits with them."""
-        if self.state is not State.LEAVING or self._sending is not None or self._edges:
+        if self.state is not LearnerState.LEAVING or self._sending is not None or self._edges:
             return []
         return super()._leave(now)
 
     def _finish(self, event: Received, now: float) -> list[Action]:
-        self.state = State.DONE
+        self.state = LearnerState.DONE
         return [halt(event)]

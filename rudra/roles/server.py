@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.core.events import (
+    WEIGHTS,
     Action,
     Committed,
     Drop,
@@ -46,15 +47,14 @@ from rudra.roles.checkpoint_cycle import CheckpointCycle
 from rudra.roles.downcast import Downcast
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
-from rudra.roles.ledger import WEIGHTS, Ledger, left_over
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
+from rudra.roles.ledger import Ledger, left_over
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
 from rudra.roles.roll import Roll
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from topologies import Plan
-from topologies.plan import STATISTICS_SERVER
 
 
-class State(States):
+class ServerState(States):
     INITIALISING = auto()
     TRAINING = auto()
     DRAINING = auto()
@@ -62,8 +62,8 @@ class State(States):
     DONE = auto()
 
 
-ALIVE = [state for state in State if state is not State.DONE]
-TRAINING = State.TRAINING
+ALIVE = [state for state in ServerState if state is not ServerState.DONE]
+TRAINING = ServerState.TRAINING
 """A name for what is looked up all the time: an enum's attributes are slow."""
 
 
@@ -77,7 +77,7 @@ class ParameterServer(Machine):
     Attributes:
         ledger: of the weights.
         cycle: their checkpoints.
-        intake: gradients on their way into them.
+        buffers: of gradients on their way into them.
         roll: who pushes them.
         received, discarded, lost: gradients.
     """
@@ -86,32 +86,44 @@ class ParameterServer(Machine):
         **staying(ALIVE, dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint")),
         **staying(ALIVE, {Kind.ENOUGH: "_enough", Kind.PLATEAU: "_plateau", Kind.CREDIT: "_credit"}),
         **staying(ALIVE, {Tick: "_look_for_late", Kind.LATE: "_hear_of_late"}),
-        **staying([State.TRAINING, State.DRAINING, State.CLOSING], {Withdrawn: "_withdrawn"}),
-        (State.INITIALISING, Started): To("_start", State.INITIALISING),
-        (State.INITIALISING, Hashed): To("_send_first_weights", State.INITIALISING),
-        (State.INITIALISING, Sent): To("_returned", State.INITIALISING, State.TRAINING, State.DRAINING),
-        (State.INITIALISING, Kind.READY): To("_child_ready", State.INITIALISING, State.TRAINING, State.DRAINING),
-        (State.INITIALISING, Updated): To("_updated", State.INITIALISING),
-        (State.INITIALISING, Stopped): To("_stop_first", State.INITIALISING),
-        (State.INITIALISING, Lost): To("_lose", State.INITIALISING),
-        (State.TRAINING, Kind.GRADIENT): To("_gradient", State.TRAINING, State.DRAINING, State.INITIALISING),
-        (State.TRAINING, Kind.PULL): To("_pull", State.TRAINING),
-        (State.TRAINING, Kind.CREDIT): To("_credit", State.TRAINING, State.DRAINING, State.INITIALISING),
-        (State.TRAINING, Sent): To("_returned", State.TRAINING, State.DRAINING, State.INITIALISING),
-        (State.TRAINING, Updated): To("_updated", State.TRAINING),
-        (State.TRAINING, Stopped): To("_stop", State.DRAINING, State.INITIALISING),
-        (State.TRAINING, Lost): To("_lose", State.TRAINING, State.DRAINING, State.INITIALISING),
-        (State.DRAINING, Kind.GRADIENT): To("_late_gradient", State.DRAINING, State.CLOSING),
-        (State.DRAINING, Kind.PULL): To("_in_vain", State.DRAINING),  # stop is the answer
-        (State.DRAINING, Kind.BYE): To("_bye", State.DRAINING, State.CLOSING),
-        (State.DRAINING, Sent): To("_returned", State.DRAINING, State.CLOSING, State.INITIALISING),
-        (State.DRAINING, Updated): To("_updated", State.DRAINING, State.CLOSING),
-        (State.DRAINING, Stopped): To("_in_vain", State.DRAINING),
-        (State.DRAINING, Lost): To("_lose", State.DRAINING, State.CLOSING, State.INITIALISING),
-        (State.CLOSING, Sent): To("_returned", State.CLOSING),
-        (State.CLOSING, Stopped): To("_in_vain", State.CLOSING),
-        (State.CLOSING, Lost): To("_lose", State.CLOSING),
-        (State.CLOSING, Kind.DONE): To("_finish", State.DONE),
+        **staying([ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {Withdrawn: "_withdrawn"}),
+        (ServerState.INITIALISING, Started): To("_start", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Hashed): To("_send_first_weights", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Sent): To(
+            "_returned", ServerState.INITIALISING, ServerState.TRAINING, ServerState.DRAINING
+        ),
+        (ServerState.INITIALISING, Kind.READY): To(
+            "_child_ready", ServerState.INITIALISING, ServerState.TRAINING, ServerState.DRAINING
+        ),
+        (ServerState.INITIALISING, Updated): To("_updated", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Stopped): To("_stop_first", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Lost): To("_lose", ServerState.INITIALISING),
+        (ServerState.TRAINING, Kind.GRADIENT): To(
+            "_gradient", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+        ),
+        (ServerState.TRAINING, Kind.PULL): To("_pull", ServerState.TRAINING),
+        (ServerState.TRAINING, Kind.CREDIT): To(
+            "_credit", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+        ),
+        (ServerState.TRAINING, Sent): To(
+            "_returned", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+        ),
+        (ServerState.TRAINING, Updated): To("_updated", ServerState.TRAINING),
+        (ServerState.TRAINING, Stopped): To("_stop", ServerState.DRAINING, ServerState.INITIALISING),
+        (ServerState.TRAINING, Lost): To("_lose", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING),
+        (ServerState.DRAINING, Kind.GRADIENT): To("_late_gradient", ServerState.DRAINING, ServerState.CLOSING),
+        (ServerState.DRAINING, Kind.PULL): To("_in_vain", ServerState.DRAINING),  # stop is the answer
+        (ServerState.DRAINING, Kind.BYE): To("_bye", ServerState.DRAINING, ServerState.CLOSING),
+        (ServerState.DRAINING, Sent): To(
+            "_returned", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
+        ),
+        (ServerState.DRAINING, Updated): To("_updated", ServerState.DRAINING, ServerState.CLOSING),
+        (ServerState.DRAINING, Stopped): To("_in_vain", ServerState.DRAINING),
+        (ServerState.DRAINING, Lost): To("_lose", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING),
+        (ServerState.CLOSING, Sent): To("_returned", ServerState.CLOSING),
+        (ServerState.CLOSING, Stopped): To("_in_vain", ServerState.CLOSING),
+        (ServerState.CLOSING, Lost): To("_lose", ServerState.CLOSING),
+        (ServerState.CLOSING, Kind.DONE): To("_finish", ServerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -126,7 +138,7 @@ class ParameterServer(Machine):
         """Everybody begins by this plan, from here; nothing is under way."""
         role, protocol = self.id, self.ledger.protocol
         self.plan = plan
-        self.state = State.INITIALISING
+        self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
         self._ordered, self._grants_on_push = protocol.ordered, protocol.grants_on_push
         self.discarded = self.lost = 0
@@ -135,7 +147,7 @@ class ParameterServer(Machine):
         self._deferred: deque[int] = deque()  # roles that died while an update was due
         self._receivers = plan.receivers[role]
         self._grouped = bool(plan.groups)
-        self.intake = GradientBuffers(plan.children[role], 2, self._ordered)
+        self.buffers = GradientBuffers(plan.children[role], 2, self._ordered)
         self._stragglers = Stragglers(plan.children[role], self._job.fault_tolerance.stall_warning_s)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
         self._digest: int | None = None
@@ -150,28 +162,28 @@ class ParameterServer(Machine):
     @property
     def pending(self) -> int:
         """Gradients that are here but not applied."""
-        return self.ledger.pending + self.intake.waiting
+        return self.ledger.pending + self.buffers.waiting
 
     @property
     def waiting_for(self) -> str:
-        if self.state is State.INITIALISING:
+        if self.state is ServerState.INITIALISING:
             return listed(self.roll.names(but=self._ready))
-        if self.state is State.DRAINING:
+        if self.state is ServerState.DRAINING:
             return listed(self.roll.names(but=self.roll.left))
-        if self.state is State.TRAINING and self._update_due and self.ledger.is_ahead:
+        if self.state is ServerState.TRAINING and self._update_due and self.ledger.is_ahead:
             return "the statistics server to test the weights"
-        if self.state is State.TRAINING:
+        if self.state is ServerState.TRAINING:
             return f"a gradient from {listed(self.roll.names()[self._units if self._ordered else 0 :])}"
         return "the statistics server to finish"
 
     def validate(self) -> None:
         self.ledger.validate()
-        self.intake.validate()
+        self.buffers.validate()
         self._downcast.validate()
         self.roll.validate(self.received)
         assert self.received == self.ledger.applied + self.pending + self.discarded + self.lost
         assert self._lent >= 0
-        assert bool(self.ledger.pending) == (self.intake.accumulator is not None)
+        assert bool(self.ledger.pending) == (self.buffers.accumulator is not None)
 
     # Start: everybody holds the same weights.
 
@@ -180,7 +192,7 @@ class ParameterServer(Machine):
         return [*warnings, Hash(WEIGHTS)]
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
-        self._digest = short(event.digest)
+        self._digest = short_digest(event.digest)
         self._lent = len(self._receivers)
         return [Send(to, self._weights, WEIGHTS) for to in self._receivers]
 
@@ -192,14 +204,14 @@ class ParameterServer(Machine):
         return self._begin(now)
 
     def _begin(self, now: float) -> list[Action]:
-        if self.state is not State.INITIALISING or len(self._ready) < len(self.roll.children) or self._lent:
+        if self.state is not ServerState.INITIALISING or len(self._ready) < len(self.roll.children) or self._lent:
             return []
-        self.state = State.TRAINING
+        self.state = ServerState.TRAINING
         start = self.ledger.start(now)
         self._stragglers.begin(now, self.received)
         told = [Send(to, start) for to in (self.plan.statistics, *self.roll.children)]
         over = self.ledger.stopped or self.ledger.over
-        return [*told, *(self._drain() if over else self.intake.post(True))]
+        return [*told, *(self._drain() if over else self.buffers.post(True))]
 
     # Gradients in.
 
@@ -209,7 +221,7 @@ class ParameterServer(Machine):
 
     def _take(self, event: Received, now: float) -> None:
         """Counts the gradients that arrived."""
-        self.lost += self.intake.take(event)
+        self.lost += self.buffers.take(event)
         sender, heard = event.message.sender, self._stragglers.heard
         self.received += len(event.message.gradients)
         if sender in heard:
@@ -219,7 +231,7 @@ class ParameterServer(Machine):
     def _work(self, now: float) -> list[Action]:
         """Handles what has arrived, one gradient after the other, as far as the leases allow."""
         actions: list[Action] = []
-        intake = self.intake
+        buffers = self.buffers
         while self.state is TRAINING:
             if self._update_due:
                 if self._lent or self.ledger.is_ahead:
@@ -227,12 +239,12 @@ class ParameterServer(Machine):
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
                 actions += self._answer_all()
-            elif intake.arrived and (not self._ordered or intake.bring()):
-                actions += self._add(*intake.arrived.popleft())
+            elif buffers.arrived and (not self._ordered or buffers.bring()):
+                actions += self._add(*buffers.arrived.popleft())
             else:
                 break
-        if intake.free:
-            actions += intake.post(self.state is TRAINING)
+        if buffers.free:
+            actions += buffers.post(self.state is TRAINING)
         return actions
 
     def _add(self, buffer: str, message: Message) -> list[Action]:
@@ -243,8 +255,8 @@ class ParameterServer(Machine):
         self._units += 1 if self._grouped else len(gradients)
         if self._overlapped:
             self._downcast.await_update(gradients)
-        actions = self.intake.average(buffer, samples, scale)
-        self._update_due = self.intake.complete if self._ordered else ledger.protocol.update_due(self._units)
+        actions = self.buffers.average(buffer, samples, scale)
+        self._update_due = self.buffers.complete if self._ordered else ledger.protocol.update_due(self._units)
         if message.value >= 0 and message.sender in self.roll.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.value)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
@@ -253,12 +265,12 @@ class ParameterServer(Machine):
     # Updates out.
 
     def _update(self, now: float) -> list[Action]:
-        gradient = self.intake.give()
+        gradient = self.buffers.give()
         actions = self.ledger.update(gradient, now) + self.cycle.updated(now)
         for child, silence_s in self._stragglers.found(now, self.received):
             actions += self._report_straggler(child, silence_s, now)
         self._weights_changed()
-        self.intake.free.append(gradient)
+        self.buffers.free.append(gradient)
         self._units, self._update_due = 0, False
         if self.ledger.over:
             return actions + self._drain()
@@ -291,7 +303,7 @@ class ParameterServer(Machine):
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
         due = self.ledger.note(event, now)
-        return due + self._close(now) if self.state is State.DRAINING else due
+        return due + self._close(now) if self.state is ServerState.DRAINING else due
 
     # Weights to learners.
 
@@ -344,16 +356,16 @@ class ParameterServer(Machine):
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, plan = event.role, self.plan
         name = f"{plan.roles[role].name} (rank {plan.roles[role].world_rank})"
-        if plan.roles[role].kind == STATISTICS_SERVER:
+        if role == plan.statistics:
             return [Fail(f"the {name} died", lost=True)]
-        if role in self.ledger.buried:
+        if role in self.ledger.recorded_losses:
             return []
-        if self.state is State.CLOSING:
-            return self.ledger.bury_late(role, now)
+        if self.state is ServerState.CLOSING:
+            return self.ledger.record_late_loss(role, now)
         if not self.ledger.started:
             return [Fail(f"{name} died before training began", lost=True)]
-        if self.state is State.INITIALISING or not plan.expendable(role):
-            return self._begin_anew(role, now)
+        if self.state is ServerState.INITIALISING or not plan.expendable(role):
+            return self._regroup(role, now)
         return self._go_on_without(role, name, now)
 
     def _lose_deferred(self, now: float) -> list[Action]:
@@ -363,8 +375,8 @@ class ParameterServer(Machine):
             actions += self._lose(Lost(self._deferred.popleft()), now)
         return actions
 
-    def _begin_anew(self, role: int, now: float) -> list[Action]:
-        """Lets everybody begin by a plan without a role; what is pending is computed again."""
+    def _regroup(self, role: int, now: float) -> list[Action]:
+        """Has everybody regroup without a role; what is pending is computed again."""
         if self.ledger.final_lent:  # to the statistics server
             self._deferred.append(role)
             return []
@@ -401,13 +413,13 @@ class ParameterServer(Machine):
         actions.append(Warn(f"{name} {end.text}; {left}"))
         steps = self.ledger.steps[plan.roles[role].index]
         text = f"{end.text} when {steps} of its gradients had been applied, with the next under way"
-        self.ledger.bury(role, text, pushed, now, end.kind)
+        self.ledger.record_loss(role, text, pushed, now, end.kind)
         if not training:
-            return actions + self.intake.post(False) + self._close(now)
+            return actions + self.buffers.post(False) + self._close(now)
         if self._job.fault_tolerance.on_learner_loss == "stop":
             self.ledger.stopped = True
             return actions + self._drain()
-        complete = self.intake.complete if self._ordered else self.ledger.protocol.update_due(self._units)
+        complete = self.buffers.complete if self._ordered else self.ledger.protocol.update_due(self._units)
         self._update_due = bool(self.ledger.pending) and complete
         return actions + self._work(now) + self._answer_all()
 
@@ -416,10 +428,10 @@ class ParameterServer(Machine):
         if child != role:
             if self.roll.below[child]:
                 return []
-            dropped, actions = self.intake.silence(child)
+            dropped, actions = self.buffers.silence(child)
             self.lost += dropped
             return actions
-        self.lost += self.intake.lose(child)
+        self.lost += self.buffers.lose(child)
         self._stragglers.forget(child)
         self._pulls.pop(child, None)
         return []
@@ -432,7 +444,7 @@ class ParameterServer(Machine):
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Drops the learner that all wait for, if that takes too long."""
-        child = self.intake.turn
+        child = self.buffers.turn
         silence_s = overdue_s(self._job, self.plan, child, self._stragglers.heard, now)
         return [] if child is None or silence_s is None else self._drop_straggler(child, silence_s)
 
@@ -457,16 +469,16 @@ class ParameterServer(Machine):
     # The end: what is under way is let in, counted and dropped.
 
     def _drain(self) -> list[Action]:
-        self.state, self._update_due = State.DRAINING, False
-        self.discarded += self.intake.discard()
+        self.state, self._update_due = ServerState.DRAINING, False
+        self.discarded += self.buffers.discard()
         self._pulls.clear()
         stop = Message(Kind.STOP, self.id)
         told = [Send(child, stop) for child in self.roll.children]
-        return [*told, *self.intake.withdraw(), *self.intake.post(False)]
+        return [*told, *self.buffers.withdraw(), *self.buffers.post(False)]
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
-        self.intake.withdrawn(event.buffer)
-        return self.intake.post(self.state is TRAINING)
+        self.buffers.withdrawn(event.buffer)
+        return self.buffers.post(self.state is TRAINING)
 
     def _stop_first(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = True  # as soon as training begins
@@ -478,8 +490,8 @@ class ParameterServer(Machine):
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
         self._take(event, now)
-        self.discarded += self.intake.discard()
-        return self.intake.post(False) + self._close(now)
+        self.discarded += self.buffers.discard()
+        return self.buffers.post(False) + self._close(now)
 
     def _bye(self, event: Received, now: float) -> list[Action]:
         self.roll.left[event.message.sender] = event.message.value
@@ -487,14 +499,14 @@ class ParameterServer(Machine):
 
     def _close(self, now: float) -> list[Action]:
         waits = not self.roll.complete or self.ledger.updating or self._downcast.under_way
-        if self.state is not State.DRAINING or waits:
+        if self.state is not ServerState.DRAINING or waits:
             return []
-        self.state = State.CLOSING
+        self.state = ServerState.CLOSING
         account = self.ledger.totals(now, self.received, self.pending, self.discarded, self.lost)
         return account + self.cycle.end(now) if self.ledger.stopped else account
 
     def _finish(self, event: Received, now: float) -> list[Action]:
-        self.state = State.DONE
+        self.state = ServerState.DONE
         return [halt(event)]
 
 

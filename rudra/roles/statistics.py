@@ -44,7 +44,7 @@ from rudra.roles.machine import Machine, Setup, States, To
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))
 
 
-class State(States):
+class StatisticsState(States):
     GATHERING = auto()
     DONE = auto()
 
@@ -58,27 +58,27 @@ class StatisticsServer(Machine):
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        (State.GATHERING, Started): To("_start", State.GATHERING),
-        (State.GATHERING, Kind.START): To("_begin", State.GATHERING),
-        (State.GATHERING, Kind.GRADIENTS): To("_gradients", State.GATHERING),
-        (State.GATHERING, Kind.UPDATES): To("_updates", State.GATHERING),
-        (State.GATHERING, Kind.MINIBATCHES): To("_minibatches", State.GATHERING),
-        (State.GATHERING, Kind.EPOCHS): To("_epoch", State.GATHERING, State.DONE),
-        (State.GATHERING, Kind.SNAPSHOT): To("_snapshot", State.GATHERING),
-        (State.GATHERING, Hashed): To("_hashed", State.GATHERING, State.DONE),
-        (State.GATHERING, Evaluated): To("_evaluated", State.GATHERING, State.DONE),
-        (State.GATHERING, Kind.LEARNERS): To("_learner", State.GATHERING, State.DONE),
-        (State.GATHERING, Kind.TOTALS): To("_account", State.GATHERING, State.DONE),
-        (State.GATHERING, Kind.EVENTS): To("_events", State.GATHERING),
-        (State.GATHERING, Kind.CHECKPOINT): To("_checkpoint", State.GATHERING),
-        (State.GATHERING, Kind.END): To("_end_early", State.GATHERING, State.DONE),
-        (State.GATHERING, Lost): To("_lose", State.GATHERING),
+        (StatisticsState.GATHERING, Started): To("_start", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.START): To("_begin", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.GRADIENTS): To("_gradients", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.UPDATES): To("_updates", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.MINIBATCHES): To("_minibatches", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.EPOCHS): To("_epoch", StatisticsState.GATHERING, StatisticsState.DONE),
+        (StatisticsState.GATHERING, Kind.SNAPSHOT): To("_snapshot", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Hashed): To("_hashed", StatisticsState.GATHERING, StatisticsState.DONE),
+        (StatisticsState.GATHERING, Evaluated): To("_evaluated", StatisticsState.GATHERING, StatisticsState.DONE),
+        (StatisticsState.GATHERING, Kind.LEARNERS): To("_learner", StatisticsState.GATHERING, StatisticsState.DONE),
+        (StatisticsState.GATHERING, Kind.TOTALS): To("_account", StatisticsState.GATHERING, StatisticsState.DONE),
+        (StatisticsState.GATHERING, Kind.EVENTS): To("_events", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.CHECKPOINT): To("_checkpoint", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.END): To("_end_early", StatisticsState.GATHERING, StatisticsState.DONE),
+        (StatisticsState.GATHERING, Lost): To("_lose", StatisticsState.GATHERING),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
         job, plan = setup.job, setup.plan
         super().__init__(role, plan)
-        self.state = State.GATHERING
+        self.state = StatisticsState.GATHERING
         self.epochs = job.training.epochs
         self._evaluates = job.training.evaluate
         self._keep_every = job.results.keep_every
@@ -97,7 +97,7 @@ class StatisticsServer(Machine):
         self._plateau = job.optimizer.plateau
         self._progress = Best(target)  # as patience and plateau see it
         self._worse = self._lowered = 0  # tests since the rate fell or there was progress; how often it fell
-        self._enough = False  # the run was to end before it began anew
+        self._enough = False  # the run was to end before it was resumed
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
         self._working: tuple[str, int] | None = None
@@ -314,7 +314,7 @@ class StatisticsServer(Machine):
         if self._totals is None or not complete:
             return []
         assert (self._final_weights is None) == bool(self._code)
-        self.state = State.DONE
+        self.state = StatisticsState.DONE
         apart = not self._dropped <= self._answered
         done = Message(Kind.DONE, self.id, value=self._code, flag=apart)
         others = (i for i in range(len(self.plan.roles)) if i != self.id and i not in self._gone)

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from rudra.job.job import Job
 from topologies import Plan
-from topologies.plan import LEARNER
 
 CHECK_S = 1.0
 """How often a server looks; it does so when it updates."""
@@ -31,7 +30,7 @@ def overdue_s(job: Job, plan: Plan, child: int | None, heard: Mapping[int, float
         now: seconds.
     """
     timeout = job.fault_tolerance.straggler_timeout_s
-    if timeout is None or child is None or plan.roles[child].kind != LEARNER:
+    if timeout is None or child is None or not plan.roles[child].about.trains:
         return None
     silence_s = now - heard[child]
     return silence_s if silence_s > timeout else None

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.core.events import (
+    WEIGHTS,
     Action,
     Drop,
     Fail,
@@ -38,13 +39,13 @@ from rudra.core.events import (
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.roles.gradient_buffers import GradientBuffers
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short, staying
+from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
 from rudra.roles.stragglers import overdue_s, tick_s
 
-WEIGHTS = ("weights 0", "weights 1")
+WEIGHT_BUFFERS = (f"{WEIGHTS} 0", f"{WEIGHTS} 1")
 
 
-class State(States):
+class TreeServerState(States):
     WAITING = auto()
     READY = auto()
     TRAINING = auto()
@@ -53,7 +54,7 @@ class State(States):
     DONE = auto()
 
 
-ALIVE = [state for state in State if state is not State.DONE]
+ALIVE = [state for state in TreeServerState if state is not TreeServerState.DONE]
 
 
 class TreeServer(Machine):
@@ -66,33 +67,37 @@ class TreeServer(Machine):
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
         **staying(ALIVE, {Tick: "_look_for_late"}),
-        **staying([State.WAITING, State.READY, State.STOPPED], {Kind.DROP: "_drop"}),
-        (State.WAITING, Started): To("_start", State.WAITING),
-        (State.WAITING, Kind.WEIGHTS): To("_first_weights", State.WAITING),
-        (State.WAITING, Hashed): To("_hashed", State.WAITING),
-        (State.WAITING, Sent): To("_first_returned", State.WAITING, State.READY),
-        (State.WAITING, Kind.READY): To("_child_ready", State.WAITING, State.READY),
-        (State.READY, Kind.START): To("_begin", State.TRAINING),
-        (State.TRAINING, Kind.GRADIENT): To("_gradient", State.TRAINING),
-        (State.TRAINING, Kind.PULL): To("_pull", State.TRAINING),
-        (State.TRAINING, Kind.TIMESTAMP): To("_answered", State.TRAINING),
-        (State.TRAINING, Kind.WEIGHTS): To("_pulled", State.TRAINING),
-        (State.TRAINING, Sent): To("_returned", State.TRAINING),
-        (State.TRAINING, Withdrawn): To("_withdrawn", State.TRAINING),
-        (State.TRAINING, Kind.STOP): To("_stop", State.STOPPING, State.STOPPED),
-        (State.TRAINING, Kind.DROP): To("_drop", State.TRAINING),
-        (State.STOPPING, Kind.GRADIENT): To("_late_gradient", State.STOPPING, State.STOPPED),
-        (State.STOPPING, Withdrawn): To("_withdrawn", State.STOPPING),
-        (State.STOPPING, Kind.PULL): To("_in_vain", State.STOPPING),  # stop is the answer
-        (State.STOPPING, Kind.WEIGHTS): To("_late_weights", State.STOPPING, State.STOPPED),
-        (State.STOPPING, Sent): To("_returned", State.STOPPING, State.STOPPED),
-        (State.STOPPING, Kind.BYE): To("_bye", State.STOPPING, State.STOPPED),
-        (State.STOPPING, Kind.DROP): To("_drop", State.STOPPING, State.STOPPED),
-        **staying([State.WAITING, State.READY, State.TRAINING], {Lost: "_lose"}),
-        (State.STOPPING, Lost): To("_lose", State.STOPPING, State.STOPPED),
-        (State.STOPPED, Started): To("_in_vain", State.STOPPED),
-        (State.STOPPED, Withdrawn): To("_withdrawn", State.STOPPED),
-        (State.STOPPED, Kind.DONE): To("_finish", State.DONE),
+        **staying([TreeServerState.WAITING, TreeServerState.READY, TreeServerState.STOPPED], {Kind.DROP: "_drop"}),
+        (TreeServerState.WAITING, Started): To("_start", TreeServerState.WAITING),
+        (TreeServerState.WAITING, Kind.WEIGHTS): To("_first_weights", TreeServerState.WAITING),
+        (TreeServerState.WAITING, Hashed): To("_hashed", TreeServerState.WAITING),
+        (TreeServerState.WAITING, Sent): To("_first_returned", TreeServerState.WAITING, TreeServerState.READY),
+        (TreeServerState.WAITING, Kind.READY): To("_child_ready", TreeServerState.WAITING, TreeServerState.READY),
+        (TreeServerState.READY, Kind.START): To("_begin", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Kind.GRADIENT): To("_gradient", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Kind.PULL): To("_pull", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Kind.TIMESTAMP): To("_answered", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Kind.WEIGHTS): To("_pulled", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Sent): To("_returned", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Withdrawn): To("_withdrawn", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Kind.STOP): To("_stop", TreeServerState.STOPPING, TreeServerState.STOPPED),
+        (TreeServerState.TRAINING, Kind.DROP): To("_drop", TreeServerState.TRAINING),
+        (TreeServerState.STOPPING, Kind.GRADIENT): To(
+            "_late_gradient", TreeServerState.STOPPING, TreeServerState.STOPPED
+        ),
+        (TreeServerState.STOPPING, Withdrawn): To("_withdrawn", TreeServerState.STOPPING),
+        (TreeServerState.STOPPING, Kind.PULL): To("_in_vain", TreeServerState.STOPPING),  # stop is the answer
+        (TreeServerState.STOPPING, Kind.WEIGHTS): To(
+            "_late_weights", TreeServerState.STOPPING, TreeServerState.STOPPED
+        ),
+        (TreeServerState.STOPPING, Sent): To("_returned", TreeServerState.STOPPING, TreeServerState.STOPPED),
+        (TreeServerState.STOPPING, Kind.BYE): To("_bye", TreeServerState.STOPPING, TreeServerState.STOPPED),
+        (TreeServerState.STOPPING, Kind.DROP): To("_drop", TreeServerState.STOPPING, TreeServerState.STOPPED),
+        **staying([TreeServerState.WAITING, TreeServerState.READY, TreeServerState.TRAINING], {Lost: "_lose"}),
+        (TreeServerState.STOPPING, Lost): To("_lose", TreeServerState.STOPPING, TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, Started): To("_in_vain", TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, Withdrawn): To("_withdrawn", TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, Kind.DONE): To("_finish", TreeServerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -100,7 +105,7 @@ class TreeServer(Machine):
         super().__init__(role, plan)
         parent = plan.roles[role].parent
         self.parent = role if parent is None else parent
-        self.state = State.WAITING if plan.children[role] else State.STOPPED  # nobody is left below
+        self.state = TreeServerState.WAITING if plan.children[role] else TreeServerState.STOPPED  # nobody is left below
         self._job = job
         self._children = list(plan.children[role])
         self._receivers = plan.receivers[role]
@@ -109,7 +114,7 @@ class TreeServer(Machine):
         self._together = self._share(plan.learners_below(role))
         self._below = {child: plan.learners_below(child) for child in plan.children[role]}
         self._lost = 0  # learners, of all
-        self.intake = GradientBuffers(self._children, 3, self._ordered)
+        self.buffers = GradientBuffers(self._children, 3, self._ordered)
         self._pending: list[Gradient] = []
         self.timestamp = 0
         self.received = self.relayed = position.below(plan, role)
@@ -117,8 +122,8 @@ class TreeServer(Machine):
         self._heard = dict.fromkeys(self._children, 0.0)  # when each child last pushed, or was last given weights
         self._digest: int | None = None
         self._ready: set[int] = set()
-        self._current, self._spare = WEIGHTS
-        self._lent = dict.fromkeys(WEIGHTS, 0)  # transfers under way
+        self._current, self._spare = WEIGHT_BUFFERS
+        self._lent = dict.fromkeys(WEIGHT_BUFFERS, 0)  # transfers under way
         # What children ask for, as timestamp asked about and held: with gradients that are here; not asked of the
         # parent yet; asked of it, and not answered.
         self._with_gradients: dict[int, tuple[int, int]] = {}
@@ -130,21 +135,25 @@ class TreeServer(Machine):
     @property
     def waiting_for(self) -> str:
         parent = self.plan.roles[self.parent].name
-        if self.state is State.WAITING:
+        if self.state is TreeServerState.WAITING:
             missing = [self.plan.roles[i].name for i in self._children if i not in self._ready]
             return f"the first weights from the {parent}" if len(missing) == len(self._children) else listed(missing)
-        if self.state is State.STOPPING:
+        if self.state is TreeServerState.STOPPING:
             return listed([self.plan.roles[i].name for i in self._children if i not in self._left])
-        if self.state is State.TRAINING:
-            if self.intake.lent is not None:
+        if self.state is TreeServerState.TRAINING:
+            if self.buffers.lent is not None:
                 return f"the {parent} to take a gradient"
             return f"a gradient from {listed([self.plan.roles[i].name for i in self._children])}"
-        return f"the {parent} to start training" if self.state is State.READY else "the statistics server to finish"
+        return (
+            f"the {parent} to start training"
+            if self.state is TreeServerState.READY
+            else "the statistics server to finish"
+        )
 
     def validate(self) -> None:
-        self.intake.validate()
-        assert self.received == self.relayed + len(self._pending) + self.intake.waiting
-        assert bool(self._pending) == (self.intake.accumulator is not None)
+        self.buffers.validate()
+        assert self.received == self.relayed + len(self._pending) + self.buffers.waiting
+        assert bool(self._pending) == (self.buffers.accumulator is not None)
         assert all(lent >= 0 for lent in self._lent.values())
 
     # Start: everybody holds the same weights.
@@ -157,7 +166,7 @@ class TreeServer(Machine):
         return [Hash(self._current)]
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
-        self._digest = short(event.digest)
+        self._digest = short_digest(event.digest)
         self._lent[self._current] = len(self._receivers)
         message = Message(Kind.WEIGHTS, self.id, self.timestamp)
         return [Send(to, message, self._current) for to in self._receivers]
@@ -179,13 +188,13 @@ class TreeServer(Machine):
         if len(self._ready) < len(self._children) or any(self._lent.values()):
             return []
         assert self._digest is not None
-        self.state = State.READY
+        self.state = TreeServerState.READY
         return [Send(self.parent, Message(Kind.READY, self.id, value=self._digest))]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
-        self.state = State.TRAINING
+        self.state = TreeServerState.TRAINING
         self._heard = dict.fromkeys(self._heard, now)
-        return [*(Send(to, event.message) for to in self._children), *self.intake.post(True)]
+        return [*(Send(to, event.message) for to in self._children), *self.buffers.post(True)]
 
     # Gradients up.
 
@@ -195,28 +204,28 @@ class TreeServer(Machine):
         return self._work()
 
     def _take(self, event: Received) -> None:
-        self.received += len(event.message.gradients) - self.intake.take(event)
+        self.received += len(event.message.gradients) - self.buffers.take(event)
         self._received[event.message.sender] += len(event.message.gradients)
 
     def _work(self) -> list[Action]:
         """Averages what has arrived, and passes the average on when it is complete and the way is free."""
         actions: list[Action] = []
-        intake = self.intake
+        buffers = self.buffers
         while True:
             if self._complete():
-                if intake.lent is not None:
+                if buffers.lent is not None:
                     break
                 actions.append(self._relay())
-            elif intake.arrived and self._may_add():
+            elif buffers.arrived and self._may_add():
                 actions += self._add()
             else:
                 break
-        return actions + intake.post(self.state is State.TRAINING)
+        return actions + buffers.post(self.state is TreeServerState.TRAINING)
 
     def _complete(self) -> bool:
         """Whether the average stands for as many gradients as are passed on together."""
         if self._ordered:
-            return self.intake.complete and bool(self._pending)
+            return self.buffers.complete and bool(self._pending)
         return len(self._pending) >= self._together
 
     def _share(self, learners: int) -> int:
@@ -229,22 +238,22 @@ class TreeServer(Machine):
 
     def _may_add(self) -> bool:
         """Whether a gradient has arrived whose turn it is; once training has ended, that is anyone's."""
-        if not self._ordered or self.state is State.STOPPING:
+        if not self._ordered or self.state is TreeServerState.STOPPING:
             return True
-        return self.intake.bring()
+        return self.buffers.bring()
 
     def _add(self) -> list[Action]:
-        buffer, message = self.intake.arrived.popleft()
+        buffer, message = self.buffers.arrived.popleft()
         self._pending += message.gradients
         if message.value >= 0:
             self._with_gradients[message.sender] = (message.timestamp, message.value)
-        return self.intake.average(buffer, sum(g.samples for g in message.gradients), 1.0)
+        return self.buffers.average(buffer, sum(g.samples for g in message.gradients), 1.0)
 
     def _relay(self) -> Action:
         """Passes the average on; if children wait for weights, with the question for them."""
         gradients, self._pending = tuple(self._pending), []
         self.relayed += len(gradients)
-        buffer = self.intake.lent = self.intake.give()
+        buffer = self.buffers.lent = self.buffers.give()
         self._pulls |= self._with_gradients
         self._with_gradients.clear()
         asked, held = self._question() if self._may_ask() else (self.timestamp, -1)
@@ -253,7 +262,7 @@ class TreeServer(Machine):
     # Weights down.
 
     def _may_ask(self) -> bool:
-        return bool(self._pulls) and not self._asked and self.state is State.TRAINING
+        return bool(self._pulls) and not self._asked and self.state is TreeServerState.TRAINING
 
     def _question(self) -> tuple[int, int]:
         """What to ask the parent: the oldest timestamp that a child asks about, and the one that is here."""
@@ -307,14 +316,14 @@ class TreeServer(Machine):
         return actions + self._ask()
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
-        if event.buffer == self.intake.lent:
-            self.intake.lent = None
-            self.intake.free.append(event.buffer)
+        if event.buffer == self.buffers.lent:
+            self.buffers.lent = None
+            self.buffers.free.append(event.buffer)
             actions = self._work() + self._ask()
         else:
             self._lent[event.buffer] -= 1
             actions = self._fetch() if self._fetching and event.buffer == self._spare else []
-        return actions + self._leave() if self.state is State.STOPPING else actions
+        return actions + self._leave() if self.state is TreeServerState.STOPPING else actions
 
     # Learners that die.
 
@@ -330,19 +339,19 @@ class TreeServer(Machine):
         if child is not None:
             self._below[child] -= 1
             if child != role and not self._below[child]:
-                dropped, actions = self.intake.silence(child)
+                dropped, actions = self.buffers.silence(child)
                 self.received -= dropped
         self._together = self._share(sum(self._below.values()))
         if child == role:
-            dropped = self.intake.lose(role)
+            dropped = self.buffers.lose(role)
             self.received -= dropped
             self._children.remove(role)
             self._with_gradients.pop(role, None)
             self._pulls.pop(role, None)
             self._left.pop(role, None)
-        if self.state is State.TRAINING:
+        if self.state is TreeServerState.TRAINING:
             return actions + self._work() + self._ask()
-        return actions + self.intake.post(False) + self._leave() if self.state is State.STOPPING else []
+        return actions + self.buffers.post(False) + self._leave() if self.state is TreeServerState.STOPPING else []
 
     # Learners that are too slow.
 
@@ -352,9 +361,9 @@ class TreeServer(Machine):
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Tells the root which learner all wait for, if that takes too long, again and again; the root decides."""
-        child = self.intake.turn
+        child = self.buffers.turn
         silence_s = overdue_s(self._job, self.plan, child, self._heard, now)
-        if self.state is not State.TRAINING or child is None or silence_s is None:
+        if self.state is not TreeServerState.TRAINING or child is None or silence_s is None:
             return []
         if child in self._pulls or child in self._asked:  # it waits for weights itself
             return []
@@ -370,14 +379,14 @@ class TreeServer(Machine):
     # The end: what the children have pushed is passed on, and counted by the root.
 
     def _stop(self, event: Received, now: float) -> list[Action]:
-        self.state = State.STOPPING
+        self.state = TreeServerState.STOPPING
         self._pulls.clear()
         stop = Message(Kind.STOP, self.id)
-        actions = [*(Send(to, stop) for to in self._children), *self.intake.withdraw(), *self._work()]
+        actions = [*(Send(to, stop) for to in self._children), *self.buffers.withdraw(), *self._work()]
         return actions + self._leave()  # with no child left, there is none to wait for
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
-        self.intake.withdrawn(event.buffer)
+        self.buffers.withdrawn(event.buffer)
         return self._work()
 
     def _late_gradient(self, event: Received, now: float) -> list[Action]:
@@ -394,13 +403,13 @@ class TreeServer(Machine):
 
     def _leave(self) -> list[Action]:
         here = all(self._left.get(child) == self._received[child] for child in self._children)
-        if not here or self._fetching or self.intake.lent is not None or any(self._lent.values()):
+        if not here or self._fetching or self.buffers.lent is not None or any(self._lent.values()):
             return []
         if self._pending:
             return [self._relay()]
-        self.state = State.STOPPED
+        self.state = TreeServerState.STOPPED
         return [Send(self.parent, Message(Kind.BYE, self.id, value=self.relayed))]
 
     def _finish(self, event: Received, now: float) -> list[Action]:
-        self.state = State.DONE
+        self.state = TreeServerState.DONE
         return [halt(event)]

@@ -3,7 +3,7 @@
 A role that dies is told nothing and tells nothing: its computation ends, and with it all tensors under way to it and
 from it, whose ports are free again. Control messages that it had sent still arrive. The others notice after a while,
 all at one moment: receives into which the dead had begun to send are posted anew, those that were for it alone are
-gone, everybody gets `Lost`, and who was sending it something gets `Sent`. Where they then begin anew, all that is under
+gone, everybody gets `Lost`, and who was sending it something gets `Sent`. Where they then regroup, all that is under
 way between them is gone a latency later; what the statistics server is part of stays.
 
 Everything is done to what is in the simulation's queue and network, so that a simulation without faults pays nothing.
@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
 from rudra.core.training_state import TrainingState
@@ -22,7 +22,7 @@ from rudra.job.simulation import Fault
 from rudra.roles import Machine
 from rudra.roles.ledger import outlasts
 from rudra.simulation.actor import Actor
-from rudra.simulation.queue import Entry, owner
+from rudra.simulation.queue import Scheduled, owner
 from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 
@@ -47,7 +47,8 @@ class Faults:
         self._detection_s = simulation.costs.table.detection_s
         self._running = len(self._actors)
         self._noticed: dict[int, float] = {}  # role -> when the others notice that it has died
-        self._factors: dict[int, list[float]] = {}  # role -> of the slow-downs that it is in
+        # Role -> how long it computes as a rule, and the factors of the slow-downs that it is in.
+        self._slowed: dict[int, tuple[Callable[[], float], list[float]]] = {}
         self._halt_as_ever = simulation.do[Halt]
         simulation.do |= {Halt: self._halt, Regroup: self._regroup, Drop: self._drop}
         self._make = make
@@ -90,21 +91,21 @@ class Faults:
         fault, _ = what
         assert fault.factor is not None
         assert fault.for_s is not None
-        factors = self._factors.setdefault(actor.role, [])
-        if not factors:
-            actor.compute_s = partial(_times, actor.compute_s, factors)
-        factors.append(fault.factor)
+        if actor.role not in self._slowed:
+            as_ever, factors = self._slowed[actor.role] = actor.compute_s, []
+            actor.compute_s = partial(_times, as_ever, factors)
+        self._slowed[actor.role][1].append(fault.factor)
         self._sim.stretch(actor, fault.factor)
         self._queue.later(self._queue.now + fault.for_s, self._recover, actor, what)
 
     def _recover(self, actor: Actor, what: tuple[Fault, random.Random | None]) -> None:
         fault, source = what
         assert fault.factor is not None
-        factors = self._factors[actor.role]
+        as_ever, factors = self._slowed[actor.role]
         factors.remove(fault.factor)
         if not factors:
-            assert isinstance(actor.compute_s, partial)
-            actor.compute_s = actor.compute_s.args[0]
+            actor.compute_s = as_ever
+            del self._slowed[actor.role]
         self._sim.stretch(actor, 1 / fault.factor)
         # Only as long as something else happens: else all wait for each other, and it would never end.
         if source is not None and self._queue.has(lambda entry: owner(entry) is not self):
@@ -161,7 +162,7 @@ class Faults:
     # A new plan.
 
     def _regroup(self, by: Actor, action: Regroup, time: float) -> None:
-        """Lets all who are left begin anew, but for the statistics server and, as it does so by itself, the owner."""
+        """Lets all who are left regroup, but for the statistics server and, as it does so by itself, the owner."""
         assert self._make is not None
         sim, plan = self._sim, action.plan
         sim.follow(plan)
@@ -186,8 +187,8 @@ class Faults:
                     sim.tensors.regroup(actor.role, by.role)
             self._queue.later(time + sim.costs.table.latency_s, actor.take, actor, Started())
 
-    def _still_counts(self, entry: Entry, by: Actor) -> bool:
-        """Whether something in the queue goes on when all begin anew."""
+    def _still_counts(self, entry: Scheduled, by: Actor) -> bool:
+        """Whether something in the queue goes on when all regroup."""
         statistics = self._actors[self._sim.plan.statistics]
         _, _, what, whom, about = entry
         if what == self._return:
@@ -217,8 +218,8 @@ class Faults:
         actor.take(actor, Sent(send.buffer, send.to))
 
 
-def _times(compute_s: Any, factors: list[float]) -> float:
-    return float(compute_s()) * prod(factors)
+def _times(compute_s: Callable[[], float], factors: list[float]) -> float:
+    return compute_s() * prod(factors)
 
 
 def _nothing(event: Event, now: float) -> list[Action]:

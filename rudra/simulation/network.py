@@ -14,7 +14,7 @@ from rudra.core.events import Receive, Received, Reduce, Reduced, Send, Sent, Wi
 from rudra.core.messages import Kind
 from rudra.simulation.actor import Actor, Offer
 from rudra.simulation.costs import CostModel, Link
-from rudra.simulation.queue import Entry, EventQueue
+from rudra.simulation.queue import EventQueue, Scheduled
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
 
@@ -217,7 +217,7 @@ class Network:
         if self._sent is not None and send.buffer is not None:
             self._sent(actor.role, send.buffer)
 
-    def carries(self, entry: Entry) -> bool:
+    def carries(self, entry: Scheduled) -> bool:
         """Whether an entry of the queue is a tensor on its way."""
         return entry[2] in (self._deliver, self._offer)
 
@@ -231,7 +231,7 @@ class Network:
         unsent = [(route.sender, send) for of in actor.offered for offers in of.values() for route, send, _ in offers]
         again: list[tuple[Actor, Receive]] = []
 
-        def involved(entry: Entry) -> bool:
+        def involved(entry: Scheduled) -> bool:
             if entry[2] == self._reduced:
                 return role in entry[3]
             return self.carries(entry) and actor in _ends(self._route_of(entry))
@@ -260,7 +260,7 @@ class Network:
         """Ends all that is under way but to one role and from it; tensors are their senders' again."""
         keeps = self._actors[statistics]
 
-        def abandoned(entry: Entry) -> bool:
+        def abandoned(entry: Scheduled) -> bool:
             if entry[2] == self._reduced:
                 return True
             return self.carries(entry) and keeps not in _ends(self._route_of(entry))
@@ -281,7 +281,7 @@ class Network:
                     self.give_back(route.sender, send)
                 offered.clear()
 
-    def _route_of(self, entry: Entry) -> Route:
+    def _route_of(self, entry: Scheduled) -> Route:
         route: Route = entry[3] if entry[2] == self._deliver else entry[4][0]
         return route
 

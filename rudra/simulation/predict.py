@@ -123,7 +123,7 @@ def predict(
     updates = updates or _enough(job, per_update)
     plan = job.plan(costs.places(job))
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
-    meter, rows = _Meter(minibatch_size, updates, plan.server), Rows()
+    meter, rows = _Meter(minibatch_size, updates, plan.server), KeptRows()
     simulated = updates * per_update * minibatch_size
     simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size)
     simulation.run()
@@ -169,7 +169,7 @@ class _Meter(TimingOnly):
         return super().perform(role, action, seconds)
 
 
-class Rows:
+class KeptRows:
     """Keeps what the statistics server records, in memory."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Rows:
 
 
 def _evaluate(
-    job: Job, plan: Plan, model: costs.CostModel, meter: _Meter, rows: Rows, training_samples: int, size_bytes: int
+    job: Job, plan: Plan, model: costs.CostModel, meter: _Meter, rows: KeptRows, training_samples: int, size_bytes: int
 ) -> Prediction:
     updates, gradients, minibatches = rows["updates"], rows["gradients"], rows["minibatches"]
     first, per_s = steady_rate(updates)

@@ -9,13 +9,13 @@ from itertools import count
 from typing import Any
 
 Call = Callable[[Any, Any], None]
-Entry = tuple[float, int, Call, Any, Any]
+Scheduled = tuple[float, int, Call, Any, Any]
 """When, a number that orders what happens then, and what: a function with its two arguments."""
 
 _LAST = 1 << 58  # where the numbers begin of what comes last among things of one moment
 
 
-def owner(entry: Entry) -> object:
+def owner(entry: Scheduled) -> object:
     """The object whose method is to be called; None: it is a function."""
     return getattr(entry[2], "__self__", None)
 
@@ -34,7 +34,7 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.heap: list[Entry] = []
+        self.heap: list[Scheduled] = []
         self.first, self.last = count(), count(_LAST)
 
     def at(self, time: float, what: Call, whom: Any, about: Any) -> None:
@@ -57,20 +57,20 @@ class EventQueue:
             self.now, _, what, whom, about = heappop(heap)
             what(whom, about)
 
-    def has(self, wanted: Callable[[Entry], bool]) -> bool:
+    def has(self, wanted: Callable[[Scheduled], bool]) -> bool:
         """Whether such a thing is to happen."""
         return any(map(wanted, self.heap))
 
-    def remove(self, wanted: Callable[[Entry], bool]) -> list[Entry]:
+    def remove(self, wanted: Callable[[Scheduled], bool]) -> list[Scheduled]:
         """Lets some things not happen; returns them, in order."""
-        removed: list[Entry] = []
-        kept: list[Entry] = []
+        removed: list[Scheduled] = []
+        kept: list[Scheduled] = []
         for entry in sorted(self.heap):
             (removed if wanted(entry) else kept).append(entry)
         self.heap[:] = kept
         return removed
 
-    def stretch(self, wanted: Callable[[Entry], bool], factor: float) -> None:
+    def stretch(self, wanted: Callable[[Scheduled], bool], factor: float) -> None:
         """The time until such things happen becomes so much longer; they keep their places among those of a moment."""
         for place, entry in enumerate(self.heap):
             if wanted(entry):

@@ -9,7 +9,6 @@ from rudra.core.events import Finish, Keep, Record
 from rudra.core.messages import Rows
 from rudra.results.reader import Results
 from topologies import Plan
-from topologies.plan import TREE_SERVER
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
 """Columns that no replay repeats."""
@@ -64,11 +63,11 @@ class RecordedRun:
         first = self.losses[0]
         again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
-        anew = [row for row in self.losses if not plan.expendable(row["role"])]
-        if anew:
-            name = plan.roles[anew[0]["role"]].name
-            ends.append((int(anew[0]["timestamp"]), f"{name} died, and those who were left began anew"))
-        elif any(role.kind == TREE_SERVER for role in plan.roles):
+        regrouped = [row for row in self.losses if not plan.expendable(row["role"])]
+        if regrouped:
+            name = plan.roles[regrouped[0]["role"]].name
+            ends.append((int(regrouped[0]["timestamp"]), f"{name} died, and those who were left regrouped"))
+        elif any(role.about.relays for role in plan.roles):
             before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
             ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
         if ends:

@@ -16,20 +16,19 @@ from typing import NamedTuple
 
 from rudra.compute.executor import (
     Executor,
-    LearnerExecutor,
     OwnerExecutor,
     StatisticsExecutor,
     make_executors,
     torch_as_in,
 )
-from rudra.core.events import Compute, Event, Local, Reduce, Update
+from rudra.core.events import GRADIENT, WEIGHTS, Compute, Computed, Event, Local, Reduce, Update
 from rudra.core.messages import tail_bytes
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.results.warm_start import final_weights
 from rudra.simulation.assembly import assemble
-from rudra.simulation.predict import Rows
+from rudra.simulation.predict import KeptRows
 from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
 
@@ -96,8 +95,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         of_model = max(0, memory_bytes("VmHWM") - with_data)
         metrics = _test(made[plan.server], made[plan.statistics])
         server = made[plan.server]
-        assert isinstance(server, OwnerExecutor)
-        server.update(Update("gradient", "weights", 0.0, 1))  # the optimiser allocates what it remembers
+        server.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates what it remembers
     return Rehearsal(
         parameters=server.parameters,
         size=server.size,
@@ -112,13 +110,15 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
 
 def _gradient(server: Executor, learner: Executor) -> tuple[float, float]:
     """Loss of the first mini-batch at the initial weights, and how long its gradient takes."""
-    assert isinstance(learner, LearnerExecutor)
     if learner is not server:
-        learner.buffer("weights").vector.copy_(server.buffer("weights").vector)
-    next(learner.compute(Compute(0, "weights", "gradient")))
+        learner.buffer(WEIGHTS).vector.copy_(server.buffer(WEIGHTS).vector)
+    compute = Compute(0, WEIGHTS, GRADIENT)
+    next(learner.perform(compute))
     began = time.perf_counter()
-    loss = next(learner.compute(Compute(0, "weights", "gradient"))).loss
+    computed = next(learner.perform(compute))
     gradient_s = time.perf_counter() - began
+    assert isinstance(computed, Computed)
+    loss = computed.loss
     if not math.isfinite(loss):
         text = "is all of the data finite, and does the loss fit?"
         raise ConfigError(f"the loss of the first mini-batch is {loss}, at the initial weights: {text}")
@@ -129,8 +129,8 @@ def _test(server: Executor, statistics: Executor) -> tuple[str, ...]:
     """Tests one batch; names of what was measured."""
     if not isinstance(statistics, StatisticsExecutor):
         return ()
-    statistics.buffer("weights").vector.copy_(server.buffer("weights").vector)
-    return statistics.try_out("weights")
+    statistics.buffer(WEIGHTS).vector.copy_(server.buffer(WEIGHTS).vector)
+    return statistics.try_out(WEIGHTS)
 
 
 def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_model: int) -> dict[str, int]:
@@ -155,7 +155,7 @@ def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
     job = job.with_(training={"epochs": 1, "evaluate": False}, results={"checkpoint_every": "never"}, hooks=())
     job = job.with_(simulation={"faults": ()})
     tensors, samples = _Counted(size), ROUNDS * size * len(plan.learners)
-    assemble(job, plan, tensors, Rows(), training_samples=samples, size_bytes=4).run()
+    assemble(job, plan, tensors, KeptRows(), training_samples=samples, size_bytes=4).run()
     return tensors.names
 
 

@@ -20,6 +20,8 @@ from tqdm import tqdm
 from rudra.compute import models
 from rudra.compute.executor import Executor, make_executors, torch_as_in
 from rudra.core.events import (
+    GRADIENT,
+    WEIGHTS,
     Action,
     Compute,
     Copy,
@@ -46,16 +48,14 @@ from rudra.results.recorder import arithmetic
 from rudra.results.resume import DECISIVE, decisive
 from rudra.results.warm_start import final_weights
 from rudra.roles import Machine
-from rudra.roles.learner import GRADIENT
-from rudra.roles.ledger import WEIGHTS, Owner
-from rudra.roles.machine import States, short
+from rudra.roles.ledger import Owner
+from rudra.roles.machine import States, short_digest
 from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights, differs
 from rudra.simulation.tensors import RealTensors
 from topologies import Plan
-from topologies.plan import LEARNER
 
 REPLAY_MAY_CHANGE = ("data.path", "training.warm_start")
 """Keys of the job that say where something is: all that a replay may change."""
@@ -197,13 +197,13 @@ class _Fed(Machine):
         assert parent is not None
         assert source is not None
         self._source = source
-        self._served = plan.roles[self._source].kind != LEARNER
-        leads = plan.roles[parent].kind != LEARNER
+        self._served = not plan.roles[self._source].about.trains
+        leads = not plan.roles[parent].about.trains
         self._ready = [Send(parent, Message(Kind.READY, role, value=digest))] if leads else []
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, Started):
-            return [Receive("weights", self._source)] if self._served else [*self._ready]
+            return [Receive(WEIGHTS, self._source)] if self._served else [*self._ready]
         return [*self._ready] if isinstance(event, Received) and event.message.kind is Kind.WEIGHTS else []
 
 
@@ -228,7 +228,7 @@ class _Replay:
     ) -> None:
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
         if plan.served:
-            digest = short(tensors.sha256(plan.server, WEIGHTS))
+            digest = short_digest(tensors.sha256(plan.server, WEIGHTS))
             machines = {**machines, **{role: _Fed(role, plan, digest) for role in plan.learners}}
         self._simulation = Simulation(plan, machines, tensors, comparison, costs, size_bytes=1, seed=0)
         self._plan, self._tensors = plan, tensors

@@ -17,7 +17,6 @@ from msgspec import structs
 from rudra.compute import models
 from rudra.compute.devices import CPU
 from rudra.compute.executor import (
-    WEIGHTS,
     AveragingExecutor,
     Buffer,
     Executor,
@@ -29,8 +28,21 @@ from rudra.compute.executor import (
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
-from rudra.compute.statedict import Named
-from rudra.core.events import Accumulate, Compute, Computed, Copy, Event, Hash, Hashed, Local, Reduce
+from rudra.compute.statedict import StateEntry
+from rudra.core.events import (
+    GRADIENT,
+    SNAPSHOT,
+    WEIGHTS,
+    Accumulate,
+    Compute,
+    Computed,
+    Copy,
+    Event,
+    Hash,
+    Hashed,
+    Local,
+    Reduce,
+)
 from rudra.core.layout import Entry
 from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError
@@ -39,7 +51,7 @@ from rudra.results.warm_start import final_weights
 from rudra.simulation.timing_only import Tensors, TimingOnly
 from topologies import Plan
 
-Place = tuple[int, str]
+RoleBuffer = tuple[int, str]
 """A role and the name of one of its buffers."""
 
 _MAPPED_SAMPLES = 1024
@@ -63,10 +75,10 @@ class RealTensors:
     def __init__(self, executors: dict[int, Executor], *, poison: bool = False, halves: bool = False) -> None:
         self._executors, self._poison, self._halves = executors, poison, halves
         self._servers = {role for role, executor in executors.items() if isinstance(executor, AveragingExecutor)}
-        self._holders: dict[Buffer, set[Place]] = {}
+        self._holders: dict[Buffer, set[RoleBuffer]] = {}
         self._free: list[Buffer] = []
         self._hashes: dict[Buffer, str] = {}  # of vectors that have not changed since
-        self._unsent: Place | None = None  # the last gradient, until its learner sends it
+        self._unsent: RoleBuffer | None = None  # the last gradient, until its learner sends it
         self.vectors = 0
 
     def lent(self, role: int, buffer: str) -> None:
@@ -76,14 +88,14 @@ class RealTensors:
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
         self._share((source, source_buffer), (to, to_buffer))
-        if self._halves and source_buffer.startswith("gradient"):
+        if self._halves and source_buffer.startswith(GRADIENT):
             self._make_own((to, to_buffer))
             vector = self._held((to, to_buffer)).vector
             rounded = torch.empty_like(vector, dtype=torch.float16)
             from_half(rounded, to_half(vector, rounded), vector)
 
     def sent(self, role: int, buffer: str) -> None:
-        if buffer == "snapshot" or buffer.startswith("gradient"):
+        if buffer == SNAPSHOT or buffer.startswith(GRADIENT):
             self.posted(role, buffer)
 
     def posted(self, role: int, buffer: str) -> None:
@@ -158,7 +170,7 @@ class RealTensors:
         assert isinstance(executor, LearnerExecutor)
         return executor
 
-    def _computes(self, gradient: Place) -> None:
+    def _computes(self, gradient: RoleBuffer) -> None:
         """A plain learner sends its gradient at once; one that has not is leaving, and nobody will read it."""
         if not self._learner(gradient[0]).pushes_at_once:
             return
@@ -166,7 +178,7 @@ class RealTensors:
             self._let_go(self._unsent)
         self._unsent = gradient
 
-    def _forget_stale(self, weights: Place) -> None:
+    def _forget_stale(self, weights: RoleBuffer) -> None:
         """A plain learner asks for newer weights after each gradient, and gets them if there are any by then."""
         if self._learner(weights[0]).pushes_at_once and not any(
             role in self._servers for role, _ in self._holders[self._held(weights)]
@@ -185,17 +197,17 @@ class RealTensors:
             made.vector.fill_(float("nan"))
         return made
 
-    def _held(self, place: Place) -> Buffer:
+    def _held(self, place: RoleBuffer) -> Buffer:
         held = self._executors[place[0]].buffer(place[1])
         self._holders.setdefault(held, set()).add(place)
         return held
 
-    def _hold(self, place: Place, buffer: Buffer) -> None:
+    def _hold(self, place: RoleBuffer, buffer: Buffer) -> None:
         self._let_go(place)
         self._holders.setdefault(buffer, set()).add(place)
         self._executors[place[0]].put(place[1], buffer)
 
-    def _let_go(self, place: Place) -> None:
+    def _let_go(self, place: RoleBuffer) -> None:
         buffer = self._executors[place[0]].release(place[1])
         if buffer is None:
             return
@@ -208,10 +220,10 @@ class RealTensors:
             if self._poison:
                 buffer.vector.fill_(float("nan"))
 
-    def _share(self, source: Place, target: Place) -> None:
+    def _share(self, source: RoleBuffer, target: RoleBuffer) -> None:
         self._hold(target, self._held(source))
 
-    def _make_own(self, place: Place) -> None:
+    def _make_own(self, place: RoleBuffer) -> None:
         """Before a vector is written to: its other holders get a copy, all of them the same one."""
         buffer = self._held(place)
         self._hashes.pop(buffer, None)
@@ -330,7 +342,7 @@ class Cluster:
     layout: tuple[Entry, ...]
     size: int
     initial_sha256: str
-    state_dict: tuple[Named, ...]
+    state_dict: tuple[StateEntry, ...]
     weights: Callable[[int, str], npt.NDArray[np.float32] | None]
     executors: Mapping[int, Executor] = field(default_factory=dict)
 
@@ -355,14 +367,14 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
     server = executors[plan.server]
     tensors = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
     if job.simulation.batching != "none":
-        _check_batching(job, executors, server.buffer("weights").vector, info)
+        _check_batching(job, executors, server.buffer(WEIGHTS).vector, info)
     for executor in executors.values():
         executor.prepare()
 
     def weights(role: int, buffer: str) -> npt.NDArray[np.float32]:
         return executors[role].buffer(buffer).array
 
-    digest, state_dict = tensors.sha256(plan.server, "weights"), executors[plan.statistics].state_dict
+    digest, state_dict = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics].state_dict
     return Cluster(tensors, info, server.layout, server.size, digest, state_dict, weights, executors)
 
 

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from rudra.core.events import Accumulate, Compute, Evaluate
+from rudra.core.events import GRADIENT, WEIGHTS, Accumulate, Compute, Evaluate
+from rudra.core.messages import Rows
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -31,11 +32,10 @@ from rudra.mpi.launch import launch
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
+from topologies import base
 
 if TYPE_CHECKING:
-    from rudra.compute.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor
-
-Rows = npt.NDArray[Any]
+    from rudra.compute.executor import Executor
 
 LEARNERS = 2
 SECONDS = 2.0
@@ -172,7 +172,7 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
             own = job.with_(cluster={"learners": learners}, training=about, data={"train_limit": wanted // epochs})
             runs.append((own, directory / f"{place}.h5"))
         most = max(learners for _, learners in cases)
-        roles = ["parameter server", "statistics server", *(f"learner {i}" for i in range(most))]
+        roles = [role.name for role in base.plan([0] * most).roles]
         from rudra.mpi.session import run_all
 
         with _followed(directory, cases, bar):
@@ -217,7 +217,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         sizes: the μ.
     """
     from rudra.compute.devices import placing
-    from rudra.compute.executor import LearnerExecutor, ServerExecutor, StatisticsExecutor, make_executors, torch_as_in
+    from rudra.compute.executor import make_executors, torch_as_in
     from rudra.data.load import load
     from rudra.simulation.tensors import find_device
 
@@ -238,33 +238,29 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
                 device=device,
                 placing=placing(device, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
             )
-            weights = made[plan.server].buffer("weights").vector
+            weights = made[plan.server].buffer(WEIGHTS).vector
             for role in (plan.learners[0], plan.statistics):
-                made[role].buffer("weights").vector.copy_(weights)
-            learner = made[plan.learners[0]]
-            assert isinstance(learner, LearnerExecutor)
-            compute_s[size] = _median_s(partial(_compute, learner), 4)
+                made[role].buffer(WEIGHTS).vector.copy_(weights)
+            compute_s[size] = _median_s(partial(_compute, made[plan.learners[0]]), 4)
         server, statistics = made[plan.server], made[plan.statistics]
-        assert isinstance(server, ServerExecutor)
-        assert isinstance(statistics, StatisticsExecutor)
-        server.buffer("gradient").vector.fill_(1.0)
+        server.buffer(GRADIENT).vector.fill_(1.0)
         gradient_s = _median_s(partial(_accumulate, server), 30)
         evaluation_s = _evaluation_s(statistics, math.ceil(info.test_samples / job.training.evaluation_batch_size))
     return Alone(compute_s, gradient_s, evaluation_s, info.training_samples)
 
 
-def _compute(learner: "LearnerExecutor", step: int) -> None:
-    next(learner.compute(Compute(step, "weights", "gradient")))
+def _compute(learner: "Executor", step: int) -> None:
+    next(learner.perform(Compute(step, WEIGHTS, GRADIENT)))
 
 
-def _accumulate(server: "ServerExecutor", turn: int) -> None:
-    server.accumulate(Accumulate("sum", "gradient", 0.5, 1.0))
+def _accumulate(server: "Executor", turn: int) -> None:
+    server.perform(Accumulate("sum", GRADIENT, 0.5, 1.0))
 
 
-def _evaluation_s(statistics: "StatisticsExecutor", batches: int) -> float:
+def _evaluation_s(statistics: "Executor", batches: int) -> float:
     """Of one test, from as many of its batches as fit into a second."""
     began, done = time.perf_counter(), 0
-    for _ in statistics.evaluate(Evaluate("weights")):
+    for _ in statistics.perform(Evaluate(WEIGHTS)):
         done += 1
         if time.perf_counter() - began > 1.0:
             break

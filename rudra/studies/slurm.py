@@ -23,7 +23,7 @@ _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ArrayElement:
     """One element of a job array: what it adds to the options of `rudra run`, and the name of its result file."""
 
     options: Sequence[str]
@@ -58,7 +58,7 @@ class BatchJob:
     job: str
     options: Sequence[str]
     output: str
-    points: Sequence[Point] = ()
+    points: Sequence[ArrayElement] = ()
     resources: Mapping[str, str | None]
     launcher: Launcher = "mpirun"
     mpi: Mpi = "pmix"

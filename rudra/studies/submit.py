@@ -16,7 +16,7 @@ from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
 from rudra.log import log
 from rudra.mpi.launch import find_mpirun, is_open_mpi
-from rudra.studies.slurm import NAMED, WARNING_S, BatchJob, Launcher, Mpi, Point, script, time_limit_s
+from rudra.studies.slurm import NAMED, WARNING_S, ArrayElement, BatchJob, Launcher, Mpi, script, time_limit_s
 
 if TYPE_CHECKING:
     from rudra.studies.sweep import Sweep
@@ -100,7 +100,7 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
         job=arguments.job,
         options=_set(overrides),
         output=str(output),
-        points=[Point(_set(settings), file) for settings, file in points],
+        points=[ArrayElement(_set(settings), file) for settings, file in points],
         resources=resources,
         launcher=launcher,
         mpi=mpi,

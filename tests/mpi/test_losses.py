@@ -71,7 +71,7 @@ ANEW = {
 
 
 @pytest.mark.parametrize(("protocol", "topology", "rank", "name"), ANEW.values(), ids=ANEW)
-def test_where_one_cannot_be_missed_the_others_begin_anew(
+def test_where_one_cannot_be_missed_the_others_regroup(
     tmp_path: Path, protocol: str, topology: str, rank: int, name: str
 ) -> None:
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"

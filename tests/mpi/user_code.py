@@ -124,10 +124,10 @@ def deaf() -> nn.Module:
     """Nobody makes anything of the death of learner 1, and what it had promised never comes."""
     from rudra.core.events import Lost
     from rudra.mpi import driver
-    from rudra.roles.server import ParameterServer, State
+    from rudra.roles.server import ParameterServer, ServerState
 
     driver.LEFT_S = 2.0
-    for state in State:
+    for state in ServerState:
         ParameterServer._METHODS.pop((state, Lost), None)
     return dying_3()
 
@@ -227,7 +227,7 @@ def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
 class Steep(tasks.Classification):
     """Gradients have numbers that float16 has no room for."""
 
-    def loss(self, output: Any, target: Any, reduction: tasks.Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: tasks.LossReduction = "mean") -> torch.Tensor:
         return STEEP * super().loss(output, target, reduction)
 
 

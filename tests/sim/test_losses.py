@@ -365,7 +365,7 @@ def test_only_who_waits_for_each_learner_can_drop_one(tables: dict[str, Any]) ->
 
 
 def test_children_of_a_dead_tree_server_move_to_its_parent() -> None:
-    """The root begins anew with them 0.5 s after the death; what they were about is computed again."""
+    """The root has them regroup 0.5 s after the death; what they were about is computed again."""
     topology = {"name": "adv", "options": {"fan_out": 2}}
     run_ = small("hardsync", 4, {"tree_server": 1, "dies_at_s": 6.0}, latency_s=0.1).with_(topology=topology)
     moved: set[int] = set()

@@ -12,8 +12,9 @@ from torch import nn
 
 import rudra
 from protocols import Protocol
-from rudra.compute.executor import Executor
-from rudra.core.events import Compute, Copy
+from rudra.compute.executor import Executor, make_executors
+from rudra.core.events import Compute, Copy, Update
+from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import tensors
@@ -40,12 +41,12 @@ def make_job(name: str = "async", learners: int = 4, *, model: Any = "mlp", limi
 class Copying(Guarded):
     """Every role has buffers of its own, and a transfer copies: how real ranks do it."""
 
-    def _share(self, source: tensors.Place, target: tensors.Place) -> None:
+    def _share(self, source: tensors.RoleBuffer, target: tensors.RoleBuffer) -> None:
         buffer = self._new()
         buffer.vector.copy_(self._held(source).vector)
         self._hold(target, buffer)
 
-    def _forget_stale(self, weights: tensors.Place) -> None:
+    def _forget_stale(self, weights: tensors.RoleBuffer) -> None:
         """Nobody shares with the server, so that says nothing."""
 
 
@@ -96,6 +97,23 @@ class Unpoisoned(RealTensors):
 
 def executors(count: int) -> dict[int, Executor]:
     return {role: Executor((), 3, 3, 1) for role in range(count)}
+
+
+def test_an_optimiser_steps_the_weights_that_its_role_holds() -> None:
+    """Replicas that take over the same weights hold one vector, until each takes a step of its own."""
+    job = make_job("async", 3, topology={"name": "groups"})
+    plan = job.plan()
+    roles = make_executors(job, plan, tuple(range(len(plan.roles))), load(job.data), prefetch=False)
+    kept = RealTensors(roles)
+    first, *others = plan.learners
+    before = roles[first].buffer("weights").vector.clone()
+    for other in others:
+        kept.transfer(first, "weights", other, "weights")
+    for role in plan.learners:
+        roles[role].buffer("gradient").vector.fill_(role)
+        kept.perform(role, Update("gradient", "weights", 0.5, 1), 0.0)
+    for role in plan.learners:
+        assert torch.equal(roles[role].buffer("weights").vector, before - 0.5 * role)
 
 
 def test_receivers_share_one_vector_and_get_a_copy_before_it_is_written_to() -> None:

@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = ROOT / "slurm" / "local-slurm"
@@ -113,13 +114,10 @@ class Batch:
         return Batch(self.cluster, self.directory, f"{self.number}_{index}")
 
     def wait(self, what: str, until: Callable[[], bool], within_s: float = 100) -> None:
-        end = time.monotonic() + within_s
-        while not until():
-            if time.monotonic() > end:
-                said = f"job {self.number} is {self.field('JobState')} ({self.field('Reason')})"
-                self.cluster.run("scancel", self.number)
-                pytest.fail(f"not within {within_s:.0f} s: {what}; {said}, its log: {self.log[-3000:]}")
-            time.sleep(0.2)
+        if not eventually(until, within_s, every_s=0.2):
+            said = f"job {self.number} is {self.field('JobState')} ({self.field('Reason')})"
+            self.cluster.run("scancel", self.number)
+            pytest.fail(f"not within {within_s:.0f} s: {what}; {said}, its log: {self.log[-3000:]}")
 
     def wait_for_epoch(self, epoch: int = 1, within_s: float = 100) -> None:
         """Until the ranks have trained so far."""

@@ -18,7 +18,7 @@ from torch import nn
 
 import rudra
 from rudra.cli.main import main
-from rudra.compute.statedict import Named
+from rudra.compute.statedict import StateEntry
 from rudra.core.records import LEARNER, TOTALS
 from rudra.errors import ConfigError, ResultsError
 
@@ -240,7 +240,7 @@ def test_of_a_run_that_has_not_ended_the_kept_epochs_are_there(
 def test_a_type_that_safetensors_does_not_have_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, target = tmp_path / "run.h5", tmp_path / "model.safetensors"
     values = np.array([1 + 2j, 3], np.complex128)
-    with new_writer(path, state_dict=[Named("wide", "wide", "complex128", values)]) as writer:
+    with new_writer(path, state_dict=[StateEntry("wide", "wide", "complex128", values)]) as writer:
         writer.finish(rows(TOTALS), rows(LEARNER, 4), WEIGHTS, sha256(WEIGHTS))
     assert main(["export", str(path), "-o", str(target)]) == 2
     said = f"rudra: {target}: wide is torch.complex128, which safetensors does not have; a .pt file does\n"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rudra.compute.statedict import Named
+from rudra.compute.statedict import StateEntry
 from rudra.core.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.core.training_state import TrainingState
 from rudra.errors import ResultsError
@@ -28,10 +28,13 @@ FIXED = {
     "empty": np.zeros((0, 3), np.int16),
 }
 STATE_DICT = (
-    Named("tied.weight", "conv.weight", "float32"),
-    *(Named(name, name, "bfloat16" if name == "half" else str(value.dtype), value) for name, value in FIXED.items()),
-    Named("other half", "half", "bfloat16", FIXED["half"]),
-    *(Named(entry.name, entry.name, "float32") for entry in LAYOUT[:2]),
+    StateEntry("tied.weight", "conv.weight", "float32"),
+    *(
+        StateEntry(name, name, "bfloat16" if name == "half" else str(value.dtype), value)
+        for name, value in FIXED.items()
+    ),
+    StateEntry("other half", "half", "bfloat16", FIXED["half"]),
+    *(StateEntry(entry.name, entry.name, "float32") for entry in LAYOUT[:2]),
 )
 
 

@@ -20,6 +20,7 @@ from rudra.job.job import Job
 from rudra.results import plan_rows
 from rudra.results.reader import FORMAT_VERSION, default_output, open_results
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
+from tests.waiting import eventually
 
 CHILD = """
 import sys
@@ -263,8 +264,8 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_file(tmp_path, child):
     writer.stdin.write("\n")
     writer.stdin.flush()
     with open_results(tmp_path / "run.h5") as results:
-        while len(results.updates) < 5000:
-            assert writer.poll() is None
+        assert eventually(lambda: writer.poll() is not None or len(results.updates) >= 5000)
+        assert writer.poll() is None
     writer.send_signal(signal.SIGKILL)
     writer.wait(timeout=30)
     with open_results(tmp_path / "run.h5") as results:

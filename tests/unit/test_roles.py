@@ -56,10 +56,10 @@ from rudra.roles import overlapped as overlapped_
 from rudra.roles import server as server_
 from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
-from rudra.roles.machine import short
+from rudra.roles.machine import short_digest
 
 START = Received(Message(Kind.START, SERVER))
-DIGEST = short(HASHED.digest)
+DIGEST = short_digest(HASHED.digest)
 STOP = Received(Message(Kind.STOP, SERVER))
 DONE = Received(Message(Kind.DONE, STATISTICS))
 READY = [Received(Message(Kind.READY, FIRST_LEARNER + i, value=DIGEST)) for i in range(2)]
@@ -275,7 +275,7 @@ OVERLAPPED = job("async", topology={"name": "adv*", "options": {"outstanding": 2
 GROUPS = job("async", 4, topology={"name": "groups", "options": {"groups": 2}})
 TESTED = {"epochs": 2, "evaluate": "always"}
 REPLICAS = job("async", topology={"name": "groups"}, training=TESTED).with_(cluster={"learners": 3})
-OVERLAPS = {learner_.State.HELD, learner_.State.LEAVING}
+OVERLAPS = {learner_.LearnerState.HELD, learner_.LearnerState.LEAVING}
 """Of a learner that overlaps alone."""
 
 
@@ -292,13 +292,13 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "learner": (
         PLAIN,
         FIRST_LEARNER,
-        {*learner_.State} - OVERLAPS,
+        {*learner_.LearnerState} - OVERLAPS,
         [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE],
     ),
     "overlapped learner": (
         OVERLAPPED,
         FIRST_LEARNER,
-        {*learner_.State},
+        {*learner_.LearnerState},
         [
             *(Started(), weights(0), HASHED, START, computed(0), computed(1), Sent("gradient 0", SERVER), STOP),
             *(Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
@@ -307,7 +307,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "group learner": (
         GROUPS,
         FIRST_LEARNER,
-        {*learner_.State} - OVERLAPS,
+        {*learner_.LearnerState} - OVERLAPS,
         [
             *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
@@ -316,7 +316,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "replica": (
         REPLICAS,
         1,
-        {*group_.Replicas},
+        {*group_.ReplicaState},
         [
             *(Started(), HASHED, *(from_(i, Kind.READY, value=DIGEST) for i in (2, 3))),
             *(Lost(3), Saved(0), from_(0, Kind.SAFE), Committed(0), Started(), HASHED),
@@ -327,7 +327,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "tree server": (
         TREE,
         2,
-        {*tree_.State},
+        {*tree_.TreeServerState},
         [
             *(Started(), Received(Message(Kind.WEIGHTS, SERVER), "weights 0"), HASHED),
             *(Sent("weights 0", 4), Sent("weights 0", 5)),
@@ -339,7 +339,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "server": (
         PLAIN,
         SERVER,
-        {*server_.State},
+        {*server_.ServerState},
         [
             Started(),
             HASHED,
@@ -358,7 +358,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "statistics": (
         PLAIN,
         STATISTICS,
-        {*statistics_.State},
+        {*statistics_.StatisticsState},
         [
             Started(),
             START,
@@ -447,7 +447,7 @@ def test_transitions_name_methods_and_triggers_that_exist(kind: type[Machine]) -
     ("digest", "number"), [("", 0), ("f" * 64, 2**63 - 1), ("0123456789abcdef" + "f" * 48, 0x0123456789ABCDEF >> 1)]
 )
 def test_short_digests_fit_into_a_message(digest: str, number: int) -> None:
-    assert short(digest) == number
+    assert short_digest(digest) == number
 
 
 # Rows on their way.

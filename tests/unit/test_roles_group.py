@@ -8,12 +8,12 @@ from role_traces import HASHED, SAMPLES, brief, feed, job, machine, names_of, ro
 from rudra.core.events import Computed, Event, Received, Reduce, Reduced, Send, Sent, Started
 from rudra.core.messages import Kind, Message, Word
 from rudra.roles import Machine
-from rudra.roles.group import GroupLearner, Replica, Replicas
-from rudra.roles.learner import State
-from rudra.roles.machine import short
+from rudra.roles.group import GroupLearner, Replica, ReplicaState
+from rudra.roles.learner import LearnerState
+from rudra.roles.machine import short_digest
 
 ROOT, STATISTICS, FIRST, SECOND = 0, 1, 2, 3
-DIGEST = short(HASHED.digest)
+DIGEST = short_digest(HASHED.digest)
 SENT = Sent("gradient", ROOT)
 HANDED_ON = Sent("weights", SECOND)
 
@@ -53,7 +53,7 @@ def leading() -> GroupLearner:
     role = new(FIRST)
     ready = said(Kind.READY, SECOND, value=DIGEST)
     feed(role, Started(), weights(0), HASHED, ready, HANDED_ON, said(Kind.START, ROOT))
-    assert role.state is State.COMPUTING
+    assert role.state is LearnerState.COMPUTING
     return role
 
 
@@ -61,7 +61,7 @@ def following() -> GroupLearner:
     """The second; it computes, too."""
     role = new(SECOND)
     feed(role, Started(), weights(0, FIRST), HASHED, said(Kind.START, FIRST))
-    assert role.state is State.COMPUTING
+    assert role.state is LearnerState.COMPUTING
     return role
 
 
@@ -240,7 +240,7 @@ def training(role: int, samples: int = 10**6) -> Replica:
     made = replica(role, samples)
     events = [said(Kind.READY, L1, value=DIGEST)] if role == L0 else [said(Kind.START, L0)]
     feed(made, Started(), HASHED, *events)
-    assert made.state is Replicas.COMPUTING
+    assert made.state is ReplicaState.COMPUTING
     return made
 
 
@@ -301,7 +301,7 @@ def test_the_first_replica_keeps_the_books() -> None:
         actions: list[Machine] | list[Any] = [action for event in events for action in made.handle(event, 3.0)]
         made.validate()
         kinds.append({a.message.kind for a in actions if isinstance(a, Send)})
-        assert made.state is Replicas.STOPPED
+        assert made.state is ReplicaState.STOPPED
         (row,) = rows_sent(actions, Kind.LEARNERS)
         assert (row["learner"], row["pushed"], row["samples"]) == (role - L0, 1, SAMPLES)
         totals = [r.item()[:-1] for r in rows_sent(actions, Kind.TOTALS)]

@@ -6,7 +6,7 @@ from role_traces import HASHED, SAMPLES, feed, job, machine, rows_sent
 
 from rudra.core.events import Action, Compute, Computed, Event, Receive, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
-from rudra.roles.learner import State
+from rudra.roles.learner import LearnerState
 from rudra.roles.overlapped import OverlappedLearner
 
 ROOT, STATISTICS, SELF = 0, 1, 2
@@ -90,7 +90,7 @@ def test_a_learner_with_too_many_outstanding_gradients_waits_for_weights_that_ho
     assert feed(role, weights(2, W2))[-1] == "compute 1 weights 2 gradient 1"
     feed(role, *handed_on(W2, 1, 2))
     feed(role, computed(1), delivered(G1), weights(5, W0))
-    assert role.state is State.HELD, "nobody has said that these hold it"
+    assert role.state is LearnerState.HELD, "nobody has said that these hold it"
     assert feed(role, applied(4)) == ["compute 2 weights gradient 0"]
     assert [row["step"] for row in rows_sent(role.log.diary.flush(0.0), Kind.MINIBATCHES)] == [0, 1]
 
@@ -99,7 +99,7 @@ def test_a_learner_that_is_held_stops_at_once() -> None:
     role = computing(outstanding=1)
     feed(role, computed(0), delivered(G0))
     assert feed(role, STOP) == LEAVES
-    assert role.state is State.STOPPED
+    assert role.state is LearnerState.STOPPED
 
 
 def test_a_minibatch_begins_with_the_newest_weights() -> None:
@@ -144,7 +144,7 @@ def pushed(role: OverlappedLearner, *events: Event) -> tuple[int, int]:
     actions = [action for event in events for action in role.handle(event, 1.0)]
     (row,) = rows_sent(actions, Kind.LEARNERS)
     (bye,) = (a.message.value for a in actions if isinstance(a, Send) and a.message.kind is Kind.BYE)
-    assert role.state is State.STOPPED
+    assert role.state is LearnerState.STOPPED
     return int(row["pushed"]), bye
 
 

@@ -27,15 +27,15 @@ from rudra.core.events import Lost, Received, Send, Sent, Started, Stopped, Upda
 from rudra.core.messages import Kind, Message
 from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
-from rudra.roles.machine import short
-from rudra.roles.server import ParameterServer, State
+from rudra.roles.machine import short_digest
+from rudra.roles.server import ParameterServer, ServerState
 
 G0, G1 = "gradient 0", "gradient 1"
 CREDIT = Received(Message(Kind.CREDIT, STATISTICS))
 DONE = Received(Message(Kind.DONE, STATISTICS))
 
 
-def ready(learner: int, digest: int = short(HASHED.digest)) -> Received:
+def ready(learner: int, digest: int = short_digest(HASHED.digest)) -> Received:
     return Received(Message(Kind.READY, FIRST_LEARNER + learner, value=digest))
 
 
@@ -48,7 +48,7 @@ def new(name: str, samples: int = 10**6, **tables: Any) -> ParameterServer:
 def training(name: str, samples: int = 10**6, **tables: Any) -> ParameterServer:
     role = new(name, samples, **tables)
     feed(role, Started(), HASHED, *returned(0, 1), ready(0), ready(1))
-    assert role.state is State.TRAINING
+    assert role.state is ServerState.TRAINING
     return role
 
 
@@ -380,7 +380,7 @@ def test_one_update_may_end_several_epochs() -> None:
 def test_the_end_waits_for_every_gradient_and_counts_it() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 1})
     feed(role, gradient(0, 0, 0, G0), updated(1))
-    assert role.state is State.DRAINING
+    assert role.state is ServerState.DRAINING
     assert feed(role, Sent("weights", STATISTICS), bye(1, 1), bye(0, 1)) == []
     actions = role.handle(gradient(1, 0, 0, G1), 5.0)
     role.validate()
@@ -404,11 +404,11 @@ def test_the_account_waits_for_everybody_and_for_the_end_of_the_last_update(late
     events = [updated(1, 11), updated(2, 22), bye(0, 2), bye(1, 0)]
     events.append(events.pop(late))
     assert feed(role, *events[:-1]) == []
-    assert role.state is State.DRAINING
+    assert role.state is ServerState.DRAINING
     actions = role.handle(events[-1], 5.0)
     assert [brief(a) for a in actions] == ["UPDATES@0 to T", "TOTALS@0 to T"]
     assert [(r["timestamp"], r["digest"]) for r in rows_sent(actions, Kind.UPDATES)] == [(1, 11), (2, 22)]
-    assert role.state is State.CLOSING
+    assert role.state is ServerState.CLOSING
 
 
 def test_gradients_that_wait_when_the_last_epoch_ends_are_discarded() -> None:
@@ -453,7 +453,7 @@ def downcasting() -> ParameterServer:
     assert isinstance(role, ParameterServer)
     told = feed(role, Started(), HASHED)
     assert told == ["hash weights", *(f"WEIGHTS@0 to L{i} [weights]" for i in range(3))]
-    readies = [Received(Message(Kind.READY, R0 + i, value=short(HASHED.digest))) for i in range(3)]
+    readies = [Received(Message(Kind.READY, R0 + i, value=short_digest(HASHED.digest))) for i in range(3)]
     told = feed(role, *(Sent("weights", L0 + i) for i in range(3)), *readies)
     assert told == ["START@0 to T", *(f"START@0 to R{i}" for i in range(3)), "receive gradient 0", "receive gradient 1"]
     return role
@@ -516,7 +516,7 @@ def test_the_account_waits_for_weights_on_their_way_down() -> None:
     feed(role, Started(), HASHED, Sent("weights", FIRST_LEARNER), *ready_)
     feed(role, unasking(FIRST_LEARNER, 0), updated(1), unasking(FIRST_LEARNER, 1), updated(2))
     feed(role, Sent("weights", STATISTICS))
-    assert role.state is State.DRAINING
+    assert role.state is ServerState.DRAINING
     assert feed(role, bye(0, 2), bye(1, 0), bye(2, 0)) == [], "learner 0 has not got the weights of update 1"
     assert feed(role, Sent("downcast 0", FIRST_LEARNER))[-1] == "TOTALS@0 to T"
 
@@ -536,18 +536,18 @@ def test_a_run_that_is_stopped_while_an_update_waits_ends_without_it() -> None:
     assert wanted[:2] == ["STOP@0 to L0", "STOP@0 to L1"]
     assert "warn learner 0 (rank 2) died; training had ended" in wanted
     feed(role, *returned(0))
-    assert role.state is State.DRAINING
+    assert role.state is ServerState.DRAINING
     feed(role, bye(1, 1))
-    assert role.state is State.CLOSING
+    assert role.state is ServerState.CLOSING
 
 
 def test_when_training_has_ended_even_the_last_learner_may_die() -> None:
     role = training("hardsync", 2 * SAMPLES * 2, training={"epochs": 1})
     feed(role, gradient(0, 0, 0, G0), gradient(1, 0, 0, G1), updated(1), *returned(0, 1))
     feed(role, gradient(0, 1, 1, G0), gradient(1, 1, 1, G1), updated(2))
-    assert role.state is State.DRAINING
+    assert role.state is ServerState.DRAINING
     assert not any(text.startswith("fail") for text in feed(role, fails(0), fails(1)))
-    assert role.state is State.CLOSING
+    assert role.state is ServerState.CLOSING
     assert feed(role, bye(1, 2)) == [], "it had said so before it died"
 
 

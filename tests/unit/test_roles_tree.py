@@ -7,11 +7,11 @@ from role_traces import HASHED, brief, feed, job, machine, names_of, sent_gradie
 
 from rudra.core.events import Event, Lost, Received, Send, Sent, Started
 from rudra.core.messages import Kind, Message
-from rudra.roles.machine import short
-from rudra.roles.tree import State, TreeServer
+from rudra.roles.machine import short_digest
+from rudra.roles.tree import TreeServer, TreeServerState
 
 ROOT, STATISTICS, SERVER, FIRST = 0, 1, 2, 4
-DIGEST = short(HASHED.digest)
+DIGEST = short_digest(HASHED.digest)
 G0, G1, G2 = (f"gradient {i}" for i in range(3))
 W0, W1 = "weights 0", "weights 1"
 START = Received(Message(Kind.START, ROOT))
@@ -58,7 +58,7 @@ def new(rule: str, name: str = "adv", **tables: Any) -> TreeServer:
 def training(rule: str, **tables: Any) -> TreeServer:
     role = new(rule, **tables)
     feed(role, Started(), weights(0, W0), HASHED, *returned(W0, 0, 1), ready(0), ready(1), START)
-    assert role.state is State.TRAINING
+    assert role.state is TreeServerState.TRAINING
     return role
 
 
@@ -240,7 +240,7 @@ def test_what_is_left_is_passed_on_before_the_account() -> None:
     assert sent(role, bye(1, 0)) == [("GRADIENT@0 to S [gradient 0]", -1, 1)]
     assert sent(role, Sent(G0, ROOT)) == [("BYE@0 to S", 1, 0)]
     assert feed(role, DONE) == ["halt"]
-    assert role.state is State.DONE
+    assert role.state is TreeServerState.DONE
 
 
 def test_a_gradient_on_its_way_at_the_end_is_waited_for() -> None:
@@ -322,4 +322,4 @@ def test_without_children_it_posts_nothing_and_leaves_at_once() -> None:
     assert feed(role, Lost(FIRST + 1)) == ["GRADIENT@0 to S [gradient 0]"]
     wanted = feed(role, Sent(G0, ROOT), STOP)
     assert sorted(wanted) == ["BYE@0 to S", "receive gradient 0", "receive gradient 1", "receive gradient 2"]
-    assert role.state is State.STOPPED
+    assert role.state is TreeServerState.STOPPED

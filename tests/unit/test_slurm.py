@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rudra.cli.main import main
-from rudra.studies.slurm import BatchJob, Point, script, time_limit_s
+from rudra.studies.slurm import ArrayElement, BatchJob, script, time_limit_s
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,10 @@ def test_there_is_an_example_for_each_way() -> None:
         ({"options": ("--set", "model.options={a = 1}")}, ["--set 'model.options={a = 1}'"], []),
         ({"resources": {"exclusive": None}}, ["#SBATCH --exclusive\n"], []),
         (
-            {"points": (Point(("--set", "a.b=1"), "1.h5"), Point(("--set", "a.b=x y"), "2.h5")), "output": "d"},
+            {
+                "points": (ArrayElement(("--set", "a.b=1"), "1.h5"), ArrayElement(("--set", "a.b=x y"), "2.h5")),
+                "output": "d",
+            },
             [
                 "--array=0-1",
                 "  1) results=d/2.h5 point=(--set 'a.b=x y') ;;",

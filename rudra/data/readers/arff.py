@@ -18,8 +18,8 @@ from rudra.data.readers.common import (
     blocks,
     class_count,
     content_of,
+    entries_in,
     is_number,
-    listed,
     numbers_of,
     path_of,
     shown,
@@ -139,7 +139,7 @@ def _files(path: Path, options: Options) -> dict[str, Path]:
     directory = path if os.path.isdir(path) else path.parent
     found = {"train": [path], "test": list[Path]()}
     if directory == path:
-        names = [file.name for file in listed(path)]
+        names = [file.name for file in entries_in(path)]
         for split in found:
             fitting = re.compile(rf".+-{split}\.arff(\.gz|\.bz2|\.xz)?")
             found[split] = [directory / name for name in names if fitting.fullmatch(name)]

@@ -141,7 +141,7 @@ def existing(file: Path) -> Path:
     return file
 
 
-def listed(directory: Path) -> list[os.DirEntry[str]]:
+def entries_in(directory: Path) -> list[os.DirEntry[str]]:
     """What a directory holds, by name.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from rudra.data.readers.common import Arrays, class_count, listed, path_of
+from rudra.data.readers.common import Arrays, class_count, entries_in, path_of
 from rudra.data.sources import Dense, Images, picture
 from rudra.errors import DataError
 from rudra.job.table import Table, checked
@@ -52,7 +52,9 @@ def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 def _classes(directory: Path) -> list[str]:
     """Names of the directories in one."""
-    found = [entry.name for entry in listed(directory) if os.path.isdir(entry.path) and not entry.name.startswith(".")]
+    found = [
+        entry.name for entry in entries_in(directory) if os.path.isdir(entry.path) and not entry.name.startswith(".")
+    ]
     if not found:
         raise DataError(f"{directory}: there is no directory of a class")
     return found
@@ -65,7 +67,7 @@ def _files(directory: Path, numbers: dict[str, int]) -> tuple[list[str], list[in
     for name in _classes(directory):
         if name not in numbers:
             raise DataError(f"{directory / name}: the training set has no class of this name")
-        entries = listed(directory / name)
+        entries = entries_in(directory / name)
         found = [e.path for e in entries if e.name.lower().endswith(_SUFFIXES) and not e.name.startswith(".")]
         if not found:
             raise DataError(f"{directory / name}: there is no image; valid: {', '.join(_SUFFIXES)}")

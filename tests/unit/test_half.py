@@ -84,7 +84,7 @@ def test_the_exponent_travels() -> None:
 
 
 class Steep(tasks.Classification):
-    def loss(self, output: Any, target: Any, reduction: tasks.Reduction = "mean") -> torch.Tensor:
+    def loss(self, output: Any, target: Any, reduction: tasks.LossReduction = "mean") -> torch.Tensor:
         return 1e8 * super().loss(output, target, reduction)
 
 
