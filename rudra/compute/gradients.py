@@ -237,14 +237,16 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch) -> Non
     try:
         model.gradient(*(sample if alone else _together(torch.cat, [sample, sample])), out, 0)
     except (RuntimeError, TypeError, ValueError) as error:
-        what = " ".join(str(error).split())[:200]
+        what = " ".join(str(error).split()).partition(". ")[0][:200]  # advice for developers may follow
         if alone and isinstance(error, ValueError):  # BatchNorm's
             where = "[training] minibatch_size = 1: torch cannot do this model with one sample"
             raise ConfigError(f"{where} ({what}); valid: 2 or more") from error
         if table.precision == "float32":
             raise
         where = f"[training] precision = '{table.precision}'"
-        raise ConfigError(f"{where}: torch cannot do this model on {model.device.type} ({what})") from error
+        raise ConfigError(
+            f"{where}: torch cannot do this model on this {model.device.type} ({what}); valid: float32"
+        ) from error
 
 
 class _Inputs:

@@ -1,5 +1,6 @@
 """The staleness law of n-softsync (rudra.txt §5.1, figure 4) among 30 learners, and what topologies make of it."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -134,3 +135,26 @@ def test_who_never_waits_is_staler_where_weights_take_long(protocol: str, n: int
     slow = {"bandwidth_bytes_per_s": 2e7}
     adv, hidden = (on(name, protocol, n, **slow)["staleness"].mean() for name in ("adv", "adv*"))
     assert hidden > 1.5 * adv
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "modulation", "told"),
+    [
+        ("adv*", {}, "n", "[topology] options.outstanding bounds that"),
+        ("adv*", {"outstanding": 2}, "n", None),
+        ("adv*", {}, "mean_staleness", None),
+        ("adv*", {}, "none", None),
+        ("base", {}, "n", None),
+    ],
+)
+def test_gradients_that_are_too_stale_for_the_rate_are_told_once(
+    topology: str, options: dict[str, Any], modulation: str, told: str | None
+) -> None:
+    """Every epoch of three is staler than 2n where nobody waits; α0/n is the rate for n."""
+    costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 2e7, "nodes": 3}
+    run = job("async", 12, simulation=costs, topology={"name": topology, "options": options})
+    warnings = timing(run.with_(protocol={"modulation": modulation}), 2000 * SAMPLES).warnings
+    assert len(warnings) == bool(told)
+    for text in warnings:
+        assert re.search(r"gradients of epoch 1 were stale by \d+\.\d updates on average, more than 2n = 24, ", text)
+        assert text.endswith(f"'mean_staleness' divides it by what is measured, {told}")

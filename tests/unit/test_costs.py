@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rudra.cli.main import main
+from rudra.core.events import Accumulate, Evaluate, Update
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import costs
@@ -110,6 +111,28 @@ def test_links(sender: int, receiver: int, table: dict[str, Any], link: Link) ->
 
 
 @pytest.mark.parametrize(
+    ("topology", "sender", "receiver", "blocking"),
+    [
+        ("base", "learner 3", "parameter server", ["parameter server"]),
+        ("base", "parameter server", "learner 3", ["parameter server"]),
+        ("adv", "learner 3", "tree server 1", ["tree server 1"]),
+        ("adv", "tree server 1", "parameter server", ["tree server 1", "parameter server"]),
+        ("adv*", "learner 3", "tree server 1", []),  # threads of their own push and pull
+        ("adv*", "parameter server", "learner 0", []),
+    ],
+)
+def test_servers_with_blocking_calls_move_one_tensor_at_a_time(
+    topology: str, sender: str, receiver: str, blocking: list[str]
+) -> None:
+    table = {"blocking_servers": True, "nodes": 2}
+    job = Job(topology={"name": topology}, cluster={"learners": 4}, simulation=table)
+    plan = job.plan(costs.places(job))
+    roles = {role.name: i for i, role in enumerate(plan.roles)}
+    link = CostModel(job.simulation, plan, 4).link(roles[sender], roles[receiver])
+    assert link.blocking == tuple(("role", roles[name]) for name in blocking)
+
+
+@pytest.mark.parametrize(
     ("learners", "table", "seconds"),
     [
         # 100 bytes; twice a latency and what each member sends: its share, or what leaves a node that several share.
@@ -118,6 +141,7 @@ def test_links(sender: int, receiver: int, table: dict[str, Any], link: Link) ->
         (4, {"nodes": 4}, 2 * (0.5 + 0.75 * 10.0)),
         (4, {"nodes": 2}, 2 * (0.5 + 1.0 * 10.0)),
         (3, {"nodes": 2}, 2 * (0.5 + 2 / 3 * 10.0)),
+        (4, {"nodes": 3}, 2 * (0.5 + 1.0 * 10.0)),  # two share a link, the others have one each
         (2, {"nodes": 1, "gradient_s": 4.0}, 2 * (0.25 + 0.5 * 1.0) + 4.0 / 2),
     ],
 )
@@ -179,6 +203,11 @@ def test_durations_have_the_mean_and_the_bounds_of_their_distribution(
         assert len(set(times)) > len(times) // 2
 
 
+def test_a_learner_may_have_a_jitter_of_its_own() -> None:
+    times = draws(jitter=0.1, learner_jitter={0: 0.3})
+    assert (min(times), max(times)) == pytest.approx((0.7, 1.3), abs=0.01)
+
+
 def test_a_few_steps_take_much_longer() -> None:
     times = draws(jitter=0.0, straggler_probability=0.02, straggler_factor=7.0)
     assert set(times) == {1.0, 7.0}
@@ -188,6 +217,11 @@ def test_a_few_steps_take_much_longer() -> None:
 def test_the_median_of_the_lognormal_is_the_mean_time() -> None:
     times = sorted(draws(jitter=0.5, distribution="lognormal"))
     assert times[len(times) // 2] == pytest.approx(1.0, rel=0.03)
+
+
+def test_what_a_server_and_a_test_take_is_in_the_table() -> None:
+    known = model(2, gradient_s=1.0, update_s=2.0, evaluation_s=3.0)
+    assert known.local_s == {Accumulate: 1.0, Update: 2.0, Evaluate: 3.0}
 
 
 # Cost files.
@@ -242,6 +276,11 @@ def test_the_jobs_own_keys_win_over_the_models_and_those_over_the_files(
 def test_a_model_that_the_file_does_not_know_needs_a_compute_time(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine.toml: has no model 'alexnet', only .*; give \[simulation\] compute_s"):
         load(job("alexnet", costs=written(tmp_path, CLUSTER)))
+
+
+def test_a_compute_time_of_the_file_is_for_models_that_it_does_not_know(tmp_path: Path) -> None:
+    path = written(tmp_path, "compute_s = 5.0\n[models.lenet]\ncompute_s = 2.0")
+    assert [load(job(name, costs=path)).simulation.compute_s for name in ("lenet", "mlp")] == [2.0, 5.0]
 
 
 def lenet(**options: Any) -> None:
@@ -333,6 +372,33 @@ def test_where_costs_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert costs.source(own) == "the job"
     assert costs.load(own) == own
     assert costs.measured_path(job.with_(training={"minibatch_size": 4, "epochs": 3})) == path
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"model": {"options": {"hidden": [3]}}},
+        {"data": {"options": {"size": 32}}},
+        {"training": {"precision": "bfloat16"}},
+        {"training": {"compile": True}},
+        {"cluster": {"device": "cuda"}},
+        {"optimizer": {"name": "adam"}},
+    ],
+    ids=str,
+)
+def test_what_decides_how_long_a_minibatch_takes_has_a_file_of_its_own(tables: dict[str, Any]) -> None:
+    job = Job(model={"name": "mlp"}, data={"name": "folder", "path": "images"})
+    assert costs.measured_path(job.with_(**tables)) != costs.measured_path(job)
+    assert costs.measured_path(job.with_(training={"epochs": 3, "minibatch_size": 4})) == costs.measured_path(job)
+
+
+@pytest.mark.parametrize(("name", "other"), [("processor", "another processor"), ("cores", 1000)])
+def test_what_another_machine_measured_is_not_of_this_one(
+    name: str, other: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = costs.measured_path(Job())
+    monkeypatch.setattr(costs, name, lambda: other)
+    assert costs.measured_path(Job()) != here
 
 
 @pytest.mark.parametrize(("options", "labelled"), [([], True), (["--set", "simulation.compute_s=0.5"], False)])

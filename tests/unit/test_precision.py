@@ -2,7 +2,9 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rudra.cli.main import main
 from rudra.compute import networks, tasks
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import check_gradient
@@ -203,7 +206,7 @@ class Picky(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(inputs)
         if output.dtype != torch.float32:
-            raise RuntimeError('"special" not implemented\nfor such numbers')
+            raise RuntimeError('"special" not implemented\nfor such numbers. Set DEBUG=1')
         return output
 
 
@@ -212,7 +215,8 @@ def test_a_model_without_kernels_is_one_line() -> None:
     with pytest.raises(ConfigError) as caught:
         check_gradient(TrainingTable(precision="float16"), FlatModel(Picky(), precision="float16"), sample)
     why = '"special" not implemented for such numbers'
-    assert str(caught.value) == f"[training] precision = 'float16': torch cannot do this model on cpu ({why})"
+    where = "[training] precision = 'float16'"
+    assert str(caught.value) == f"{where}: torch cannot do this model on this cpu ({why}); valid: float32"
     check_gradient(TrainingTable(precision="bfloat16"), FlatModel(built(normalised), precision="bfloat16"), sample)
 
 
@@ -238,6 +242,25 @@ def test_a_job_learns_that_before_it_begins(tmp_path: Any) -> None:
         model={"name": Picky}, data={"name": data, "classes": 10}, training={"precision": "bfloat16"},
         cluster={"learners": 1},
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"precision = 'bfloat16': torch cannot do this model on cpu"):
+    with pytest.raises(ConfigError, match=r"precision = 'bfloat16': torch cannot do this model on this cpu"):
         rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet")
     assert not (tmp_path / "run.h5").exists()
+
+
+def test_a_job_of_characters_trains_in_bfloat16_or_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("to be, or not to be: that is the question. " * 50)
+    (tmp_path / "job.toml").write_text(
+        f'[model]\nname = "lstm"\noptions.hidden = 8\n[data]\nname = "text"\npath = "{tmp_path / "text.txt"}"\n'
+        '[task]\nname = "language"\n[training]\nprecision = "bfloat16"\n[cluster]\nlearners = 1\n'
+    )
+    code, said = main(["validate", str(tmp_path / "job.toml")]), capsys.readouterr().err
+    if has_lstm_in_bfloat16():
+        assert (code, said) == (0, "")
+    else:
+        assert code == 2
+        refused = (
+            r"rudra: \[training\] precision = 'bfloat16': torch cannot do this model on this cpu \([^.]*LSTM[^.]*\)"
+        )
+        assert re.fullmatch(rf"{refused}; valid: float32\n", said)

@@ -126,6 +126,14 @@ def test_an_update_of_hardsync_takes_what_its_messages_and_the_work_take(
     assert between[1:] == pytest.approx(seconds + 2 * LATENCY, abs=1e-9, rel=1e-9)
 
 
+@pytest.mark.parametrize(("learners", "nodes"), [(1, 1), (2, 1), (4, 2), (10, 4), (18, 4), (30, 8), (54, 15)])
+def test_learners_stand_on_as_many_nodes_as_in_the_paper(learners: int, nodes: int) -> None:
+    """Footnote 4; for others as densely as in the next smaller case."""
+    job = costs.load(Job(model={"name": "cifar10_full"}, cluster={"learners": learners}, simulation={"costs": "p775"}))
+    assert len(set(costs.places(job))) == nodes
+    assert (job.simulation.jitter, job.simulation.distribution) == (0.1, "uniform"), "which is not fitted"
+
+
 def test_its_links_are_those_of_the_papers_cluster() -> None:
     """Four learners on two nodes, the server with the first two; it moves one tensor at a time."""
     job = costs.load(Job(model={"name": "cifar10_full"}, cluster={"learners": 4}, simulation={"costs": "p775"}))

@@ -132,6 +132,26 @@ def test_an_average_is_complete_with_as_many_as_make_an_update() -> None:
     assert sent(role, gradient(1, 0, 0, G0)) == [("GRADIENT@0 to S [gradient 0]", 0, 1)]
 
 
+@pytest.mark.parametrize(("n", "c", "together"), [(1, 12, 4), (2, 6, 4), (3, 4, 4), (4, 3, 2), (6, 2, 2), (12, 1, 1)])
+def test_an_average_is_of_all_below_or_of_an_even_part_that_is_no_more_than_an_update(
+    n: int, c: int, together: int
+) -> None:
+    """Twelve learners, four of them below: with c = 3 two and two, for of three and one the one would wait."""
+    run = job("softsync", 12, topology={"name": "adv", "options": {"fan_out": 4}}, protocol={"n": n})
+    assert run.make_protocol().gradients_per_update == c
+    role = machine(SERVER, run)
+    below = role.plan.children[SERVER]
+    assert isinstance(role, TreeServer)
+    assert len(below) == 4
+    feed(role, Started(), weights(0, W0), HASHED, *(Sent(W0, child) for child in below))
+    feed(role, *(Received(Message(Kind.READY, child, value=DIGEST)) for child in below), START)
+    buffers = [G0, G1, G1, G1]  # each but the first is averaged into that, and free again
+    for place, (child, buffer) in enumerate(zip(below[:together], buffers, strict=False)):
+        message = Message(Kind.GRADIENT, child, 0, 0, gradients=(sent_gradient(place, 0, 0),))
+        passed_on = sent(role, Received(message, buffer))
+        assert passed_on == ([("GRADIENT@0 to S [gradient 0]", 0, together)] if place == together - 1 else [])
+
+
 def test_averages_weigh_by_samples() -> None:
     role = training("softsync")
     few = sent_gradient(1, 0, 0, samples=2)
@@ -170,6 +190,14 @@ def test_the_parent_is_asked_once_for_all_that_ask() -> None:
         "TIMESTAMP@3 to L1",
         "WEIGHTS@3 to L1 [weights 1]",
     ]
+
+
+def test_who_has_a_gradient_in_an_average_that_is_not_complete_is_asked_for_with_that() -> None:
+    """Else it would go on before the root knows that gradient, and could be twice in an update."""
+    role = training("softsync")
+    feed(role, pull(1, 0, 0), gradient(0, 0, 0, G0))
+    assert feed(role, stamp(0)) == ["TIMESTAMP@0 to L1"]
+    assert sent(role, gradient(1, 0, 0, G1)) == [("GRADIENT@0 to S [gradient 0]", 0, 2)]
 
 
 def test_nothing_newer_is_an_answer_to_all() -> None:
