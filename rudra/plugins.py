@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rudra.errors import ConfigError, unknown
+from rudra.errors import ConfigError, meant, unknown
 
 OURS = {"rudra", "protocols", "topologies"}
 """Modules that a user's may not be named like."""
@@ -95,5 +95,8 @@ def call(function: Callable[..., Any], name: str, options: Mapping[str, Any], of
     try:
         signature.bind(**keywords)
     except TypeError as error:
-        raise ConfigError(f"{name}: {error}; its parameters: {', '.join(signature.parameters) or 'none'}") from None
+        takes = list(signature.parameters)
+        strange = next((key for key in options if key not in takes), "")
+        text = f"{error}; its parameters: {', '.join(takes) or 'none'}{meant(strange, takes)}"
+        raise ConfigError(f"{name}: {text}") from None
     return function(**keywords)

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from rudra.bench.phases import PLACES
+from rudra.errors import unknown
 from rudra.findings import Report
 from rudra.log import log
 from rudra.machine import cores
@@ -102,11 +103,11 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.phases is not None and arguments.names != ["faults"]:
         parser.error("--phases is an option of faults alone")
-    if unknown := set(arguments.phases or ()) - PLACES.keys():
-        parser.error(f"--phases: no topology '{min(unknown)}'; valid: {', '.join(PLACES)}")
+    if strange := set(arguments.phases or ()) - PLACES.keys():
+        parser.error(f"--phases: topology {unknown(min(strange), PLACES)}")
     for name in arguments.names:
         if name not in BENCHMARKS:
-            parser.error(f"no benchmark '{name}'; valid: {', '.join(BENCHMARKS)}")
+            parser.error(f"benchmark {unknown(name, BENCHMARKS)}")
     if not arguments.names:
         print(listed)
     more = {} if arguments.phases is None else {"phases": arguments.phases}

@@ -26,7 +26,8 @@ def test_an_unknown_benchmark_is_refused_before_any_runs(capsys: pytest.CaptureF
     assert end.value.code == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "no benchmark 'updates'; valid: overhead, ddp" in said.err
+    assert "benchmark 'updates' is unknown; valid: overhead, ddp" in said.err
+    assert said.err.endswith("; did you mean update?\n")
 
 
 def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +37,7 @@ def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--phases is an option of faults alone" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["faults", "--phases", "base", "ring"])
-    assert "--phases: no topology 'ring'; valid: base, adv, adv*, groups" in capsys.readouterr().err
+    assert "--phases: topology 'ring' is unknown; valid: base, adv, adv*, groups" in capsys.readouterr().err
 
 
 def test_ratios_are_of_neighbours() -> None:
