@@ -37,7 +37,8 @@ def resolve(name: str) -> object:
         raise ConfigError(f"{name}: no module {missing!r} on the Python path") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{name}: {module_name} has no attribute {attribute!r}{_mistaken(module_name)}")
+            hint = _mistaken(module_name) or meant(attribute, dir(found))
+            raise ConfigError(f"{name}: {module_name} has no attribute {attribute!r}{hint}")
         found = getattr(found, part)
     return found
 
@@ -95,8 +96,12 @@ def call(function: Callable[..., Any], name: str, options: Mapping[str, Any], of
     try:
         signature.bind(**keywords)
     except TypeError as error:
-        takes = list(signature.parameters)
-        strange = next((key for key in options if key not in takes), "")
-        text = f"{error}; its parameters: {', '.join(takes) or 'none'}{meant(strange, takes)}"
-        raise ConfigError(f"{name}: {text}") from None
+        raise ConfigError(f"{name}: {misfit(error, signature, options)}") from None
     return function(**keywords)
+
+
+def misfit(error: TypeError, signature: inspect.Signature, options: Mapping[str, Any], first: int = 0) -> str:
+    """What is said of options that do not fit a signature, whose parameters before the `first` are not for options."""
+    takes = list(signature.parameters)[first:]
+    strange = next((key for key in options if key not in takes), "")
+    return f"{error}; its parameters: {', '.join(takes) or 'none'}{meant(strange, takes)}"

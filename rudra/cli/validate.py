@@ -79,8 +79,11 @@ def execute(arguments: argparse.Namespace) -> int:
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     """What came of one mini-batch, tried in this process."""
     from rudra.results.progress import too_few
+    from rudra.simulation import costs
     from rudra.simulation.rehearsal import rehearse
 
+    if (source := costs.source(job)) not in (None, "the job"):
+        costs.find(source)
     found = rehearse(job, plan)
     if text := too_few(job, found.samples.training):
         log.warning(f"{job.name}: {text}")

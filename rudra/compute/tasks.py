@@ -16,7 +16,7 @@ from rudra.data import trees
 from rudra.errors import ConfigError, DataError, unknown
 from rudra.job.table import short
 from rudra.job.tables import TaskTable
-from rudra.plugins import call, choose
+from rudra.plugins import call, choose, misfit
 
 Reduction = Literal["mean", "none"]
 
@@ -296,10 +296,12 @@ def make(table: TaskTable, classes: int) -> Task:
     if isinstance(found, type) and issubclass(found, Task):
         task: Task = call(found, f"[task] {name}", table.options, {"classes": classes})
     else:
+        signature = inspect.signature(found)
         try:
-            inspect.signature(found).bind(None, None, **table.options)
+            signature.bind(None, None, **table.options)
         except TypeError as error:
-            raise ConfigError(f"[task] {name} is called as loss(output, target, **options): {error}") from None
+            text = misfit(error, signature, table.options, first=2)
+            raise ConfigError(f"[task] {name} is called as loss(output, target, **options): {text}") from None
         task = OwnLoss(classes, found, name, table.options)
     for metric in table.metrics:
         name, function = _found("metrics", metric, {})
