@@ -42,12 +42,17 @@ class Task:
 
     def measure(self, output: Any, target: Any) -> dict[str, float]:
         """All metrics of one batch."""
+        output = self.matched(output, target)
         own = {name: metric(output, target) for name, metric in self.own.items()}
         return {name: float(value) for name, value in {**self.metrics(output, target), **own}.items()}
 
     def compared(self, output: Any) -> Any:
         """What of a model's output is compared with targets: its `logits` if it has them, as Hugging Face's have."""
         return getattr(output, "logits", output)
+
+    def matched(self, output: Any, target: Any) -> Any:
+        """What is compared, in the form of these targets."""
+        return output
 
     def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
         """Mean over the samples, a scalar; with "none" the loss of each sample, (samples,)."""
@@ -218,12 +223,17 @@ class Regression(Task):
             raise ConfigError(f"[task] options.loss: {unknown(loss, self._LOSSES)}")
         self._loss = self._LOSSES[loss]
 
+    def matched(self, output: Any, target: Any) -> Any:
+        """A network with one output gives (samples, 1), and targets may be (samples,): no broadcasting."""
+        one = isinstance(output, torch.Tensor) and output.dim() == target.dim() + 1 and output.shape[-1] == 1
+        return output[..., 0] if one else output
+
     def loss(self, output: Any, target: Any, reduction: Reduction = "mean") -> torch.Tensor:
-        loss = self._loss(output, target, reduction=reduction)
+        loss = self._loss(self.matched(output, target), target, reduction=reduction)
         return loss if reduction == "mean" else loss.flatten(1).mean(1) if loss.dim() > 1 else loss
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
-        return {"mean_absolute_error": (output - target).abs().mean()}
+        return {"mean_absolute_error": (self.matched(output, target) - target).abs().mean()}
 
     def fits(self, target: Any) -> bool:
         return isinstance(target, torch.Tensor) and target.dtype == torch.float32
