@@ -6,7 +6,7 @@ from pathlib import Path
 from rudra.cli.finish import finished, mode_of
 from rudra.cli.options import search_beside, set_option, verbose_option
 
-SUMMARY = "go on with a run that was stopped or failed"
+SUMMARY = "go on with a run that was stopped or failed, or is to be longer"
 
 MORE = """\
 The job is that of the run, with as many learners and threads; it goes on under the same name, and the file keeps what
@@ -17,9 +17,8 @@ or not: rudra run JOB --output FILE.h5 --resume"""
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="its result file (.h5) or a checkpoint of it (.ckpt)")
-    set_option(
-        parser, "where data is, or how the run is reported: data.path, and the tables fault_tolerance and results"
-    )
+    about = "how long it trains: training.epochs; where data is: data.path; or tables fault_tolerance and results"
+    set_option(parser, about)
     parser.add_argument("--quiet", action="store_true", help="no progress; print only the result file's name")
     verbose_option(parser)
 

@@ -38,7 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.modulation.name
     lines = {
-        "ranks": f"{plan.ranks}, topology {topology.name}, {job.learners} learners (λ)",
+        "ranks": f"{plan.ranks}, topology {topology.name}, {counted(job.learners, 'learner')} (λ)",
         "roles": roles(plan),
         "messages": message(plan, protocol.gradients_per_update),
         "protocol": f"{protocol_text(job)}, {counted(protocol.gradients_per_update, 'gradient')} per update (c)",
