@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rudra.errors import ConfigError, unknown
+from rudra.errors import ConfigError, meant, unknown
 
 OURS = {"rudra", "protocols", "topologies"}
 """Modules that a user's may not be named like."""
@@ -37,7 +37,8 @@ def resolve(name: str) -> object:
         raise ConfigError(f"{name}: no module {missing!r} on the Python path") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{name}: {module_name} has no attribute {attribute!r}{_mistaken(module_name)}")
+            hint = _mistaken(module_name) or meant(attribute, dir(found))
+            raise ConfigError(f"{name}: {module_name} has no attribute {attribute!r}{hint}")
         found = getattr(found, part)
     return found
 
@@ -95,5 +96,12 @@ def call(function: Callable[..., Any], name: str, options: Mapping[str, Any], of
     try:
         signature.bind(**keywords)
     except TypeError as error:
-        raise ConfigError(f"{name}: {error}; its parameters: {', '.join(signature.parameters) or 'none'}") from None
+        raise ConfigError(f"{name}: {misfit(error, signature, options)}") from None
     return function(**keywords)
+
+
+def misfit(error: TypeError, signature: inspect.Signature, options: Mapping[str, Any], first: int = 0) -> str:
+    """What is said of options that do not fit a signature, whose parameters before the `first` are not for options."""
+    takes = list(signature.parameters)[first:]
+    strange = next((key for key in options if key not in takes), "")
+    return f"{error}; its parameters: {', '.join(takes) or 'none'}{meant(strange, takes)}"

@@ -471,10 +471,12 @@ def load(topology: Any, options: Mapping[str, Any] | None = None) -> Topology:
     text = str(own.get(id(source)) or getattr(source, "__name__", type(source).__name__))
     if not callable(getattr(source, "plan", None)):
         raise ValueError(f"[topology] name: {text} has no function plan")
+    signature = inspect.signature(source.plan)
     try:
-        inspect.signature(source.plan).bind([0], **bound)
+        signature.bind([0], **bound)
     except TypeError as error:
-        raise ValueError(f"[topology] options: {text}.plan: {error}") from None
+        valid = ", ".join([*signature.parameters][1:]) or "none"
+        raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
     return Topology(text, partial(source.plan, **bound))
 
 

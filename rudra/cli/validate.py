@@ -45,7 +45,7 @@ def execute(arguments: argparse.Namespace) -> int:
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.modulation.name
     lines = {
-        "ranks": f"{plan.ranks}, topology {topology.name}, {job.learners} learners (λ)",
+        "ranks": f"{plan.ranks}, topology {topology.name}, {counted(job.learners, 'learner')} (λ)",
         "roles": roles(plan),
         "messages": message(plan, protocol.gradients_per_update),
         "protocol": f"{protocol_text(job)}, {counted(protocol.gradients_per_update, 'gradient')} per update (c)",
@@ -86,8 +86,11 @@ def execute(arguments: argparse.Namespace) -> int:
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     """What came of one mini-batch, tried in this process."""
     from rudra.results.progress import too_few
+    from rudra.simulation import costs
     from rudra.simulation.rehearsal import rehearse
 
+    if (source := costs.source(job)) not in (None, "the job"):
+        costs.find(source)
     found = rehearse(job, plan)
     if text := too_few(job, found.samples.training):
         log.warning(f"{job.name}: {text}")

@@ -83,13 +83,14 @@ def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
             raise ConfigError(
                 f"[model] changes {name} in `forward`, as an Embedding with max_norm does; only updates may"
             )
-    wanted = task.output_shape(target)
+    wanted, given = task.output_shape(target), output
     if wanted is None:
-        return output
+        return given
+    output = task.matched(output, target)
     if not isinstance(output, torch.Tensor):
         raise ConfigError(f"[model] gives a {type(output).__name__}, not a tensor of shape {wanted}")
     if output.dim() == len(wanted) and output.shape[:-1] == wanted[:-1] and output.shape[-1] != wanted[-1]:
         raise ConfigError(f"[model] has {output.shape[-1]} outputs, and {info.name} has {wanted[-1]} classes")
     if tuple(output.shape) != wanted:
         raise ConfigError(f"[model] gives shape {tuple(output.shape)} for one sample; {info.name} needs {wanted}")
-    return output
+    return given

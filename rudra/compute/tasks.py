@@ -16,7 +16,7 @@ from rudra.data import trees
 from rudra.errors import ConfigError, DataError, unknown
 from rudra.job.table import short
 from rudra.job.tables import TaskTable
-from rudra.plugins import call, choose
+from rudra.plugins import call, choose, misfit
 
 LossReduction = Literal["mean", "none"]
 
@@ -42,12 +42,17 @@ class Task:
 
     def measure(self, output: Any, target: Any) -> dict[str, float]:
         """All metrics of one batch."""
+        output = self.matched(output, target)
         own = {name: metric(output, target) for name, metric in self.own.items()}
         return {name: float(value) for name, value in {**self.metrics(output, target), **own}.items()}
 
     def compared(self, output: Any) -> Any:
         """What of a model's output is compared with targets: its `logits` if it has them, as Hugging Face's have."""
         return getattr(output, "logits", output)
+
+    def matched(self, output: Any, target: Any) -> Any:
+        """What is compared, in the form of these targets."""
+        return output
 
     def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         """Mean over the samples, a scalar; with "none" the loss of each sample, (samples,)."""
@@ -218,12 +223,17 @@ class Regression(Task):
             raise ConfigError(f"[task] options.loss: {unknown(loss, self._LOSSES)}")
         self._loss = self._LOSSES[loss]
 
+    def matched(self, output: Any, target: Any) -> Any:
+        """A network with one output gives (samples, 1), and targets may be (samples,): no broadcasting."""
+        one = isinstance(output, torch.Tensor) and output.dim() == target.dim() + 1 and output.shape[-1] == 1
+        return output[..., 0] if one else output
+
     def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
-        loss = self._loss(output, target, reduction=reduction)
+        loss = self._loss(self.matched(output, target), target, reduction=reduction)
         return loss if reduction == "mean" else loss.flatten(1).mean(1) if loss.dim() > 1 else loss
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
-        return {"mean_absolute_error": (output - target).abs().mean()}
+        return {"mean_absolute_error": (self.matched(output, target) - target).abs().mean()}
 
     def fits(self, target: Any) -> bool:
         return isinstance(target, torch.Tensor) and target.dtype == torch.float32
@@ -296,10 +306,12 @@ def make(table: TaskTable, classes: int) -> Task:
     if isinstance(found, type) and issubclass(found, Task):
         task: Task = call(found, f"[task] {name}", table.options, {"classes": classes})
     else:
+        signature = inspect.signature(found)
         try:
-            inspect.signature(found).bind(None, None, **table.options)
+            signature.bind(None, None, **table.options)
         except TypeError as error:
-            raise ConfigError(f"[task] {name} is called as loss(output, target, **options): {error}") from None
+            text = misfit(error, signature, table.options, first=2)
+            raise ConfigError(f"[task] {name} is called as loss(output, target, **options): {text}") from None
         task = OwnLoss(classes, found, name, table.options)
     for metric in table.metrics:
         name, function = _found("metrics", metric, {})

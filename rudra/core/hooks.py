@@ -22,7 +22,7 @@ from rudra.core.messages import Rows
 from rudra.errors import ConfigError, HookError, Interrupted
 from rudra.job.job import Job
 from rudra.job.tables import Hook
-from rudra.plugins import choose
+from rudra.plugins import choose, misfit
 from topologies import Plan
 from topologies.plan import Role
 
@@ -216,10 +216,12 @@ def _called(place: int, hook: Hook) -> Called:
         if find_spec(module) is None:
             raise ConfigError(f"{where}: {name} needs {module}: pip install '{extra}'")
     with suppress(ValueError):  # some built-in callables have no signature
+        signature = inspect.signature(found)
         try:
-            inspect.signature(found).bind(None, **hook.options)
+            signature.bind(None, **hook.options)
         except TypeError as error:
-            raise ConfigError(f"{where}: {name} is called as hook(moment, **options): {error}") from None
+            text = misfit(error, signature, hook.options, first=1)
+            raise ConfigError(f"{where}: {name} is called as hook(moment, **options): {text}") from None
     return Called(name, hook.at, hook.every, partial(found, **hook.options))
 
 

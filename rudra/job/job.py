@@ -19,7 +19,7 @@ import protocols
 import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
-from rudra.job.jobfiles import apply, parsed, read_job
+from rudra.job.jobfiles import Change, apply, parsed, read_job
 from rudra.job.simulation import SimulationTable
 from rudra.job.table import Named, Table, explain
 from rudra.job.tables import (
@@ -145,33 +145,34 @@ class Job(Table):
             ConfigError: there is no such job, the file is not TOML, a key is unknown, or a value is not allowed.
         """
         path, tables = read_job(job)
-        return cls.of(path, tables, overrides)
+        return cls.of(path, tables, [parsed(override) for override in overrides])
 
     @classmethod
-    def of(cls, path: Path, tables: dict[str, Any], overrides: Sequence[str] = ()) -> Job:
+    def of(cls, path: Path, tables: dict[str, Any], changes: Sequence[Change] = ()) -> Job:
         """Makes a job of the tables of a file that was read.
 
         Args:
             path: of the file, for the job's name and for errors.
             tables: table -> key -> value.
-            overrides: changes, as in `load`.
+            changes: keys and their new values, applied in this order.
 
         Raises:
-            ConfigError: as in `load`; the text names the file, or the override that is wrong.
+            ConfigError: as in `load`; the text names the file, or the change that is wrong.
         """
         stages = [tables]
-        for override in overrides:
-            key, value = parsed(override)
-            if "." not in key and (places := [f"{table}.{key}" for table in _tables_with(cls, key)]):
-                raise ConfigError(f"--set {override}: must read table.key=value; did you mean {' or '.join(places)}?")
+        for change in changes:
+            if "." not in change.key and (
+                places := [f"{table}.{change.key}" for table in _tables_with(cls, change.key)]
+            ):
+                raise ConfigError(f"{change.said}: must read table.key=value; did you mean {' or '.join(places)}?")
             stages.append(copy.deepcopy(stages[-1]))
-            apply(stages[-1], key, value, said=f"--set {override}")
+            apply(stages[-1], change)
         try:
             return cls(**{"name": path.stem, **stages[-1]})
         except ConfigError as error:
             valid = [_is_valid(cls, stage) for stage in stages]
             last = max((i for i, good in enumerate(valid) if good), default=None)
-            where = path if last is None else f"--set {overrides[last]}"
+            where = path if last is None else changes[last].said
             raise ConfigError(f"{where}: {error}") from None
 
     def with_(self, *, hooks: Sequence[Hook | Mapping[str, Any]] | None = None, **tables: Mapping[str, Any]) -> Job:

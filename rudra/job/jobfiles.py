@@ -5,7 +5,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rudra.errors import ConfigError, meant, printable
 
@@ -99,43 +99,52 @@ def _at_its_line(said: str, text: str) -> str:
     return said
 
 
-def parsed(override: str) -> tuple[str, Any]:
-    """Key and value of `table.key=value`; a value is TOML, a plain string where it is none, None where it is empty."""
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {override}: must read table.key=value")
-    if not text.strip():
-        return key, None
-    try:
-        return key, tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return key, text.strip()
+class Change(NamedTuple):
+    """One key of a job that gets another value.
 
-
-def apply(tables: dict[str, Any], key: str, value: Any, *, said: str) -> None:
-    """Sets `table.key` of a job's tables, or takes it away where the value is None.
-
-    Args:
-        tables: are changed.
+    Attributes:
         key: dotted.
         value: None stands for the default.
         said: where the user asked for it.
+    """
+
+    key: str
+    value: Any
+    said: str
+
+
+def parsed(override: str) -> Change:
+    """What `table.key=value` asks for; a value is TOML, a plain string where it is none, None where it is empty."""
+    key, equals, text = override.partition("=")
+    said = f"--set {override}"
+    if not equals:
+        raise ConfigError(f"{said}: must read table.key=value")
+    if not text.strip():
+        return Change(key, None, said)
+    try:
+        return Change(key, tomllib.loads(f"value = {text}")["value"], said)
+    except (ValueError, RecursionError):
+        return Change(key, text.strip(), said)
+
+
+def apply(tables: dict[str, Any], change: Change) -> None:
+    """Changes a job's tables.
 
     Raises:
         ConfigError: it is no key of a table.
     """
-    *tables_, last = (part.strip() for part in key.split("."))
+    *tables_, last = (part.strip() for part in change.key.split("."))
     if not (tables_ and last and all(tables_)):
-        raise ConfigError(f"{said}: must read table.key=value")
+        raise ConfigError(f"{change.said}: must read table.key=value")
     place: Any = tables
     for depth, part in enumerate(tables_):
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"{said}: {'.'.join(tables_[: depth + 1])} is not a table")
-    if value is None:
+            raise ConfigError(f"{change.said}: {'.'.join(tables_[: depth + 1])} is not a table")
+    if change.value is None:
         place.pop(last, None)
     else:
-        place[last] = value
+        place[last] = change.value
 
 
 def possible(key: str, value: Any) -> bool:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, unknown
 from rudra.results.writer import GROWING
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ TABLES = (*GROWING, "roles", "learners")
 def frame(results: "Results", table: str) -> Any:
     """See `Results.frame`."""
     if table not in TABLES:
-        raise ConfigError(f"there is no table '{table}'; valid: {', '.join(TABLES)}")
+        raise ConfigError(f"table {unknown(table, TABLES)}")
     try:
         import pandas
     except ImportError:

@@ -159,7 +159,7 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
     valid = f"valid: {', '.join((*LENGTH, *RESUME_MAY_CHANGE))}, and the tables fault_tolerance and results"
     different = {key: then for key, then, _ in _differences(state.job, job)}
     for override in overrides:
-        key, table = parsed(override)[0], override.partition(".")[0]
+        key, table = parsed(override).key, override.partition(".")[0]
         if table in UNUSED:
             raise ConfigError(f"--set {override}: a resumed run takes no change of {table}; {valid}")
         for decisive_key, then in different.items():
@@ -214,7 +214,7 @@ def job_of(state: SavedState, overrides: Sequence[str] = ()) -> Job:
             f"{state.path}: {given} was given as a Python object, which a file cannot hold; from Python, "
             "rudra.run(job, output=…, resume=True) takes the job that has it"
         )
-    return Job.of(state.path, state.job, overrides)
+    return Job.of(state.path, state.job, [parsed(override) for override in overrides])
 
 
 def fitted(state: SavedState, job: Job) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rudra.core.events import Accumulate, Evaluate, Local, Update
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, meant
 from rudra.job.job import Job, named
 from rudra.job.jobfiles import read_toml
 from rudra.job.simulation import DEFAULTS, SimulationTable
@@ -160,13 +160,7 @@ def load(job: Job) -> Job:
     table, found = job.simulation, source(job)
     if found is None or (found == "the job" and table.costs is None):
         return job
-    path = PRESETS / f"{found}.toml"
-    if not os.path.isfile(path):
-        path = Path(found)
-    if not os.path.isfile(path):
-        raise ConfigError(
-            f"[simulation] costs: '{table.costs}' is neither a file nor a preset; presets: {', '.join(presets())}"
-        )
+    path = find(found)
     keys = read_toml(path)
     models = keys.pop("models", {})
     if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
@@ -180,6 +174,21 @@ def load(job: Job) -> Job:
         return job.with_(simulation={**keys, **models.get(model, {}), **own})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def find(costs: str) -> Path:
+    """The file of a preset, or that a job names.
+
+    Raises:
+        ConfigError: there is no such preset or file.
+    """
+    path = PRESETS / f"{costs}.toml"
+    if not os.path.isfile(path):
+        path = Path(costs)
+    if not os.path.isfile(path):
+        hint = f"presets: {', '.join(presets())}{meant(costs, presets())}"
+        raise ConfigError(f"[simulation] costs: '{costs}' is neither a file nor a preset; {hint}")
+    return path
 
 
 def presets() -> list[str]:

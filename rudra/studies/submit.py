@@ -161,7 +161,9 @@ def _points(
 def _setting(key: str, value: object) -> str:
     """The text `table.key=value` that is read as this value."""
     plain = f"{key}={value}"
-    return plain if isinstance(value, str) and parsed(plain)[1] == value else f"{key}={json.dumps(value, default=str)}"
+    return (
+        plain if isinstance(value, str) and parsed(plain).value == value else f"{key}={json.dumps(value, default=str)}"
+    )
 
 
 def _resources(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, str | None], list[int]]:

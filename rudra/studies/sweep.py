@@ -21,7 +21,7 @@ from typing import Any, Literal
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
 from rudra.job.job import Job
-from rudra.job.jobfiles import PAPER, apply, parsed, read_job, read_toml
+from rudra.job.jobfiles import PAPER, Change, parsed, read_job, read_toml
 from rudra.machine import cores
 from rudra.simulation import costs
 
@@ -141,7 +141,8 @@ def plan(
     """
     path, tables = read_job(job)
     study = Job.of(path, {"study": tables.pop("study", {})}).study
-    given = dict(parsed(override) for override in overrides)
+    given = {change.key: change for change in map(parsed, overrides)}
+    where = f"{path}: [study]" if grid is None else "--grid"
     if grid is None:
         quick_points = quick and (study.quick_grid or study.quick_points)
         grid = study.quick_grid if quick_points else study.grid
@@ -157,8 +158,8 @@ def plan(
         raise ConfigError(f"{path}: has no [study] with a grid or points; say what to vary: --grid table.key=v1,v2")
     for key in given.keys() & {key for point in varied for key in point}:
         raise ConfigError(f"--set {key}: the points of the sweep differ in it; use --grid {key}=… in its place")
-    common = {**(study.quick if quick else {}), **given}
-    points = tuple(_point(path, tables, common, point, driver) for point in varied)
+    common = [*_changes(f"{path}: [study] quick", study.quick if quick else {}), *given.values()]
+    points = tuple(_point(path, tables, common, _changes(where, point), driver) for point in varied)
     for first, second in itertools.combinations(points, 2):
         if first.file == second.file:
             raise ConfigError(f"{path}: [study] has the point {first.label} twice")
@@ -184,22 +185,27 @@ def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
                 raise ValueError
             values = tomllib.loads(f"values = [{text}]")["values"]
         except (ValueError, RecursionError):
-            values = [parsed(f"value={value}")[1] for value in text.split(",")]
+            values = [parsed(f"value={value}").value for value in text.split(",")]
         if key in grid or any(value in values[:i] for i, value in enumerate(values)):
             raise ConfigError(f"--grid {option}: each key once, and each of its values once")
         grid[key] = values
     return grid
 
 
+def _changes(where: str, overrides: Mapping[str, Any]) -> list[Change]:
+    """What points, or a quick study, have of their own; `where` that stands."""
+    return [
+        Change(key, value, f"{where} {key}={'' if value is None else _text(value)}") for key, value in overrides.items()
+    ]
+
+
 def _point(
-    path: Path, tables: Mapping[str, Any], common: Mapping[str, Any], overrides: Mapping[str, Any], driver: Driver
+    path: Path, tables: dict[str, Any], common: Sequence[Change], own: Sequence[Change], driver: Driver
 ) -> Point:
-    own = _copied(tables)
-    for key, value in {**common, **overrides}.items():
-        apply(own, key, value, said=f"{path}: {key} = {json.dumps(value, default=str)}")
+    overrides = {change.key: change.value for change in own}
     name = ",".join(f"{key}={_text(value)}" for key, value in _short_keys(overrides).items())
     try:
-        job = Job.of(path, own)
+        job = Job.of(path, tables, [*common, *own])
         if driver == "simulation":  # one thread each, because several run at a time
             job = costs.load(job.resolved(threads_per_rank=job.cluster.threads_per_rank or 1))
         else:
@@ -228,10 +234,6 @@ def _file_name(name: str) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else "default" if value is None else json.dumps(value, default=str)
-
-
-def _copied(value: Any) -> Any:
-    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
 def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> Iterator[dict[str, Any]]:

@@ -330,7 +330,8 @@ def test_an_unknown_name_lists_the_presets() -> None:
     with pytest.raises(ConfigError) as error:
         load(job(costs="p776"))
     assert str(error.value) == (
-        f"[simulation] costs: 'p776' is neither a file nor a preset; presets: {', '.join(presets())}"
+        f"[simulation] costs: 'p776' is neither a file nor a preset; presets: {', '.join(presets())}; "
+        "did you mean p775?"
     )
 
 

@@ -119,8 +119,23 @@ def test_a_tree_server_counts_where_it_is_placed() -> None:
         ("no_such_module:log", {}, "no_such_module:log: no module 'no_such_module' on the Python path"),
         ("json:log", {}, "json:log: json has no attribute 'log'"),
         ("math:pi", {}, "math:pi is a float, and cannot be called"),
-        (with_file, {}, "with_file is called as hook(moment, **options): missing a required argument: 'file'"),
-        (hook, {"a": 1}, "hook is called as hook(moment, **options): got an unexpected keyword argument 'a'"),
+        (
+            with_file,
+            {},
+            "with_file is called as hook(moment, **options): missing a required argument: 'file'; its parameters: file",
+        ),
+        (
+            hook,
+            {"a": 1},
+            "hook is called as hook(moment, **options): got an unexpected keyword argument 'a'; its parameters: none",
+        ),
+        (
+            "csv",
+            {"fil": "a.csv"},
+            "csv is called as hook(moment, **options): got an unexpected keyword argument 'fil'; its parameters: file;"
+            " did you mean file?",
+        ),
+        ("json:dumpz", {}, "json:dumpz: json has no attribute 'dumpz'; did you mean dump?"),
     ],
 )
 def test_what_cannot_be_called_is_refused_where_it_would_be(call: Any, options: dict[str, Any], said: str) -> None:

@@ -170,7 +170,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups, package.module:callable",
     ),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
-    ({"topology": {"options": {"z": 1}}}, "[topology] options: base.plan: got an unexpected keyword argument 'z'"),
+    (
+        {"topology": {"options": {"z": 1}}},
+        "[topology] options: base.plan: got an unexpected keyword argument 'z'; valid: none",
+    ),
     ({"topology": {"name": "adv*"}, "protocol": {"name": "hardsync"}, "cluster": FOUR}, OVERLAPPED.format("hardsync")),
     ({"topology": {"name": "adv*"}, "protocol": {"name": Quiet}, "cluster": FOUR}, OVERLAPPED.format("quiet")),
     (

@@ -102,6 +102,7 @@ def test_users_factories_get_what_their_signature_names() -> None:
     [
         ({"name": "lenett"}, "'lenett' is unknown; valid: mlp, lenet, cifar10_full, alexnet, .*, lstm, package"),
         ({"name": "mlp", "options": {"width": 3}}, "mlp: got an unexpected .* 'width'; its parameters: input_shape, "),
+        ({"name": "mlp", "options": {"hiden": 3}}, "mlp: got an unexpected .* 'hiden'; .*; did you mean hidden[?]"),
         ({"name": "mlp", "options": {"hidden": [0, -1]}}, r"mlp cannot be made with these options \(hidden\): "),
         ({"name": "math:pi"}, "math:pi is a float and cannot be called"),
         ({"name": dict}, "dict gave a dict, not a torch.nn.Module"),

@@ -218,21 +218,27 @@ def test_files_are_named_safely_and_differently(grid: dict[str, list[Any]], here
         ("job.toml --grid training.seed=1,1", r"--grid training.seed=1,1: each key once, .*"),
         (
             "job.toml --grid training.sed=1,2",
-            r"point sed=1: job.toml: \[training\] unknown key 'sed'; valid: .*; did you mean seed\?",
+            r"point sed=1: --grid training.sed=1: \[training\] unknown key 'sed'; valid: .*; did you mean seed\?",
         ),
         (
             "job.toml --grid protocol.n=1,9",
-            r"point n=9: job.toml: .*\[protocol\] n = 9, with 2 learners; valid: 1 to 2",
+            r"point n=9: --grid protocol.n=9: .*\[protocol\] n = 9, with 2 learners; valid: 1 to 2",
         ),
-        ("job.toml --grid training.epochs=1,many", r"point epochs=many: job.toml: \[training\] epochs .* not 'many'"),
+        (
+            "job.toml --grid training.epochs=1,many",
+            r"point epochs=many: --grid training.epochs=many: \[training\] epochs .* not 'many'",
+        ),
         ("job.toml --set protocol.n=2", r"--set protocol.n: the points of the sweep differ in it; .*"),
-        ("job.toml --set protocol.m=2", r"point n=1,minibatch_size=4: job.toml: \[protocol\] unknown key 'm'; .*"),
+        (
+            "job.toml --set protocol.m=2",
+            r"point n=1,minibatch_size=4: --set protocol.m=2: \[protocol\] unknown key 'm'; .*",
+        ),
         ("job.toml --workers 0", r"--workers 0: valid with 1 thread.*"),
         ("job.toml --workers 1000", r"--workers 1000: valid with 1 thread.*"),
         ("job.toml --mpi --workers 2", r"--workers 2: valid with --mpi: 1"),
         ("fragile.toml", r"fragile.toml: has no \[study\] with a grid or points; .*--grid.*"),
         ("fragile.toml --quick --grid training.seed=1", r"fragile.toml: \[study\] has no quick variant; .*"),
-        ("digits --grid a.b=1 --output job.toml", r"point b=1: .*unknown table or key 'a'; .*"),
+        ("digits --grid a.b=1 --output job.toml", r"point b=1: --grid a.b=1: unknown table or key 'a'; .*"),
         ("digits --grid training.seed=1 --output job.toml", r"job.toml: cannot write there: .*"),
     ],
 )

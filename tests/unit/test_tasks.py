@@ -63,6 +63,30 @@ def test_losses_are_torchs_and_the_mean_of_those_of_single_samples(
     assert task.output_shape(target) == tuple(output.shape)
 
 
+def seen(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    assert output.shape == target.shape
+    return (output - target).max()
+
+
+def test_regression_with_one_output_fits_targets_of_one_number() -> None:
+    """As a network of `classes` outputs gives for a column of a table; broadcast they would be (6, 6) differences."""
+    task = tasks.make(TaskTable(name="regression", metrics=[seen]), 1)
+    output, target = NUMBERS[:, :1], TRUTH[:, 0]
+    assert task.loss(output, target).item() == functional.mse_loss(NUMBERS[:, 0], target).item()
+    assert (
+        task.loss(output, target, "none").tolist()
+        == functional.mse_loss(NUMBERS[:, 0], target, reduction="none").tolist()
+    )
+    assert task.measure(output, target) == {
+        "mean_absolute_error": (NUMBERS[:, 0] - target).abs().mean().item(),
+        "seen": (NUMBERS[:, 0] - target).max().item(),
+    }
+    info = DataInfo("x", 10, 5, (3,), 1, (torch.zeros(1, 3), torch.zeros(1)))
+    check_model_output(nn.Linear(3, 1), task, info)
+    with pytest.raises(ConfigError, match=r"gives shape \(1, 2\) for one sample; x needs \(1,\)"):
+        check_model_output(nn.Linear(3, 2), task, info)
+
+
 def test_errors_and_metrics_of_labels() -> None:
     task = tasks.make(TaskTable(), 8)
     best = LOGITS.topk(5, dim=1).indices.tolist()

@@ -423,8 +423,12 @@ class Half:
     [
         (Half(), {}, "name: Half has no function plan"),
         (int, {}, "name: int has no function plan"),
-        ("base", {"depth": 2}, "options: base.plan: got an unexpected keyword argument 'depth'"),
-        ("adv", {"weight_fan_out": 2}, "options: adv.plan: got an unexpected keyword argument 'weight_fan_out'"),
+        ("base", {"depth": 2}, "options: base.plan: got an unexpected keyword argument 'depth'; valid: none"),
+        (
+            "adv",
+            {"weight_fan_out": 2},
+            "options: adv.plan: got an unexpected keyword argument 'weight_fan_out'; valid: fan_out",
+        ),
     ],
 )
 def test_what_is_no_topology_is_one_line(name: Any, options: dict[str, Any], text: str) -> None:
