@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
         import argcomplete
     except ImportError:
         raise ConfigError(MISSING) from None
-    print(argcomplete.shellcode(["rudra"], use_defaults=False, shell=arguments.shell))
+    print(argcomplete.shellcode(["rudra"], False, arguments.shell))
     return 0
 
 

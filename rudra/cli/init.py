@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     if output.suffix != ".toml":
-        raise ConfigError(f"{output}: is no name for a job file; valid: {output.name or 'job'}.toml")
+        raise ConfigError(f"{output}: is not a name for a job file; valid: {output.name or 'job'}.toml")
     files.check_output(output, arguments.force)
     with files.written(output) as file:
         file.write(text.encode())

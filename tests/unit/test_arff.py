@@ -131,7 +131,7 @@ def test_which_files_are_read(tmp_path: Path) -> None:
         ("1,2,0,0,1\n\n1,?,0,0,1\n", "line 12: a value is missing: ?"),
         ("1,x,0,0,1\n", "line 10: 'x' is not a number"),
         ("1,2.5.5,0,0,1\n", "line 10: '2.5.5' is not a number"),
-        ("1,\0,0,0,1\n", "is no number"),
+        ("1,\0,0,0,1\n", "is not a number"),
         ("1,nan,0,0,1\n", "line 10: attribute 1 is nan; valid: finite numbers of float32"),
         ("1,2,0,0,1\n1,1e39,0,0,1\n", "line 11: attribute 1 is 1e+39; valid: finite"),
         ("1,2,0.5,0,1\n", "line 10: attribute 2 is 0.5; valid: 0 and 1"),
@@ -161,7 +161,7 @@ def test_what_is_wrong_with_a_row_is_named(rows: str, message: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
-        (lambda t: t.replace("@data", "data"), {}, DataError, "line 9: 'data' is no @attribute with name and type"),
+        (lambda t: t.replace("@data", "data"), {}, DataError, "line 9: 'data' is neither an @attribute with name and type"),
         (lambda t: t[: t.index("@data")], {}, DataError, "there is no line with @data: truncated?"),
         (lambda t: t.replace("REAL", "string"), {}, DataError, "line 5: attribute of type string; valid: numeric"),
         (lambda t: t.replace("REAL", "{a"), {}, DataError, "line 5: attribute of type {a; valid: numeric"),

@@ -157,7 +157,7 @@ def say(text): os.write(2, text)
 @pytest.mark.parametrize(
     ("deed", "checkpoint", "code", "said"),
     [
-        (f"say({UNSTARTED + UNSTARTED_TOO!r}); sys.exit(14)", False, 1, "MPI did not start; --verbose shows what it"),
+        (f"say({UNSTARTED + UNSTARTED_TOO!r}); sys.exit(14)", False, 1, "MPI did not start; --verbose shows its"),
         (f"say({START_LINE!r}); sys.exit(1)", False, 1, ENDED + RESULTLESS),
         (f"say({START_LINE!r}); sys.exit(1)", True, 3, ENDED + RESUMABLE),
         ("os.kill(os.getpid(), 9)", True, 3, KILLED_BY + RESUMABLE),

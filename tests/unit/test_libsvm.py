@@ -267,7 +267,7 @@ def test_blocks_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         libsvm._read(tmp_path / "a", False)
     monkeypatch.setattr("rudra.data.readers.common._LONGEST", 30)
     (tmp_path / "a").write_bytes(b"1" * 100)
-    with pytest.raises(DataError, match="has a line of more than 30 bytes: is it no text"):
+    with pytest.raises(DataError, match="has a line of more than 30 bytes: is it a text file"):
         libsvm._read(tmp_path / "a", False)
 
 

@@ -92,7 +92,7 @@ def test_init_writes_a_job_that_is_valid(
     assert capsys.readouterr().err == "rudra: job.toml: exists; give another name or --force\n"
     assert main(["init", "--force"]) == 0
     assert main(["init", "job.yaml"]) == 2
-    assert "is no name for a job file; valid: job.yaml.toml" in capsys.readouterr().err
+    assert "is not a name for a job file; valid: job.yaml.toml" in capsys.readouterr().err
 
 
 def test_init_from_another_job(
