@@ -9,7 +9,6 @@ failed. Collectives fail on a communicator with a dead rank, whether the loss is
 
 import atexit
 import os
-import pickle
 import select
 import signal
 import socket
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from rudra.errors import RudraError
 from rudra.log import log
 from rudra.mpi.forkserver import launcher, process_of
 from rudra.mpi.relay import DIED
@@ -41,9 +41,6 @@ PAUSE_S = 50e-6
 
 SPEAKS_S = 2.0
 """How long a rank leaves it to the one before it to say who has died, and to end the job."""
-
-GARBLED = (pickle.UnpicklingError, EOFError)
-"""What comes of objects that a collective call with a dying rank leaves unfinished, where it raises nothing."""
 
 RequestState = Literal["done", "no", "failed"]
 
@@ -223,12 +220,18 @@ def named_ranks(ranks: Iterable[int]) -> str:
 
 @contextmanager
 def abort_on_dead_rank() -> Iterator[None]:
-    """Ends all ranks, with one line, where one has died while they set up together, or part."""
+    """Ends all ranks, with one line, where one has died while they set up together, or part.
+
+    A collective call with a dying rank may raise nothing and leave an object half received, which then raises whatever
+    comes of it.
+    """
     from mpi4py import MPI
 
     try:
         yield
-    except (MPI.Exception, *GARBLED) as error:
+    except RudraError:
+        raise
+    except Exception as error:
         if isinstance(error, MPI.Exception) and error.Get_error_class() != MPI.ERR_PROC_FAILED:
             raise
         losses = Losses(MPI.COMM_WORLD)

@@ -161,7 +161,12 @@ def test_what_is_wrong_with_a_row_is_named(rows: str, message: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
-        (lambda t: t.replace("@data", "data"), {}, DataError, "line 9: 'data' is neither an @attribute with name and type"),
+        (
+            lambda t: t.replace("@data", "data"),
+            {},
+            DataError,
+            "line 9: 'data' is neither an @attribute with name and type",
+        ),
         (lambda t: t[: t.index("@data")], {}, DataError, "there is no line with @data: truncated?"),
         (lambda t: t.replace("REAL", "string"), {}, DataError, "line 5: attribute of type string; valid: numeric"),
         (lambda t: t.replace("REAL", "{a"), {}, DataError, "line 5: attribute of type {a; valid: numeric"),

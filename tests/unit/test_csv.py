@@ -330,7 +330,10 @@ def test_a_constant_column_stays_finite_where_the_test_differs(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"name": "digits"}, r"standardise: the inputs of digits are arrays of shape \(1, 8, 8\), not a table of numbers"),
+        (
+            {"name": "digits"},
+            r"standardise: the inputs of digits are arrays of shape \(1, 8, 8\), not a table of numbers",
+        ),
         (
             {"name": "text", "path": "t"},
             "standardise: the inputs of text are tokens, not a table of numbers; valid: false",

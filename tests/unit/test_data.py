@@ -241,8 +241,14 @@ class Attack:
         (lambda: cifar_batch(1, extra=np.zeros(2, "i4,f8")), "array of"),
         (lambda: cifar_batch(1)[:-1000], "truncated or corrupt"),
         (lambda: pickle.dumps({b"data": 1}), "not a CIFAR-10 batch"),
-        (lambda: b"\x80\2Nr\xff\xff\xff\x7f.", "not a CIFAR-10 batch"),  # a memo of 34 GB, by Python's own unpickler in C
-        (lambda: pickle.dumps({b"data": np.zeros((BATCH, 3072), np.uint8), b"labels": [[]]}, 2), "labels are not a list"),
+        (
+            lambda: b"\x80\2Nr\xff\xff\xff\x7f.",
+            "not a CIFAR-10 batch",
+        ),  # a memo of 34 GB, by Python's own unpickler in C
+        (
+            lambda: pickle.dumps({b"data": np.zeros((BATCH, 3072), np.uint8), b"labels": [[]]}, 2),
+            "labels are not a list",
+        ),
         (lambda: cifar_batch(1).replace(b"labels", b"bagels", 1), "not a CIFAR-10 batch"),
         (lambda: pickle.dumps({b"data": np.zeros((9, 3072), np.uint8), b"labels": [0]}, 2), r"shape \(9, 3072\), not"),
         (lambda: pickle.dumps({b"data": np.zeros((BATCH, 3072), np.uint8), b"labels": [0]}, 2), "1 labels for 10000"),

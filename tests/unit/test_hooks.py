@@ -45,7 +45,10 @@ def job(*hooks: Any, topology: dict[str, Any] | None = None, learners: int | Non
         ({"at": "end"}, "hooks must be a list of tables, not {'at': 'end'}"),
         ([3], "[hooks] 0 must be a table, not 3"),
         ([CALL], "[hooks] 0.at is missing: moment of the call: update, epoch or end"),
-        ([{"at": "end"}], "[hooks] 0.call is missing: csv, tensorboard, or package.module:callable that takes a rudra.Moment"),
+        (
+            [{"at": "end"}],
+            "[hooks] 0.call is missing: csv, tensorboard, or package.module:callable that takes a rudra.Moment",
+        ),
         ([{"at": "end", "call": "rudra.hooks:csv"}], "[hooks] 0.call rudra.hooks:csv is now csv"),
         ([{"at": "start", **CALL}], "[hooks] 0.at must be 'update', 'epoch' or 'end', not 'start'"),
         ([{"at": "end", "call": 3}], "[hooks] 0.call must be a text, not 3"),
