@@ -75,6 +75,28 @@ def test_dropout_has_a_mask_of_its_own_for_each_learner_and_step_and_seed() -> N
             assert 10 < sum(a != b for a, b in zip(one, other, strict=True)) < 54, "half of two masks differ"
 
 
+def noise(inputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return inputs + torch.rand(inputs.shape, generator=generator)
+
+
+def test_augmentation_draws_anew_for_each_learner_and_step_and_seed() -> None:
+    """Of samples that are all alike; the steps are drawn together."""
+    model, _ = tiny()
+    split = Split(Dense(np.zeros((10, 1, 4, 4), np.float32)), Dense(np.zeros(10, np.int64)))
+
+    def drawn(learner: int, step: int, seed: int = 5) -> torch.Tensor:
+        job = JOB.with_(augment={"name": noise}, training={"seed": seed})
+        inputs = GradientSource(job, learner, model, split, prefetch=False).minibatch(step)[0]
+        assert isinstance(inputs, torch.Tensor)
+        return inputs
+
+    asked = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 7), (0, 0, 6)]
+    seen = [drawn(*which) for which in asked]
+    for i, one in enumerate(seen):
+        assert torch.equal(one, drawn(*asked[i]))
+        assert not any(torch.equal(one, other) for other in seen[:i])
+
+
 class Fragile:
     """Samples of the user's, who knows where from: fails at one, and remembers how often it was asked."""
 

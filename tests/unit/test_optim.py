@@ -298,6 +298,13 @@ def test_prepared_momentum_is_counted_and_no_step_allocates_more() -> None:
     assert rule.state_bytes() == 4 * SIZE
 
 
+def test_without_momentum_nothing_is_kept() -> None:
+    rule = UpdateRule(OptimizerTable(name="sgd"), torch.zeros(SIZE))
+    rule.prepare()
+    rule.step(torch.ones(SIZE), 0.1)
+    assert (rule.state(), rule.state_bytes()) == ({}, 0)
+
+
 @pytest.mark.parametrize("form", ["torch", "caffe"])
 def test_a_step_of_sgd_needs_no_memory_of_the_models_size(form: Literal["torch", "caffe"]) -> None:
     weights = torch.zeros(SIZE)
