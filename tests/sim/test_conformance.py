@@ -17,7 +17,9 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation.costs import places
 
-Bounded = names_in(page("README.md"), "bounded.py")["Bounded"]
+PAGE = page("own-rules.md")
+Bounded = names_in(PAGE, "bounded.py")["Bounded"]
+Racks = names_in(PAGE, "racks.py")["Racks"]
 
 
 class Eager(Protocol):
@@ -44,6 +46,7 @@ TOPOLOGIES: list[dict[str, Any]] = [
     {"name": "adv", "options": {"fan_out": [1, 2]}},
     {"name": "adv*", "options": {"fan_out": [2, 3], "weight_fan_out": 1}},
     {"name": "groups", "options": {"groups": 3}},
+    {"name": Racks},
 ]
 NOISY = {
     "compute_s": 0.02,
