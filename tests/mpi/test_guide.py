@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 TUTORIAL, PORT, MODEL, RULES = map(page, ("tutorial.md", "from-pytorch.md", "own-model.md", "own-rules.md"))
 SHORTER = {
+    "README.md": {"epochs = 10": "epochs = 2", "--learners 30": "--learners 6"},
     "tutorial.md": {"epochs = 10": "epochs = 5", "epochs=15": "epochs=6"},
     "from-pytorch.md": {
         "= 12, ": "= 2, ",
@@ -218,3 +219,13 @@ def test_scripts_are_ported(tmp_path: Path) -> None:
             modules["Network"]().load_state_dict(state)
             (tmp_path / "network.pt").unlink()
         (tmp_path / "train.py").write_text(before)  # for the other script, which imports it
+
+
+def test_the_readme(tmp_path: Path) -> None:
+    assert "identical: " in done(tmp_path, "README.md")
+    assert (tmp_path / "report.html").is_file()
+    (script,) = blocks("python", page("README.md"))
+    (tmp_path / "script.py").write_text(script)
+    printed = said(tmp_path, sys.executable, "script.py")
+    assert re.search(r"^test error [\d.]+%$", printed, re.MULTILINE)
+    assert re.search(r"^mean staleness [\d.]+ updates$", printed, re.MULTILINE)
