@@ -1,6 +1,7 @@
 """What README and the pages of `docs/` show, so that tests can run it."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def files(text: str) -> dict[str, str]:
     every = [block for language in ("python", "toml") for block in blocks(language, text)]
     named = [(re.match(r"# ([\w-]+\.\w+)\n", block), block) for block in every]
     return {match.group(1): block for match, block in named if match is not None}
+
+
+def shown(text: str) -> list[tuple[list[str], list[str]]]:
+    """Commands with what they print: the words after `$ rudra` and the lines below, in each block `console`."""
+    every = [block.removeprefix("$ rudra ").splitlines() for block in blocks("console", text)]
+    return [(shlex.split(asked), lines) for asked, *lines in every]
 
 
 def names_in(text: str, file: str) -> dict[str, Any]:

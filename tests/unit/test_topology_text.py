@@ -236,13 +236,6 @@ def test_mistakes(arguments: str, line: str, capsys: pytest.CaptureFixture[str])
     assert line in said.err
 
 
-def test_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    asked, shown = text.partition("$ rudra topology ")[2].partition("\n```")[0].split("\n", 1)
-    assert main(["topology", *asked.split()]) == 0
-    assert capsys.readouterr().out == shown + "\n"
-
-
 @pytest.mark.parametrize(
     ("learners", "keys", "line"),
     [

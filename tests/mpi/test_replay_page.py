@@ -1,0 +1,45 @@
+"""The page about replays, done as its reader would: a run that fails, and what is found out about it."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import blocks, files, page, section
+from processes import ROOT
+
+import rudra
+from tests import forks
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+WALK = section(page("replay.md"), "Walk through a failed run")
+
+
+def done(directory: Path, *line: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(line, cwd=directory, capture_output=True, text=True, timeout=120, check=False, env=env)
+
+
+def test_a_failed_run_is_looked_into(tmp_path: Path) -> None:
+    for name, text in files(WALK).items():
+        (tmp_path / name).write_text(text)
+    first, *then = [line for block in blocks("sh", WALK) for line in block.splitlines()]
+    failed = done(tmp_path, *forks.rudra(), *shlex.split(first)[1:])
+    assert failed.returncode == 1
+    assert "is nan: a smaller learning_rate may help" in failed.stderr
+    for line in then:
+        word, *arguments = shlex.split(line)
+        assert word == "rudra"
+        assert done(tmp_path, *forks.rudra(), *arguments).returncode == 0, line
+    where = done(tmp_path, sys.executable, "where.py").stdout
+    assert re.fullmatch(
+        r"update \d+: learner \d, its gradient \d+, loss .+,\ncomputed from weights \d+, \d+ .+\n", where
+    )
+    layers = done(tmp_path, sys.executable, "layers.py").stdout
+    assert [line.partition(":")[0] for line in layers.splitlines()] == ["0.weight", "2.weight", "5.weight", "7.weight"]
+    with rudra.open_results(tmp_path / "tame.h5") as results:
+        assert results.summary()["final_test_error"] < 0.1, "the remedy"
