@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,7 +302,7 @@ def _draw(figure: Any, curves: Sequence[_Curves], *, log: bool = False) -> None:
         figure.suptitle(lines[0].label)
     else:
         handles = [_handle(line.look) for line in lines]
-        names = [fill(line.label, _LETTERS) for line in lines]
+        names = ["\n".join(wrapped(line.label, _LETTERS)) for line in lines]
         figure.legend(handles, names, loc="outside right upper", fontsize=12)
     if remark:
         figure.supxlabel(remark, x=0.01, ha="left", fontsize=12, color="#555555")
@@ -377,9 +377,11 @@ def _staleness(over_updates: Any, histogram: Any, lines: Sequence[_Line]) -> Non
     stale = [line._replace(runs=[run for run in line.runs if run.stale]) for line in lines]
     stale = [line for line in stale if line.runs]
     fresh = [run.name for line in lines for run in line.runs if not run.stale]
+    updates = max(int(run.update[-1]) for line in stale for run in line.runs)
     for line in stale:
         blocks = [blocks_of(run.update, run.mean_staleness, _MOST_POINTS) for run in line.runs]
-        draw_staleness(over_updates, blocks, {**line.look, "linewidth": 1.5}, band=len(stale) == 1 or len(blocks) > 1)
+        thin, band = {**line.look, "linewidth": 1.5}, len(stale) == 1 or len(blocks) > 1
+        draw_staleness(over_updates, blocks, thin, band=band, updates=updates)
         draw_histogram(histogram, mean_of([run.histogram for run in line.runs]), line.look, filled=len(stale) == 1)
     note = left_out(fresh, "σ = 0")
     describe(over_updates, "Mean staleness over updates", "update" + note, "mean staleness ⟨σ⟩")
@@ -394,30 +396,37 @@ def left_out(names: Sequence[str], why: str = "not here") -> str:
     if not names:
         return ""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return "\n" + fill(f"{why}: {', '.join(names[:_NAMED])}{rest}", _LETTERS)
+    return "\n" + "\n".join(wrapped(f"{why}: {', '.join(names[:_NAMED])}{rest}", _LETTERS))
 
 
-def draw_band(axis: Any, band: Band, style: Mapping[str, Any], label: str | None = None) -> None:
-    """A curve with markers; of several seeds, the median in a band."""
+def wrapped(text: str, letters: int) -> list[str]:
+    """Lines of so many letters, in which what is like `λ = 4` stays together."""
+    return [line.replace("\u00a0", " ") for line in wrap(text.replace(" = ", "\u00a0=\u00a0"), letters)]
+
+
+def draw_band(axis: Any, band: Band, style: Mapping[str, Any], label: str | None = None, *, share: float = 1.0) -> None:
+    """A curve with markers; of several seeds, the median in a band. `share` of its panel's width is the curve's."""
     if (band.low < band.high).any():
         step = {"step": "post"} if style.get("drawstyle") == "steps-post" else {}
         axis.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.18, linewidth=0, **step)
-    axis.plot(band.x, band.y, **style, label=label, markevery=max(1, len(band.x) // _MOST_MARKERS))
+    axis.plot(band.x, band.y, **style, label=label, markevery=max(1, int(len(band.x) / (_MOST_MARKERS * share))))
 
 
 def draw_staleness(
-    axis: Any, runs: Sequence[Blocks], style: Mapping[str, Any], label: str | None = None, *, band: bool
+    axis: Any, runs: Sequence[Blocks], style: Mapping[str, Any], label: str | None = None, *, band: bool, updates: int
 ) -> None:
     """⟨σ⟩ over updates: the median of several seeds.
 
-    `band` shows the range, of seeds or, with one, of the updates that a point stands for.
+    `band` shows the range, of seeds or, with one, of the updates that a point stands for. The panel's longest run has
+    so many `updates`.
     """
     if len(runs) == 1:
         (blocks,) = runs
         found = Band(blocks.update.astype(float), blocks.mean, blocks.low, blocks.high)
     else:
         found = band_of([Course(np.arange(len(blocks.update)), blocks.update, blocks.mean) for blocks in runs])
-    draw_band(axis, found if band else found._replace(low=found.y, high=found.y), style, label)
+    share = float(found.x[-1]) / updates if len(found.x) and updates else 1.0
+    draw_band(axis, found if band else found._replace(low=found.y, high=found.y), style, label, share=share)
 
 
 def mean_of(histograms: Sequence[Numbers]) -> Numbers:

@@ -70,10 +70,11 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
 
     def over_updates(title: str, lines: Sequence[Line]) -> Panel:
         def draw(axis: Any) -> None:
-            for line in lines:
-                blocks = [_thinned(run.staleness) for run in line.runs if run.staleness is not None]
-                style = {**line.style, "linewidth": 1.6}
-                draw_staleness(axis, blocks, style, label=line.label, band=len(lines) == 1 or len(blocks) > 1)
+            thinned = [[_thinned(run.staleness) for run in line.runs if run.staleness is not None] for line in lines]
+            updates = max((int(b.update[-1]) for blocks in thinned for b in blocks if len(b.update)), default=0)
+            for line, blocks in zip(lines, thinned, strict=True):
+                style, band = {**line.style, "linewidth": 1.6}, len(lines) == 1 or len(blocks) > 1
+                draw_staleness(axis, blocks, style, label=line.label, band=band, updates=updates)
             _law(axis, lines, lambda run: run.expected_staleness, axis.axhline, "--")
             set_axes(axis, title, "update", "⟨σ⟩", counts=True)
 

@@ -4,12 +4,11 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
-from rudra.report.analysis import COLOURS, STYLE, log_ticks
+from rudra.report.analysis import COLOURS, STYLE, log_ticks, wrapped
 from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import Figure
 from rudra.report.tables import ReportTable
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 _NAMED = 12  # runs that a figure cannot show; of more, it counts the rest
 _WIDE, _NARROW = 11.0, 4.6  # inches, that become the page's width and a phone's
+_BELOW = 0.5  # inches from a panel to its legend
 _INKS = {"ink": INK, "muted": MUTED, "grid": GRID} | {f"c{i}": colour for i, colour in enumerate(COLOURS)}
 
 
@@ -113,8 +113,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
         if figure.share_y:
             _share(axes[:count], columns, from_zero=figure.from_zero)
         if figure.own_legends:
-            for axis in axes[:count]:
-                axis.legend(fontsize=8.5, frameon=True, framealpha=0.7, edgecolor="none")
+            _legends(drawing, axes[:count], columns)
         else:
             _legend(drawing, axes[:count], width, least=1 if _missing(figure) else 2)
         _note(drawing, _missing(figure), width)
@@ -153,10 +152,23 @@ def _missing(figure: Figure) -> list[str]:
 
 def _note(drawing: Any, texts: Sequence[str], width: float) -> None:
     """Below the panels."""
-    lines = [line for text in texts for line in wrap(text, int(12.5 * width))]
+    lines = [line for text in texts for line in wrapped(text, int(12.5 * width))]
     if lines:
         drawing.set_figheight(drawing.get_figheight() + 0.2 * len(lines) + 0.1)
         drawing.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=10, color=MUTED)
+
+
+def _legends(drawing: Any, axes: Sequence[Any], columns: int) -> None:
+    """One below each panel, where it covers no line."""
+    from matplotlib.transforms import ScaledTranslation
+
+    rows = [-(-len(axis.get_legend_handles_labels()[0]) // 2) for axis in axes]
+    below = ScaledTranslation(0, -_BELOW, drawing.dpi_scale_trans)  # the numbers and the name of the axis
+    for axis in axes:
+        where = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": axis.transAxes + below}
+        axis.legend(**where, ncols=2, fontsize=9, borderpad=0, borderaxespad=0, columnspacing=1.2, handletextpad=0.5)
+    tallest = [max(rows[first : first + columns]) for first in range(0, len(rows), columns)]
+    drawing.set_figheight(drawing.get_figheight() + sum(0.19 * count + 0.08 for count in tallest))
 
 
 def _legend(drawing: Any, axes: Sequence[Any], width: float, least: int) -> None:
@@ -165,7 +177,7 @@ def _legend(drawing: Any, axes: Sequence[Any], width: float, least: int) -> None
     if len(found) < least:
         return
     room = int(11 * width)  # letters
-    found = {fill(label, room - 8): handle for label, handle in found.items()}
+    found = {"\n".join(wrapped(label, room - 8)): handle for label, handle in found.items()}
     longest = max(len(line) for label in found for line in label.split("\n"))
     columns = max(1, min(len(found), room // (longest + 8)))
     rows = -(-len(found) // columns) * max(label.count("\n") + 1 for label in found)

@@ -40,11 +40,15 @@ class ReportTable:
         return file.getvalue()
 
     def cells(self, row: tuple[Any, ...]) -> list[tuple[str, Any, bool]]:
-        """Text, value and whether it is a number, for every cell."""
+        """Text, value and whether it stands in a column of numbers, for every cell."""
         return [
-            ("–" if value is None else form(value), value, isinstance(value, int | float))
-            for form, value in zip(self._forms, row, strict=True)
+            ("–" if value is None else form(value), value, numeric and not isinstance(value, str))
+            for form, value, numeric in zip(self._forms, row, self._numeric, strict=True)
         ]
+
+    @cached_property
+    def _numeric(self) -> list[bool]:
+        return [any(isinstance(value, int | float) for value in column) for column in zip(*self.rows, strict=True)]
 
     @cached_property
     def _forms(self) -> list[Callable[[Any], str]]:

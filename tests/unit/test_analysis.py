@@ -13,7 +13,7 @@ from tests.unit.results_files import write_run
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
 from matplotlib.figure import Figure
 
-from rudra.report.analysis import _draw, _load, plot
+from rudra.report.analysis import _draw, _load, plot, wrapped
 
 
 @pytest.fixture
@@ -169,6 +169,20 @@ def test_thirteen_runs_can_be_told_apart(tmp_path):
     (legend,) = figure.legends
     assert len(legend.get_texts()) == 13
     assert legend.get_window_extent().x0 > max(axis.get_window_extent().x1 for axis in axes), "beside the panels"
+
+
+def test_markers_of_a_short_run_stand_apart(tmp_path):
+    """Beside a run of many more updates, too, where the short one has a small part of the panel."""
+    for name, updates in (("long", 4000), ("short", 400)):
+        write_run(tmp_path / f"{name}.h5", updates=updates, epochs=2, staleness=2)
+    long, short = panels(drawn([tmp_path / "long.h5", tmp_path / "short.h5"]))["Mean staleness over updates"].lines
+    markers = [len(line.get_xdata()[:: line.get_markevery()]) for line in (long, short)]
+    assert markers[0] == pytest.approx(20, abs=2)
+    assert markers[1] == pytest.approx(2, abs=1)
+
+
+def test_what_belongs_together_is_not_broken():
+    assert wrapped("1-softsync, μ = 16, α = 0.05", 24) == ["1-softsync, μ = 16,", "α = 0.05"]
 
 
 def test_who_is_not_in_a_panel_is_named_there(runs, tmp_path):

@@ -25,7 +25,7 @@ from rudra.report.cluster_diagram import drawings
 from rudra.report.panels import lines_of
 from rudra.report.runs import Study, collect, read
 from rudra.report.sections import sections_of
-from rudra.report.svg import inline
+from rudra.report.svg import _drawn, inline
 from rudra.report.tables import ReportTable, comparison, form_of, speed_up, summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -446,6 +446,8 @@ def test_nothing_stale_is_one_line(tmp_path: Path) -> None:
     assert "staleness-histogram" not in drawn([tmp_path / "hard.h5"])
     page = report([tmp_path / "hard.h5"], tmp_path / "page.html")[0].read_text(encoding="utf-8")
     assert page.count("Nothing is stale: σ = 0 in all gradients.") == 1
+    assert "Data (6 rows)" in page
+    assert "Data (1 row)" in page
     write_point(tmp_path / "soft.h5", protocol="softsync", n=2, mu=4, lam=4)
     (study,) = collect([tmp_path / "hard.h5", tmp_path / "soft.h5"])
     made = {figure.name: figure.left_out for figure in figures(study, study.known)}
@@ -473,6 +475,11 @@ def test_effective_rates_stand_in_legends_and_the_table(tmp_path: Path) -> None:
     page = inline(made, "x", narrow=False)
     assert made.own_legends
     assert all(f">λ = {lam}, α = {rate}<" in page for lam, rate in ((2, "0.003536"), (8, "0.007071"), (8, "0.01414")))
+    for narrow in (False, True):  # below the panels: a legend covers no line, and is not cut
+        page = _drawn(made, narrow=narrow)
+        legends = [axis.get_legend().get_window_extent() for axis in page.axes]
+        assert not any(legend.overlaps(axis.bbox) for legend in legends for axis in page.axes)
+        assert all(legend.x1 <= page.bbox.x1 and legend.y0 >= 0 for legend in legends)
     table = summary(study)
     rates = [row[table.columns.index("learning rate")] for row in table.rows]
     assert rates == [run.effective_rate for run in study.known]
@@ -505,6 +512,8 @@ def test_numbers_of_a_column_have_one_format() -> None:
         ["36.20", "2.5000", "1,444", "2"],
         ["9.25", "0.0134", "7", "10"],
     ]
+    table = ReportTable("x", ("run", "error"), [("a", 3.25), ("b", None)], {})
+    assert [cell[2] for cell in table.cells(("b", None))] == [False, True], "a dash stands where the numbers do"
     assert [form_of([0.01, 0.000625])(rate) for rate in (0.01, 0.000625)] == ["0.010000", "0.000625"]
 
 
