@@ -175,9 +175,9 @@ def patched(before: str, diff: str) -> str:
     """A file, changed as a unified diff says; the lines that the diff takes away must be there."""
     lines, after, at = before.splitlines(keepends=True), list[str](), 0
     for hunk in re.split(r"^@@ .*\n", diff, flags=re.MULTILINE)[1:]:
-        old = [line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " -"]
+        old = [line[1:] or line for line in hunk.splitlines(keepends=True) if line[0] in "\n -"]
         found = next(i for i in range(at, len(lines)) if lines[i : i + len(old)] == old)
-        after += lines[at:found] + [line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " +"]
+        after += lines[at:found] + [line[1:] or line for line in hunk.splitlines(keepends=True) if line[0] in "\n +"]
         at = found + len(old)
     return "".join(after + lines[at:])
 
@@ -185,7 +185,7 @@ def patched(before: str, diff: str) -> str:
 def changed(diff: str) -> tuple[int, int]:
     """Lines that a diff takes away, and that it brings."""
     lines = diff.splitlines()[2:]
-    return sum(line[0] == "-" for line in lines), sum(line[0] == "+" for line in lines)
+    return sum(line.startswith("-") for line in lines), sum(line.startswith("+") for line in lines)
 
 
 def last_error(printed: str) -> float:
@@ -196,7 +196,7 @@ def test_scripts_are_ported(tmp_path: Path) -> None:
     done(tmp_path, "from-pytorch.md")
     alone, ddp = blocks("diff", PORT)
     before = files(PORT)["train.py"]
-    old_ddp = "".join(line[1:] + "\n" for line in ddp.splitlines()[3:] if line[0] in " -")
+    old_ddp = "".join(f"{line[1:]}\n" for line in ddp.splitlines()[3:] if not line.startswith("+"))
     for script, diff, (away, come) in (
         (before, alone, changed(alone)),
         (old_ddp, ddp, changed(ddp)),
