@@ -56,9 +56,9 @@ def said(directory: Path, *line: str) -> str:
 
 
 def kind(line: str) -> str:
-    """A line without its numbers, and without the picture that tests do not draw."""
-    numbers = re.sub(r"\d[\d.,:]*( (ms|s|min|h)\b)?", "#", line)
-    return " ".join(re.sub(r", [\w-]+\.png$", "", numbers).split())
+    """A line without its numbers, the picture that tests do not draw, and what is said of some runs alone."""
+    told = re.sub(r"(, [\w-]+\.png| \(best .*\)|, \S+ discarded)$", "", line)
+    return " ".join(re.sub(r"\d[\d.,:]*( (ms|s|min|h)\b)?", "#", told).split())
 
 
 def shown(text: str, printed: str) -> None:
