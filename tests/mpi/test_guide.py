@@ -57,9 +57,9 @@ def said(directory: Path, *line: str) -> str:
 
 
 def kind(line: str) -> str:
-    """A line without its numbers, and without the picture that tests do not draw."""
-    numbers = re.sub(r"\d[\d.,:]*( (ms|s|min|h)\b)?", "#", line)
-    return " ".join(re.sub(r", [\w-]+\.png$", "", numbers).split())
+    """A line without its numbers, the picture that tests do not draw, and what is said of some runs alone."""
+    told = re.sub(r"(, [\w-]+\.png| \(best .*\)|, \S+ discarded)$", "", line)
+    return " ".join(re.sub(r"\d[\d.,:]*( (ms|s|min|h)\b)?", "#", told).split())
 
 
 def shown(text: str, printed: str) -> None:
@@ -176,9 +176,9 @@ def patched(before: str, diff: str) -> str:
     """A file, changed as a unified diff says; the lines that the diff takes away must be there."""
     lines, after, at = before.splitlines(keepends=True), list[str](), 0
     for hunk in re.split(r"^@@ .*\n", diff, flags=re.MULTILINE)[1:]:
-        old = [line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " -"]
+        old = [line[1:] or line for line in hunk.splitlines(keepends=True) if line[0] in "\n -"]
         found = next(i for i in range(at, len(lines)) if lines[i : i + len(old)] == old)
-        after += lines[at:found] + [line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " +"]
+        after += lines[at:found] + [line[1:] or line for line in hunk.splitlines(keepends=True) if line[0] in "\n +"]
         at = found + len(old)
     return "".join(after + lines[at:])
 
@@ -186,7 +186,7 @@ def patched(before: str, diff: str) -> str:
 def changed(diff: str) -> tuple[int, int]:
     """Lines that a diff takes away, and that it brings."""
     lines = diff.splitlines()[2:]
-    return sum(line[0] == "-" for line in lines), sum(line[0] == "+" for line in lines)
+    return sum(line.startswith("-") for line in lines), sum(line.startswith("+") for line in lines)
 
 
 def last_error(printed: str) -> float:
@@ -197,7 +197,7 @@ def test_scripts_are_ported(tmp_path: Path) -> None:
     done(tmp_path, "from-pytorch.md")
     alone, ddp = blocks("diff", PORT)
     before = files(PORT)["train.py"]
-    old_ddp = "".join(line[1:] + "\n" for line in ddp.splitlines()[3:] if line[0] in " -")
+    old_ddp = "".join(f"{line[1:]}\n" for line in ddp.splitlines()[3:] if not line.startswith("+"))
     for script, diff, (away, come) in (
         (before, alone, changed(alone)),
         (old_ddp, ddp, changed(ddp)),
