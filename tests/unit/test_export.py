@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import user_code
+from pages import blocks, page
 from results_files import WEIGHTS, new_writer, rows, sha256
 from torch import nn
 
@@ -282,12 +283,12 @@ assert all(torch.equal(plain[name], state[name]) for name in state)
 """
 
 
-def test_the_examples_of_the_readme(tmp_path: Path) -> None:
-    """The run of its first example, simulated, and then all that it says to do with the result."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (first,) = (block for block in blocks if "def spirals" in block)
-    others = [block for block in blocks if "spirals" in block and block != first]
+def test_the_examples_of_the_pages(tmp_path: Path) -> None:
+    """The run of the worked example in Python, simulated, and then what the page on exports does with the result."""
+    (first,) = (block for block in blocks("python", page("README.md")) if "def spirals" in block)
+    frames = [block for block in blocks("python", page("README.md")) if "spirals" in block and "frame(" in block]
+    text = page("export.md")
+    others = [*frames, *blocks("python", text)]
     (tmp_path / "spirals.py").write_text(first.replace("rudra.run(", "rudra.simulate("))
     commands = re.findall(r"^rudra (export spirals\.h5 [^#\n]*)", text, re.MULTILINE)
     assert commands

@@ -97,7 +97,9 @@ def test_who_starts_ranks_does_without_torch() -> None:
     assert seen.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("text", ["README.md", "docs/architecture.md", ".github/CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "text", ["README.md", "docs/architecture.md", "docs/contributing.md", ".github/CONTRIBUTING.md"]
+)
 def test_files_that_texts_name_are_there(text: str) -> None:
     content = (ROOT / text).read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:rudra|tests|protocols|topologies)/[a-z_/]+\.py)`", content))
