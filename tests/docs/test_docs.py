@@ -25,8 +25,6 @@ from tests.docs.generate import DOCS, filled, marked
 
 PAGES = sorted(DOCS.glob("*.md"))
 TEXTS = {str(file.relative_to(ROOT)): file for file in (*PAGES, ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md")}
-LONG: set[str] = set()
-NOT_YET = pytest.mark.xfail(strict=True, reason="take it out of LONG when its lines are short")
 every_text = pytest.mark.parametrize("name", sorted(TEXTS))
 
 
@@ -85,7 +83,7 @@ def test_links_lead_somewhere(name: str) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_YET if name in LONG else ()) for name in sorted(TEXTS)])
+@every_text
 def test_lines_are_short(name: str) -> None:
     lines = [re.sub(r"\]\([^)\s]+\)", "]", line) for line in prose(text_of(TEXTS[name])).split("\n")]
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
