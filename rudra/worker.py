@@ -88,6 +88,9 @@ def serve(listener: int, launcher: int) -> list[str]:
 
     with suppress(ImportError, RuntimeError):  # where there is no MPI each rank says so, when it starts it
         import rudra.mpi.session  # noqa: F401
+        from rudra.mpi.start import keep_hangup
+
+        keep_hangup()
 
     gc.freeze()
     return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))

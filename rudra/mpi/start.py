@@ -34,6 +34,7 @@ def start_mpi() -> None:
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(f"MPI cannot be used: {reason}; `rudra doctor` says more") from None
+    keep_hangup()
     library = MPI.Get_library_version()
     if not MPI.Is_initialized():
         mismatch = unsuited(os.environ, library, speaks_pmix=_speaks_pmix())
@@ -51,6 +52,11 @@ def start_mpi() -> None:
             f"the launcher started {expected} ranks, but {library_name(library)} found {found}: they belong to "
             "different MPIs; use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH), or the mpirun of this MPI"
         )
+
+
+def keep_hangup() -> None:
+    """Lets SIGHUP do what it did before MPI was loaded: UCX, a library of Open MPI's, keeps it to itself."""
+    signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP) or signal.SIG_DFL)
 
 
 def unsuited(env: Mapping[str, str], library: str, *, speaks_pmix: bool) -> str | None:

@@ -221,6 +221,7 @@ def test_from_its_state_a_rule_goes_on_bit_for_bit_and_elsewhere(name: str, grou
     for step, gradient in enumerate(gradients[:3]):
         rule.step(gradient, 0.1 / (1 + step))
     state = {key: value.reshape(-1).clone() for key, value in rule.state().items()}  # as a checkpoint has it
+    kept = {key: value.clone() for key, value in state.items()}
     copy, moved = weights.clone(), weights.clone()
     resumed = UpdateRule(table, copy, layout())
     resumed.prepare()
@@ -231,6 +232,35 @@ def test_from_its_state_a_rule_goes_on_bit_for_bit_and_elsewhere(name: str, grou
         resumed.step(gradient, 0.1 * step)
     assert torch.equal(copy, moved)
     assert not torch.equal(copy, weights)
+    assert all(torch.equal(value, kept[key]) for key, value in state.items()), "what was given stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("momentum_buffer.2", 16), ("momentum_buffer", 16), ("momentum_buffer.1", 5)]
+)
+def test_state_of_other_weights_is_refused(name: str, size: int) -> None:
+    """These have two parts: up to the last full cache line, and behind that."""
+    rule = UpdateRule(OptimizerTable(name="sgd", momentum=0.9), torch.zeros(SIZE))
+    with pytest.raises(ValueError, match=f"^optimiser state {re.escape(name)} does not fit$"):
+        rule.restore({name: torch.zeros(size)})
+
+
+def test_adam_keeps_two_vectors_and_a_count() -> None:
+    rule = UpdateRule(OptimizerTable(name="adam"), torch.zeros(SIZE))
+    rule.step(torch.ones(SIZE), 0.1)
+    assert {name: value.numel() for name, value in rule.state().items()} == {
+        "step.0": 1,
+        "exp_avg.0": SIZE,
+        "exp_avg_sq.0": SIZE,
+    }
+    assert rule.state_bytes() == 4 * (1 + 2 * SIZE)
+
+
+@pytest.mark.parametrize("form", ["torch", "caffe"])
+def test_a_gradient_is_free_again_after_the_step(form: Literal["torch", "caffe"]) -> None:
+    rule = UpdateRule(OptimizerTable(momentum=0.9, momentum_form=form), torch.zeros(SIZE))
+    rule.step(torch.ones(SIZE), 0.1)
+    assert all(parameter.grad is None for group in rule.optimizer.param_groups for parameter in group["params"])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
