@@ -84,7 +84,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
-    """What came of one mini-batch, tried in this process."""
+    """What came of one mini-batch, tried in this process, and what only the data tells."""
+    from rudra.compute.schedule import schedule_of
     from rudra.results.progress import too_few
     from rudra.simulation import costs
     from rudra.simulation.rehearsal import rehearse
@@ -94,13 +95,18 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     found = rehearse(job, plan)
     if text := too_few(job, found.samples.training):
         log.warning(f"{job.name}: {text}")
-    tested = ", ".join(found.metrics)
+    more = {"metrics": ", ".join(found.metrics)} if found.metrics else {}
+    if job.optimizer.schedule_every == "update":
+        factor = job.make_protocol(plan).modulation.rate_factor(0.0)
+        rates = [factor * rate for rate in schedule_of(job, plan, found.samples.training).rates]
+        text = f"{rates[0]:.4g} at first, {max(rates):.4g} at most, {rates[-1]:.4g} at the end"
+        more["schedule"] = f"{job.optimizer.schedule}, a rate for each update: {text}"
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
     return {
         "data": f"{found.samples.training:,} training and {found.samples.test:,} test samples",
         "model": f"{found.parameters:,} parameters; a gradient of {counted(job.training.minibatch_size, 'sample')} "
         f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
-        **({"metrics": tested} if tested else {}),
+        **more,
         "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",
     }
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rudra.core.events import Compute, Computed, Finish, Record, Update
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
-from rudra.errors import ConfigError, HookError, Interrupted
+from rudra.errors import ConfigError, HookError, Interrupted, RudraError
 from rudra.job.job import Job
 from rudra.job.tables import Hook
 from rudra.plugins import choose, misfit
@@ -175,8 +175,10 @@ class RoleHooks:
                 raise
             except BaseException as error:  # sys.exit too: all of it is the user's
                 who, what = f"{role.name} (rank {role.world_rank})", f"{type(error).__name__}: {error}".rstrip(": ")
-                text = f"{who}: hook {hook.name}, which is the user's own code, failed at {which}: {what}"
-                raise HookError(text) from error
+                ours = hook.name in Hook.SHIPPED
+                whose = "" if ours else ", which is the user's own code,"
+                text = f"{who}: hook {hook.name}{whose} failed at {which}: {what}"
+                raise HookError(text) from (None if ours and isinstance(error, RudraError) else error)
 
 
 def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entry]) -> dict[int, RoleHooks]:

@@ -4,6 +4,7 @@ import csv as csv_format
 import io
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +46,8 @@ def csv(moment: "Moment", file: str = "{job}-{role}-{at}.csv") -> None:
     else:
         rows, columns = _earlier(path, key, number)
         columns += [name for name in values if name not in columns]
+        with suppress(OSError):  # whoever writes there says what is wrong
+            path.parent.mkdir(parents=True, exist_ok=True)
         with written(path) as stream:
             lines = io.TextIOWrapper(stream, "utf-8", newline="")
             writer = csv_format.DictWriter(lines, columns)

@@ -260,10 +260,11 @@ def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _rate(summary: dict[str, Any]) -> str:
     """What the protocol made of α0, and where that led."""
-    first, last = summary["learning_rate"], summary["last_learning_rate"]
+    first, most, last = (summary[f"{which}learning_rate"] for which in ("", "highest_", "last_"))
     if first is None:
         return ""
     text = rate_text(summary["base_learning_rate"], summary["rate_factor"], summary["modulation"])
+    text += f", {most:.4g} at most" if most is not None and most > 1.001 * first else ""  # as schedulers may have it
     return text if last is None or math.isclose(first, last, rel_tol=1e-3) else f"{text}, {last:.4g} at the end"
 
 

@@ -44,7 +44,7 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
         "n": attributes.get("n"),
         "topology": attributes.get("topology"),
         "learners": attributes.get("learners"),
-        **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, epochs["learning_rate"]),
+        **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, updates, epochs),
         "minibatch_size": attributes.get("minibatch_size"),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),
@@ -93,15 +93,19 @@ def rate_text(base: float, factor: float, modulation: str) -> str:
     return f"{base * factor:.4g} = α0 x {factor:.4g} (modulation {modulation})"
 
 
-def _rates(base: float | None, attributes: dict[str, Any], rates: NDArray[np.float64]) -> dict[str, Any]:
-    """α0; what the protocol makes of it before anything is stale; and the rate of the last epoch's last update."""
+def _rates(
+    base: float | None, attributes: dict[str, Any], updates: NDArray[np.void], epochs: NDArray[np.void]
+) -> dict[str, Any]:
+    """α0; what the protocol makes of it before anything is stale; the highest rate; that of the last epoch's end."""
     factor = attributes.get("rate_factor")  # which older files lack
+    all_, ends = (rows["learning_rate"][np.isfinite(rows["learning_rate"])] for rows in (updates, epochs))
     return {
         "base_learning_rate": base,
         "modulation": attributes.get("modulation"),
         "rate_factor": factor,
         "learning_rate": None if factor is None or base is None else base * factor,
-        "last_learning_rate": float(rates[-1]) if len(rates) and math.isfinite(rates[-1]) else None,
+        "highest_learning_rate": float(all_.max()) if len(all_) else None,
+        "last_learning_rate": float(ends[-1]) if len(ends) else None,
     }
 
 

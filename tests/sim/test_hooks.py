@@ -252,6 +252,21 @@ def test_what_a_hook_raises_ends_the_run_as_the_users(
         assert (results.status, results.state["reason"]) == expected
 
 
+def test_a_hook_of_rudras_own_that_cannot_write_is_one_line(tmp_path: Path) -> None:
+    """And makes the directories that it writes into."""
+    made = job({"at": "epoch", "call": "csv", "options": {"file": str(tmp_path / "new" / "place" / "{at}.csv")}})
+    rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet").close()
+    assert len(lines_of(tmp_path / "new" / "place" / "epoch.csv")) == 3
+    (tmp_path / "file").write_text("")
+    made = job({"at": "epoch", "call": "csv", "options": {"file": str(tmp_path / "file" / "{at}.csv")}})
+    with pytest.raises(HookError) as raised:
+        rudra.simulate(made, output=tmp_path / "run.h5", force=True, progress="quiet")
+    assert raised.value.report == (
+        f"rudra: statistics server (rank 1): hook csv failed at epoch 1: ResultsError: {tmp_path}/file/epoch.csv: "
+        "cannot write: Not a directory"
+    )
+
+
 def test_ctrl_c_in_a_hook_is_no_fault_of_the_hook(tmp_path: Path) -> None:
     def slow(moment: rudra.Moment) -> None:
         signal.raise_signal(signal.SIGINT)

@@ -166,6 +166,15 @@ def test_a_shipped_job_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -
     assert re.match(r"rudra: job 'figure5' is unknown; valid: .*; did you mean rudra/figure5\?", said.err)
 
 
+def test_validate_says_which_rates_a_scheduler_gives_the_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which depends on how many there are, and so on the data."""
+    scheduler = ["schedule=torch.optim.lr_scheduler:OneCycleLR", "schedule_every=update", "schedule_options.max_lr=0.2"]
+    small = ["--set=model.name=mlp", "--set=protocol.n=2", "--set=protocol.modulation=n"]
+    assert main(["validate", "digits", *small, *(f"--set=optimizer.{text}" for text in scheduler)]) == 0
+    text = "OneCycleLR, a rate for each update: 0.004 at first, 0.1 at most, 4e-07 at the end"
+    assert text in capsys.readouterr().out
+
+
 def test_jobs_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs"]) == 0
     said = capsys.readouterr().out.splitlines()
