@@ -45,6 +45,7 @@ class RoleKind(NamedTuple):
         tests: tests weights; nobody's gradients or weights come from it.
         updates: has weights that it updates.
         pushes_at_once: what it trains with is current, and a gradient is pushed as soon as it is ready.
+        overlaps: pushes and pulls beside computing.
     """
 
     machine: str
@@ -55,6 +56,7 @@ class RoleKind(NamedTuple):
     tests: bool = False
     updates: bool = False
     pushes_at_once: bool = False
+    overlaps: bool = False
 
     @property
     def relays(self) -> bool:
@@ -78,7 +80,9 @@ KINDS = {
 }
 """All kinds of roles that there are, as files and people name them."""
 
-OVERLAPPED = KINDS[LEARNER]._replace(machine="rudra.roles.overlapped:OverlappedLearner", pushes_at_once=False)
+OVERLAPPED = KINDS[LEARNER]._replace(
+    machine="rudra.roles.overlapped:OverlappedLearner", pushes_at_once=False, overlaps=True
+)
 GROUPED = KINDS[LEARNER]._replace(machine="rudra.roles.group:GroupLearner", pushes_at_once=False)
 REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXECUTORS}:ReplicaExecutor", updates=True)
 """What `LEARNER` is in plans that overlap, with compute groups, and without a parameter server."""

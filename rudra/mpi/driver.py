@@ -147,7 +147,7 @@ class Rank:
         self._reductions = {
             role: self._reduction(role, library) for role in machines if plan.roles[role].group is not None
         }
-        if plan.overlapped and any(plan.roles[role].about.trains for role in machines):
+        if any(plan.about(role).overlaps for role in machines):
             self._start_threads()
         self._running = set(machines)
         self._code = 0
