@@ -33,10 +33,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     try:
-        import argcomplete
+        from argcomplete.shell_integration import shellcode
     except ImportError:
         raise ConfigError(MISSING) from None
-    print(argcomplete.shellcode(["rudra"], False, arguments.shell))
+    print(shellcode(["rudra"], use_defaults=False, shell=arguments.shell))
     return 0
 
 

@@ -10,11 +10,11 @@ SUMMARY = "write a commented job file to start from"
 
 MORE = """\
 The file has every table and key, with its meaning. Keys that few jobs need are commented out, with their
-defaults. The values are those of a shipped job or of a job file of yours."""
+defaults. With --from, the values are those of a shipped job or of a job file of yours."""
 
 EXAMPLES = {
-    "rudra init my-job.toml": "write a job with the values of digits, the quick start",
-    "rudra init --from resnet32 my-job.toml": "write one with the values of another shipped job",
+    "rudra init my-job.toml": "write a job that trains a small network on digits",
+    "rudra init --from resnet32 my-resnet.toml": "write a job with the values of a shipped one",
     "rudra init --from old.toml -": "print a job file of yours with a comment on every key",
 }
 
@@ -22,8 +22,8 @@ EXAMPLES = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     about = "file to write; - prints; default: job.toml"
     parser.add_argument("file", type=Path, nargs="?", default=Path("job.toml"), metavar="FILE.toml", help=about)
-    about = "shipped job or job file whose values to take; default: digits"
-    parser.add_argument("--from", dest="job", default="digits", metavar="JOB", help=about)
+    about = "shipped job or job file whose values to take; default: digits, for any number of learners"
+    parser.add_argument("--from", dest="job", metavar="JOB", help=about)
     force_option(parser, "FILE.toml")
 
 
@@ -35,13 +35,16 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.job.jobfiles import PAPER, read_job
     from rudra.job.template import commented
 
-    search_beside(arguments.job)
-    path, tables = read_job(arguments.job)
+    source = arguments.job or "digits"
+    search_beside(source)
+    path, tables = read_job(source)
     Job.of(path, tables)
+    if arguments.job is None:
+        del tables["cluster"]["learners"]  # or mpirun -n N would have to fit
     output: Path = arguments.file
     if not os.path.isfile(output.parent / PAPER):
         tables.get("study", {}).pop("paper", None)  # its numbers are beside the job that they were written for
-    text = commented(tables, about(path) or f"A job for Rudra, from {arguments.job}.")
+    text = commented(tables, about(path) or f"A job for Rudra, from {source}.")
     if str(output) == "-":
         print(text, end="")
         return 0

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     known = names()
     try:
         if "_ARGCOMPLETE" in os.environ:  # a shell asks
-            return _module("completion").answer(known, parser_of)
+            return int(_module("completion").answer(known, parser_of))
         if not argv:
             parser_of(known).print_help()
             return 0
