@@ -33,10 +33,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     try:
-        from argcomplete.shell_integration import shellcode
+        from argcomplete import shellcode
     except ImportError:
         raise ConfigError(MISSING) from None
-    print(shellcode(["rudra"], use_defaults=False, shell=arguments.shell))
+    print(shellcode(["rudra"], False, arguments.shell))
     return 0
 
 

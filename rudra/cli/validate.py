@@ -99,8 +99,8 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     if job.optimizer.schedule_every == "update":
         factor = job.make_protocol(plan).modulation.rate_factor(0.0)
         rates = [factor * rate for rate in schedule_of(job, plan, found.samples.training).rates]
-        text = f"{rates[0]:.4g} at first, {max(rates):.4g} at most, {rates[-1]:.4g} at the end"
-        more["schedule"] = f"{job.optimizer.schedule}, a rate for each update: {text}"
+        span = f"{rates[0]:.4g} at first, {max(rates):.4g} at most, {rates[-1]:.4g} at the end"
+        more["schedule"] = f"{job.optimizer.schedule}, a rate for each update: {span}"
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
     return {
         "data": f"{found.samples.training:,} training and {found.samples.test:,} test samples",

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import rudra
+from rudra.job import schema
 from rudra.job.jobfiles import shipped_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,18 +32,27 @@ def output(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this checkout, built from a copy so that no build directory is left in it."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this checkout, so that no build directory is left in it."""
+    source = tmp_path_factory.mktemp("source")
     names = output("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines()
     for name in names:
         if (ROOT / name).is_file():  # one that was deleted is still listed
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    output(
-        sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", built, source, cwd=built
-    )
-    return next(built.glob("*.whl"))
+    return source
+
+
+def wheel_of(source: Path, place: Path) -> Path:
+    """The wheel that pip makes of a directory or an archive."""
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation")
+    output(*pip, "-w", place, source, cwd=place)
+    return next(place.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel_of(source, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +75,7 @@ def test_the_wheel_holds_every_module_job_and_type_marker(wheel: Path) -> None:
     modules = {str(f.relative_to(ROOT)) for p in PACKAGES for f in (ROOT / p).rglob("*.py")}
     assert modules - held == set(), "list the package in setup.cfg"
     assert {f"{p}/py.typed" for p in PACKAGES} <= held
+    assert "rudra/job/schema.json" in held
     presets = {str(f.relative_to(ROOT)) for f in (ROOT / "rudra" / "simulation" / "presets").glob("*.toml")}
     assert presets
     assert presets <= held
@@ -71,6 +83,32 @@ def test_the_wheel_holds_every_module_job_and_type_marker(wheel: Path) -> None:
     assert shipped - {""} == {*shipped_jobs(), "rudra/paper", "omnivore/paper"}
     templates = {name.rpartition("/")[2] for name in held if "/share/rudra/slurm/templates/" in name}
     assert templates == {file.name for file in (ROOT / "slurm" / "templates").iterdir()}
+
+
+@pytest.mark.slow
+def test_the_source_archive_makes_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+    code = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    name = output(sys.executable, "-c", code, tmp_path, cwd=source).split()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        held = {member.partition("/")[2] for member in archive.getnames()}
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "docs/architecture.md", "pyproject.toml", "setup.cfg"} <= held
+    again = wheel_of(tmp_path / name, tmp_path)
+    first, second = ({i.filename: i.CRC for i in zipfile.ZipFile(each).infolist()} for each in (wheel, again))
+    assert first == second
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains(installed: Path, tmp_path: Path) -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    rudra = installed / "rudra"
+    assert output(rudra, "--version", cwd=tmp_path) == f"rudra {setup['metadata']['version']}\n"
+    assert output(rudra, "jobs", "digits", cwd=tmp_path) == (ROOT / "jobs" / "digits.toml").read_text(encoding="utf-8")
+    assert output(rudra, "schema", cwd=tmp_path) == schema.text()
+    assert output(rudra, "init", "mine.toml", cwd=tmp_path).startswith("wrote mine.toml")
+    assert output(rudra, "validate", "mine.toml", cwd=tmp_path).startswith("mine.toml: valid\n")
+    said = output(rudra, "simulate", "mine.toml", "--set", "training.epochs=1", "--output", "out.h5", cwd=tmp_path)
+    assert "wrote out.h5" in said
 
 
 def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) -> None:
@@ -125,7 +163,10 @@ def version(text: str) -> tuple[int, ...]:
 def test_versions_agree() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    assert f"\n## [{setup['metadata']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## \[(\d\S*)\]", changes, re.MULTILINE)
+    assert released[0] == setup["metadata"]["version"]
+    assert max(map(len, changes.splitlines())) <= 120
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     assert build[0] in setup["options.extras_require"]["test"].split()
 

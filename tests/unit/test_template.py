@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rudra.cli.main import main
 from rudra.job.job import Job
-from rudra.job.jobfiles import read_job, read_toml, shipped_jobs
+from rudra.job.jobfiles import parsed, read_job, read_toml, shipped_jobs
 from rudra.job.template import WIDTH, commented, toml
 
 BARE = st.text(st.characters(codec="utf-8"), max_size=6)
@@ -87,7 +87,7 @@ def test_init_writes_a_job_that_is_valid(
     assert main(["init"]) == 0
     assert capsys.readouterr().out == "wrote job.toml; check it with: rudra validate job.toml\n"
     assert main(["validate", "job.toml", "--syntax"]) == 0
-    assert Job.load("job.toml") == Job.of(Path("job.toml"), read_job("digits")[1], ["cluster.learners="])
+    assert Job.load("job.toml") == Job.of(Path("job.toml"), read_job("digits")[1], [parsed("cluster.learners=")])
     assert main(["init"]) == 2
     assert capsys.readouterr().err == "rudra: job.toml: exists; give another name or --force\n"
     assert main(["init", "--force"]) == 0
