@@ -148,7 +148,7 @@ def simulate(
             "[hooks]: [simulation] tensors = false trains nothing, so nothing calls them; valid: no hooks"
         )
     else:
-        job = job.with_(cluster={"device": "cpu"}, training={"evaluate": False})
+        job = job.without_tests().with_(cluster={"device": "cpu"})
     plan = job.plan(costs.places(job))
     with torch_as_in(job):
         cluster = make_cluster(job, plan)

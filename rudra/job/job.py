@@ -194,6 +194,14 @@ class Job(Table):
             merged[table] = {**_as_dict(merged[table]), **keys}
         return type(self)(**{k: _as_dict(v) if isinstance(v, Table) else v for k, v in merged.items()})
 
+    def without_tests(self) -> Job:
+        """The job without tests of its weights, nor what goes by them: where only time counts."""
+        return self.with_(
+            training={"evaluate": False, "target": None, "stop_at_target": False, "patience": None},
+            results={"keep_best": False},
+            optimizer={"schedule": "step", "schedule_options": {}} if self.optimizer.plateau is not None else {},
+        )
+
     def resolved(self, *, learners: int | None = None, threads_per_rank: int | None = None, cores: int = 1) -> Job:
         """A copy with the keys filled in that the launch decides, `cluster.learners` and `cluster.threads_per_rank`.
 

@@ -111,8 +111,8 @@ def predict(
     """
     measured = costs.source(job)
     job = costs.load(job).resolved(learners=job.cluster.learners)
-    job = job.with_(
-        training={"epochs": 1, "evaluate": False},
+    job = job.without_tests().with_(
+        training={"epochs": 1},
         results={"minibatches": True, "checkpoint_every": "never"},
         simulation={"faults": ()},
         optimizer={"schedule": "step", "schedule_options": {}, "schedule_every": "epoch"},  # rates take no time

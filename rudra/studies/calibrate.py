@@ -150,12 +150,12 @@ def calibrate(
 def _timed(job: Job) -> Job:
     """The job as it is timed: whatever becomes of its weights, which hardly change, and without what else it does."""
     rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
-    return job.with_(
+    return job.without_tests().with_(
         hooks=(),
         topology={"name": "base", "options": {}},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
-        training={"epochs": 1, "evaluate": False, "target": None, "stop_at_target": False, "warm_start": None},
+        training={"epochs": 1, "warm_start": None},
         results={"minibatches": True, "checkpoint_every": "never", "keep_every": None},
         fault_tolerance={"non_finite_loss": "warn", "straggler_timeout_s": None},
     )

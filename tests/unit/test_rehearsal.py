@@ -107,3 +107,22 @@ def test_memory_is_told_for_every_kind_of_role(topology: dict[str, Any], protoco
         weights, averaged, waiting = 1, 1, 2
         assert found.memory["parameter server"] - least < (weights + averaged + waiting + state + 12) * vector
         assert found.memory["parameter server"] > (weights + averaged + state) * vector
+
+
+BY_TESTS = [
+    "training.patience=2",
+    "results.keep_best=true",
+    "optimizer.schedule=plateau",
+    "training.target=loss <= 0.1",
+]
+
+
+@pytest.mark.parametrize("override", [*BY_TESTS, "training.stop_at_target=true"])
+def test_what_goes_by_tests_is_rehearsed_predicted_and_timed_without_them(override: str, tmp_path: Path) -> None:
+    more = [BY_TESTS[-1]] if "stop" in override else []
+    keys = [SMALL, "training.epochs=1", "cluster.learners=2", "data.train_limit=64", *more, override]
+    line = ["digits", *(f"--set={key}" for key in keys)]
+    assert main(["validate", *line]) == 0
+    assert main(["predict", *line, "--learners", "2"]) == 0
+    output = str(tmp_path / "out.h5")
+    assert main(["simulate", *line, "--set=simulation.tensors=false", "--quiet", "--output", output]) == 0
