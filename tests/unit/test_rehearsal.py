@@ -120,7 +120,7 @@ BY_TESTS = [
 @pytest.mark.parametrize("override", [*BY_TESTS, "training.stop_at_target=true"])
 def test_what_goes_by_tests_is_rehearsed_predicted_and_timed_without_them(override: str, tmp_path: Path) -> None:
     more = [BY_TESTS[-1]] if "stop" in override else []
-    keys = [SMALL, "training.epochs=1", "cluster.learners=2", "data.train_limit=64", *more, override]
+    keys = ["model.name=mlp", SMALL, "training.epochs=1", "cluster.learners=2", "data.train_limit=64", *more, override]
     line = ["digits", *(f"--set={key}" for key in keys)]
     assert main(["validate", *line]) == 0
     assert main(["predict", *line, "--learners", "2"]) == 0
