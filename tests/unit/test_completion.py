@@ -119,7 +119,8 @@ def test_code_for_other_shells(shell: str, line: str, capsys: pytest.CaptureFixt
 def test_without_argcomplete(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    for name in ("argcomplete", "argcomplete.shell_integration"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["completion", "bash"]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "rudra: completion needs argcomplete: pip install 'rudra[completion]'\n")
