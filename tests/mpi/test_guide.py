@@ -24,11 +24,7 @@ TUTORIAL, PORT, MODEL, RULES = map(page, ("tutorial.md", "from-pytorch.md", "own
 SHORTER = {
     "README.md": {"epochs = 10": "epochs = 2", "--learners 30": "--learners 6"},
     "tutorial.md": {"epochs = 10": "epochs = 5", "epochs=15": "epochs=6"},
-    "from-pytorch.md": {
-        "= 12, ": "= 2, ",
-        "epochs = 12": "epochs = 2",
-        "learners = 1\n": "learners = 1\nthreads_per_rank = 1\n",
-    },
+    "from-pytorch.md": {"= 12, ": "= 2, ", "{ learners = 1 }": "{ learners = 1, threads_per_rank = 1 }"},
 }
 """What is changed in a page, so that its runs take less time."""
 
@@ -49,9 +45,7 @@ def done(directory: Path, name: str, leave_out: str = "") -> str:
 
 def said(directory: Path, *line: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    end = subprocess.run(
-        line, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, env=env
-    )
+    end = subprocess.run(line, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     assert end.returncode == 0, (line, end.stdout)
     return end.stdout
 
@@ -123,10 +117,10 @@ def test_hugging_face(own: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     directory = tmp_path_factory.mktemp("rules")
-    shown(RULES, done(directory, "own-rules.md", leave_out="curve.toml") + curves(directory))
-    return directory
+    printed = done(directory, "own-rules.md", leave_out="curve.toml")
+    return directory, printed + curves(directory)
 
 
 def curves(directory: Path) -> str:
@@ -137,39 +131,45 @@ def curves(directory: Path) -> str:
     return said(directory, *forks.rudra(), "run", "curve.toml", "--output", "curve.h5")
 
 
-def test_ones_own_protocol(rules: Path) -> None:
+def test_rules_print_what_the_page_shows(rules: tuple[Path, str]) -> None:
+    shown(RULES, rules[1])
+
+
+def test_ones_own_protocol(rules: tuple[Path, str]) -> None:
     """Figures of virtual time are those of the page."""
     text = " ".join(RULES.split())
     for name, pushed, others in (("async", "it pushed", "169; the"), ("bounded", "`Bounded` it pushed", "136; the")):
-        with rudra.open_results(rules / f"{name}.h5") as results:
+        with rudra.open_results(rules[0] / f"{name}.h5") as results:
             counts, most = results.learners["pushed"], results.gradients["staleness"].max()
         assert set(counts[1:]) == {int(others.split(";")[0])}
         assert f"{pushed} {counts[0]}" in text
         assert f"{others} largest staleness was {most}" in text
-    with rudra.open_results(rules / "strict.h5") as results:
+    with rudra.open_results(rules[0] / "strict.h5") as results:
         assert results.summary()["protocol"] == "bounded:Bounded"
-        # While a gradient is made, either of the three others goes from one pushed gradient less to one more.
-        assert results.gradients["staleness"].max() <= 3 * 2
+        assert results.gradients["staleness"].max() <= 3, "each of the others pushes one more at most meanwhile"
     assert len(files(RULES)["bounded.py"].splitlines()) < 25
 
 
-def test_ones_own_topology(rules: Path) -> None:
+def test_ones_own_topology(rules: tuple[Path, str]) -> None:
     for name, servers in (("racks.h5", 2), ("rack.h5", 1)):
-        with rudra.open_results(rules / name) as results:
+        with rudra.open_results(rules[0] / name) as results:
             kinds = [kind.decode() for kind in results.roles["kind"]]
             assert results.summary()["final_test_error"] < 0.5
         assert kinds.count("tree server") == servers
 
 
-def test_ones_own_hooks(rules: Path) -> None:
-    curve = np.loadtxt(rules / "curve.csv", delimiter=",")
-    with rudra.open_results(rules / "curve.h5") as results:
+def test_ones_own_hooks(rules: tuple[Path, str]) -> None:
+    directory, printed = rules
+    curve = np.loadtxt(directory / "curve.csv", delimiter=",")
+    with rudra.open_results(directory / "curve.h5") as results:
         for column, name in enumerate(("epoch", "time_s", "train_loss", "test_error")):
             assert np.array_equal(curve[:, column], results.epochs[name], equal_nan=True)
-        tested = results.epochs["test_error"]
-    with (rules / "curve-epoch.csv").open() as lines:
+        tested, updates = results.epochs["test_error"], len(results.updates)
+    called = [len(re.findall(rf"^{at} \d+: ", printed, re.MULTILINE)) for at in ("epoch", "update")]
+    assert called == [3, updates // 50]
+    with (directory / "curve-epoch.csv").open() as lines:
         assert np.allclose([float(row["test_error"]) for row in csv.DictReader(lines)], tested, equal_nan=True)
-    assert list((rules / "tensorboard" / "curve" / "update").glob("events.*"))
+    assert list((directory / "tensorboard" / "curve" / "update").glob("events.*"))
 
 
 def patched(before: str, diff: str) -> str:

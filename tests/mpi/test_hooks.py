@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import ROOT, finish, start, wait_for_updates
+from processes import finish, start, wait_for_updates
 
 import rudra
 
@@ -142,24 +142,3 @@ def test_a_resumed_run_goes_on_with_its_hooks(tmp_path: Path) -> None:
         assert tested == results.epochs["weights_sha256"].tolist()
         assert epochs[-1]["row"]["timestamp"] == 100
         assert epochs[-1]["sha256"] == results.summary()["weights_sha256"]
-
-
-def test_the_example_of_the_readme(tmp_path: Path) -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Hooks\n")[2].partition("\n## ")[0]
-    tables, code = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)[0] for kind in ("toml", "python"))
-    tables = tables.replace("curve.csv", str(tmp_path / "curve.csv"))
-    (tmp_path / "curve.py").write_text(code)
-    job = job_file(tmp_path, [])
-    job.write_text(f"{job.read_text()}{tables}")
-    returned, out, err = finish(start("run", job, "--quiet", "--output", tmp_path / "out.h5"))
-    assert returned == 0, err
-    curve = np.loadtxt(tmp_path / "curve.csv", delimiter=",")
-    with rudra.open_results(tmp_path / "out.h5") as results:
-        for column, name in enumerate(("epoch", "time_s", "train_loss", "test_error")):
-            assert np.array_equal(curve[:, column], results.epochs[name], equal_nan=True)
-        updates = len(results.updates)
-    assert len(re.findall(r"^epoch \d: \S+% of the test set is wrong$", out, re.MULTILINE)) == 5
-    assert (
-        len(re.findall(r"^update \d+0: learning rate \S+, norm of the weights \S+$", out, re.MULTILINE))
-        == updates // 10
-    )
