@@ -339,12 +339,12 @@ def test_at_a_plateau_the_rate_falls_with_an_epoch(topology: dict[str, Any], war
 def test_what_a_plateau_does_not_take(optimizer: dict[str, Any], said: str) -> None:
     with pytest.raises(RudraError, match=rf"^\[optimizer\] {said}"):
         job("regression", optimizer={"schedule": "plateau", **optimizer})
-    with pytest.raises(RudraError, match=r"\[optimizer\] schedule = 'plateau' goes by tests, but"):
+    with pytest.raises(RudraError, match=r"\[optimizer\] schedule = 'plateau' depends on tests, but"):
         job("regression", optimizer={"schedule": "plateau"}, training={"evaluate": False})
 
 
 def test_patience_needs_tests() -> None:
-    with pytest.raises(RudraError, match=r"\[training\] patience goes by tests, but \[training\] evaluate = false"):
+    with pytest.raises(RudraError, match=r"\[training\] patience depends on tests, but \[training\] evaluate = false"):
         job("regression", training={"patience": 3, "evaluate": False})
 
 

@@ -169,7 +169,7 @@ def test_a_best_epoch_that_was_not_kept_is_told(recorded: Path, tmp_path: Path) 
         assert results.best_epoch is None
         with pytest.raises(ResultsError, match="has no best epoch: none was tested"):
             results.weights_of("best")
-    with pytest.raises(ConfigError, match=r"\[results\] keep_best goes by tests, but \[training\] evaluate = false"):
+    with pytest.raises(ConfigError, match=r"\[results\] keep_best depends on tests, but \[training\] evaluate = false"):
         untested.with_(results={"keep_best": True})
 
 
@@ -285,10 +285,9 @@ assert all(torch.equal(plain[name], state[name]) for name in state)
 
 def test_the_examples_of_the_pages(tmp_path: Path) -> None:
     """The run of the worked example in Python, simulated, and then what the page on exports does with the result."""
-    (first,) = (block for block in blocks("python", page("README.md")) if "def spirals" in block)
-    frames = [block for block in blocks("python", page("README.md")) if "spirals" in block and "frame(" in block]
+    (first,) = (block for block in blocks("python", page("python.md")) if "def spirals" in block)
     text = page("export.md")
-    others = [*frames, *blocks("python", text)]
+    others = blocks("python", text)
     (tmp_path / "spirals.py").write_text(first.replace("rudra.run(", "rudra.simulate("))
     commands = re.findall(r"^rudra (export spirals\.h5 [^#\n]*)", text, re.MULTILINE)
     assert commands
