@@ -273,9 +273,12 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 CHECKS = """
+import rudra
 from spirals import spirals
 points, labels = spirals(500, 2).tensors
 wrong = (model(points).argmax(1) != labels).float().mean().item()
+with rudra.open_results("spirals.h5") as results:
+    assert abs(wrong - results.summary()["final_test_error"]) < 1e-6
 plain = torch.load("spirals.pt", weights_only=True)
 assert plain.keys() == state.keys()
 assert all(torch.equal(plain[name], state[name]) for name in state)
