@@ -113,7 +113,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
         if figure.share_y:
             _share(axes[:count], columns, from_zero=figure.from_zero)
         if figure.own_legends:
-            _legends(drawing, axes[:count], columns)
+            _legends(drawing, axes[:count], columns, width)
         else:
             _legend(drawing, axes[:count], width, least=1 if _missing(figure) else 2)
         _note(drawing, _missing(figure), width)
@@ -158,15 +158,20 @@ def _note(drawing: Any, texts: Sequence[str], width: float) -> None:
         drawing.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=10, color=MUTED)
 
 
-def _legends(drawing: Any, axes: Sequence[Any], columns: int) -> None:
+def _legends(drawing: Any, axes: Sequence[Any], columns: int, width: float) -> None:
     """One below each panel, where it covers no line."""
     from matplotlib.transforms import ScaledTranslation
 
-    rows = [-(-len(axis.get_legend_handles_labels()[0]) // 2) for axis in axes]
+    labels = [axis.get_legend_handles_labels()[1] for axis in axes]
+    longest = max((len(label) for each in labels for label in each), default=0)
+    beside = 2 if 2 * (longest + 8) <= 11 * width / columns else 1  # letters that a panel has room for
+    rows = [-(-len(each) // beside) for each in labels]
     below = ScaledTranslation(0, -_BELOW, drawing.dpi_scale_trans)  # the numbers and the name of the axis
     for axis in axes:
         where = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": axis.transAxes + below}
-        axis.legend(**where, ncols=2, fontsize=9, borderpad=0, borderaxespad=0, columnspacing=1.2, handletextpad=0.5)
+        axis.legend(
+            **where, ncols=beside, fontsize=9, borderpad=0, borderaxespad=0, columnspacing=1.2, handletextpad=0.5
+        )
     tallest = [max(rows[first : first + columns]) for first in range(0, len(rows), columns)]
     drawing.set_figheight(drawing.get_figheight() + sum(0.19 * count + 0.08 for count in tallest))
 

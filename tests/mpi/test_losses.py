@@ -195,7 +195,7 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(
     assert code == 0, err
     (line,) = ours(err)
     assert line.startswith(
-        f"rudra: parameter server (rank 0): learner 1 (rank {rank}) was dropped, because nothing came of it"
+        f"rudra: parameter server (rank 0): learner 1 (rank {rank}) was dropped: it sent nothing for"
     )
     with rudra.open_results(output) as results:
         assert results.status == "finished"

@@ -132,7 +132,7 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path,
         epochs, updates, events = results.epochs, results.updates, results.events
     tested = epochs["epoch"][epochs["evaluated"] == 1]
     (patience,) = events[events["kind"] == b"patience"]
-    assert f"up to epoch {tested[5]} are no better" in patience["text"].decode()
+    assert f", up to epoch {tested[5]}, bring no new best" in patience["text"].decode()
     assert len(epochs) <= tested[5] + 2 < 50
     plateaus = events[events["kind"] == b"plateau"]
     fell = [int(row["text"].split()[-1]) for row in plateaus]
