@@ -207,16 +207,16 @@ def test_scripts_are_ported(tmp_path: Path) -> None:
         count = len(script.splitlines())
         assert re.search(rf"Of its {count} lines, {away} are removed and {come} added", " ".join(PORT.split()))
         compile(patched(script, diff), "after.py", "exec")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     modules = names_in(PORT, "train.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for name, old, diff, start in (
-        ("train.py", before, alone, [sys.executable]),
-        ("train_ddp.py", old_ddp, ddp, launcher),
+        ("train.py", before, alone, forks.script("train.py")),
+        ("train_ddp.py", old_ddp, ddp, [*torchrun, "train_ddp.py"]),
     ):
-        for script, how in ((old, start), (patched(old, diff), [sys.executable])):
+        for script, command in ((old, start), (patched(old, diff), forks.script(name))):
             short = script.replace("= 12, ", "= 2, ").replace('"learners": 1', '"learners": 1, "threads_per_rank": 1')
             (tmp_path / name).write_text(short)
-            assert last_error(said(tmp_path, *how, name)) < 20
+            assert last_error(said(tmp_path, *command)) < 20
             state = torch.load(tmp_path / "network.pt", weights_only=True)
             modules["Network"]().load_state_dict(state)
             (tmp_path / "network.pt").unlink()
