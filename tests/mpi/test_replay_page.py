@@ -31,14 +31,18 @@ def test_a_failed_run_is_looked_into(tmp_path: Path) -> None:
     failed = done(tmp_path, *forks.rudra(), *shlex.split(first)[1:])
     assert failed.returncode == 1
     assert "is nan: a smaller learning_rate may help" in failed.stderr
+    where = done(tmp_path, sys.executable, "where.py").stdout
+    told = re.fullmatch(
+        r"update \d+: learner \d, its gradient \d+, loss .+,\ncomputed from weights (\d+), \d+ .+\n", where
+    )
+    assert told
+    assert any("--until 20" in line for line in then)
     for line in then:
-        word, *arguments = shlex.split(line)
+        word, *arguments = shlex.split(line.replace("--until 20", f"--until {told[1]}"))
         assert word == "rudra"
         assert done(tmp_path, *forks.rudra(), *arguments).returncode == 0, line
-    where = done(tmp_path, sys.executable, "where.py").stdout
-    assert re.fullmatch(
-        r"update \d+: learner \d, its gradient \d+, loss .+,\ncomputed from weights \d+, \d+ .+\n", where
-    )
+    script = tmp_path / "layers.py"
+    script.write_text(script.read_text().replace("20", told[1]))
     layers = done(tmp_path, sys.executable, "layers.py").stdout
     assert [line.partition(":")[0] for line in layers.splitlines()] == ["0.weight", "2.weight", "5.weight", "7.weight"]
     with rudra.open_results(tmp_path / "tame.h5") as results:

@@ -278,7 +278,7 @@ class Assorted(nn.Module):
 
 
 def raising() -> nn.Module:
-    return Trap(50, "raise")
+    return Trap(200, "raise")
 
 
 def dying() -> nn.Module:

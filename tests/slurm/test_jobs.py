@@ -21,8 +21,8 @@ ONE_LEARNER = ("--ntasks", "3")
 
 EVERY_EPOCH = ("--set", "results.checkpoint_every=1 epochs")
 
-LIMITED = 130
-"""Epochs that take longer than the shortest time limit that SLURM knows."""
+LIMITED = 280
+"""Epochs that take longer than the shortest time limit before which a run gets anywhere."""
 
 
 def lasts(epochs: int) -> tuple[str, str]:
@@ -40,8 +40,11 @@ def check_results(batch: Batch, epochs: int, file: str = "slow.h5") -> None:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, openmpi: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Batch]:
-    """Launcher -> a job whose time limit, the shortest that SLURM knows, is too short for it."""
-    options = ["--time", "1", "--warning", "8", *ONE_LEARNER, *lasts(LIMITED)]
+    """Launcher -> a job whose time limit is too short for it.
+
+    SLURM may tell of the end a minute too early: of one minute nothing might be left.
+    """
+    options = ["--time", "2", "--warning", "8", *ONE_LEARNER, *lasts(LIMITED)]
     batches = {
         launcher: cluster.submit(
             tmp_path_factory.mktemp(launcher), *options, "--launcher", launcher, environment=openmpi
