@@ -12,6 +12,7 @@ import torch
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
+from rudra.core.work import Work
 from rudra.data.load import DataInfo, Samples, Split, in_memory, load
 from rudra.data.sources import Dense
 from rudra.findings import Goal, Report, ratios, spread
@@ -98,7 +99,9 @@ class _Case:
         self._flat = FlatModel(models.build(job.model, info, 0))
         self._weights, self._gradient = torch.empty(self._flat.size), torch.empty(self._flat.size)
         self._flat.read_into(self._weights)
-        self._sources = {way: GradientSource(job, 0, self._flat, samples, prefetch=way) for way in (False, True)}
+        size = job.training.minibatch_size
+        work = Work(0, 0, size, size)
+        self._sources = {way: GradientSource(job, 0, work, self._flat, samples, prefetch=way) for way in (False, True)}
         self._next = dict.fromkeys(self._sources, 0)
 
     def measure(self, rounds: int, turn_s: float) -> tuple[dict[bool, list[float]], dict[bool, list[float]]]:
@@ -123,7 +126,7 @@ class _Case:
         began = time.perf_counter()
         for step in range(first, first + count):
             since = time.perf_counter()
-            inputs, target = source.minibatch(step)
+            inputs, target = source.minibatch(step, source.work.after(step))
             wait_s += time.perf_counter() - since
             self._flat.bind(self._weights)
             self._flat.gradient(inputs, target, self._gradient, source.seed(step))

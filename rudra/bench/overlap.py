@@ -21,7 +21,7 @@ import torch
 
 from rudra.bench.hosts import missing, two_hosts
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
-from rudra.compute.executor import make_executors
+from rudra.compute.executor import LearnerExecutor, make_executors
 from rudra.core.events import GRADIENT, WEIGHTS, Compute
 from rudra.core.records import TIMES
 from rudra.data.load import load
@@ -152,13 +152,14 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     plan = job.plan()
     role = plan.learners[learner]
     executor = make_executors(job, plan, (role,), loaded, prefetch=True)[role]
+    assert isinstance(executor, LearnerExecutor)
     executor.buffer(WEIGHTS).vector.copy_(torch.randn(executor.size) * 0.01)
     torch.set_flush_denormal(True)
     for step in range(WARM_UP):
-        next(executor.perform(Compute(step, WEIGHTS, GRADIENT)))
+        next(executor.perform(Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT)))
     began = time.perf_counter()
     for step in range(WARM_UP, steps):
-        next(executor.perform(Compute(step, WEIGHTS, GRADIENT)))
+        next(executor.perform(Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT)))
     taken = (time.perf_counter() - began) / (steps - WARM_UP)
     executor.close()
     return taken

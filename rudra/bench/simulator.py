@@ -14,6 +14,7 @@ from rudra.bench.prediction import noise
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
+from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
@@ -96,14 +97,15 @@ def _bare_s(job: Job) -> float:
     model = FlatModel(models.build(job.model, info, job.training.seed))
     weights, gradient = torch.empty(model.size), torch.empty(model.size)
     model.read_into(weights)
-    source = GradientSource(job, 0, model, train, prefetch=False)
-    count = job.training.epochs * len(train) // job.training.minibatch_size
+    size = job.training.minibatch_size
+    source = GradientSource(job, 0, Work(0, 0, size, size), model, train, prefetch=False)
+    count = job.training.epochs * len(train) // size
     threads = torch.get_num_threads()
     torch.set_num_threads(job.cluster.threads_per_rank or 1)
     try:
         began = time.perf_counter()
         for step in range(count):
-            source.compute(step, weights, gradient)
+            source.compute(step, source.work.after(step), weights, gradient)
         return (time.perf_counter() - began) / count
     finally:
         torch.set_num_threads(threads)

@@ -26,7 +26,7 @@ class StubLearner(LearnerExecutor):
         Executor.__init__(self, (), floats, floats, 1)
 
     def compute(self, action: Compute) -> Iterator[Computed]:
-        yield Computed(action.step, 0.0, 0, 1)
+        yield Computed(action.step, 0.0, 0, action.work.count)
 
     def close(self) -> None:
         """There is no input thread."""

@@ -40,6 +40,7 @@ from rudra.core.events import (
 from rudra.core.hooks import RoleHooks, hooks_of
 from rudra.core.layout import Entry
 from rudra.core.messages import Kind, Message, tail_bytes
+from rudra.core.work import portion
 from rudra.data.load import Data, Samples
 from rudra.errors import CheckpointError, ConfigError
 from rudra.job.job import Job
@@ -462,12 +463,12 @@ class LearnerExecutor(Executor):
     def compute(self, action: Compute) -> Iterator[Computed]:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:
-            outcome = self.source.compute(action.step, weights.vector, gradient.vector)
+            outcome = self.source.compute(action.step, action.work, weights.vector, gradient.vector)
             if self._direct:
                 finish(self.device)  # MPI may write to the weights at once
         else:
             staged = self._stage.gradient
-            outcome = self.source.compute(action.step, self._stage.weights(weights), staged)
+            outcome = self.source.compute(action.step, action.work, self._stage.weights(weights), staged)
             gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
         yield self.computed(action, outcome)
 
@@ -583,9 +584,12 @@ def make_executors(
                 Target.parse(job.training.target).check(measured, data.tests)
             except ConfigError as error:
                 raise ConfigError(f"[training] {error}") from None
-    lonely = job.training.minibatch_size == 1 and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
+    size, shares = job.training.minibatch_size, job.cluster.shares
+    works = {role: portion(plan, role, size, shares).work(0) for role in roles if plan.about(role).trains}
+    alone = any(work.count == 1 for work in works.values())
+    lonely = alone and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
     if trains and (lonely or job.training.precision != "float32"):
-        check_gradient(job.training, model(), data.info.sample)
+        check_gradient(job.training, model(), data.info.sample, alone=alone)
     made: dict[int, Executor] = {}
     hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:
@@ -602,7 +606,7 @@ def make_executors(
             executor.own(job, plan, flat, first_weights)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
-            source = GradientSource(job, plan.roles[role].index, flat, data.training, prefetch=prefetch)
+            source = GradientSource(job, plan.roles[role].index, works[role], flat, data.training, prefetch=prefetch)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
         if isinstance(executor, StatisticsExecutor):
             executor.test(job, flat, data.tests)

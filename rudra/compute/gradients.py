@@ -15,6 +15,7 @@ from torch import nn
 
 from rudra.compute.flat import FlatModel
 from rudra.core.events import Score
+from rudra.core.work import Work
 from rudra.data import trees
 from rudra.data.augmentation import Augmentation
 from rudra.data.load import Batch, Samples, in_memory
@@ -41,46 +42,50 @@ class BatchResult:
 
 
 class GradientSource:
-    """One learner's gradients: step s draws the samples s·μ … (s+1)·μ − 1 of its walk, whoever asks and when.
+    """One learner's gradients: pure functions of weights, step and work, whoever asks and when.
 
     Args:
-        job: gives μ and the seed.
-        learner: the learner's number; names its walk.
+        job: gives the seed.
+        learner: the learner's number.
+        work: of its first step.
         model: computes; may be shared by several sources in one thread.
         split: the training samples.
         prefetch: an input thread prepares the next mini-batches meanwhile; the bits are the same without it.
 
+    Attributes:
+        work: of the first step.
+
     Source: Rudra §3.2, the I/O thread of the data server.
     """
 
-    def __init__(self, job: Job, learner: int, model: FlatModel, split: Samples, *, prefetch: bool) -> None:
+    def __init__(self, job: Job, learner: int, work: Work, model: FlatModel, split: Samples, *, prefetch: bool) -> None:
         self._seed = job.training.seed
         self._learner = learner
         self._stops = job.fault_tolerance.non_finite_loss == "stop"
-        self.model = model
-        sampler, augmentation = Sampler(self._seed, learner, len(split)), Augmentation(job.augment)
-        self._inputs = _Inputs(sampler, split, job.training.minibatch_size, augmentation, self.seed)
+        self.work, self.model = work, model
+        self._inputs = _Inputs(self._seed, split, Augmentation(job.augment), self.seed)
         # A set that draws random numbers is asked in this thread, where nobody else draws any meanwhile.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not split.random else None
 
-    def compute(self, step: int, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
+    def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
         """Computes the gradient of one step.
 
         Args:
             step: any; consecutive steps are prefetched.
+            work: its samples.
             weights: (size,) float32, only read.
             out: (size,) float32, as `FlatModel.gradient` fills it.
 
         Raises:
             DataError: a label is out of range. Whatever else the user's dataset raises comes through.
         """
-        inputs, target = self.minibatch(step)
+        inputs, target = self.minibatch(step, work)
         self.model.bind(weights)
         loss, errors = self.model.gradient(inputs, target, out, self.seed(step))
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
-            sample = self._inputs.indices(step)[int(wrong.argmax())]
+            sample = self._inputs.indices([work])[int(wrong.argmax())]
             raise DataError(f"[data] training sample {sample} has a value that is not finite, and so has the loss")
-        return BatchResult(loss, errors, self.minibatch_size)
+        return BatchResult(loss, errors, work.count)
 
     def prepare(self) -> None:
         """Compiles what is to be compiled, by a gradient that nobody gets, so that the first step takes no longer.
@@ -94,23 +99,18 @@ class GradientSource:
         self.model.read_into(weights)
         self.model.bind(weights)
         try:
-            self.model.gradient(*self._inputs.minibatch(0), out, 0)
+            self.model.gradient(*self._inputs.minibatch(0, self.work), out, 0)
         except torch._dynamo.exc.TorchDynamoException as error:
             what = " ".join(str(error).split())[:200]
             raise ConfigError(f"[training] compile = true: torch.compile cannot do this model ({what})") from error
 
-    def minibatch(self, step: int) -> Batch:
+    def minibatch(self, step: int, work: Work) -> Batch:
         """The samples of one step."""
-        return self._inputs.minibatch(step) if self._prefetched is None else self._prefetched.minibatch(step)
+        return (self._inputs if self._prefetched is None else self._prefetched).minibatch(step, work)
 
     def seed(self, step: int) -> int:
         """Of dropout and the like in one step."""
         return mix(self._seed, self._learner, step)
-
-    @property
-    def minibatch_size(self) -> int:
-        """μ."""
-        return self._inputs.minibatch_size
 
     def close(self) -> None:
         """Ends the input thread, if there is one; `compute` may not be called again."""
@@ -130,48 +130,54 @@ def not_finite(batch: Any) -> npt.NDArray[np.bool_]:
 
 
 def joint_gradient(
-    sources: Sequence[GradientSource], step: int, weights: torch.Tensor, out: torch.Tensor
+    sources: Sequence[GradientSource], step: int, works: Sequence[Work], weights: torch.Tensor, out: torch.Tensor
 ) -> list[BatchResult]:
     """Computes the mean gradient of the same step of several learners as one big batch.
 
     It is not bit for bit the mean of their gradients, and dropout draws other masks.
 
     Args:
-        sources: of the learners; they share one model and one μ.
+        sources: of the learners; they share one model.
         step: of all of them.
+        works: the samples of each, equally many.
         weights: (size,) float32, only read.
         out: (size,) float32, as `FlatModel.gradient` fills it.
 
     Returns:
         What each learner's own mini-batch came to.
     """
-    inputs, target = _together(torch.cat, [source.minibatch(step) for source in sources])
+    batches = [source.minibatch(step, work) for source, work in zip(sources, works, strict=True)]
+    inputs, target = _together(torch.cat, batches)
     model, each = sources[0].model, len(sources)
     model.bind(weights)
     losses, wrong = model.joint_gradient(inputs, target, out, sources[0].seed(step))
     means, errors = losses.reshape(each, -1).mean(1), wrong.reshape(each, -1).sum(1, dtype=np.float32)
-    return _outcomes(means, errors, sources[0].minibatch_size)
+    return _outcomes(means, errors, works[0].count)
 
 
 def mapped_gradients(
-    sources: Sequence[GradientSource], steps: Sequence[int], weights: Sequence[torch.Tensor], outs: list[torch.Tensor]
+    sources: Sequence[GradientSource],
+    minibatches: Sequence[tuple[int, Work]],
+    weights: Sequence[torch.Tensor],
+    outs: list[torch.Tensor],
 ) -> list[BatchResult]:
     """Computes one gradient of each of several learners together, by `torch.func.vmap`.
 
     The bits are not those of `GradientSource.compute`, and dropout draws other masks.
 
     Args:
-        sources: of the learners; they share one model and one μ.
-        steps: of each learner.
+        sources: of the learners; they share one model.
+        minibatches: step and samples of each learner; equally many samples.
         weights: (size,) float32 for each learner, or a single one for all; only read.
         outs: (size,) float32 for each learner, as `FlatModel.gradient` fills it.
     """
-    batches = [source.minibatch(step) for source, step in zip(sources, steps, strict=True)]
+    batches = [source.minibatch(*minibatch) for source, minibatch in zip(sources, minibatches, strict=True)]
     inputs, target = _together(torch.stack, batches)
     model = sources[0].model
-    model.seed(sources[0].seed(steps[0]))
+    (step, work), *_ = minibatches
+    model.seed(sources[0].seed(step))
     losses, errors = model.mapped_gradients(weights, inputs, target, outs)
-    return _outcomes(losses, errors, sources[0].minibatch_size)
+    return _outcomes(losses, errors, work.count)
 
 
 def _together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
@@ -219,18 +225,18 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
             raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
 
 
-def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch) -> None:
+def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alone: bool) -> None:
     """Makes sure that torch can compute a model's gradients in a precision, and of one sample alone, by trying.
 
     Args:
-        table: has the precision, and the samples of a mini-batch.
+        table: has the precision.
         model: in question, made for that precision; afterwards of no use.
         sample: a batch of one.
+        alone: whether mini-batches may be of one sample.
 
     Raises:
         ConfigError: it cannot; the text says why.
     """
-    alone = table.minibatch_size == 1
     weights, out = torch.zeros(2, model.size, device=model.device)
     model.read_into(weights)
     model.bind(weights)
@@ -255,86 +261,91 @@ class _Inputs:
     Which steps those are depends on the step alone, so that a mini-batch lies in memory as it does in any other run.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        split: Samples,
-        minibatch_size: int,
-        augmentation: Augmentation,
-        seed: Callable[[int], int],
-    ) -> None:
-        self.minibatch_size = minibatch_size
-        self._sampler, self._split, self._augmentation = sampler, split, augmentation
-        self._seed = seed  # of a step
-        self._together = 1
+    def __init__(self, seed: int, split: Samples, augmentation: Augmentation, seed_of: Callable[[int], int]) -> None:
+        self._split, self._augmentation = split, augmentation
+        self._seed, self._seed_of = seed, seed_of  # of the job, and of a step
+        self._sampler: Sampler | None = None
+        self._sample_bytes = 0
         if in_memory(split):
-            sample = sum(tensor.nbytes for tensor in split.batch(np.zeros(1, np.int64)))
-            self._together = max(1, _TOGETHER_BYTES // (sample * minibatch_size))
-        self._drawn: dict[int, Batch] = {}
+            self._sample_bytes = sum(tensor.nbytes for tensor in split.batch(np.zeros(1, np.int64)))
+        self._drawn: dict[tuple[int, Work], Batch] = {}
 
-    def indices(self, step: int) -> npt.NDArray[np.int64]:
-        """Which samples a mini-batch has."""
-        return self._sampler.indices(step * self.minibatch_size, self.minibatch_size)
+    def indices(self, works: Sequence[Work]) -> npt.NDArray[np.int64]:
+        """Which samples mini-batches of one stream have."""
+        first, *more = works
+        if self._sampler is None or self._sampler.stream != first.stream:
+            self._sampler = Sampler(self._seed, first.stream, len(self._split))
+        if not more or first.count == first.stride:
+            return self._sampler.indices(first.first, first.count * len(works))
+        return np.concatenate([self._sampler.indices(work.first, work.count) for work in works])
 
-    def minibatch(self, step: int) -> Batch:
-        if step not in self._drawn:
-            first = step - step % self._together
-            self._drawn = dict(enumerate(self._draw(first), first))
-        return self._drawn.pop(step)  # whoever gets it may change it
+    def minibatch(self, step: int, work: Work) -> Batch:
+        wanted = (step, work)
+        if wanted not in self._drawn:
+            self._drawn = dict(self._draw(step, work))
+        return self._drawn.pop(wanted)  # whoever gets it may change it
 
-    def _draw(self, first: int) -> Iterator[Batch]:
+    def _draw(self, step: int, work: Work) -> Iterator[tuple[tuple[int, Work], Batch]]:
         """The mini-batches of several steps."""
-        size = self.minibatch_size
+        size, together = work.count, 1
+        if self._sample_bytes:
+            together = max(1, _TOGETHER_BYTES // (self._sample_bytes * size))
+        before = min(step % together, work.first // work.stride)
+        step -= before
+        works = [work.after(i - before) for i in range(together)]
         if self._split.random:
-            seed_all(mix(self._seed(first), _DRAWING))
-        drawn = self._split.batch(self._sampler.indices(first * size, self._together * size))
-        pairs = [drawn] if self._together == 1 else zip(drawn[0].split(size), drawn[1].split(size), strict=True)
-        for step, (inputs, target) in enumerate(pairs, first):
+            seed_all(mix(self._seed_of(step), _DRAWING))
+        drawn = self._split.batch(self.indices(works))
+        pairs = [drawn] if together == 1 else zip(drawn[0].split(size), drawn[1].split(size), strict=True)
+        for number, (inputs, target) in enumerate(pairs):
             if not self._augmentation.idle:
-                inputs = self._augmentation(inputs, mix(self._seed(step), _CHANGING))
-            yield inputs, target
+                inputs = self._augmentation(inputs, mix(self._seed_of(step + number), _CHANGING))
+            yield (step + number, works[number]), (inputs, target)
 
 
 class _Prefetched:
     """The input thread and its two queues: steps go in, mini-batches or exceptions come out in the same order."""
 
     def __init__(self, inputs: _Inputs) -> None:
-        self._steps: SimpleQueue[int | None] = SimpleQueue()
+        self._wanted: SimpleQueue[tuple[int, Work] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
-        self._asked: deque[int] = deque()
+        self._asked: deque[tuple[int, Work]] = deque()
         self._thread = threading.Thread(
-            target=_prepare, args=(inputs, self._steps, self._ready), name="rudra-input", daemon=True
+            target=_prepare, args=(inputs, self._wanted, self._ready), name="rudra-input", daemon=True
         )
         self._thread.start()
 
-    def minibatch(self, step: int) -> Batch:
-        if self._asked and self._asked[0] != step:  # not the order that was foreseen: forget what is on its way
+    def minibatch(self, step: int, work: Work) -> Batch:
+        if self._asked and self._asked[0] != (step, work):  # not what was foreseen: forget what is on its way
             while self._asked:
                 self._asked.popleft()
                 self._ready.get()
-        self._ask(step)
+        self._ask(step, work)
         self._asked.popleft()
         result = self._ready.get()
         if isinstance(result, BaseException):
             raise result
-        self._ask(step + 1)
+        self._ask(step + 1, work.after(1))
         return result
 
-    def _ask(self, first: int) -> None:
+    def _ask(self, step: int, work: Work) -> None:
         while len(self._asked) < _DEPTH:
-            step = self._asked[-1] + 1 if self._asked else first
-            self._asked.append(step)
-            self._steps.put(step)
+            ahead = len(self._asked)
+            wanted = (step + ahead, work.after(ahead))
+            self._asked.append(wanted)
+            self._wanted.put(wanted)
 
     def close(self) -> None:
-        self._steps.put(None)
+        self._wanted.put(None)
         self._thread.join()
 
 
-def _prepare(inputs: _Inputs, steps: SimpleQueue[int | None], ready: SimpleQueue[Batch | BaseException]) -> None:
-    while (step := steps.get()) is not None:
+def _prepare(
+    inputs: _Inputs, wanted: SimpleQueue[tuple[int, Work] | None], ready: SimpleQueue[Batch | BaseException]
+) -> None:
+    while (minibatch := wanted.get()) is not None:
         try:
-            ready.put(inputs.minibatch(step))
+            ready.put(inputs.minibatch(*minibatch))
         except BaseException as error:  # the learner raises it, in its own thread
             ready.put(error)
 

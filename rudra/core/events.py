@@ -15,6 +15,7 @@ from msgspec import Struct
 from rudra.core.messages import Message, Rows, Word
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
+from rudra.core.work import Work
 from topologies import Plan
 
 WEIGHTS, GRADIENT = "weights", "gradient"
@@ -193,7 +194,7 @@ class Hash(Local, frozen=True, gc=False):
 
 
 class Compute(Local, frozen=True, gc=False):
-    """Compute the gradient of mini-batch `step` at the weights; its end is `Computed`.
+    """Compute the gradient of mini-batch `step`, which is made of this work, at the weights; its end is `Computed`.
 
     What follows is for hooks: the weights' timestamp, and when it begins, in seconds of training.
     """
@@ -201,6 +202,7 @@ class Compute(Local, frozen=True, gc=False):
     long = True
     reads, changes = ("weights",), ("gradient",)
     step: int
+    work: Work
     weights: str
     gradient: str
     timestamp: int = -1

@@ -25,12 +25,13 @@ GRADIENT = table(
     ("learner", "<i4", "number of the learner that computed the gradient, from 0"),
     ("samples", "<i4", "samples of the gradient's mini-batch"),
     ("step", "<i8", "number of the gradient among those of its learner, from 0"),
+    ("first", "<i8", "position of the first sample in the stream that the mini-batch was drawn from"),
     ("timestamp", "<i8", "timestamp of the weights that the gradient was computed from"),
     ("staleness", "<i8", "σ: the server's timestamp when the gradient arrived, minus `timestamp`"),
     ("scale", "<f8", "weight of the gradient inside the update's average; 1 without modulation `gradient_staleness`"),
     ("loss", "<f8", "mean loss over the samples"),
     ("errors", "<f4", _ERRORS),
-    ("pad", "<i4", ""),
+    ("stream", "<i4", "number of that stream: the learner's own, or with `cluster.shares` one of several learners"),
 )
 """One gradient that was applied, in order of application."""
 
@@ -42,12 +43,13 @@ class Gradient(Struct, frozen=True, gc=False):
     learner: int
     samples: int
     step: int
+    first: int
     timestamp: int
     staleness: int
     scale: float
     loss: float
     errors: float
-    pad: int = 0
+    stream: int
 
 
 UPDATE = table(

@@ -18,6 +18,8 @@ class TrainingState(Struct, frozen=True):
         applied: gradients.
         time_s: training so far.
         steps: for each learner, the next mini-batch: one more than the last whose gradient was applied.
+        learned: for each learner, the samples of its applied gradients.
+        drawn: for each stream of samples, where the next batch begins: after the last that was applied.
         epoch_loss, epoch_errors, epoch_staleness, epoch_gradients, epoch_samples: sums over the epoch under way.
         lowered: completed epochs after which the rate fell, or is to fall, because tests got no better.
     """
@@ -28,6 +30,8 @@ class TrainingState(Struct, frozen=True):
     applied: int = 0
     time_s: float = 0.0
     steps: tuple[int, ...] = ()
+    learned: tuple[int, ...] = ()
+    drawn: tuple[int, ...] = ()
     epoch_loss: float = 0.0
     epoch_errors: float = 0.0
     epoch_staleness: int = 0
@@ -38,6 +42,14 @@ class TrainingState(Struct, frozen=True):
     def step(self, learner: int) -> int:
         """The next mini-batch of a learner."""
         return self.steps[learner] if self.steps else 0
+
+    def learned_by(self, learner: int) -> int:
+        """Samples of a learner's gradients."""
+        return self.learned[learner] if self.learned else 0
+
+    def drawn_from(self, stream: int) -> int:
+        """Where the next batch of a stream begins."""
+        return self.drawn[stream] if self.drawn else 0
 
     def below(self, plan: Plan, role: int) -> int:
         """How many of the applied gradients passed a role."""

@@ -271,10 +271,26 @@ class Job(Table):
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
             what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
+        if self.cluster.shares:
+            self._check_shares(plan, protocol)
         if self.fault_tolerance.straggler_timeout_s is not None and (plan.groups or not protocol.ordered):
             raise ValueError(
                 "[fault_tolerance] straggler_timeout_s: only a server that waits for each of its learners can drop one;"
                 " valid with protocol hardsync and topology base or adv"
+            )
+
+    def _check_shares(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
+        shares, learners = self.cluster.shares, plan.learner_numbers
+        if len(shares) != learners:
+            raise ValueError(f"[cluster] shares: {len(shares)} numbers for {learners} learners; valid: one for each")
+        if not plan.groups and not protocol.waits:
+            raise ValueError(
+                "[cluster] shares: only learners whose gradients are of the same weights can share a batch; valid with "
+                "protocol hardsync or topology groups"
+            )
+        if self.simulation.batching != "none":
+            raise ValueError(
+                "[cluster] shares: parts of different sizes cannot be computed together; valid: batching = 'none'"
             )
 
     def _check_hooks(self, plan: topologies.Plan, *, placed: bool) -> None:

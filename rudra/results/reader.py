@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rudra.compute.statedict import StateEntry
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
-from rudra.core.records import EVENT, LEARNER, METRIC, MINIBATCH
+from rudra.core.records import EVENT, METRIC
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
 from rudra.results import plan_rows, validation
@@ -75,7 +75,7 @@ class LayoutEntry(NamedTuple):
     size: int
 
 
-READABLE = (5, FORMAT_VERSION)
+READABLE = (5, 6, FORMAT_VERSION)
 """Versions of the format."""
 
 
@@ -117,7 +117,7 @@ class Results:
             if version is None:
                 raise ResultsError(f"{path}: not a result file of Rudra")
             if version not in READABLE:
-                known = " and ".join(map(str, READABLE))
+                known = f"{READABLE[0]} to {READABLE[-1]}"
                 raise ResultsError(f"{path}: has format version {version}; this Rudra reads {known}")
             if missing:
                 raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
@@ -433,11 +433,22 @@ class Results:
             return self._checked(name, dataset[()])
 
     def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
-        if name in _TIMED and values.dtype != _TIMED[name]:
-            values = _with_own_times(values, _TIMED[name])
+        wanted = validation.DTYPES.get(name)
+        if wanted is not None and values.dtype != wanted:
+            values = self._completed(name, values, wanted)
         found = validation.rows(name, values, self.attributes.get("learners"))
         if name == "updates" and self.attributes["format_version"] == 5:  # where the first epoch was 0
             found["epoch"] += 1
+        return found
+
+    def _completed(self, name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Rows of an older format (`validation.older`) with all columns; times that were not told apart are 0."""
+        found = np.zeros(values.shape, dtype)
+        for column in {*(values.dtype.names or ())} & {*(dtype.names or ())}:
+            found[column] = values[column]
+        if name == "gradients":
+            found["stream"] = values["learner"]
+            found["first"] = values["step"] * self.attributes["minibatch_size"]
         return found
 
     @contextmanager
@@ -448,17 +459,6 @@ class Results:
             raise
         except Exception as error:  # HDF5 and NumPy raise almost anything where a file is damaged
             raise ResultsError(f"{self.path}: damaged or closed: {reason_of(error)}") from None
-
-
-_TIMED = {"minibatches": MINIBATCH, "learners": LEARNER}
-
-
-def _with_own_times(values: Rows, dtype: np.dtype[np.void]) -> Rows:
-    """Rows of an older file (`validation.without_own_times`) with all columns; what was not told apart is 0."""
-    found = np.zeros(values.shape, dtype)
-    for column in values.dtype.names or ():
-        found[column] = values[column]
-    return found
 
 
 def _filled(rows: Rows) -> NDArray[np.bool_]:

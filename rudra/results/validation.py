@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rudra.compute.statedict import key
 from rudra.core.messages import Rows
-from rudra.core.records import LEARNER, ROLE, TIMES, TOTALS
+from rudra.core.records import LEARNER, ROLE, TOTALS
 from rudra.errors import ResultsError
 from rudra.files import DENSEST
 from rudra.job.jobfiles import possible
@@ -95,15 +95,25 @@ def dataset(found: object, name: str) -> None:
         raise ValueError(f"/{name} is not a plain data set")
     wanted = DTYPES.get(name)
     dimensions = 2 if name == "weights/epochs" else 1
-    known = found.dtype.names is not None if wanted is None else found.dtype in (wanted, without_own_times(wanted))
+    known = found.dtype.names is not None if wanted is None else found.dtype in (wanted, older(name, wanted))
     if not known or found.ndim != dimensions:
         raise ValueError(f"/{name} has another layout")
 
 
-def without_own_times(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Of rows in files in which a reduction counted as a push, and an update of a learner's own weights as a pull."""
-    names = [name for name in dtype.names or () if name not in {"reduce_s", "update_s"}]
-    return np.dtype([(name, dtype[name]) for name in names]) if {*TIMES} <= {*(dtype.names or ())} else dtype
+_NEWER = {
+    "minibatches": {"reduce_s", "update_s"},  # in format 5 a reduction counted as a push, an update as a pull
+    "learners": {"reduce_s", "update_s"},
+    "gradients": {"first", "stream"},  # up to format 6 every learner drew a stream of its own
+}
+"""Columns that older files lack."""
+
+
+def older(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Of a table's rows in files of older formats."""
+    columns = [(column, dtype[column]) for column in dtype.names or () if column not in _NEWER.get(name, ())]
+    if name == "gradients":
+        columns.append(("pad", np.dtype("<i4")))
+    return np.dtype(columns) if columns else dtype
 
 
 def fits(claimed: int, name: str, file_bytes: int) -> None:

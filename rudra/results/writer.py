@@ -24,7 +24,7 @@ from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.results.checkpoint import sync_directory
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 Status = Literal["finished", "failed", "interrupted"]
 

@@ -449,7 +449,7 @@ class Replica(Machine):
         assert position is not None
         if position.timestamp < self.ledger.timestamp:  # an earlier one, which was under way
             return actions + self.cycle.save(now)
-        self.log.step = position.step(self.log.learner)
+        self.log.go_on(position)
         return actions + self._regroup(position, now)
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:

@@ -87,6 +87,8 @@ class Ledger:
         epoch, epochs: completed ones, and how many there are to be.
         samples, applied: samples and gradients applied.
         steps: for each learner, one more than the last mini-batch that is counted.
+        learned: for each learner, the samples that are counted.
+        drawn: for each stream, the end of what was applied.
         lowered: completed epochs after which the rate falls, because tests got no better.
         stopped: training ends before its time.
         began: seconds on the driver's clock.
@@ -130,7 +132,11 @@ class Ledger:
         self.lowered = position.lowered
         if self._job.optimizer.plateau is not None:
             self.schedule = Schedule.stepped(self._job.optimizer, self.lowered)
-        self.steps = [position.step(i) for i in range(plan.learner_numbers)]
+        learners = range(plan.learner_numbers)
+        self.steps = [position.step(i) for i in learners]
+        self.learned = [position.learned_by(i) for i in learners]
+        self.drawn = [position.drawn_from(i) for i in learners]
+        self._pending_drawn: dict[int, int] = {}  # by stream
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
         self._pending_samples = self._pending_staleness = 0
         self._pending_loss = self._pending_errors = 0.0
@@ -192,12 +198,16 @@ class Ledger:
         """Takes gradients into the books of the next update; returns their samples."""
         timestamp, pending = self.timestamp, self._pending
         samples = 0
-        steps = self.steps
+        drawn = self._pending_drawn
         for g in gradients:
-            steps[g.learner] = g.step + 1
-            count, loss, errors, staleness = g.samples, g.loss, g.errors, timestamp - g.timestamp
-            row = ROW(timestamp + 1, g.learner, count, g.step, g.timestamp, staleness, scale, loss, errors, 0)
+            learner, count, step, first, stream = g.learner, g.samples, g.step, g.first, g.stream
+            loss, errors, staleness = g.loss, g.errors, timestamp - g.timestamp
+            row = ROW(timestamp + 1, learner, count, step, first, g.timestamp, staleness, scale, loss, errors, stream)
             pending.append(row)
+            self.steps[learner] = step + 1
+            self.learned[learner] += count
+            if first + count > drawn.get(stream, 0):
+                drawn[stream] = first + count
             samples += count
             self._pending_staleness += staleness
             self._pending_loss += loss * count
@@ -237,6 +247,9 @@ class Ledger:
         self._update_rows.append((self.timestamp, self.epoch + 1, count, samples, rate, mean_staleness, time_s))
         self._pending, self._pending_samples, self._pending_staleness = [], 0, 0
         self._pending_loss = self._pending_errors = 0.0
+        for stream, end in self._pending_drawn.items():
+            self.drawn[stream] = end
+        self._pending_drawn.clear()
         while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self._training_samples:
             actions += self._end_epoch(now, rate)
         return actions
@@ -339,8 +352,9 @@ class Ledger:
         return self.outbox.flush(now)
 
     def _account_for(self, role: int, pushed: int) -> None:
-        learner, samples = self.plan.roles[role], pushed * self._job.training.minibatch_size
-        self.outbox.add(Kind.LEARNERS, learner.index, learner.world_rank, pushed, samples, 0, 0, *(0.0 for _ in TIMES))
+        learner = self.plan.roles[role]
+        counts = (pushed, self.learned[learner.index], 0, 0)
+        self.outbox.add(Kind.LEARNERS, learner.index, learner.world_rank, *counts, *(0.0 for _ in TIMES))
 
     def totals(self, now: float, pushed: int, pending: int, discarded: int, lost: int) -> list[Action]:
         """The closing account."""
@@ -350,13 +364,15 @@ class Ledger:
 
     def position(self, now: float) -> TrainingState:
         """Where training stands, without what is pending."""
-        steps = list(self.steps)
+        steps, learned = list(self.steps), list(self.learned)
         for row in np.frombuffer(b"".join(self._pending), records.GRADIENT)[::-1]:
             steps[row["learner"]] = int(row["step"])
+            learned[row["learner"]] -= int(row["samples"])
         sums = (self._epoch_loss, self._epoch_errors)
         counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)
         books = (self.timestamp, self.epoch, self.samples, self.applied)
-        return TrainingState(*books, now - self.began, tuple(steps), *sums, *counts, self.lowered)
+        begun = (tuple(steps), tuple(learned), tuple(self.drawn))
+        return TrainingState(*books, now - self.began, *begun, *sums, *counts, self.lowered)
 
     @property
     def last_position(self) -> TrainingState:

@@ -5,6 +5,8 @@ from math import isfinite
 from rudra.core.events import Action, Compute, Computed, Fail, Warn
 from rudra.core.messages import Kind
 from rudra.core.records import TIMES, Gradient
+from rudra.core.training_state import TrainingState
+from rudra.core.work import portion
 from rudra.roles.machine import Outbox, Setup
 
 UNUSED = (0.0,) * (len(TIMES) - 1)
@@ -20,16 +22,18 @@ class MinibatchLog:
     Attributes:
         learner: its number.
         step: of the next mini-batch.
+        work: the samples of the next one.
         began: seconds on the driver's clock at which training began.
         diary: rows on their way.
     """
 
     # A simulation has thousands of learners, each in fewer lines of the cache without a dictionary.
     __slots__ = (
-        "_first",
-        "_last_samples",
+        "_before",
+        "_done",
         "_minibatch",
         "_non_finite_stops",
+        "_portion",
         "_reports_minibatches",
         "_samples",
         "_since",
@@ -40,32 +44,39 @@ class MinibatchLog:
         "diary",
         "learner",
         "step",
+        "work",
     )
 
     def __init__(self, role: int, setup: Setup) -> None:
         about, results = setup.plan.roles[role], setup.job.results
         self.learner, self._world_rank = about.index, about.world_rank
-        self.step = self._first = setup.position.step(self.learner)
+        self._portion = portion(setup.plan, role, setup.job.training.minibatch_size, setup.job.cluster.shares)
+        self._before = setup.position.learned_by(self.learner)
         self._non_finite_stops = setup.job.fault_tolerance.non_finite_loss == "stop"
         self._warned = False
         self._reports_minibatches = results.minibatches
         self.diary = Outbox(role, setup.plan.statistics, results.report_s)
         self._minibatch: tuple[float, ...] = ()
         self.began = self._since = 0.0  # the training, and the mini-batch at hand
-        self._samples = self._last_samples = 0
         self._times = [0.0] * len(TIMES)
+        self.go_on(setup.position)
 
     def inherit(self, before: "MinibatchLog") -> None:
         """Takes over what was noted; what was computed in vain since counts as time, not as samples."""
         self.diary, self._warned = before.diary, before._warned
-        self._first, self._last_samples = before._first, before._last_samples
-        self._samples = (self.step - self._first) * self._last_samples
-        self._times = before._times
+        self._samples += self._before - before._before
+        self._before, self._times = before._before, before._times
+
+    def go_on(self, position: TrainingState) -> None:
+        """Begins with what was not applied yet at a position."""
+        self.step = position.step(self.learner)
+        self.work = self._done = self._portion.work(position.drawn_from(self._portion.stream))
+        self._samples = position.learned_by(self.learner) - self._before
 
     def begin(self, weights: str, gradient: str, timestamp: int, now: float) -> Compute:
         """Begins the next mini-batch, of weights of a timestamp."""
         self._since = now
-        return Compute(self.step, weights, gradient, timestamp, now - self.began)
+        return Compute(self.step, self.work, weights, gradient, timestamp, now - self.began)
 
     def enter(self, event: Computed, timestamp: int, now: float) -> tuple[list[Action], bool]:
         """Notes a mini-batch that is computed; what to do about it, and whether that is all because the run fails."""
@@ -75,7 +86,7 @@ class MinibatchLog:
         if self._reports_minibatches:
             about = (self.learner, event.samples, step, timestamp, loss, event.errors, 0)
             self._minibatch = (*about, now - self.began, compute_s)
-        self.step = step + 1
+        self.step, self._done, self.work = step + 1, self.work, self.work.after(1)
         if isfinite(loss):
             return [], False
         late, early = "a smaller learning_rate may help", "at the initial weights; do model, loss and data fit?"
@@ -91,14 +102,14 @@ class MinibatchLog:
 
     def describe(self, event: Computed, timestamp: int) -> Gradient:
         """Counts the samples of a gradient that is on its way now, and describes it."""
-        samples, loss, errors = event.samples, event.loss, event.errors
+        samples, loss, errors, work = event.samples, event.loss, event.errors, self._done
         self._samples += samples
-        self._last_samples = samples
-        return Gradient(-1, self.learner, samples, event.step, timestamp, -1, 1.0, loss, errors)
+        about = (-1, self.learner, samples, event.step, work.first, timestamp, -1, 1.0, loss, errors)
+        return Gradient(*about, work.stream)
 
     def take_back(self) -> None:
         """The last gradient does not count, after all."""
-        self._samples -= self._last_samples
+        self._samples -= self._done.count
 
     def spend(self, reduce_s: float, push_s: float, wait_s: float, pull_s: float, update_s: float = 0.0) -> None:
         """How long a mini-batch took beside the computation."""

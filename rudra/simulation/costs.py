@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rudra.core.events import Accumulate, Evaluate, Local, Update
+from rudra.core.work import portion
 from rudra.errors import ConfigError, meant
 from rudra.job.job import Job, named
 from rudra.job.jobfiles import read_toml
@@ -58,6 +59,7 @@ class CostModel:
         table: with its cost file read in (`load`).
         plan: who is who.
         minibatch_size: μ.
+        shares: of the learners (`rudra.core.work.portion`).
 
     Attributes:
         node: of every role.
@@ -65,28 +67,24 @@ class CostModel:
         local_s: durations of other local actions; those that are not here take no time.
     """
 
-    def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int) -> None:
+    def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int, shares: Sequence[float] = ()) -> None:
         self.table, self.plan = table, plan
         self.node = plan.nodes(near=table.servers_on_first_node)
-        self.compute_s = self._compute_times(minibatch_size)
+        self._on_node = Counter(self.node[role] for role in plan.learners)
+        self.compute_s = {
+            role: self.compute_time_s(role, portion(plan, role, minibatch_size, shares).count) for role in plan.learners
+        }
         self.local_s: dict[type[Local], float] = {
             Accumulate: table.gradient_s,
             Update: table.update_s,
             Evaluate: table.evaluation_s,
         }
 
-    def _compute_times(self, minibatch_size: int) -> dict[int, float]:
-        table, plan = self.table, self.plan
-        alone_s = at(table.compute_s, minibatch_size)
-        on_node: dict[int, int] = {}
-        for role in plan.learners:
-            on_node[self.node[role]] = on_node.get(self.node[role], 0) + 1
-        return {
-            role: alone_s
-            * (1 + table.node_slowdown * (on_node[self.node[role]] - 1))
-            * table.slowdown.get(plan.roles[role].index, 1.0)
-            for role in plan.learners
-        }
+    def compute_time_s(self, role: int, samples: int) -> float:
+        """Mean seconds that a learner takes for so many samples."""
+        crowd = self._on_node[self.node[role]] - 1
+        slowdown = (1 + self.table.node_slowdown * crowd) * self.table.slowdown.get(self.plan.roles[role].index, 1.0)
+        return at(self.table.compute_s, samples) * slowdown
 
     def computation(self, role: int, source: random.Random) -> Callable[[], float]:
         """What gives the duration of each mini-batch of a learner, in seconds."""

@@ -123,7 +123,7 @@ def predict(
     updates = updates or _enough(job, per_update)
     plan = job.plan(costs.places(job))
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
-    meter, rows = _Meter(minibatch_size, updates, plan.server), KeptRows()
+    meter, rows = _Meter(updates, plan.server), KeptRows()
     simulated = updates * per_update * minibatch_size
     simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size)
     simulation.run()
@@ -148,8 +148,7 @@ class _Meter(TimingOnly):
 
     idle: Collection[type[Local]] = ()
 
-    def __init__(self, samples: int, updates: int, owner: int) -> None:
-        super().__init__(samples)
+    def __init__(self, updates: int, owner: int) -> None:
         self.transfers: Counter[tuple[int, int]] = Counter()
         self.added: Counter[int] = Counter()
         self.updated: Counter[int] = Counter()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from rudra.compute.executor import (
     Executor,
+    LearnerExecutor,
     OwnerExecutor,
     StatisticsExecutor,
     make_executors,
@@ -112,7 +113,8 @@ def _gradient(server: Executor, learner: Executor) -> tuple[float, float]:
     """Loss of the first mini-batch at the initial weights, and how long its gradient takes."""
     if learner is not server:
         learner.buffer(WEIGHTS).vector.copy_(server.buffer(WEIGHTS).vector)
-    compute = Compute(0, WEIGHTS, GRADIENT)
+    assert isinstance(learner, LearnerExecutor)
+    compute = Compute(0, learner.source.work, WEIGHTS, GRADIENT)
     next(learner.perform(compute))
     began = time.perf_counter()
     computed = next(learner.perform(compute))

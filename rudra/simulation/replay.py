@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from rudra.compute import models
-from rudra.compute.executor import Executor, make_executors, torch_as_in
+from rudra.compute.executor import Executor, LearnerExecutor, make_executors, torch_as_in
 from rudra.core.events import (
     GRADIENT,
     WEIGHTS,
@@ -35,6 +35,7 @@ from rudra.core.events import (
 )
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
+from rudra.core.work import Work
 from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.files import check_output
@@ -216,6 +217,7 @@ class _Replay:
         machines: every role, by id; learners that have a server are replaced.
         tensors: does what roles want done with tensors.
         comparison: what is told of every row.
+        strides: how far on each learner's next samples are, where its mini-batches are drawn together.
     """
 
     def __init__(
@@ -225,13 +227,14 @@ class _Replay:
         machines: dict[int, Machine],
         tensors: RealTensors,
         comparison: Comparison,
+        strides: dict[int, int],
     ) -> None:
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
         if plan.served:
             digest = short_digest(tensors.sha256(plan.server, WEIGHTS))
             machines = {**machines, **{role: _Fed(role, plan, digest) for role in plan.learners}}
         self._simulation = Simulation(plan, machines, tensors, comparison, costs, size_bytes=1, seed=0)
-        self._plan, self._tensors = plan, tensors
+        self._plan, self._tensors, self._strides = plan, tensors, strides
         self._rows, self._losses = record.gradients, record.losses
         self._done = dict.fromkeys(range(len(plan.learners)), 0)
         stamps, counts = np.unique(self._rows["timestamp"], return_counts=True)
@@ -324,14 +327,15 @@ class _Replay:
         self._done[learner] += 1
         tensors = self._tensors
         tensors.transfer(self._plan.server, _version(timestamp), role, WEIGHTS)
-        computed = tensors.compute(role, Compute(step, WEIGHTS, GRADIENT))
+        work = Work(int(row["stream"]), int(row["first"]), int(row["samples"]), self._strides[role])
+        computed = tensors.compute(role, Compute(step, work, WEIGHTS, GRADIENT))
         tensors.posted(role, WEIGHTS)
         self._needed[timestamp] -= 1
         if not self._needed[timestamp]:
             self._kept.discard(timestamp)
             tensors.posted(self._plan.server, _version(timestamp))
         samples, loss, errors = computed.samples, computed.loss, computed.errors
-        return Gradient(-1, learner, samples, step, timestamp, -1, 1.0, loss, errors)
+        return Gradient(-1, learner, samples, step, work.first, timestamp, -1, 1.0, loss, errors, work.stream)
 
     def _keep(self) -> None:
         """Keeps the weights of this moment, if the record still needs them."""
@@ -357,7 +361,9 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     tensors = RealTensors(executors, halves=job.cluster.gradient_format == "float16")
     machines, _ = machines_of(job, plan, info.training_samples)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
-    driver = _Replay(record, plan, machines, tensors, Comparison(record, bar.update))
+    learners = {role: executor for role, executor in executors.items() if isinstance(executor, LearnerExecutor)}
+    strides = {role: executor.source.work.stride for role, executor in learners.items()}
+    driver = _Replay(record, plan, machines, tensors, Comparison(record, bar.update), strides)
     difference: Difference | None = None
     server = executors[plan.server]
     with bar:

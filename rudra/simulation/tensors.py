@@ -255,7 +255,8 @@ class BigBatchTensors(RealTensors):
         if action.step > self._step:
             self._step, self._weights, self._gradient = action.step, weights, self._new()
             sources = [self._learner(learner).source for learner in self._learners]
-            outcomes = joint_gradient(sources, action.step, weights.vector, self._gradient.vector)
+            works = [source.work.after(action.step) for source in sources]
+            outcomes = joint_gradient(sources, action.step, works, weights.vector, self._gradient.vector)
             self._outcomes = dict(zip(self._learners, outcomes, strict=True))
         if action.step < self._step or weights is not self._weights or self._gradient is None:
             raise ConfigError(
@@ -302,7 +303,7 @@ class VmapTensors(RealTensors):
         self._computes((role, action.gradient))
         if role not in self._ready:
             roles = list(self._planned)
-            at_a_time = max(1, _MAPPED_SAMPLES // self._learner(role).source.minibatch_size)
+            at_a_time = max(1, _MAPPED_SAMPLES // action.work.count)
             for first in range(0, len(roles), at_a_time):
                 self._compute_together(roles[first : first + at_a_time])
         buffer, outcome = self._ready.pop(role)
@@ -317,8 +318,8 @@ class VmapTensors(RealTensors):
         held = [self._held((role, action.weights)) for role, action in zip(roles, actions, strict=True)]
         weights = [buffer.vector for buffer in (held[:1] if len(set(held)) == 1 else held)]
         gradients = [self._new() for _ in roles]
-        steps, outs = [action.step for action in actions], [gradient.vector for gradient in gradients]
-        outcomes = mapped_gradients(sources, steps, weights, outs)
+        minibatches = [(action.step, action.work) for action in actions]
+        outcomes = mapped_gradients(sources, minibatches, weights, [gradient.vector for gradient in gradients])
         self._ready.update(zip(roles, zip(gradients, outcomes, strict=True), strict=True))
 
 
@@ -385,7 +386,7 @@ def _without_tensors(job: Job) -> Cluster:
             flat = FlatModel(models.build(job.model, info, job.training.seed))
     except Exception:  # a factory that needs real tensors
         flat = FlatModel(models.build(job.model, info, job.training.seed))
-    tensors = TimingOnly(job.training.minibatch_size)
+    tensors = TimingOnly()
     return Cluster(tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
 
 

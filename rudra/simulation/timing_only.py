@@ -65,13 +65,10 @@ class TimingOnly:
 
     idle: Collection[type[Local]] = (Accumulate, Copy)
 
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
         match action:
             case Compute():
-                return Computed(action.step, 0.0, 0.0, self._samples)
+                return Computed(action.step, 0.0, 0.0, action.work.count)
             case Update():
                 return Updated(action.timestamp, 0, seconds)
             case Evaluate():

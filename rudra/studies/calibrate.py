@@ -35,7 +35,7 @@ from rudra.simulation.predict import outline
 from topologies import base
 
 if TYPE_CHECKING:
-    from rudra.compute.executor import Executor
+    from rudra.compute.executor import Executor, LearnerExecutor
 
 LEARNERS = 2
 SECONDS = 2.0
@@ -217,7 +217,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         sizes: the μ.
     """
     from rudra.compute.devices import placing
-    from rudra.compute.executor import make_executors, torch_as_in
+    from rudra.compute.executor import LearnerExecutor, make_executors, torch_as_in
     from rudra.data.load import load
     from rudra.simulation.tensors import find_device
 
@@ -241,7 +241,9 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
             weights = made[plan.server].buffer(WEIGHTS).vector
             for role in (plan.learners[0], plan.statistics):
                 made[role].buffer(WEIGHTS).vector.copy_(weights)
-            compute_s[size] = _median_s(partial(_compute, made[plan.learners[0]]), 4)
+            learner = made[plan.learners[0]]
+            assert isinstance(learner, LearnerExecutor)
+            compute_s[size] = _median_s(partial(_compute, learner), 4)
         server, statistics = made[plan.server], made[plan.statistics]
         server.buffer(GRADIENT).vector.fill_(1.0)
         gradient_s = _median_s(partial(_accumulate, server), 30)
@@ -249,8 +251,8 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     return Alone(compute_s, gradient_s, evaluation_s, info.training_samples)
 
 
-def _compute(learner: "Executor", step: int) -> None:
-    next(learner.perform(Compute(step, WEIGHTS, GRADIENT)))
+def _compute(learner: "LearnerExecutor", step: int) -> None:
+    next(learner.perform(Compute(step, learner.source.work.after(step), WEIGHTS, GRADIENT)))
 
 
 def _accumulate(server: "Executor", turn: int) -> None:

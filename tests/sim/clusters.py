@@ -130,7 +130,7 @@ def timing(job_: Job, training_samples: int, after: Check = validate) -> Rows:
         after: what to do with a machine after each of its events.
     """
     plan = job_.plan(places(job_))
-    rows, tensors = Rows(), TimingOnly(job_.training.minibatch_size)
+    rows, tensors = Rows(), TimingOnly()
     simulation = assemble(
         job_, plan, tensors, rows, training_samples=training_samples, size_bytes=SIZE_BYTES, check=after
     )

@@ -76,7 +76,7 @@ def brief(action: Action, names: Sequence[str] = NAMES) -> str:
             return f"{into} takes {fraction:g} of {scale:g} * {gradient}"
         case Update(gradient, _, rate):
             return f"update by {gradient} at {rate:g}"
-        case Compute(step, weights, gradient):
+        case Compute(step, _, weights, gradient):
             return f"compute {step} {weights} {gradient}"
         case Record(table):
             return f"record {table}"
@@ -102,7 +102,7 @@ def feed(role: Machine, *events: Event, now: float = 0.0) -> list[str]:
 
 
 def sent_gradient(learner: int, step: int, timestamp: int, samples: int = SAMPLES) -> Gradient:
-    return Gradient(-1, learner, samples, step, timestamp, -1, 1.0, 0.5, 1)
+    return Gradient(-1, learner, samples, step, step * SAMPLES, timestamp, -1, 1.0, 0.5, 1, learner)
 
 
 def gradient(learner: int, step: int, timestamp: int, buffer: str, samples: int = SAMPLES) -> Received:

@@ -7,16 +7,19 @@ import torch
 from torch import nn
 
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import BatchResult, GradientSource, evaluate
-from rudra.compute.models import build, check_model_output
-from rudra.compute.tasks import Classification
-from rudra.data.load import Split, load
+from rudra.compute.gradients import BatchResult, GradientSource
+from rudra.core.work import Work
+from rudra.data.load import Split
 from rudra.data.sampling import Sampler
 from rudra.data.sources import Dense
 from rudra.job.job import Job
-from rudra.job.tables import DataTable, ModelTable
 
 JOB = Job(training={"minibatch_size": 4, "seed": 5})
+
+
+def work(learner: int, size: int = 4) -> Work:
+    """Of a learner's first step, if it draws a stream of its own."""
+    return Work(learner, 0, size, size)
 
 
 def tiny() -> tuple[FlatModel, Split]:
@@ -28,11 +31,11 @@ def tiny() -> tuple[FlatModel, Split]:
 
 def gradients(steps: list[int], *, prefetch: bool, learner: int = 0) -> list[tuple[BatchResult, list[float]]]:
     model, split = tiny()
-    source = GradientSource(JOB, learner, model, split, prefetch=prefetch)
+    source = GradientSource(JOB, learner, work(learner), model, split, prefetch=prefetch)
     weights, found = torch.linspace(-1, 1, model.size), []
     for step in steps:
         out = torch.empty(model.size)
-        found.append((source.compute(step, weights, out), out.tolist()))
+        found.append((source.compute(step, source.work.after(step), weights, out), out.tolist()))
     source.close()
     return found
 
@@ -61,7 +64,8 @@ def mask(learner: int, step: int, seed: int = 5) -> list[bool]:
     model = FlatModel(nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 3)))
     job = JOB.with_(training={"minibatch_size": 1, "seed": seed})
     out = torch.empty(model.size)
-    GradientSource(job, learner, model, split, prefetch=False).compute(step, torch.linspace(-1, 1, model.size), out)
+    source = GradientSource(job, learner, work(learner, 1), model, split, prefetch=False)
+    source.compute(step, source.work.after(step), torch.linspace(-1, 1, model.size), out)
     return [value != 0 for value in out[:64].tolist()]
 
 
@@ -86,7 +90,8 @@ def test_augmentation_draws_anew_for_each_learner_and_step_and_seed() -> None:
 
     def drawn(learner: int, step: int, seed: int = 5) -> torch.Tensor:
         job = JOB.with_(augment={"name": noise}, training={"seed": seed})
-        inputs = GradientSource(job, learner, model, split, prefetch=False).minibatch(step)[0]
+        source = GradientSource(job, learner, work(learner), model, split, prefetch=False)
+        inputs, _ = source.minibatch(step, source.work.after(step))
         assert isinstance(inputs, torch.Tensor)
         return inputs
 
@@ -118,10 +123,10 @@ class Fragile:
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_what_the_users_data_raises_comes_out_of_compute(prefetch: bool) -> None:
     model, split = tiny()
-    source = GradientSource(JOB, 0, model, Fragile(split, bad=3), prefetch=prefetch)
+    source = GradientSource(JOB, 0, work(0), model, Fragile(split, bad=3), prefetch=prefetch)
     weights, out = torch.zeros(model.size), torch.zeros(model.size)
     with pytest.raises(KeyError, match="sample 3"):  # within one pass every sample comes up
-        _ = [source.compute(step, weights, out) for step in range(3)]
+        _ = [source.compute(step, source.work.after(step), weights, out) for step in range(3)]
     source.close()
     assert input_threads() == 0
 
@@ -129,57 +134,36 @@ def test_what_the_users_data_raises_comes_out_of_compute(prefetch: bool) -> None
 def test_the_input_thread_stays_two_minibatches_ahead() -> None:
     model, split = tiny()
     counting = Fragile(split, bad=-1)
-    source = GradientSource(JOB, 0, model, counting, prefetch=True)
+    source = GradientSource(JOB, 0, work(0), model, counting, prefetch=True)
     weights, out = torch.zeros(model.size), torch.zeros(model.size)
     for step in range(5):
-        source.compute(step, weights, out)
+        source.compute(step, source.work.after(step), weights, out)
     source.close()  # ends behind what was asked for
     assert counting.asked == 5 + 2
 
 
-@pytest.mark.parametrize("size", [1, 4, 7, 3000])
-def test_minibatches_drawn_together_are_those_drawn_one_by_one(size: int) -> None:
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (4, 4), (7, 7), (3000, 3000), (4, 9), (1, 30)])
+def test_minibatches_drawn_together_are_those_drawn_one_by_one(size: int, stride: int) -> None:
     model, split = tiny()
-    source = GradientSource(JOB.with_(training={"minibatch_size": size}), 1, model, split, prefetch=False)
+    source = GradientSource(JOB, 1, Work(1, stride - size, size, stride), model, split, prefetch=False)
     sampler = Sampler(5, 1, len(split))
     for step in [0, 1, 2, 700, 3, 2, 2, 10**6, 701]:
-        inputs, target = source.minibatch(step)
-        wanted = split.batch(sampler.indices(step * size, size))
+        inputs, target = source.minibatch(step, source.work.after(step))
+        wanted = split.batch(sampler.indices(stride - size + step * stride, size))
         assert torch.equal(inputs, wanted[0]), step
         assert torch.equal(target, wanted[1]), step
         inputs.zero_()  # as a model may that changes its inputs in place
-        target.zero_()
 
 
-@pytest.mark.parametrize(("batch_size", "turns"), [(355, 1), (1000, 1), (100, 4), (71, 5)])
-def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> None:
-    _, test, info, _ = load(DataTable(name="digits"), train=False)
-    assert test is not None
-    module = build(ModelTable(name="mlp"), info, 3)
-    check_model_output(module, Classification(info.classes), info)
-    model = FlatModel(module)
-    weights = torch.empty(model.size)
-    model.read_into(weights)
-    *waiting, result = evaluate(model, weights, test, batch_size)
-    assert waiting == [None] * (turns - 1)
-    assert result is not None
-    x, y = test.batch(np.arange(355))
-    with torch.no_grad():
-        output = module(x)
-    assert result.loss == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
-    assert result.error == pytest.approx(float((output.argmax(1) != y).float().mean()), abs=1e-6)
-    hits = (output.topk(5).indices == y[:, None]).any(1)
-    assert dict(result.metrics)["top5_error"] == pytest.approx(1 - float(hits.float().mean()), abs=1e-6)
-
-
-def test_training_between_two_batches_of_a_test_does_not_disturb_it() -> None:
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_work_may_change_between_steps(prefetch: bool) -> None:
     model, split = tiny()
-    weights, other = torch.linspace(-1, 1, model.size), torch.zeros(model.size)
-    (alone,) = [r for r in evaluate(model, weights, split, 3) if r]
-    turns = []
-    for turn in evaluate(model, weights, split, 3):
-        turns.append(turn)
-        model.bind(other)
-        model.gradient(*split.batch(np.arange(4)), torch.empty(model.size), 0)
-    assert not alone.metrics, "three classes have no five most probable"
-    assert [turn and (turn.loss, turn.error) for turn in turns] == [None] * 3 + [(alone.loss, alone.error)]
+    source = GradientSource(JOB, 1, work(1), model, split, prefetch=prefetch)
+    walk = [Work(1, 0, 4, 4), Work(1, 4, 4, 4), Work(1, 8, 2, 6), Work(1, 14, 2, 6), Work(0, 3, 5, 5), Work(0, 0, 1, 9)]
+    samplers = [Sampler(5, stream, len(split)) for stream in range(2)]
+    for step, own in enumerate(walk):
+        inputs, _ = source.minibatch(step, own)
+        wanted, _ = split.batch(samplers[own.stream].indices(own.first, own.count))
+        assert isinstance(inputs, torch.Tensor)
+        assert torch.equal(inputs, wanted), step
+    source.close()

@@ -22,7 +22,7 @@ from clusters import job, train
 
 from rudra.simulation.tensors import RealTensors
 
-GRADIENT = Gradient(-1, 3, 4, 7, 2, -1, 1.0, 0.5, 1)
+GRADIENT = Gradient(-1, 3, 4, 7, 28, 2, -1, 1.0, 0.5, 1, 3)
 
 
 @pytest.mark.parametrize("size", [1, 17, 64, 1000])

@@ -224,7 +224,7 @@ class World:
                 assert not self.posted, "one is open at a time"
                 self.complete.pop(buffer, None)
                 self.posted.append(buffer)
-            case Compute(step, buffer, gradient):
+            case Compute(step, _, buffer, gradient):
                 assert self.computing is None
                 assert all(send.buffer != gradient for send in self.sending)
                 assert self.complete[buffer] == max(self.complete.values()), "the newest that is complete"

@@ -30,6 +30,7 @@ from rudra.core.events import (
     Updated,
 )
 from rudra.core.messages import Kind, Message
+from rudra.core.work import Work
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.roles import Machine
@@ -40,6 +41,8 @@ from topologies import Plan, Role
 from topologies.plan import LEARNER, PARAMETER_SERVER
 
 Seen = tuple[float, str]
+
+WORK = Work(0, 0, 4, 4)
 
 
 class State(Enum):
@@ -122,7 +125,7 @@ def test_a_transfer_waits_for_a_posted_buffer() -> None:
     def late(event: Event) -> list[Action]:
         match event:
             case Started():
-                return [Compute(0, "weights", "gradient")]
+                return [Compute(0, WORK, "weights", "gradient")]
             case Computed():
                 return [Receive("theirs", gradient=True)]
         return [Halt()]
@@ -169,7 +172,7 @@ def test_tensors_that_wait_for_a_buffer_are_taken_in_order_of_arrival(
     def receiver(event: Event) -> list[Action]:
         match event:
             case Started():
-                return [Compute(0, "weights", "gradient")]
+                return [Compute(0, WORK, "weights", "gradient")]
             case Received(message):
                 got.append(message.value)
         return [Receive("one", gradient=True)] if len(got) < 4 else [Halt()]
@@ -192,7 +195,7 @@ def test_messages_between_two_roles_never_overtake(seed: int) -> None:
         if step == 30:
             return [Halt()]
         sent = [Send(0, Message(Kind.CREDIT, 1, value=2 * (step + 1) + i)) for i in range(2)]
-        return [*sent, Compute(step + 1, "weights", "gradient")]
+        return [*sent, Compute(step + 1, WORK, "weights", "gradient")]
 
     got: list[int] = []
 
@@ -239,7 +242,7 @@ def test_the_server_handles_one_message_after_the_other() -> None:
 @pytest.mark.parametrize(("slowdown", "ready"), [({}, 5.0), ({0: 3.0}, 15.0), ({1: 3.0}, 5.0)])
 def test_compute_takes_its_time(slowdown: dict[int, float], ready: float) -> None:
     def learner(event: Event) -> list[Action]:
-        return [Compute(0, "w", "g")] if isinstance(event, Started) else [Halt()]
+        return [Compute(0, WORK, "w", "g")] if isinstance(event, Started) else [Halt()]
 
     (_, role), _, _ = simulate(once(), learner, costs={"slowdown": slowdown})
     assert role.at(Computed) == [ready]
@@ -384,7 +387,7 @@ def test_links_between_and_inside_nodes(costs: dict[str, Any], arrivals: list[fl
 )
 def test_learners_on_one_node_slow_each_other(nodes: int | None, times: list[float]) -> None:
     def learner(event: Event) -> list[Action]:
-        return [Compute(0, "w", "g")] if isinstance(event, Started) else [Halt()]
+        return [Compute(0, WORK, "w", "g")] if isinstance(event, Started) else [Halt()]
 
     (_, *learners), _, _ = simulate(once(), learner, learner, costs={"nodes": nodes, "node_slowdown": 0.2})
     assert [role.at(Computed)[0] for role in learners] == times
@@ -413,11 +416,11 @@ def test_a_servers_work_delays_learners_that_fill_the_cores_of_its_node(
         return []
 
     def learner(event: Event) -> list[Action]:
-        first = [Send(0, Message(Kind.CREDIT, 1)), Compute(0, "w", "g")]
+        first = [Send(0, Message(Kind.CREDIT, 1)), Compute(0, WORK, "w", "g")]
         return first if isinstance(event, Started) else [Halt()]
 
     def other(event: Event) -> list[Action]:
-        return [Compute(0, "w", "g")] if isinstance(event, Started) else [Halt()]
+        return [Compute(0, WORK, "w", "g")] if isinstance(event, Started) else [Halt()]
 
     given = {"update_s": 1.0, "nodes": 1, "servers_on_first_node": True, **costs}
     (_, *learners), _, _ = simulate(server, learner, other, costs=given)
