@@ -217,7 +217,7 @@ class _Replay:
         machines: every role, by id; learners that have a server are replaced.
         tensors: does what roles want done with tensors.
         comparison: what is told of every row.
-        strides: how far on each learner's next samples are, where its mini-batches are drawn together.
+        works: of each learner, the samples of its first mini-batch.
     """
 
     def __init__(
@@ -227,14 +227,14 @@ class _Replay:
         machines: dict[int, Machine],
         tensors: RealTensors,
         comparison: Comparison,
-        strides: dict[int, int],
+        works: dict[int, Work],
     ) -> None:
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
         if plan.served:
             digest = short_digest(tensors.sha256(plan.server, WEIGHTS))
             machines = {**machines, **{role: _Fed(role, plan, digest) for role in plan.learners}}
         self._simulation = Simulation(plan, machines, tensors, comparison, costs, size_bytes=1, seed=0)
-        self._plan, self._tensors, self._strides = plan, tensors, strides
+        self._plan, self._tensors, self._works = plan, tensors, works
         self._rows, self._losses = record.gradients, record.losses
         self._done = dict.fromkeys(range(len(plan.learners)), 0)
         stamps, counts = np.unique(self._rows["timestamp"], return_counts=True)
@@ -327,7 +327,11 @@ class _Replay:
         self._done[learner] += 1
         tensors = self._tensors
         tensors.transfer(self._plan.server, _version(timestamp), role, WEIGHTS)
-        work = Work(int(row["stream"]), int(row["first"]), int(row["samples"]), self._strides[role])
+        work = self._works[role]
+        for name, value in (("stream", work.stream), ("first", work.first), ("samples", work.count)):
+            if row[name] != value:
+                differs(update, f"{who}: {name}", row[name], value)
+        self._works[role] = work.after(1)
         computed = tensors.compute(role, Compute(step, work, WEIGHTS, GRADIENT))
         tensors.posted(role, WEIGHTS)
         self._needed[timestamp] -= 1
@@ -362,8 +366,8 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     machines, _ = machines_of(job, plan, info.training_samples)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     learners = {role: executor for role, executor in executors.items() if isinstance(executor, LearnerExecutor)}
-    strides = {role: executor.source.work.stride for role, executor in learners.items()}
-    driver = _Replay(record, plan, machines, tensors, Comparison(record, bar.update), strides)
+    works = {role: executor.source.work for role, executor in learners.items()}
+    driver = _Replay(record, plan, machines, tensors, Comparison(record, bar.update), works)
     difference: Difference | None = None
     server = executors[plan.server]
     with bar:
