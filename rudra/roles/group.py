@@ -449,13 +449,13 @@ class Replica(Machine):
         assert position is not None
         if position.timestamp < self.ledger.timestamp:  # an earlier one, which was under way
             return actions + self.cycle.save(now)
-        self.log.go_on(position)
         return actions + self._regroup(position, now)
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.plan is not self.plan:
             self._follow(self.ledger.plan)
+            self.log.go_on(self.plan, position)
         return actions
 
     def _updated_before(self, event: Updated, now: float) -> list[Action]:

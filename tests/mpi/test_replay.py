@@ -36,11 +36,12 @@ CASES: dict[str, dict[str, Any]] = {
     "2-softsync-adagrad": {"protocol": {"name": "softsync", "n": 2}, "optimizer": ADAGRAD},
     "async-staleness": {"protocol": {"name": "async", "modulation": "gradient_staleness"}, "optimizer": SGD},
     "hardsync-momentum": {"protocol": {"name": "hardsync"}, "optimizer": SGD},
+    "hardsync-shares": {"protocol": {"name": "hardsync"}, "optimizer": SGD, "shares": True},
     "async-schedule": {"protocol": {"name": "async"}, "optimizer": {**SGD, **OWN}},
 }
 
 
-def make_job(learners: int, protocol: dict[str, Any], optimizer: dict[str, Any]) -> rudra.Job:
+def make_job(learners: int, protocol: dict[str, Any], optimizer: dict[str, Any], *, shares: bool = False) -> rudra.Job:
     if "n" in protocol:
         protocol = {**protocol, "n": min(learners, protocol["n"])}
     return rudra.Job(
@@ -50,7 +51,7 @@ def make_job(learners: int, protocol: dict[str, Any], optimizer: dict[str, Any])
         training={"epochs": 2, "minibatch_size": 4, "seed": learners},
         optimizer={"milestones": [1], **optimizer},
         protocol={"reference_batch_size": 16, **protocol},
-        cluster={"learners": learners, "threads_per_rank": 1},
+        cluster={"learners": learners, "threads_per_rank": 1, "shares": range(1, learners + 1) if shares else ()},
     )
 
 

@@ -68,6 +68,8 @@ SETTINGS = {
     "allreduce, caffe": make_job("hardsync", topology=ALONE, optimizer={"momentum_form": "caffe"}),
     "allreduce, schedule": make_job("hardsync", topology=ALONE, optimizer=OWN),
     "bfloat16": make_job("hardsync").with_(training={"precision": "bfloat16"}),
+    "shares": make_job("hardsync").with_(cluster={"shares": (1.0, 2.0, 3.0, 2.0)}),
+    "allreduce, shares": make_job("hardsync", topology=ALONE).with_(cluster={"shares": (1.0, 2.0, 3.0, 2.0)}),
 }
 
 

@@ -82,6 +82,25 @@ def test_every_sample_is_drawn_once_in_a_pass_and_the_run_replays(
     assert rudra.replay(path, quiet=True).identical
 
 
+@pytest.mark.parametrize("topology", [ALLREDUCE, BASE], ids=str)
+def test_when_a_learner_dies_those_left_share_on(tmp_path: Path, topology: Any) -> None:
+    faults = [{"learner": 1, "dies_at_s": 0.4}]
+    job = shared((1.0, 2.0, 1.0), topology=topology).with_(simulation={"compute_s": 0.05, "faults": faults})
+    path = tmp_path / "run.h5"
+    with rudra.simulate(job, output=path, progress="quiet") as results:
+        rows, lost = results.gradients, results.events["kind"] == b"lost"
+        assert (results.status, lost.sum()) == ("finished", 1)
+    assert 0 < (rows["learner"] == 1).sum() < (rows["learner"] == 0).sum()
+    after = rows[rows["update"] > rows["update"][rows["learner"] == 1].max() + 1]
+    if topology is ALLREDUCE:  # they have begun anew: 16 samples in halves, and none is left out
+        assert set(after["samples"]) == {8}
+        own = np.sort(rows, order="first")
+        assert (own["first"][1:] == own["first"][:-1] + own["samples"][:-1]).all()
+    else:  # the server goes on with what it gets, and nobody is told
+        assert set(after["samples"]) == {6}
+    assert rudra.replay(path, quiet=True).identical
+
+
 def test_shares_that_fit_the_speeds_bring_the_ideal_time(tmp_path: Path) -> None:
     """In virtual time: two learners of which one is three times slower share the work as it takes equally long."""
     cost = {"compute_s": {1: 0.001, 64: 0.064}, "slowdown": {0: 3.0}, "jitter": 0.0, "update_s": 0.0, "gradient_s": 0.0}
