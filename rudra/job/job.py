@@ -283,6 +283,8 @@ class Job(Table):
         shares, learners = self.cluster.shares, plan.learner_numbers
         if len(shares) != learners:
             raise ValueError(f"[cluster] shares: {len(shares)} numbers for {learners} learners; valid: one for each")
+        if not all(0 < share < math.inf for share in shares):
+            raise ValueError(f"[cluster] shares: {list(shares)}; valid: numbers > 0")
         if not plan.groups and not protocol.waits:
             raise ValueError(
                 "[cluster] shares: only learners whose gradients are of the same weights can share a batch; valid with "

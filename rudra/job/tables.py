@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -377,7 +377,7 @@ class ClusterTable(Table):
     threads_per_rank: int | None = Field(
         None, ge=1, description="torch threads of each learner; default: cores of the node divided by its learners"
     )
-    shares: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(
+    shares: tuple[float, ...] = Field(
         (),
         description="for each learner, how much of a batch it takes compared with the others; those of a compute "
         "group, or all with hardsync, then draw adjacent parts of one stream; default: μ each, of streams of their own",
