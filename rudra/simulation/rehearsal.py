@@ -156,7 +156,7 @@ def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
     size = job.training.minibatch_size
     job = job.without_tests().with_(training={"epochs": 1}, results={"checkpoint_every": "never"}, hooks=())
     job = job.with_(simulation={"faults": ()})
-    tensors, samples = _Counted(size), ROUNDS * size * len(plan.learners)
+    tensors, samples = _Counted(), ROUNDS * size * len(plan.learners)
     assemble(job, plan, tensors, KeptRows(), training_samples=samples, size_bytes=4).run()
     return tensors.names
 
@@ -166,8 +166,7 @@ class _Counted(TimingOnly):
 
     idle: Collection[type[Local]] = ()
 
-    def __init__(self, samples: int) -> None:
-        super().__init__(samples)
+    def __init__(self) -> None:
         self.names: defaultdict[int, set[str]] = defaultdict(set)
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:

@@ -61,8 +61,7 @@ WIDE = {
 class Judged(TimingOnly):
     """Tests come out at random."""
 
-    def __init__(self, samples: int, luck: int) -> None:
-        super().__init__(samples)
+    def __init__(self, luck: int) -> None:
         self._random = Random(luck)
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
@@ -100,7 +99,7 @@ def follow(run: Job, training_samples: int, seen: set[Change], luck: int, stop_a
         validate(machine, before, event)
         seen.add(change(type(machine), before, machine.state))
 
-    tensors = Judged(run.training.minibatch_size, luck)
+    tensors = Judged(luck)
     simulation = assemble(
         run,
         run.plan(places(run)),

@@ -72,7 +72,6 @@ class Scripted(Machine):
 class Transfers(TimingOnly):
     """Keeps what happened to buffers, in order."""
 
-    _samples: int = 4
     log: list[tuple[Any, ...]] = field(default_factory=list)
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
