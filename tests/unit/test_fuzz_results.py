@@ -189,4 +189,4 @@ def read(path: Path) -> None:
 
 
 def test_damaged_bytes(recorded: Path, tmp_path: Path) -> None:
-    assert survived("tests.unit.test_fuzz_results:read", recorded, tmp_path, cases(60).max_examples) == "[]\n"
+    assert survived("tests.unit.test_fuzz_results:read", recorded, tmp_path, cases(30).max_examples) == "[]\n"
