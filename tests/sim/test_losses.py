@@ -432,7 +432,8 @@ def by_hand(run_: Job, rows: Rows) -> torch.Tensor:
             learner = executors[plan.learners[row["learner"]]]
             assert isinstance(learner, LearnerExecutor)
             out = torch.zeros_like(weights)
-            learner.source.compute(int(row["step"]), weights, out)
+            work = learner.source.work.after(int(row["step"]))
+            learner.source.compute(int(row["step"]), work, weights, out)
             gradients.append(out)
         mean.copy_(torch.stack(gradients).mean(0))
         owner.update(Update("mean", "weights", float(update["learning_rate"]), int(update["timestamp"])))
