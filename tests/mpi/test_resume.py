@@ -136,8 +136,9 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path,
     assert len(epochs) <= tested[5] + 2 < 50
     plateaus = events[events["kind"] == b"plateau"]
     fell = [int(row["text"].split()[-1]) for row in plateaus]
-    assert len(fell) == len(set(fell)) == 2
-    assert all(0 < at - epoch <= 2 for at, epoch in zip(fell, tested[[2, 4]].tolist(), strict=True))
+    due = tested[2::2].tolist()  # a seventh test may be over before the epoch that is the last one
+    assert 2 <= len(set(fell)) == len(fell) <= len(due)
+    assert all(0 < at - epoch <= 2 for at, epoch in zip(fell, due, strict=False))
     factors = [0.5 ** sum(epoch > at for at in fell) for epoch in updates["epoch"].tolist()]
     assert updates["learning_rate"] == pytest.approx(updates["learning_rate"][0] * np.array(factors))
     assert replays(output)

@@ -278,7 +278,7 @@ class Assorted(nn.Module):
 
 
 def raising() -> nn.Module:
-    return Trap(200, "raise")
+    return Trap(120, "raise")
 
 
 def dying() -> nn.Module:
