@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import BatchResult, GradientSource
+from rudra.compute.gradients import BatchResult, GradientSource, evaluate
+from rudra.compute.models import build, check_model_output
+from rudra.compute.tasks import Classification
 from rudra.core.work import Work
-from rudra.data.load import Split
+from rudra.data.load import Split, load
 from rudra.data.sampling import Sampler
 from rudra.data.sources import Dense
 from rudra.job.job import Job
+from rudra.job.tables import DataTable, ModelTable
 
 JOB = Job(training={"minibatch_size": 4, "seed": 5})
 
@@ -153,6 +156,7 @@ def test_minibatches_drawn_together_are_those_drawn_one_by_one(size: int, stride
         assert torch.equal(inputs, wanted[0]), step
         assert torch.equal(target, wanted[1]), step
         inputs.zero_()  # as a model may that changes its inputs in place
+        target.zero_()
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -167,3 +171,37 @@ def test_work_may_change_between_steps(prefetch: bool) -> None:
         assert isinstance(inputs, torch.Tensor)
         assert torch.equal(inputs, wanted), step
     source.close()
+
+
+@pytest.mark.parametrize(("batch_size", "turns"), [(355, 1), (1000, 1), (100, 4), (71, 5)])
+def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> None:
+    _, test, info, _ = load(DataTable(name="digits"), train=False)
+    assert test is not None
+    module = build(ModelTable(name="mlp"), info, 3)
+    check_model_output(module, Classification(info.classes), info)
+    model = FlatModel(module)
+    weights = torch.empty(model.size)
+    model.read_into(weights)
+    *waiting, result = evaluate(model, weights, test, batch_size)
+    assert waiting == [None] * (turns - 1)
+    assert result is not None
+    x, y = test.batch(np.arange(355))
+    with torch.no_grad():
+        output = module(x)
+    assert result.loss == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
+    assert result.error == pytest.approx(float((output.argmax(1) != y).float().mean()), abs=1e-6)
+    hits = (output.topk(5).indices == y[:, None]).any(1)
+    assert dict(result.metrics)["top5_error"] == pytest.approx(1 - float(hits.float().mean()), abs=1e-6)
+
+
+def test_training_between_two_batches_of_a_test_does_not_disturb_it() -> None:
+    model, split = tiny()
+    weights, other = torch.linspace(-1, 1, model.size), torch.zeros(model.size)
+    (alone,) = [r for r in evaluate(model, weights, split, 3) if r]
+    turns = []
+    for turn in evaluate(model, weights, split, 3):
+        turns.append(turn)
+        model.bind(other)
+        model.gradient(*split.batch(np.arange(4)), torch.empty(model.size), 0)
+    assert not alone.metrics, "three classes have no five most probable"
+    assert [turn and (turn.loss, turn.error) for turn in turns] == [None] * 3 + [(alone.loss, alone.error)]
