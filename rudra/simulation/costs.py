@@ -70,21 +70,24 @@ class CostModel:
     def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int, shares: Sequence[float] = ()) -> None:
         self.table, self.plan = table, plan
         self.node = plan.nodes(near=table.servers_on_first_node)
-        self._on_node = Counter(self.node[role] for role in plan.learners)
-        self.compute_s = {
-            role: self.compute_time_s(role, portion(plan, role, minibatch_size, shares).count) for role in plan.learners
-        }
+        self.compute_s = self._compute_times(minibatch_size, shares)
         self.local_s: dict[type[Local], float] = {
             Accumulate: table.gradient_s,
             Update: table.update_s,
             Evaluate: table.evaluation_s,
         }
 
-    def compute_time_s(self, role: int, samples: int) -> float:
-        """Mean seconds that a learner takes for so many samples."""
-        crowd = self._on_node[self.node[role]] - 1
-        slowdown = (1 + self.table.node_slowdown * crowd) * self.table.slowdown.get(self.plan.roles[role].index, 1.0)
-        return at(self.table.compute_s, samples) * slowdown
+    def _compute_times(self, minibatch_size: int, shares: Sequence[float]) -> dict[int, float]:
+        table, plan = self.table, self.plan
+        counts = {role: portion(plan, role, minibatch_size, shares).count for role in plan.learners}
+        alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
+        on_node = Counter(self.node[role] for role in plan.learners)
+        return {
+            role: alone_s[counts[role]]
+            * (1 + table.node_slowdown * (on_node[self.node[role]] - 1))
+            * table.slowdown.get(plan.roles[role].index, 1.0)
+            for role in plan.learners
+        }
 
     def computation(self, role: int, source: random.Random) -> Callable[[], float]:
         """What gives the duration of each mini-batch of a learner, in seconds."""

@@ -322,16 +322,16 @@ class _Replay:
             differs(update, "gradient of learner", learner, self._plan.roles[role].index)
         if step != self._done[learner]:
             differs(update, f"gradient of learner {learner}, step", step, self._done[learner])
-        if timestamp not in self._kept:
-            raise Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
-        self._done[learner] += 1
-        tensors = self._tensors
-        tensors.transfer(self._plan.server, _version(timestamp), role, WEIGHTS)
         work = self._works[role]
         for name, value in (("stream", work.stream), ("first", work.first), ("samples", work.count)):
             if row[name] != value:
                 differs(update, f"{who}: {name}", row[name], value)
+        if timestamp not in self._kept:
+            raise Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
+        self._done[learner] += 1
         self._works[role] = work.after(1)
+        tensors = self._tensors
+        tensors.transfer(self._plan.server, _version(timestamp), role, WEIGHTS)
         computed = tensors.compute(role, Compute(step, work, WEIGHTS, GRADIENT))
         tensors.posted(role, WEIGHTS)
         self._needed[timestamp] -= 1
