@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, Self
 
 PARAMETER_SERVER = "parameter server"
+SHARD = "parameter shard"
 TREE_SERVER = "tree server"
 STATISTICS_SERVER = "statistics server"
 LEARNER = "learner"
@@ -70,6 +71,9 @@ KINDS = {
     PARAMETER_SERVER: RoleKind(
         "rudra.roles.server:ParameterServer", f"{_EXECUTORS}:ServerExecutor", serves=True, updates=True
     ),
+    SHARD: RoleKind(
+        "rudra.roles.sharded:Shard", f"{_EXECUTORS}:ServerExecutor", serves=True, updates=True, numbered=True
+    ),
     TREE_SERVER: RoleKind("rudra.roles.tree:TreeServer", f"{_EXECUTORS}:AveragingExecutor", serves=True, numbered=True),
     STATISTICS_SERVER: RoleKind(
         "rudra.roles.statistics:StatisticsServer", f"{_EXECUTORS}:StatisticsExecutor", tests=True
@@ -87,13 +91,17 @@ GROUPED = KINDS[LEARNER]._replace(machine="rudra.roles.group:GroupLearner", push
 REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXECUTORS}:ReplicaExecutor", updates=True)
 """What `LEARNER` is in plans that overlap, with compute groups, and without a parameter server."""
 
+SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", pushes_at_once=False)
+FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
+"""What `LEARNER` and `PARAMETER_SERVER` are where the weights lie in parts at several servers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
     """One role of a run. The role's id, by which others name it, is its place in `Plan.roles`.
 
     Attributes:
-        kind: `"parameter server"`, `"tree server"`, `"statistics server"` or `"learner"`.
+        kind: `"parameter server"`, `"parameter shard"`, `"tree server"`, `"statistics server"` or `"learner"`.
         index: number of the role among those of its kind, from 0.
         world_rank: MPI rank that hosts the role; one rank may host several roles.
         parent: id of the role that takes this role's gradients; None: nobody does.
@@ -164,8 +172,37 @@ class Plan:
 
     @cached_property
     def server(self) -> int:
-        """Id of the role that owns the weights: the parameter server, or the first learner where there is none."""
-        return (*self._parameter_servers, *self.learners)[0]
+        """Id of the role that decides about the weights: the parameter server, or the first learner if there is none.
+
+        It owns them all, or the first part of them (`owners`).
+        """
+        return self.owners[0]
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """Ids of the roles that own the weights, in the order of their parts: one role owns all of them as a rule.
+
+        Where there is no parameter server, that is the first learner, which keeps the books of what all replicas are.
+        """
+        return self._parameter_servers or self.learners[:1]
+
+    @cached_property
+    def parted(self) -> bool:
+        """Whether the weights lie in parts at several servers, to and from which tensors travel part by part."""
+        return len(self.owners) > 1
+
+    def unparted(self) -> tuple["Plan", dict[int, int]]:
+        """The plan with one server for all parts of the weights, which does what they all do.
+
+        Returns:
+            The plan, and for the id of each role that is left its id there.
+        """
+        left = [i for i in range(len(self.roles)) if i not in self.owners[1:]]
+        now: dict[int | None, int] = {before: id_ for id_, before in enumerate(left)}
+        kept = map(self.roles.__getitem__, left)
+        roles = (replace(role, parent=now.get(role.parent), source=now.get(role.source)) for role in kept)
+        gone = frozenset(now[i] for i in self.gone)
+        return replace(self, roles=tuple(roles), gone=gone), {before: id_ for id_, before in enumerate(left)}
 
     @cached_property
     def statistics(self) -> int:
@@ -234,12 +271,17 @@ class Plan:
         Args:
             role: id of the role.
         """
-        return self._learner_kind if self.roles[role].kind == LEARNER else self.roles[role].about
+        kind = self.roles[role].kind
+        if kind == LEARNER:
+            return self._learner_kind
+        return FIRST_SHARD if self.parted and kind == PARAMETER_SERVER else self.roles[role].about
 
     @cached_property
     def _learner_kind(self) -> RoleKind:
         if not self.served:
             return REPLICA
+        if self.parted:
+            return SHARDED
         return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
 
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
@@ -281,10 +323,10 @@ class Plan:
             lost: ids of the lost roles.
 
         Raises:
-            ValueError: the run cannot go on: the owner of the weights, the statistics server or all learners are lost.
+            ValueError: the run cannot go on: an owner of the weights, the statistics server or all learners are lost.
         """
         gone = self.gone | frozenset(lost)
-        for needed in (self.server, self.statistics):
+        for needed in (*self.owners, self.statistics):
             if needed in gone:
                 raise ValueError(f"no run continues without the {self.roles[needed].name}")
         if gone.issuperset(self.learners):

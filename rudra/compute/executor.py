@@ -1,12 +1,12 @@
 """What a role works with: buffers, and the arithmetic that its actions ask for. Both drivers use it."""
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import BatchResult, GradientSource, check_gradient, evaluate
 from rudra.compute.half import from_half, to_half
 from rudra.compute.optim import UpdateRule
+from rudra.compute.parts import cut
 from rudra.compute.statedict import StateEntry
+from rudra.core.digest import digest_of, sample
 from rudra.core.events import (
     DOWNCAST,
     SNAPSHOT,
@@ -39,7 +41,7 @@ from rudra.core.events import (
 )
 from rudra.core.hooks import RoleHooks, hooks_of
 from rudra.core.layout import Entry
-from rudra.core.messages import Kind, Message, tail_bytes
+from rudra.core.messages import PARTS, Kind, Message, tail_bytes
 from rudra.core.work import portion
 from rudra.data.load import Data, Samples
 from rudra.errors import CheckpointError, ConfigError
@@ -50,11 +52,6 @@ from topologies import Plan
 CACHE_LINE = 64
 EXPONENT = 2
 """Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
-
-SAMPLED = 128
-"""Elements of the weights in the digest of an update: enough to catch what differs, few enough to cost nothing. Result
-files depend on it: another number is another `FORMAT_VERSION`."""
-
 
 FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 """Gives the weights of a warm start: what a result file holds for a model of that layout, (size,) float32."""
@@ -123,16 +120,15 @@ class Buffer:
         """The tensor in main memory: the same memory on a CPU, a copy from a GPU."""
         return self.vector.numpy(force=True) if self._array is None else self._array
 
-    def digest(self, timestamp: int) -> int:
-        """64 bits that tell weights of one timestamp from others, at the cost of reading about `SAMPLED` elements.
-
-        Each timestamp samples other elements, at equal distances, so in the course of a run all have their turn.
-        """
-        stride = max(1, len(self.vector) // SAMPLED)
-        sample = slice(timestamp % stride, None, stride)
+    def sampled(self, which: slice) -> bytes:
+        """Some elements, float32."""
         # NumPy where it will do: every microsecond counts here, and torch takes twice as many.
-        taken = self.vector[sample].numpy(force=True) if self._array is None else self._array[sample]
-        return int.from_bytes(hashlib.blake2b(taken.tobytes(), digest_size=8).digest(), "little")
+        taken = self.vector[which].numpy(force=True) if self._array is None else self._array[which]
+        return taken.tobytes()
+
+    def digest(self, timestamp: int) -> int:
+        """64 bits that tell weights of one timestamp from others (`rudra.core.digest`)."""
+        return digest_of(self.sampled(sample(timestamp, len(self.vector))))
 
     def write(self, message: Message) -> npt.NDArray[np.uint8]:
         """Puts a message behind the tensor; returns what is to travel: no more of the tail than is used."""
@@ -211,11 +207,13 @@ class Executor:
         direct: MPI reads and writes the buffers on that device.
 
     Attributes:
+        parts: of the vector, by the role that owns them, where they travel one by one; to a shard its part is a whole.
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
         hooks: of this role; None: there are none.
         lent: how many transfers from each buffer are under way.
     """
 
+    parts: Mapping[int, slice] = {}
     state_dict: tuple[StateEntry, ...] = ()
     hooks: RoleHooks | None = None
 
@@ -271,9 +269,19 @@ class Executor:
         """Forgets a buffer, and frees it unless somebody else holds it."""
         return self._buffers.pop(name, None)
 
-    def send(self, name: str, message: Message, *, halves: bool = False) -> npt.NDArray[np.uint8]:
-        """What is to travel of a buffer, which is lent until `sent`; with halves as float16."""
+    def part(self, name: str, owner: int) -> torch.Tensor:
+        """The part of a vector that travels to or from a role that owns it, float32."""
+        return self.buffer(name).vector[self.parts.get(owner, slice(None))]
+
+    def bare(self, name: str, owner: int) -> npt.NDArray[np.float32]:
+        """That part in main memory, as it travels."""
+        return self.buffer(name).array[self.parts.get(owner, slice(None))]
+
+    def send(self, name: str, message: Message, to: int, *, halves: bool = False) -> npt.NDArray[Any]:
+        """What is to travel of a buffer to a role; it is lent until `sent`. With halves as float16."""
         self.lent[name] += 1
+        if message.kind in PARTS:
+            return self.bare(name, to)
         buffer = self.buffer(name)
         return buffer.write_half(message) if halves else buffer.write(message)
 
@@ -322,20 +330,45 @@ class AveragingExecutor(Executor):
 
 
 class OwnerExecutor(Executor):
-    """Lets the optimiser step weights of its own."""
+    """Lets the optimiser step weights of its own, or a part of the weights."""
 
-    def own(self, job: Job, plan: Plan, flat: FlatModel, first_weights: FirstWeights | None = None) -> None:
-        """Takes over the weights that the model was built with, or those of a warm start."""
-        weights = self.buffer(WEIGHTS).vector
+    _part: slice | None = None
+
+    def own(
+        self,
+        job: Job,
+        plan: Plan,
+        flat: FlatModel,
+        first_weights: FirstWeights | None = None,
+        part: slice | None = None,
+    ) -> None:
+        """Takes over the weights that the model was built with, or those of a warm start; or a part of them."""
+        own = self.buffer(WEIGHTS).vector
+        weights = own if part is None else torch.empty(flat.size)
         flat.read_into(weights)
-        if flat.device == weights.device:
+        if flat.device == weights.device and part is None:
             flat.bind(weights)  # frees the model's own: a server has no room for both
         if job.training.warm_start is not None:
             assert first_weights is not None
             weights.copy_(torch.from_numpy(first_weights(job.training.warm_start, flat.layout)))
+        self._part, self._of = part, flat.size
+        if part is not None:
+            self._take_part(weights)
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
-        self._rule = UpdateRule(table, weights[: self.parameters], self.layout)
-        self._counters = sum(entry.kind == "counter" for entry in self.layout)  # at the end of the vector
+        self._rule = UpdateRule(table, own[: self.parameters], self.layout, part)
+        # At the end of the vector, and so in the last part.
+        ends = part is None or part.stop == flat.size
+        self._counters = sum(entry.kind == "counter" for entry in self.layout) if ends else 0
+
+    def _take_part(self, weights: torch.Tensor) -> None:
+        """Begins with a part of these; only now can it tell their digest."""
+        assert self._part is not None
+        self.buffer(WEIGHTS).vector.copy_(weights[self._part])
+        self._first_sha256 = sha256(weights.numpy())
+
+    def sha256(self, name: str) -> str:
+        """SHA-256 of a buffer's floats, in hexadecimal; where those are a part, of all weights at the beginning."""
+        return super().sha256(name) if self._part is None or name != WEIGHTS else self._first_sha256
 
     def put(self, name: str, buffer: Buffer) -> None:
         super().put(name, buffer)
@@ -378,13 +411,17 @@ class OwnerExecutor(Executor):
         found = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
         weights = found.pop(WEIGHTS, None)
         try:
-            if weights is None or len(weights) != self.size:
-                raise ValueError(f"the model has {self.size} numbers, not {0 if weights is None else len(weights)}")
+            size = self.size if self._part is None else self._of
+            if weights is None or len(weights) != size:
+                raise ValueError(f"the model has {size} numbers, not {0 if weights is None else len(weights)}")
             self._rule.restore({name.removeprefix("optimizer."): tensor for name, tensor in found.items()})
         except ValueError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
         buffer = self.buffer(WEIGHTS)
-        buffer.vector.copy_(weights)
+        if self._part is None:
+            buffer.vector.copy_(weights)
+        else:
+            self._take_part(weights)
         buffer.version += 1
 
     def update(self, action: Update) -> Updated:
@@ -397,10 +434,14 @@ class OwnerExecutor(Executor):
             weights[self.size - self._counters :].round_()
         self._rule.step(gradient[: self.parameters], action.learning_rate)
         buffer.version += 1
-        digest = buffer.digest(action.timestamp)
+        digest, sampled = 0, b""
+        if self._part is None:
+            digest = buffer.digest(action.timestamp)
+        else:
+            sampled = buffer.sampled(sample(action.timestamp, self._of, self._part.start))
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array)
-        return Updated(action.timestamp, digest, time.perf_counter() - began)
+        return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
 
     def _before_change(self) -> None:
         """The weights, or the message behind them, are about to change."""
@@ -424,10 +465,10 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
             self._spare = before
         self.put(action.target, self.buffer(action.source))
 
-    def send(self, name: str, message: Message, *, halves: bool = False) -> npt.NDArray[np.uint8]:
+    def send(self, name: str, message: Message, to: int, *, halves: bool = False) -> npt.NDArray[Any]:
         if message.kind is Kind.SNAPSHOT:
             self._before_change()
-        return super().send(name, message, halves=halves)
+        return super().send(name, message, to, halves=halves)
 
     def _before_change(self) -> None:
         """What is lent keeps its content."""
@@ -584,6 +625,8 @@ def make_executors(
                 Target.parse(job.training.target).check(measured, data.tests)
             except ConfigError as error:
                 raise ConfigError(f"[training] {error}") from None
+    cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
+    parts = dict(zip(plan.owners, cuts, strict=False))
     size, shares = job.training.minibatch_size, job.cluster.shares
     works = {role: portion(plan, role, size, shares).work(0) for role in roles if plan.about(role).trains}
     alone = any(work.count == 1 for work in works.values())
@@ -598,12 +641,18 @@ def make_executors(
         stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
         direct = placing == "direct" and computes
         where = flat.device if placing == "device" or direct else CPU
-        about = (flat.layout, flat.size, flat.parameter_count, plan.max_gradients_per_message, where, stage)
+        part = parts.get(role)
+        length, parameters = flat.size, flat.parameter_count
+        if part is not None:
+            length, parameters = part.stop - part.start, min(part.stop, parameters) - part.start
+        about = (flat.layout, length, parameters, plan.max_gradients_per_message, where, stage)
         cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
         assert isinstance(cls, type)
         executor: Executor = cls(*about, direct=direct)
+        if part is None:
+            executor.parts = parts
         if isinstance(executor, OwnerExecutor):
-            executor.own(job, plan, flat, first_weights)
+            executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             source = GradientSource(job, plan.roles[role].index, works[role], flat, data.training, prefetch=prefetch)

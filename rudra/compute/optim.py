@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _WITH_MOMENTUM = {"sgd", "rmsprop"}
 _NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}
-_TAIL = 16  # elements in a cache line, the unit in which torch hands a vector to its threads
+CACHE_LINE = 16  # elements, the unit in which torch hands a vector to its threads
 
 
 class UpdateRule:
@@ -38,12 +38,15 @@ class UpdateRule:
         table: which optimiser, with its options; learning rates are given with each step.
         weights: (P,) float32, contiguous, lent for the lifetime of the rule.
         layout: of the weights, and perhaps of what lies behind them; without it they are one tensor without a name.
+        part: these weights are this part of those of the layout (`rudra.compute.parts`); None: they are all.
 
     Raises:
         ConfigError: no such optimiser, options that it does not take, or a group of parameters that are not there.
     """
 
-    def __init__(self, table: OptimizerTable, weights: torch.Tensor, layout: Sequence[Entry] = ()) -> None:
+    def __init__(
+        self, table: OptimizerTable, weights: torch.Tensor, layout: Sequence[Entry] = (), part: slice | None = None
+    ) -> None:
         import torch
 
         self.scale_invariant = table.scale_invariant
@@ -58,20 +61,33 @@ class UpdateRule:
         scales = self._caffe or table.clip_norm is not None
         self._scaled = torch.zeros_like(weights if scales else weights[:0])  # what is lent is only read
         self._places: dict[torch.nn.Parameter, slice] = {}
+        self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> part of the whole, of that
         self._factors: list[float] = []  # of each of the optimiser's groups
         groups: list[dict[str, Any]] = []
-        tail = _TAIL if table.name == "sgd" else 1
-        for (group, fused), parts in _parts(_runs(table.groups, parameters, len(weights)), tail).items():
-            made = [torch.nn.Parameter(weights[part]) for part in parts]
-            flags = {"fused": fused} if fusible else {}
-            own = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-            groups.append({"params": made, **flags, **own})
-            self._factors.append(group.rate_factor)
-            self._places |= zip(made, parts, strict=True)
+        tail = CACHE_LINE if table.name == "sgd" else 1
+        runs = runs_of(table.groups, parameters) if parameters else [(_REST, slice(0, len(weights)))]
+        first = 0 if part is None else part.start
+        number = 0
+        for (group, fused), wholes in _parts(runs, tail).items():
+            made: list[torch.nn.Parameter] = []
+            for whole in wholes:
+                here = slice(max(whole.start - first, 0), min(whole.stop - first, len(weights)))
+                if here.start < here.stop:
+                    made.append(parameter := torch.nn.Parameter(weights[here]))
+                    self._places[parameter] = here
+                    inside = slice(first + here.start - whole.start, first + here.stop - whole.start)
+                    self._numbered[number] = parameter, whole, inside
+                number += 1
+            if made:
+                flags = {"fused": fused} if fusible else {}
+                own = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+                groups.append({"params": made, **flags, **own})
+                self._factors.append(group.rate_factor)
+        self._count = number
         try:
             for fused in {fusible, False}:  # an option may be taken, and fail in the first step
-                trial = torch.nn.Parameter(torch.zeros(_TAIL))
-                trial.grad = torch.zeros(_TAIL)
+                trial = torch.nn.Parameter(torch.zeros(CACHE_LINE))
+                trial.grad = torch.zeros(CACHE_LINE)
                 flags = {"fused": fused} if fusible else {}
                 cls([trial], lr=table.learning_rate, foreach=False, **flags, **options).step()
             self.optimizer: torch.optim.Optimizer = cls(groups, lr=table.learning_rate, foreach=False, **options)
@@ -138,28 +154,30 @@ class UpdateRule:
         import torch
 
         found = {}
-        for place, parameter in enumerate(self._places):
+        for number, (parameter, _, _) in self._numbered.items():
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{key}.{place}"] = value
+                    found[f"{key}.{number}"] = value
         return found
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from what `state` gave, in this process or another one.
+        """Goes on from what `state` gave, in this process or another one; of all weights, also for a part of them.
 
         Raises:
             ValueError: it is not that of this optimiser and these weights.
         """
-        parameters = list(self._places)
         for name, value in state.items():
-            key, _, place = name.rpartition(".")
-            if not (place.isdigit() and int(place) < len(parameters)):
+            key, _, number = name.rpartition(".")
+            if not (number.isdigit() and int(number) < self._count):
                 raise ValueError(f"optimiser state {name} does not fit")
-            parameter = parameters[int(place)]
-            if value.numel() not in {1, parameter.numel()}:
+            if int(number) not in self._numbered:  # of another part
+                continue
+            parameter, whole, inside = self._numbered[int(number)]
+            if value.numel() not in {1, whole.stop - whole.start}:
                 raise ValueError(f"optimiser state {name} does not fit")
-            single = value.numel() == 1 and (key == "step" or parameter.numel() > 1)
-            self.optimizer.state[parameter][key] = value.reshape(() if single else (-1,)).clone()
+            single = value.numel() == 1 and (key == "step" or whole.stop - whole.start > 1)
+            own = value.reshape(()) if single else value.reshape(-1)[inside]
+            self.optimizer.state[parameter][key] = own.clone()
 
     def state_bytes(self) -> int:
         """Memory that the optimiser's state takes now."""
@@ -180,19 +198,19 @@ def _uncompiled(cls: Any) -> Any:
 _REST = ParameterGroup(parameters=("*",))
 
 
-def _runs(
-    groups: Sequence[ParameterGroup], parameters: Sequence[Entry], size: int
-) -> Iterator[tuple[ParameterGroup, slice]]:
-    """Slices of the flat vector, as long as can be, each of one group."""
+def runs_of(groups: Sequence[ParameterGroup], layout: Sequence[Entry]) -> Iterator[tuple[ParameterGroup, slice]]:
+    """Slices of the flat vector, as long as can be, each of parameters of one group.
+
+    Raises:
+        ConfigError: a group of parameters that are not there.
+    """
+    parameters = [entry for entry in layout if entry.kind == "parameter"]
     names = [entry.name for entry in parameters]
     for group in groups:
         for pattern in group.parameters:
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
                 raise ConfigError(f"[optimizer] groups: '{pattern}' matches no parameter; there are {some}")
-    if not groups:
-        yield _REST, slice(0, size)
-        return
 
     def group_of(entry: Entry) -> ParameterGroup:
         fitting = (g for g in groups if any(fnmatchcase(entry.name, pattern) for pattern in g.parameters))

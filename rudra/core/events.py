@@ -57,11 +57,15 @@ class Hashed(Struct, frozen=True, gc=False):
 
 
 class Updated(Struct, frozen=True, gc=False):
-    """An update is over: how long the optimiser's step took, and a digest of a sample of the new weights."""
+    """An update is over: how long the optimiser's step took, and a digest of a sample of the new weights.
+
+    Of a part of the weights there is the sample itself, float32.
+    """
 
     timestamp: int
     digest: int
     seconds: float
+    sampled: bytes = b""
 
 
 class Computed(Struct, frozen=True, gc=False):

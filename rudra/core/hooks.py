@@ -71,7 +71,7 @@ class Moment:
     errors: float | None = None
     row: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    _layout: Sequence[Entry] = field(default=(), repr=False, compare=False)
+    _layout: Sequence[Entry] | None = field(default=(), repr=False, compare=False)
     _source: ReadFloats | None = field(default=None, repr=False, compare=False)
 
     def weights(self) -> dict[str, Floats]:
@@ -82,9 +82,17 @@ class Moment:
         Returns:
             Name -> array float32 in the tensor's own shape, of all parameters and of the buffers that travel with the
             gradients. Empty where the role holds no weights.
+
+        Raises:
+            RudraError: the role holds a part of them alone (topology `sharded`).
         """
         if self._source is None:
             return {}
+        if self._layout is None:
+            raise RudraError(
+                f"moment.weights(): the {self.role} holds a part of the weights; all of them are with the learners "
+                "and, after an epoch, with the statistics server"
+            )
         floats = self._source().view()
         floats.flags.writeable = False
         return {e.name: floats[e.offset : e.offset + e.size].reshape(e.shape) for e in self._layout}
@@ -107,12 +115,12 @@ class RoleHooks:
         job: its name.
         id_: the role's place in the plan.
         role: whose moments they are.
-        layout: of the flat weights.
+        layout: of the flat weights; None: the role holds a part of them.
         replica: it is a learner that updates weights of its own, and has one moment for mini-batch and update.
     """
 
     def __init__(
-        self, hooks: Sequence[Called], job: str, id_: int, role: Role, layout: Sequence[Entry], *, replica: bool
+        self, hooks: Sequence[Called], job: str, id_: int, role: Role, layout: Sequence[Entry] | None, *, replica: bool
     ) -> None:
         self._hooks, self._job, self._id, self._role, self._layout = hooks, job, id_, role, layout
         self._replica = replica
@@ -204,7 +212,8 @@ def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entr
     for role, hooks in found.items():
         kind = plan.about(role)
         replica = kind.trains and kind.updates
-        made[role] = RoleHooks(hooks, job.name, role, plan.roles[role], layout, replica=replica)
+        whole = None if plan.parted and role in plan.owners else layout
+        made[role] = RoleHooks(hooks, job.name, role, plan.roles[role], whole, replica=replica)
     return made
 
 

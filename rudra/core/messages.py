@@ -1,7 +1,8 @@
 """Messages between roles: a fixed header, rows, and at most one tensor.
 
 A control message is header and rows alone. A message with a tensor carries header and rows in a tail
-behind the floats, so that one transfer from one buffer delivers all of it.
+behind the floats, so that one transfer from one buffer delivers all of it. A part of a tensor, which lies between
+others, travels bare: what it is has been told before.
 """
 
 import struct
@@ -23,6 +24,11 @@ class Kind(IntEnum):
     WEIGHTS = auto()  # server -> learner or tree server, learner -> learner, tensor
     GRADIENT = auto()  # learner or tree server -> server, tensor; if `value` >= 0 also a PULL
     SNAPSHOT = auto()  # server -> statistics, tensor: weights at an epoch's end
+    GRADIENT_PART = auto()  # learner -> shard, bare tensor: part of a gradient, told of by a bare GRADIENT
+    WEIGHTS_PART = auto()  # shard -> learner or statistics, bare tensor: likewise, of which TIMESTAMP or SNAPSHOT tells
+    LOG = auto()  # first shard -> others: what to do
+    TAKEN = auto()  # shard -> first: my part of the gradient of LOG's number `value` is here
+    STEPPED = auto()  # shard -> first: my part is of `timestamp`; an update took `seconds`; a sample of the new weights
     PULL = auto()  # tree server -> server: have you newer weights than `timestamp`? I hold those of `value`
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
@@ -51,6 +57,8 @@ class Kind(IntEnum):
 
 ROWS = {
     Kind.SNAPSHOT: records.EPOCH,
+    Kind.LOG: records.LOG,
+    Kind.STEPPED: records.FLOATS,
     Kind.GRADIENTS: records.GRADIENT,
     Kind.UPDATES: records.UPDATE,
     Kind.MINIBATCHES: records.MINIBATCH,
@@ -60,6 +68,10 @@ ROWS = {
     Kind.EVENTS: records.EVENT,
 }
 """Dtype of the rows that a kind carries; the others carry none."""
+
+GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART})
+PARTS = frozenset({Kind.GRADIENT_PART, Kind.WEIGHTS_PART})
+"""Kinds whose tensors are gradients, or parts of them; and kinds of parts."""
 
 _KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
 _HEADER = struct.Struct("<iiqqdi?3x")

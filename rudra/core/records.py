@@ -119,6 +119,26 @@ METRIC = table(
 )
 """What a test of the weights measured beside loss and error."""
 
+LOG = np.dtype(
+    [
+        ("what", "<i4"),
+        ("role", "<i4"),
+        ("buffer", "S16"),
+        ("other", "S16"),
+        ("number", "<i8"),
+        ("fraction", "<f8"),
+        ("scale", "<f8"),
+        ("samples", "<i8"),
+        ("time_s", "<f8"),
+        ("epoch", "<i4"),
+        ("pad", "<i4"),
+    ]
+)
+"""What the first of several servers has the others do (`rudra.roles.sharded`); no table of the results."""
+
+FLOATS = np.dtype([("value", "<f4")])
+"""A few floats, as a message carries them."""
+
 ROLE = table(
     ("kind", "S20", "`parameter server`, `tree server`, `statistics server` or `learner`"),
     ("index", "<i4", "number of the role among those of its kind, from 0"),

@@ -271,12 +271,35 @@ class Job(Table):
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
             what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
+        if plan.parted:
+            self._check_parts()
         if self.cluster.shares:
             self._check_shares(plan, protocol)
         if self.fault_tolerance.straggler_timeout_s is not None and (plan.groups or not protocol.ordered):
             raise ValueError(
                 "[fault_tolerance] straggler_timeout_s: only a server that waits for each of its learners can drop one;"
                 " valid with protocol hardsync and topology base or adv"
+            )
+
+    def _check_parts(self) -> None:
+        """Raises ValueError for what needs all of a gradient, or of the weights, in one place."""
+        on = "[topology] name: sharded"
+        if self.optimizer.clip_norm is not None:
+            raise ValueError(
+                f"{on}: [optimizer] clip_norm goes by the norm of the whole gradient, of which each server has a part; "
+                "valid: no clip_norm, or topology base"
+            )
+        if self.cluster.gradient_format != "float32":
+            raise ValueError(
+                f"{on}: [cluster] gradient_format = 'float16' scales a gradient as a whole, but it travels in parts; "
+                "valid: float32"
+            )
+        if self.cluster.gpu_aware_mpi:
+            raise ValueError(f"{on}: [cluster] gpu_aware_mpi sends vectors as a whole, not in parts; valid: false")
+        if self.simulation.batching == "big-batch":
+            raise ValueError(
+                f"{on}: [simulation] batching = 'big-batch' is for learners that share one vector of weights, which "
+                "parts are not; valid: none, vmap"
             )
 
     def _check_shares(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:

@@ -18,7 +18,9 @@ from typing import Any
 from mpi4py import MPI
 
 from rudra.compute.executor import Executor, arithmetic_of_thread
+from rudra.compute.parts import joined
 from rudra.core.events import (
+    GRADIENT,
     Action,
     Commit,
     Committed,
@@ -47,6 +49,7 @@ from rudra.core.events import (
     Withdraw,
     Withdrawn,
 )
+from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import Kind, Message
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
@@ -59,6 +62,7 @@ from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
 from rudra.mpi.regroup import Regrouping
 from rudra.mpi.standstill import LEFT_S, Standstill
+from rudra.mpi.states import States
 from rudra.mpi.tags import CHANNELS, CONTROL, FAILURE_TAG, FIRST_TAG, GRADIENTS, REDUCTIONS, STANDSTILL_TAG, WEIGHTS
 from rudra.mpi.transfers import Going, Transfers, Wanted
 from rudra.results.checkpoint import CheckpointWriter
@@ -136,6 +140,7 @@ class Rank:
         self._standstill = Standstill(comm, statistics, STANDSTILL_TAG, self.tell)
         self._beside = 0  # computations and checkpoints under way in other threads
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent)
+        self._states = States(comm, plan)
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
         self._long: deque[tuple[int, Iterator[Event | None]]] = deque()  # local actions, a piece of each in turn
@@ -261,6 +266,8 @@ class Rank:
             while (found := ring.take()) is not None:
                 self._regrouping.hear(role, *found)
         self._transfers.poll()
+        if self._states.busy:
+            self._states.poll()
         while self._sending and outcome(self._sending[0][0]) != "no":
             self._sending.popleft()
         if self._losses.active:
@@ -292,9 +299,15 @@ class Rank:
         self._executors[going.role].sent(going.name)
         self._events.append((going.role, Sent(going.name, going.to)))
 
-    def _received(self, role: int, name: str, halves: bool) -> None:
+    def _received(self, wanted: Wanted) -> None:
+        role, name = wanted.role, wanted.name
         buffer = self._executors[role].buffer(name)
-        message = buffer.read_half() if halves else buffer.read()
+        if wanted.part_of is not None:
+            buffer.version += 1
+            gradient = name.startswith(GRADIENT)
+            message = Message(Kind.GRADIENT_PART if gradient else Kind.WEIGHTS_PART, wanted.part_of)
+        else:
+            message = buffer.read_half() if wanted.halves else buffer.read()
         self._to_ring.add(self.plan.roles[message.sender].world_rank)  # its send is complete now
         self._events.append((role, Received(message, name)))
 
@@ -351,7 +364,7 @@ class Rank:
                 self._transfers.drop(action.role, self.plan.roles[action.role].world_rank)
                 self._events.append((role, Lost(action.role)))
             case Save():
-                self._checkpoint(role, Saved, action.position, self._executors[role].state())
+                self._save(role, action.position)
             case Commit():
                 self._checkpoint(role, Committed, action.timestamp)
             case Regroup():
@@ -391,9 +404,9 @@ class Rank:
             self.tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
             return
         self._to_ring.add(to)
-        channel = GRADIENTS if action.message.kind is Kind.GRADIENT else WEIGHTS
+        channel = GRADIENTS if action.message.kind in GRADIENT_KINDS else WEIGHTS
         halves = self._halves and channel == GRADIENTS
-        wire = self._executors[role].send(action.buffer, action.message, halves=halves)
+        wire = self._executors[role].send(action.buffer, action.message, action.to, halves=halves)
         start = partial(self.comm.Isend, wire, to, self._tag(action.to, channel))
         going = Going(role, action.buffer, action.to)
         if channel in self._comm_threads:
@@ -405,19 +418,29 @@ class Rank:
         halves = self._halves and action.gradient
         source = None if action.source is None else self.plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
-        tag = self._tag(role, channel)
+        wanted = Wanted(role, action.buffer, source, self._tag(role, channel), halves)
         if channel in self._comm_threads:
             wire = self._executors[role].buffer(action.buffer).wire
-            start = partial(self.comm.Irecv, wire, MPI.ANY_SOURCE if source is None else source, tag)
-            received = self._regrouping.in_time(partial(self._received, role, action.buffer, halves))
+            start = partial(self.comm.Irecv, wire, MPI.ANY_SOURCE if source is None else source, wanted.tag)
+            received = self._regrouping.in_time(partial(self._received, wanted))
             self._comm_threads[channel].carry(start, received, receives=True)
-        else:
-            self._transfers.receive(Wanted(role, action.buffer, source, tag, halves))
+            return
+        if self.plan.parted:
+            wanted.part_of = action.source
+        self._transfers.receive(wanted)
 
     def _withdraw(self, role: int, buffer: str) -> None:
         """Takes a receive back, unless something is coming already, which then arrives as ever."""
         if self._transfers.withdraw(role, buffer):
             self._events.append((role, Withdrawn(buffer)))
+
+    def _save(self, role: int, position: TrainingState) -> None:
+        """Brings what all owners of the weights keep to the first one, who writes it."""
+        state = self._executors[role].state()
+        if role != self.plan.server:
+            self._states.give(role, state)
+        else:
+            self._states.gather(lambda states: self._checkpoint(role, Saved, position, [state, *states]))
 
     def _checkpoint(self, role: int, event: type[Saved] | type[Committed], *what: Any) -> None:
         """Lets the thread for checkpoints do one of its two steps; the disk may be slow."""
@@ -428,7 +451,8 @@ class Rank:
             error = ""
             try:
                 if event is Saved:
-                    writer.save(*what)
+                    position, states = what
+                    writer.save(position, joined(states))
                 else:
                     writer.commit()
             except OSError as problem:

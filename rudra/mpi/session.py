@@ -22,8 +22,9 @@ from mpi4py import MPI
 
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
-from rudra.compute.flat import sha256
+from rudra.compute.parts import joined
 from rudra.compute.schedule import schedule_of
+from rudra.core.events import WEIGHTS
 from rudra.core.training_state import TrainingState
 from rudra.data.load import Data, in_memory, load
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
@@ -37,6 +38,7 @@ from rudra.mpi.forkserver import launcher
 from rudra.mpi.node_memory import share
 from rudra.mpi.relay import exit_line
 from rudra.mpi.start import gpu_aware
+from rudra.mpi.states import NamedVectors, States
 from rudra.mpi.tags import FAILURE_TAG
 from rudra.results import checkpoint
 from rudra.results.checkpoint import CheckpointWriter
@@ -335,8 +337,8 @@ class _Session:
 
     def _open(self, progress: dict[str, Any]) -> None:
         server = self._plan.roles[self._plan.server].world_rank
-        weights = self._executors[self._plan.server].buffer("weights").array if self._comm.rank == server else None
-        digest: str = self._comm.bcast(None if weights is None else sha256(weights), server)
+        own = self._executors[self._plan.server].sha256(WEIGHTS) if self._comm.rank == server else ""
+        digest: str = self._comm.bcast(own, server)
         hosts: list[str] = self._comm.allgather(socket.gethostname())
         kinds: list[dict[str, str]] = self._comm.allgather(arithmetic())
         if not self._keeps_results:
@@ -451,8 +453,8 @@ class _Session:
         if self._told:  # while it was made
             rank.stop()
         code = rank.run()
-        if self._checkpoints is not None and not code:
-            self._keep_end(self._checkpoints)
+        if not code:
+            self._keep_end()
         if self._keeps_results and code:
             log.warning(f"{self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}")
         for executor in self._executors.values():
@@ -463,15 +465,29 @@ class _Session:
             outlive()
         return code
 
-    def _keep_end(self, checkpoints: CheckpointWriter) -> None:
+    def _keep_end(self) -> None:
         """Leaves a single checkpoint, that of the end, from which more epochs can be trained."""
-        owner, executor = self._machines[self._plan.server], self._executors[self._plan.server]
+        states, found = States(self._comm, self._plan), list[NamedVectors]()
+        wanted = self._job.results.checkpoint_interval is not None
+        owned = [role for role in self._plan.owners if role in self._executors] if wanted else []
+        for role in owned:
+            executor = self._executors[role]
+            assert isinstance(executor, OwnerExecutor)
+            if role == self._plan.server:
+                found.append(executor.last_state())
+                states.gather(found.extend)
+            else:
+                states.give(role, executor.last_state())
+        states.finish()
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return
+        owner = self._machines[self._plan.server]
         assert isinstance(owner, Owner)
-        assert isinstance(executor, OwnerExecutor)
         try:
             checkpoints.discard()
-            if self._job.results.checkpoint_interval is not None:
-                checkpoints.save(owner.ledger.last_position, executor.last_state())
+            if wanted:
+                checkpoints.save(owner.ledger.last_position, joined(found))
                 checkpoints.commit()
         except OSError as error:
             log.warning(

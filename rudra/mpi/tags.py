@@ -3,5 +3,5 @@
 FAILURE_TAG, CLOCK_TAG, REGROUP_TAG, STANDSTILL_TAG, FIRST_TAG = range(5)
 """Of failures, of clocks, of who is gone and from where the others go on, of who waits, and what roles have first."""
 
-CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, CHANNELS = 0, 1, 2, 3, 4
+CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, STATES, CHANNELS = range(6)
 """Tags from the first on: of each role these channels, tensors' once more each time that roles regroup."""

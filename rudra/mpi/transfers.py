@@ -21,6 +21,7 @@ class Wanted:
         source: rank; None: anybody.
         tag: of the message.
         halves: it comes as float16.
+        part_of: it is part of a tensor, of or for this role, and comes bare; None: it is a whole one.
     """
 
     role: int
@@ -28,6 +29,7 @@ class Wanted:
     source: int | None
     tag: int
     halves: bool
+    part_of: int | None = None
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class Transfers:
         comm: of all ranks.
         losses: which of them have died.
         executors: by role; hold the buffers.
-        received: is told of role, buffer and float16 when a tensor has come.
+        received: is told when a tensor has come.
         sent: is told of a send when its buffer is free again, delivered or not.
     """
 
@@ -76,7 +78,7 @@ class Transfers:
         comm: MPI.Comm,
         losses: Losses,
         executors: Mapping[int, Executor],
-        received: Callable[[int, str, bool], None],
+        received: Callable[[Wanted], None],
         sent: Callable[[Going], None],
     ) -> None:
         self._comm, self._losses, self._executors = comm, losses, executors
@@ -102,8 +104,13 @@ class Transfers:
     def _post(self, wanted: Wanted) -> None:
         buffer = self._executors[wanted.role].buffer(wanted.name)
         source = MPI.ANY_SOURCE if wanted.source is None else wanted.source
-        request = self._comm.Irecv(_wire(buffer, wanted), source, wanted.tag)
+        wire = _wire(buffer, wanted) if wanted.part_of is None else self._bare(wanted)
+        request = self._comm.Irecv(wire, source, wanted.tag)
         self._coming.append(_Coming(request, wanted, buffer))
+
+    def _bare(self, wanted: Wanted) -> npt.NDArray[np.float32]:
+        assert wanted.part_of is not None
+        return self._executors[wanted.role].bare(wanted.name, wanted.part_of)
 
     def poll(self) -> None:
         """Reports what is over."""
@@ -137,7 +144,7 @@ class Transfers:
                 continue
             self._coming.remove(coming)
             if what == "done":
-                self._received(coming.wanted.role, coming.wanted.name, coming.wanted.halves)
+                self._received(coming.wanted)
             elif coming.wanted.source is None:  # what it holds is void
                 self._wanted.append(coming.wanted)
 
@@ -161,7 +168,7 @@ class Transfers:
                 self._aside.remove(coming)
                 self._wanted.remove(wanted)
                 self._executors[wanted.role].put(wanted.name, coming.buffer)
-                self._received(wanted.role, wanted.name, wanted.halves)
+                self._received(wanted)
                 return True
         return False
 
@@ -207,7 +214,7 @@ class Transfers:
         self._coming.remove(coming)
         if what == "failed" or status.Is_cancelled():
             return True
-        self._received(coming.wanted.role, coming.wanted.name, coming.wanted.halves)
+        self._received(coming.wanted)
         return False
 
     def lose(self, ranks: Collection[int]) -> None:

@@ -11,7 +11,7 @@ from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable
 from rudra.report.topology import Cast, ShownNode, counted, name_of, placed, roles, spans
-from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
+from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
 
 _MOST_DRAWN = 6
 _MOST_LINES = 18
@@ -24,6 +24,7 @@ _BESIDE = 9
 _LETTER = 5.7
 _KINDS = {
     PARAMETER_SERVER: ("s", COLOURS[4]),
+    SHARD: ("s", COLOURS[4]),
     TREE_SERVER: ("D", COLOURS[0]),
     STATISTICS_SERVER: ("^", MUTED),
     LEARNER: ("o", COLOURS[2]),
@@ -87,6 +88,8 @@ def _caption(cast: Cast, runs: Sequence[tuple[Run, Cast]]) -> str:
     way = "Gradients go up along the lines, and weights come down."
     if plan.overlapped:
         way = "Gradients go up a tree of servers; weights come down one of learners (dashed), on each edge the newest."
+    elif plan.parted:
+        way = "Learners push a part of each gradient to each of the servers on top, and pull a part of the weights."
     elif plan.groups:
         way = "The learners in a box are a compute group: they add their gradients on a communicator of their own."
     lambdas = sorted({run.learners for run, _ in runs} - {len(plan.learners)})

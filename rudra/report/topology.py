@@ -143,6 +143,8 @@ def as_text(cast: Cast, *, everything: bool = False) -> str:
 def _way_of_gradients(plan: Plan) -> str:
     if plan.overlapped:
         return "gradients go up:"
+    if plan.parted:
+        return f"each of {len(plan.owners)} servers takes a part of every gradient, and gives a part of the weights:"
     if not plan.groups:
         return "gradients go up, and weights come down:"
     how = "in group_rank order" if plan.reduction == "ordered" else "by the MPI library's allreduce (not replayable)"
@@ -273,6 +275,8 @@ def message(plan: Plan, per_update: int) -> str:
         return "no gradient goes to a server"
     if plan.groups:
         return f"a message carries the mean over a group's {_either(map(len, plan.groups))} gradients"
+    if plan.parted:
+        return f"of a gradient, each of {len(plan.owners)} servers gets its part"
     relays = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER and role.parent == plan.server]
     if not relays:
         return "a message carries 1 gradient"

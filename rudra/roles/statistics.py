@@ -9,7 +9,7 @@ It answers for the disk, too: a checkpoint counts when the rows up to it, and th
     GATHERING  totals, every learner's account and every epoch recorded -> DONE  finish, tell everybody
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from enum import auto
 from typing import Any, ClassVar
@@ -65,6 +65,7 @@ class StatisticsServer(Machine):
         (StatisticsState.GATHERING, Kind.MINIBATCHES): To("_minibatches", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.EPOCHS): To("_epoch", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.SNAPSHOT): To("_snapshot", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.WEIGHTS_PART): To("_snapshot_part", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Hashed): To("_hashed", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Evaluated): To("_evaluated", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.LEARNERS): To("_learner", StatisticsState.GATHERING, StatisticsState.DONE),
@@ -99,6 +100,8 @@ class StatisticsServer(Machine):
         self._worse = self._lowered = 0  # tests since the rate fell or there was progress; how often it fell
         self._enough = False  # the run was to end before it was resumed
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
+        self._rooms: deque[str] = deque()  # buffers for the next snapshots
+        self._parts: Counter[str] = Counter()  # of a snapshot that are here
         self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
         self._working: tuple[str, int] | None = None
         self._recorded = setup.position.epoch
@@ -166,7 +169,12 @@ class StatisticsServer(Machine):
         return epoch == self.epochs or (self._keep_every is not None and epoch % self._keep_every == 0)
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Receive(buffer, self.plan.server) for buffer in SNAPSHOTS]
+        return [receive for buffer in SNAPSHOTS for receive in self._let_in(buffer)]
+
+    def _let_in(self, buffer: str) -> list[Action]:
+        """Lets a snapshot in, or all its parts."""
+        self._rooms.append(buffer)
+        return [Receive(buffer, owner) for owner in self.plan.owners]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self._began = event.message.value * 1e-9
@@ -194,17 +202,27 @@ class StatisticsServer(Machine):
         rows = _rows(event)
         epoch = int(rows[0]["epoch"])
         self._rows[epoch] = rows
-        assert event.buffer is not None
+        buffer = self._rooms.popleft()  # in the order in which they were let in
+        assert event.buffer in {None, buffer}
         self.epochs = self._last_epoch = event.message.value
         if epoch == self.epochs:
-            self._final_weights = event.buffer
-        self._waiting.append((event.buffer, epoch))
+            self._final_weights = buffer
+        self._waiting.append((buffer, epoch))
+        self._parts[buffer] += len(self.plan.owners) if event.buffer else 0
+        return self._work()
+
+    def _snapshot_part(self, event: Received, now: float) -> list[Action]:
+        assert event.buffer is not None
+        self._parts[event.buffer] += 1
         return self._work()
 
     def _work(self) -> list[Action]:
         if self._working is not None or not self._waiting:
             return []
+        if self._parts[self._waiting[0][0]] < len(self.plan.owners):
+            return []
         self._working = self._waiting.popleft()
+        del self._parts[self._working[0]]
         return [Hash(self._working[0])]
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
@@ -240,7 +258,7 @@ class StatisticsServer(Machine):
         self._working = None
         actions = self._record(buffer, epoch)  # while the buffer still holds that epoch's weights
         if epoch != self.epochs:  # the last snapshot holds the final weights, which are still to be written
-            actions += [Receive(buffer, self.plan.server), self._to_server(Kind.CREDIT)]
+            actions += [*self._let_in(buffer), self._to_server(Kind.CREDIT)]
         return actions + self._work() + self._secure() + self._finish()
 
     def _record(self, buffer: str | None = None, of: int = 0) -> list[Action]:
@@ -327,7 +345,7 @@ class StatisticsServer(Machine):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, lost = event.role, self.plan.roles[event.role]
-        if role == self.plan.server:
+        if role in self.plan.owners:
             return [Fail(f"{lost.name} (rank {lost.world_rank}) died, and the run cannot go on without it", lost=True)]
         self._gone.add(role)  # the owner of the weights gives the account of a learner that is no more
         return []

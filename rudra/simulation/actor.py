@@ -30,6 +30,7 @@ class Actor:
         handle: gives an event to the machine.
         take: takes an event in, now or when the role is free.
         random: its own luck.
+        part: how much of the weights, and of each gradient, it works with.
         busy_until: virtual time in seconds.
         halted: it has ended, or died.
         compute_s: seconds of the next mini-batch.
@@ -54,6 +55,7 @@ class Actor:
         "message_s",
         "neighbours",
         "offered",
+        "part",
         "posted",
         "random",
         "role",
@@ -67,6 +69,7 @@ class Actor:
         self.take: Callable[[Actor, Event], None]
         self.random = random.Random(mix(seed, role))
         self.message_s = message_s
+        self.part = 1.0
         self.busy_until = 0.0
         self.halted = False
         self.compute_s: Callable[[], float] = float

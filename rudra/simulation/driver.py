@@ -134,6 +134,8 @@ class Simulation:
             actor = self.actors[role] = Actor(role, machine, serves=serves, message_s=message_s, seed=seed)
             actor.take = self._take if serves else self._handle  # others are never busy
             actor.handle = self.handler(machine)
+            if role in plan.owners:
+                actor.part = 1 / len(plan.owners)
             if role in costs.compute_s:
                 actor.compute_s = costs.computation(role, actor.random)
         if self._cores is not None:
@@ -256,7 +258,7 @@ class Simulation:
 
     def _perform(self, actor: Actor, action: Local, time: float) -> None:
         """Short work: done at once, and what comes of it is known when its time is over."""
-        seconds = self._seconds.get(type(action), 0.0)
+        seconds = self._seconds.get(type(action), 0.0) * actor.part
         event = self._performed(actor.role, action, seconds)
         if seconds:
             self._work(actor, time, seconds)
@@ -285,7 +287,8 @@ class Simulation:
     def _save(self, actor: Actor, action: Save, time: float) -> None:
         if self._saver is not None:
             self._saver(actor.role, action)
-        self._soon(actor, Saved(action.position.timestamp))
+        if actor.role == self.plan.server:  # which writes what all owners keep
+            self._soon(actor, Saved(action.position.timestamp))
 
     def _soon(self, actor: Actor, event: Event) -> None:
         """Once the role is free."""

@@ -11,14 +11,12 @@ from itertools import pairwise
 import msgspec
 
 from rudra.core.events import Receive, Received, Reduce, Reduced, Send, Sent, Withdraw, Withdrawn
-from rudra.core.messages import Kind
+from rudra.core.messages import GRADIENTS
 from rudra.simulation.actor import Actor, Offer
 from rudra.simulation.costs import CostModel, Link
 from rudra.simulation.queue import EventQueue, Scheduled
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
-
-GRADIENT = Kind.GRADIENT
 
 
 class Port:
@@ -73,6 +71,8 @@ class Network:
         gradient_share: float,
     ) -> None:
         self.plan: Plan = costs.plan
+        # All that goes to an owner of weights, or comes from it, is its part of a tensor.
+        self._part_bytes = dict.fromkeys(self.plan.owners, size_bytes // len(self.plan.owners))
         self._queue, self._heap, self._first = queue, queue.heap, queue.first
         self._actors, self._costs = actors, costs
         self._lent, self._transferred, self._sent = tensors.lent, tensors.transfer, tensors.sent
@@ -149,14 +149,15 @@ class Network:
     # What follows.
 
     def _route(self, actor: Actor, to: int) -> Route:
-        link = self._costs.link(actor.role, to)
-        route = actor.routes[to] = Route(actor, self._actors[to], link, self._size_bytes, self._ports)
+        link, whole = self._costs.link(actor.role, to), self._size_bytes
+        size = min(self._part_bytes.get(actor.role, whole), self._part_bytes.get(to, whole))
+        route = actor.routes[to] = Route(actor, self._actors[to], link, size, self._ports)
         return route
 
     def _offer(self, receiver: Actor, offer: Offer) -> None:
         """A tensor has come to its receiver's door."""
         route, send, arrival = offer
-        source, gradient = route.sender.role, send.message.kind is GRADIENT
+        source, gradient = route.sender.role, send.message.kind in GRADIENTS
         for place, receive in enumerate(receiver.posted):
             if receive.gradient is gradient and (receive.source is None or receive.source == source):
                 del receiver.posted[place]
@@ -177,7 +178,7 @@ class Network:
             time = into.free_at
         if route.blocking:
             time = max(time, *(port.free_at for port in route.blocking))
-        transfer_s = route.transfer_s * self._gradient_share if send.message.kind is GRADIENT else route.transfer_s
+        transfer_s = route.transfer_s * self._gradient_share if send.message.kind in GRADIENTS else route.transfer_s
         out.free_at = into.free_at = time = time + transfer_s
         for port in route.blocking:
             port.free_at = time
@@ -287,7 +288,7 @@ class Network:
 
     def _free_ports(self, route: Route, send: Send, end: float) -> None:
         """Lets ports go on which a transfer was the last; what waits behind others keeps its time."""
-        seconds = route.transfer_s * (self._gradient_share if send.message.kind is GRADIENT else 1.0)
+        seconds = route.transfer_s * (self._gradient_share if send.message.kind in GRADIENTS else 1.0)
         for port in (route.out, route.into, *route.blocking):
             if port.free_at == end:
                 port.free_at = max(self._queue.now, end - seconds)

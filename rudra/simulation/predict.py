@@ -240,16 +240,18 @@ def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int
     table = model.table
     ways: defaultdict[object, float] = defaultdict(float)
     handling: defaultdict[int, float] = defaultdict(float)
+    parts = dict.fromkeys(plan.owners, 1 / len(plan.owners))
     for (source, to), count in meter.transfers.items():
+        size = size_bytes * min(parts.get(source, 1.0), parts.get(to, 1.0))
         link = model.link(source, to)
         for way in ("out", link.out), ("into", link.into), *(("both", end) for end in link.blocking):
-            ways[way] += count * size_bytes * link.seconds_per_byte
-        if source in plan.children[to]:
+            ways[way] += count * size * link.seconds_per_byte
+        if source in plan.children[to] or (to in plan.owners and source in plan.learners):
             handling[to] += count * table.message_s
     for role, count in meter.added.items():
-        handling[role] += count * table.gradient_s
+        handling[role] += count * table.gradient_s * parts.get(role, 1.0)
     for role, count in meter.updated.items():
-        handling[role] += count * table.update_s
+        handling[role] += count * table.update_s * parts.get(role, 1.0)
     return {"server": max(handling.values(), default=0.0), "link": max(ways.values(), default=0.0)}
 
 

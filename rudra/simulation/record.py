@@ -30,7 +30,12 @@ class Difference(NamedTuple):
 
 
 class RecordedRun:
-    """What a file says of its run, as far as it is complete: a run that was killed may have lost rows at the end."""
+    """What a file says of its run, as far as it is complete: a run that was killed may have lost rows at the end.
+
+    Attributes:
+        plan: that a replay follows.
+        losses: events of roles that died, which are named as in that plan.
+    """
 
     def __init__(self, results: Results) -> None:
         self.path, self.attributes, self.state = results.path, results.attributes, results.state
@@ -48,8 +53,11 @@ class RecordedRun:
         events = results.events
         self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
         self.note = ""
+        # The parts of weights at several servers are, together, what one server would have.
+        self.plan, there = results.plan().unparted()
+        self.losses["role"] = [there[role] for role in self.losses["role"].tolist()]
         if len(self.losses):
-            self._stop_where_none_can_follow(events, results.plan())
+            self._stop_where_none_can_follow(events, self.plan)
 
     def _cut(self, updates: int) -> None:
         """Forgets what was recorded after an update."""

@@ -80,7 +80,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         RudraError: a mistake in the job, as a run would find it. What the user's own code raises comes through.
     """
     job = job.with_(cluster={"device": "cpu", "gpu_aware_mpi": False}, simulation={"batching": "none"})
-    taking = dict.fromkeys((plan.server, plan.statistics, plan.learners[0]))
+    taking = dict.fromkeys((*plan.owners, plan.statistics, plan.learners[0]))
     for hook in job.hooks:
         taking |= dict.fromkeys(hook.roles(plan)[:1])
     with torch_as_in(job):
@@ -92,14 +92,15 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         for executor in made.values():
             executor.hooks = None  # made, and called by nobody: what they do may last
             executor.prepare()
-        loss, gradient_s = _gradient(made[plan.server], made[plan.learners[0]])
+        owners = {role: made[role] for role in plan.owners}
+        loss, gradient_s = _gradient(owners, made[plan.learners[0]])
         of_model = max(0, memory_bytes("VmHWM") - with_data)
-        metrics = _test(made[plan.server], made[plan.statistics])
-        server = made[plan.server]
-        server.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates what it remembers
+        metrics = _test(owners, made[plan.statistics])
+        for owner in owners.values():
+            owner.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates what it remembers
     return Rehearsal(
-        parameters=server.parameters,
-        size=server.size,
+        parameters=sum(owner.parameters for owner in owners.values()),
+        size=made[plan.statistics].size,
         samples=Sample(loaded.info.training_samples, loaded.info.test_samples),
         loss=loss,
         gradient_s=gradient_s,
@@ -109,10 +110,16 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
     )
 
 
-def _gradient(server: Executor, learner: Executor) -> tuple[float, float]:
+def _pull(owners: Mapping[int, Executor], into: Executor) -> None:
+    """Gives a role the weights of those who own them."""
+    for role, owner in owners.items():
+        if into is not owner:
+            into.part(WEIGHTS, role).copy_(owner.buffer(WEIGHTS).vector)
+
+
+def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float, float]:
     """Loss of the first mini-batch at the initial weights, and how long its gradient takes."""
-    if learner is not server:
-        learner.buffer(WEIGHTS).vector.copy_(server.buffer(WEIGHTS).vector)
+    _pull(owners, learner)
     assert isinstance(learner, LearnerExecutor)
     compute = Compute(0, learner.source.work, WEIGHTS, GRADIENT)
     next(learner.perform(compute))
@@ -127,23 +134,22 @@ def _gradient(server: Executor, learner: Executor) -> tuple[float, float]:
     return loss, gradient_s
 
 
-def _test(server: Executor, statistics: Executor) -> tuple[str, ...]:
+def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ...]:
     """Tests one batch; names of what was measured."""
     if not isinstance(statistics, StatisticsExecutor):
         return ()
-    statistics.buffer(WEIGHTS).vector.copy_(server.buffer(WEIGHTS).vector)
+    _pull(owners, statistics)
     return statistics.try_out(WEIGHTS)
 
 
 def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_model: int) -> dict[str, int]:
     """Kind of role -> bytes of the largest rank of that kind."""
     counted = _buffers(job, plan)
-    owner = made[plan.server]
-    vector = owner.size * 4 + tail_bytes(plan.max_gradients_per_message)
     found: dict[str, int] = {}
     for i, role in enumerate(plan.roles):
-        taken = alone + vector * len(counted[i])
-        if i == plan.server and isinstance(owner, OwnerExecutor):
+        owner = made[i if i in plan.owners else plan.statistics]
+        taken = alone + (owner.size * 4 + tail_bytes(plan.max_gradients_per_message)) * len(counted[i])
+        if isinstance(owner, OwnerExecutor):
             taken += owner.state_bytes()
         if not role.about.serves:
             taken += of_model

@@ -151,7 +151,7 @@ def replay(
         if until is not None and not 0 <= until <= record.updates_count:
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
         job = _as_lowered(results, _restored(results, overrides) if job is None else _checked(results, job))
-        plan = results.plan()
+        plan = record.plan
         if until is None and output is not None:
             raise ConfigError("--output is for the weights of --until")
         target = None

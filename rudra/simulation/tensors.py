@@ -6,6 +6,7 @@ version of the weights is copied once at most, and is gone as soon as nobody hol
 again, which bounds memory by what is held at one moment.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -76,7 +77,9 @@ class RealTensors:
         self._executors, self._poison, self._halves = executors, poison, halves
         self._servers = {role for role, executor in executors.items() if isinstance(executor, AveragingExecutor)}
         self._holders: dict[Buffer, set[RoleBuffer]] = {}
-        self._free: list[Buffer] = []
+        self._free: dict[int, list[Buffer]] = {}  # by their size
+        self._parted = len({executor.size for executor in executors.values()}) > 1
+        self._going: Counter[RoleBuffer] = Counter()  # parts of a tensor that are on their way
         self._hashes: dict[Buffer, str] = {}  # of vectors that have not changed since
         self._unsent: RoleBuffer | None = None  # the last gradient, until its learner sends it
         self.vectors = 0
@@ -85,8 +88,15 @@ class RealTensors:
         """A transfer from the buffer begins."""
         if (role, buffer) == self._unsent:
             self._unsent = None
+        if self._parted:
+            self._going[role, buffer] += 1
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
+        sender, receiver = self._executors[source], self._executors[to]
+        if sender.size != receiver.size:
+            self._make_own((to, to_buffer))
+            receiver.part(to_buffer, source).copy_(sender.part(source_buffer, to))
+            return
         self._share((source, source_buffer), (to, to_buffer))
         if self._halves and source_buffer.startswith(GRADIENT):
             self._make_own((to, to_buffer))
@@ -95,13 +105,17 @@ class RealTensors:
             from_half(rounded, to_half(vector, rounded), vector)
 
     def sent(self, role: int, buffer: str) -> None:
+        if self._parted:
+            self._going[role, buffer] -= 1
+            if self._going[role, buffer]:
+                return
         if buffer == SNAPSHOT or buffer.startswith(GRADIENT):
             self.posted(role, buffer)
 
     def posted(self, role: int, buffer: str) -> None:
         self._let_go((role, buffer))
         if self._poison:
-            self._hold((role, buffer), self._new())
+            self._hold((role, buffer), self._new(role))
 
     def sha256(self, role: int, buffer: str) -> str:
         """Of a buffer's floats, in hexadecimal."""
@@ -129,7 +143,7 @@ class RealTensors:
 
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
-        self._hold((role, action.gradient), self._new())
+        self._hold((role, action.gradient), self._new(role))
         (computed,) = self._learner(role).compute(action)
         self._forget_stale((role, action.weights))
         return computed
@@ -187,15 +201,19 @@ class RealTensors:
 
     # Who holds which vector.
 
-    def _new(self) -> Buffer:
-        """A vector that nobody holds yet; its content is void."""
-        if self._free:
-            return self._free.pop()
+    def _new(self, role: int) -> Buffer:
+        """A vector that nobody holds yet, of the size of a role's; its content is void."""
+        executor = self._executors[role]
+        if free := self._free.get(executor.size):
+            return free.pop()
         self.vectors += 1
-        made = next(iter(self._executors.values())).new_buffer()
+        made = executor.new_buffer()
         if self._poison:
             made.vector.fill_(float("nan"))
         return made
+
+    def _release(self, buffer: Buffer) -> None:
+        self._free.setdefault(len(buffer.vector), []).append(buffer)
 
     def _held(self, place: RoleBuffer) -> Buffer:
         held = self._executors[place[0]].buffer(place[1])
@@ -216,7 +234,7 @@ class RealTensors:
         if not holders:
             self._holders.pop(buffer, None)
             self._hashes.pop(buffer, None)
-            self._free.append(buffer)
+            self._release(buffer)
             if self._poison:
                 buffer.vector.fill_(float("nan"))
 
@@ -229,7 +247,7 @@ class RealTensors:
         self._hashes.pop(buffer, None)
         others = self._holders[buffer] - {place}
         if others:
-            copy = self._new()
+            copy = self._new(place[0])
             copy.vector.copy_(buffer.vector)
             for other in others:
                 self._hold(other, copy)
@@ -253,7 +271,7 @@ class BigBatchTensors(RealTensors):
         self._computes((role, action.gradient))
         weights = self._held((role, action.weights))
         if action.step > self._step:
-            self._step, self._weights, self._gradient = action.step, weights, self._new()
+            self._step, self._weights, self._gradient = action.step, weights, self._new(role)
             sources = [self._learner(learner).source for learner in self._learners]
             works = [source.work.after(action.step) for source in sources]
             outcomes = joint_gradient(sources, action.step, works, weights.vector, self._gradient.vector)
@@ -297,7 +315,7 @@ class VmapTensors(RealTensors):
     def _forget(self, role: int) -> None:
         self._planned.pop(role, None)
         if role in self._ready:
-            self._free.append(self._ready.pop(role)[0])
+            self._release(self._ready.pop(role)[0])
 
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
@@ -317,7 +335,7 @@ class VmapTensors(RealTensors):
         sources = [self._learner(role).source for role in roles]
         held = [self._held((role, action.weights)) for role, action in zip(roles, actions, strict=True)]
         weights = [buffer.vector for buffer in (held[:1] if len(set(held)) == 1 else held)]
-        gradients = [self._new() for _ in roles]
+        gradients = [self._new(role) for role in roles]
         minibatches = [(action.step, action.work) for action in actions]
         outcomes = mapped_gradients(sources, minibatches, weights, [gradient.vector for gradient in gradients])
         self._ready.update(zip(roles, zip(gradients, outcomes, strict=True), strict=True))
@@ -365,18 +383,18 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
     loaded = load(job.data, seed=job.training.seed)
     info, roles = loaded.info, tuple(range(len(plan.roles)))
     executors = make_executors(job, plan, roles, loaded, prefetch=False, device=device, first_weights=final_weights)
-    server = executors[plan.server]
     tensors = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
     if job.simulation.batching != "none":
-        _check_batching(job, executors, server.buffer(WEIGHTS).vector, info)
+        _check_batching(job, executors, torch.cat([executors[i].buffer(WEIGHTS).vector for i in plan.owners]), info)
     for executor in executors.values():
         executor.prepare()
 
     def weights(role: int, buffer: str) -> npt.NDArray[np.float32]:
         return executors[role].buffer(buffer).array
 
-    digest, state_dict = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics].state_dict
-    return Cluster(tensors, info, server.layout, server.size, digest, state_dict, weights, executors)
+    digest, statistics = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics]
+    about = (statistics.layout, statistics.size, digest, statistics.state_dict)
+    return Cluster(tensors, info, *about, weights, executors)
 
 
 def _without_tensors(job: Job) -> Cluster:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
+from rudra.compute.parts import joined
 from rudra.core.events import Compute, Computed, Event, Finish, Keep, Local, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
@@ -157,6 +158,10 @@ class Guarded(RealTensors):
         digest = self._lent[source, source_buffer][0]
         assert digest == self._digest(source, source_buffer), f"{source_buffer} of role {source} changed in flight"
         super().transfer(source, source_buffer, to, to_buffer)
+        if self._parted:
+            sent, got = self._executors[source].part(source_buffer, to), self._executors[to].part(to_buffer, source)
+            assert torch.equal(sent.view(torch.int32), got.view(torch.int32))
+            return
         assert digest == self._digest(to, to_buffer)
         self._transfers += 1
         if self._transfers % 64 == 1:  # a hash takes longer than all the rest
@@ -202,6 +207,7 @@ class Saved(NamedTuple):
 class Trained:
     """What a simulated training leaves."""
 
+    job: Job
     rows: Rows
     executors: dict[int, Executor]
     plan: Plan
@@ -210,7 +216,7 @@ class Trained:
 
     @property
     def weights(self) -> torch.Tensor:
-        return self.executors[self.plan.server].buffer("weights").vector
+        return torch.cat([self.executors[owner].buffer("weights").vector for owner in self.plan.owners])
 
 
 def train(
@@ -240,12 +246,15 @@ def train(
             if isinstance(executor, OwnerExecutor):
                 executor.restore(resumed.tensors)
     rows, tensors = Rows(), kind(executors)
-    saved: list[Saved] = []
+    positions: list[TrainingState] = []
+    states: dict[int, list[dict[str, npt.NDArray[np.float32]]]] = {owner: [] for owner in plan.owners}
 
     def save(role: int, action: Save) -> None:
         executor = executors[role]
         assert isinstance(executor, OwnerExecutor)
-        saved.append(Saved(action.position, {name: copy.copy() for name, copy in executor.state().items()}))
+        states[role].append({name: copy.copy() for name, copy in executor.state().items()})
+        if role == plan.server:
+            positions.append(action.position)
 
     simulation = assemble(
         job_,
@@ -262,4 +271,6 @@ def train(
         simulation.stop_at(stop_at)
     rows.time_s = simulation.run()
     rows.code = simulation.code
-    return Trained(rows, executors, plan, tensors, saved)
+    kept = zip(positions, *states.values(), strict=True)
+    saved = [Saved(position, joined(parts)) for position, *parts in kept]
+    return Trained(job_, rows, executors, plan, tensors, saved)

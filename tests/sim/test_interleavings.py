@@ -17,6 +17,8 @@ FAN_OUTS = st.none() | st.integers(1, 4) | st.tuples(st.integers(1, 3), WIDTHS) 
 
 @st.composite
 def options(draw: st.DrawFn, topology: str, learners: int) -> dict[str, Any]:
+    if topology == "sharded":
+        return {"shards": draw(st.integers(1, 4))}
     if topology == "groups":
         return {"groups": draw(st.integers(1, learners)), "reduction": draw(st.sampled_from(["ordered", "mpi"]))}
     drawn: dict[str, Any] = {} if topology == "base" else {"fan_out": draw(FAN_OUTS)}
@@ -27,7 +29,7 @@ def options(draw: st.DrawFn, topology: str, learners: int) -> dict[str, Any]:
 
 @st.composite
 def clusters(draw: st.DrawFn, topology: str) -> tuple[Any, int]:
-    learners = draw(st.integers(1, 7 if topology == "base" else 11))
+    learners = draw(st.integers(1, 7 if topology in {"base", "sharded"} else 11))
     chosen = draw(options(topology, learners))
     protocol = draw(st.sampled_from(["softsync", "async", *(["hardsync"] if topology != "adv*" else [])]))
     n = draw(st.integers(1, chosen.get("groups", learners))) if protocol == "softsync" else None
@@ -67,7 +69,7 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Any, int]:
     return run, draw(st.integers(1, 90))
 
 
-@pytest.mark.parametrize("topology", ["base", "adv", "adv*", "groups"])
+@pytest.mark.parametrize("topology", ["base", "sharded", "adv", "adv*", "groups"])
 @cases(100)
 @given(st.data())
 def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data: st.DataObject) -> None:
@@ -92,7 +94,7 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data:
     assert totals["samples"] >= needed > totals["samples"] - updates["gradients"][-1] * SAMPLES
     assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
     assert epochs["evaluated"][-1] == run.training.evaluate
-    assert (updates["update_s"] == run.simulation.update_s).all()
+    assert (updates["update_s"] == run.simulation.update_s * (1 / len(run.plan().owners))).all()
     for learner, account in enumerate(rows.learners):
         mine = gradients[gradients["learner"] == learner]
         assert np.array_equal(mine["step"], np.arange(len(mine))), "each learner's gradients are applied once, in order"

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 TOPOLOGIES: dict[str, list[dict[str, Any]]] = {
     "base": [{}],
+    "sharded": [{"shards": 2}, {"shards": 3}, {"shards": 4}],
     "adv": [{"fan_out": 2}, {"fan_out": 3}, {"fan_out": (2, 2)}, {"fan_out": (2, 2, 2)}],
     "adv*": [{}, {"weight_fan_out": 1}, {"fan_out": 2}, {"fan_out": (2, 2), "weight_fan_out": 3}],
     "groups": [{"groups": 1}, {"groups": 2}, {"groups": 3}],
@@ -62,7 +63,14 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
     """A job with learners that die at any time of its run, and the samples of an epoch."""
     learners = draw(st.integers(1 if topology != "groups" else 3, 11))
     options = draw(st.sampled_from(TOPOLOGIES[topology]))
-    rules = ["hardsync", "softsync", "softsync", "async", Eager, *([Bounded] if topology == "base" else [])]
+    rules = [
+        "hardsync",
+        "softsync",
+        "softsync",
+        "async",
+        Eager,
+        *([Bounded] if topology in {"base", "sharded"} else []),
+    ]
     if topology == "adv*":
         rules.remove("hardsync")
     protocol = "hardsync" if options.get("groups") == 1 else draw(st.sampled_from(rules))
@@ -160,9 +168,9 @@ def check(run_: Job, rows: Rows) -> None:
             assert set(learners) >= alive
             # The first may hold what the dead had pushed in time, on their way through a tree longer.
             assert len(set(learners)) == len(learners)
-            if run_.topology.name == "base" and timestamp > since + 1:
+            if run_.topology.name in {"base", "sharded"} and timestamp > since + 1:
                 assert learners == sorted(alive)
-    elif run_.topology.name == "base":
+    elif run_.topology.name in {"base", "sharded"}:
         # What was pending when c became smaller than that is in the first update after it.
         assert (later["gradients"][1:] == c).all()
     else:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from clusters import Saved, Trained, train
+from msgspec.structs import replace
 from torch import nn
 
 from rudra.job.job import Job
@@ -16,6 +17,7 @@ ADAM = {"name": "adam", "learning_rate": 0.002, "momentum": 0.0}
 TREE = {"name": "adv", "options": {"fan_out": 2}}
 ALONE = {"name": "groups", "options": {"groups": 1}}
 GROUPS = {"name": "groups", "options": {"groups": 2}}
+SHARDED = {"name": "sharded", "options": {"shards": 3}}
 
 OWN = {
     "milestones": (),
@@ -61,6 +63,8 @@ SETTINGS = {
     "adam": make_job("hardsync", optimizer=ADAM),
     "tree": make_job("hardsync", topology=TREE),
     "tree, adam": make_job("hardsync", topology=TREE, optimizer=ADAM),
+    "sharded": make_job("hardsync", topology=SHARDED),
+    "sharded, adam": make_job("hardsync", topology=SHARDED, optimizer=ADAM),
     "allreduce": make_job("hardsync", topology=ALONE),
     "groups": make_job("hardsync", topology=GROUPS),
     "schedule": make_job("hardsync", optimizer=OWN),
@@ -92,6 +96,22 @@ def test_hardsync_from_a_checkpoint_reaches_the_same_bits(undisturbed: dict[str,
     assert np.array_equal(resumed.rows.learners["pushed"], whole.rows.learners["pushed"])
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_checkpoints_of_one_server_and_of_several_are_the_same(undisturbed: dict[str, Trained], name: str) -> None:
+    """And so are their runs, from one server's checkpoint on several, and back."""
+    of_one, of_several = undisturbed[name], undisturbed["sharded" if name == "momentum" else "sharded, adam"]
+    assert torch.equal(of_one.weights, of_several.weights)
+    for one, several in zip(of_one.saved, of_several.saved, strict=True):
+        assert one.tensors.keys() == several.tensors.keys()
+        assert all(one.tensors[key].tobytes() == several.tensors[key].tobytes() for key in one.tensors)
+        assert replace(one.position, time_s=0.0) == replace(several.position, time_s=0.0)
+    saved = of_one.saved[20]
+    there = train(of_several.job, resumed=saved)
+    back = train(of_one.job, resumed=there.saved[5])
+    assert torch.equal(there.weights, of_one.weights)
+    assert torch.equal(back.weights, of_one.weights)
+
+
 def check_rows(whole: Trained, saved: Saved, resumed: Trained) -> None:
     """What is recorded after the restart is what would have been."""
     for table, clock in (("gradients", "update"), ("updates", "timestamp"), ("epochs", "timestamp")):
@@ -117,7 +137,9 @@ def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
     assert torch.equal(resumed.weights, undisturbed[name].weights)
 
 
-@pytest.mark.parametrize("topology", [{"name": "base"}, TREE, {"name": "adv*"}, GROUPS], ids=lambda t: str(t["name"]))
+@pytest.mark.parametrize(
+    "topology", [{"name": "base"}, SHARDED, TREE, {"name": "adv*"}, GROUPS], ids=lambda t: str(t["name"])
+)
 @pytest.mark.parametrize("protocol", ["softsync", "async"])
 @pytest.mark.parametrize("stop_at", [0.0, 0.3, 0.6, 0.9])
 def test_stopped_and_resumed_no_gradient_is_missing_or_applied_twice(

@@ -42,7 +42,7 @@ class Copying(Guarded):
     """Every role has buffers of its own, and a transfer copies: how real ranks do it."""
 
     def _share(self, source: tensors.RoleBuffer, target: tensors.RoleBuffer) -> None:
-        buffer = self._new()
+        buffer = self._new(target[0])
         buffer.vector.copy_(self._held(source).vector)
         self._hold(target, buffer)
 

@@ -121,7 +121,7 @@ class Server:
             comm,  # type: ignore[arg-type]
             self.losses,
             {0: self.executor},
-            lambda role, name, halves: self.heard.append(name),
+            lambda wanted: self.heard.append(wanted.name),
             lambda going: self.heard.append(going.name),
         )
 

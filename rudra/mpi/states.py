@@ -1,0 +1,99 @@
+"""What several owners of the weights keep, on its way to the one that writes it into a checkpoint."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from rudra.mpi.failures import outcome
+from rudra.mpi.tags import CHANNELS, FIRST_TAG, STATES
+from topologies import Plan
+
+NamedVectors = Mapping[str, NDArray[np.float32]]
+
+
+class _Arriving:
+    """The state of one owner, of which nothing is here yet."""
+
+    def __init__(self, rank: int, tag: int) -> None:
+        self.rank, self.tag = rank, tag
+        self.tensors: dict[str, NDArray[np.float32]] | None = None
+        self.requests: list[MPI.Request] = []
+
+    @property
+    def complete(self) -> bool:
+        return self.tensors is not None and not self.requests
+
+
+class States:
+    """Brings the states of all owners but the first to that one's rank. Nothing blocks: `poll` drives it.
+
+    Args:
+        comm: of all ranks of the job.
+        plan: who is who.
+    """
+
+    def __init__(self, comm: MPI.Comm, plan: Plan) -> None:
+        self._comm, self._plan = comm, plan
+        self._sends: list[tuple[MPI.Request, object]] = []  # and what they read
+        self._arriving: list[_Arriving] = []
+        self._done: Callable[[list[NamedVectors]], None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._sends) or self._done is not None
+
+    def give(self, role: int, state: NamedVectors) -> None:
+        """Begins to send what an owner keeps, which must not change until the next one is asked for."""
+        to, tag = self._plan.roles[self._plan.server].world_rank, self._tag(role)
+        about = msgspec.msgpack.encode([(name, len(tensor)) for name, tensor in state.items()])
+        for what in (about, *state.values()):
+            self._sends.append((self._comm.Isend(what, to, tag), what))
+
+    def gather(self, done: Callable[[list[NamedVectors]], None]) -> None:
+        """Begins to receive what the others keep; `done` is called with that, in the order of the parts."""
+        others = self._plan.owners[1:]
+        self._arriving = [_Arriving(self._plan.roles[role].world_rank, self._tag(role)) for role in others]
+        self._done = done
+        self.poll()
+
+    def poll(self) -> None:
+        """Goes on as far as it can."""
+        self._sends = [(request, what) for request, what in self._sends if outcome(request) == "no"]
+        if self._done is None:
+            return
+        for arriving in self._arriving:
+            self._take(arriving)
+        if all(arriving.complete for arriving in self._arriving):
+            done, self._done = self._done, None
+            done([arriving.tensors or {} for arriving in self._arriving])
+
+    def _take(self, arriving: _Arriving) -> None:
+        if arriving.tensors is not None:
+            arriving.requests = [request for request in arriving.requests if outcome(request) == "no"]
+            return
+        status = MPI.Status()
+        try:
+            if not self._comm.Iprobe(arriving.rank, arriving.tag, status):
+                return
+        except MPI.Exception:  # a loss that is not acknowledged yet
+            return
+        data = bytearray(status.Get_count(MPI.BYTE))
+        self._comm.Recv(data, arriving.rank, arriving.tag)
+        sizes = msgspec.msgpack.decode(data, type=list[tuple[str, int]])
+        arriving.tensors = {name: np.full(size, 0, np.float32) for name, size in sizes}
+        receive = self._comm.Irecv
+        arriving.requests = [receive(tensor, arriving.rank, arriving.tag) for tensor in arriving.tensors.values()]
+
+    def finish(self) -> None:
+        """Waits for what is under way."""
+        while self.busy:
+            self.poll()
+            time.sleep(1e-3)
+
+    @staticmethod
+    def _tag(role: int) -> int:
+        return FIRST_TAG + role * CHANNELS + STATES

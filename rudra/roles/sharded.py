@@ -1,0 +1,440 @@
+"""Weights in parts at several servers, the shards, that advance as one.
+
+The first shard is a parameter server like any other: it decides which gradients are added, in which order, at which
+rate, and who is answered. What it does to tensors the other shards do to theirs: they carry out its log, one entry
+after the other, each as soon as their own transfers allow it. So there is one clock, and the books are kept once.
+
+A learner tells the first shard of a gradient in a message without a tensor, and sends every shard its part. The first
+shard finds a buffer for it, all shards let their parts into that buffer, and when all have them the gradient has
+arrived: only then is it handled. So all parts of a gradient count or none; what a learner that died between them left
+behind, all drop.
+
+The parts of weights go to a learner when the first shard has answered it, and to the statistics server when it was
+told of a snapshot.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import auto
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rudra.core import records
+from rudra.core.digest import digest_of
+from rudra.core.events import (
+    GRADIENT,
+    WEIGHTS,
+    Accumulate,
+    Action,
+    Computed,
+    Copy,
+    Drop,
+    Hash,
+    Lost,
+    Receive,
+    Received,
+    Save,
+    Send,
+    Sent,
+    Started,
+    Update,
+    Updated,
+    Withdraw,
+    Withdrawn,
+)
+from rudra.core.messages import PACK, Kind, Message, split
+from rudra.core.training_state import BEGINNING
+from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.machine import Machine, Setup, States, To, halt, staying
+from rudra.roles.server import ParameterServer, ServerState
+
+LOGGED: tuple[type[Action], ...] = (Receive, Withdraw, Accumulate, Update, Copy, Send, Save, Drop)
+"""Actions that concern every part of a tensor; an entry of the log names them by their places here."""
+
+_NUMBER = {kind: number for number, kind in enumerate(LOGGED)}
+
+
+def entry(action: Action, number: int = 0) -> bytes:
+    """An action of the first shard as an entry of the log; a gradient that is let in has a number."""
+    role, buffer, other, fraction, scale, samples, time_s, epoch = -1, "", "", 0.0, 0.0, 0, 0.0, 0
+    match action:
+        case Receive():
+            assert action.source is not None
+            role, buffer = action.source, action.buffer
+        case Withdraw():
+            buffer = action.buffer
+        case Accumulate():
+            buffer, other, fraction, scale = action.gradient, action.into, action.fraction, action.scale
+        case Update():
+            buffer, scale, number = action.gradient, action.learning_rate, action.timestamp
+            samples, time_s, epoch = action.samples, action.time_s, action.epoch
+        case Copy():
+            buffer, other = action.source, action.target
+        case Send():
+            assert action.buffer is not None
+            role, buffer = action.to, action.buffer
+        case Drop():
+            role = action.role
+    told = (role, buffer.encode(), other.encode(), number, fraction, scale, samples, time_s, epoch, 0)
+    return PACK[Kind.LOG](_NUMBER[type(action)], *told)
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A gradient whose parts are on their way.
+
+    Attributes:
+        message: that told of it.
+        number: in the log.
+        missing: shards that do not have theirs yet.
+    """
+
+    message: Message
+    number: int
+    missing: set[int]
+
+
+class FirstShard(ParameterServer):
+    """The parameter server that decides for all; arguments as for `ParameterServer`.
+
+    It lets in no gradient from anybody, but each of the learner that has told of it, in the order of the telling where
+    the protocol asks for none.
+    """
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **ParameterServer.TRANSITIONS,
+        **{
+            (state, trigger): To(method, *ParameterServer.TRANSITIONS[state, Kind.GRADIENT].states)
+            for state in (ServerState.TRAINING, ServerState.DRAINING)
+            for trigger, method in (
+                (Kind.GRADIENT, "_told"),
+                (Kind.GRADIENT_PART, "_part_here"),
+                (Kind.TAKEN, "_part_there"),
+            )
+        },
+        **{
+            (state, trigger): To(method, *to.states)
+            for (state, kind), to in ParameterServer.TRANSITIONS.items()
+            if kind is Updated
+            for trigger, method in ((Updated, "_stepped_here"), (Kind.STEPPED, "_stepped_there"))
+        },
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._others = setup.plan.owners[1:]
+        self._told_of: deque[Message] = deque()  # gradients for which there was no buffer yet
+        self._rooms: dict[str, int | None] = {}  # buffers for gradients of which nobody has told yet -> of whom alone
+        self._coming: dict[str, _Coming] = {}  # by buffer
+        self._number = 0
+        self._log: list[bytes] = []
+        self._steps: dict[int, dict[int, tuple[bytes, float]]] = {}  # timestamp -> shard -> sample, and seconds
+
+    def validate(self) -> None:
+        super().validate()
+        assert not self._rooms.keys() & self._coming.keys()
+        assert self.buffers.posted.keys() >= self._coming.keys()
+
+    def handle(self, event: Any, now: float) -> list[Action]:
+        actions = self._for_all(super().handle(event, now), now)
+        if not self._log:
+            return actions
+        rows, self._log = np.frombuffer(b"".join(self._log), records.LOG), []
+        messages = split(Kind.LOG, self.id, rows)
+        # First of all: the others work while this one does.
+        return [*(Send(to, message) for to in self._others for message in messages), *actions]
+
+    def _for_all(self, wanted: Sequence[Action], now: float) -> list[Action]:
+        """What a parameter server wants done, as far as it concerns this shard; the rest is logged for the others."""
+        actions: list[Action] = []
+        todo = deque(wanted)
+        while todo:
+            match action := todo.popleft():
+                case Receive():
+                    self._rooms[action.buffer] = action.source
+                case Withdraw():
+                    if action.buffer in self._rooms:  # else its gradient is coming
+                        del self._rooms[action.buffer]
+                        todo.extend(self._withdrawn(Withdrawn(action.buffer), now))
+                case Send(buffer=str()):
+                    if action.message.kind is Kind.SNAPSHOT:
+                        actions.append(Send(action.to, action.message))
+                    actions.append(self._all_do(Send(action.to, Message(Kind.WEIGHTS_PART, self.id), action.buffer)))
+                case Accumulate() | Update() | Copy() | Save() | Drop():
+                    actions.append(self._all_do(action))
+                case _:
+                    actions.append(action)
+        return actions + self._let_in()
+
+    def _all_do(self, action: Action, number: int = 0) -> Action:
+        self._log.append(entry(action, number))
+        return action
+
+    # Gradients, part by part.
+
+    def _let_in(self) -> list[Action]:
+        """Lets in the gradients that were told of, as far as there are buffers for them."""
+        actions: list[Action] = []
+        for buffer, source in list(self._rooms.items()) if self._told_of else ():
+            message = next((m for m in self._told_of if source is None or m.sender == source), None)
+            if message is not None:
+                self._told_of.remove(message)
+                del self._rooms[buffer]
+                self._number += 1
+                self._coming[buffer] = _Coming(message, self._number, {self.id, *self._others})
+                actions.append(self._all_do(Receive(buffer, message.sender, gradient=True), self._number))
+        return actions
+
+    def _told(self, event: Received, now: float) -> list[Action]:
+        if event.message.sender not in self._dead:
+            self._told_of.append(event.message)
+        return []
+
+    def _part_here(self, event: Received, now: float) -> list[Action]:
+        assert event.buffer is not None
+        return self._arrived(event.buffer, self.id, now)
+
+    def _part_there(self, event: Received, now: float) -> list[Action]:
+        number = event.message.value
+        buffer = next((buffer for buffer, coming in self._coming.items() if coming.number == number), None)
+        return [] if buffer is None else self._arrived(buffer, event.message.sender, now)
+
+    def _arrived(self, buffer: str, shard: int, now: float) -> list[Action]:
+        """A shard has its part; when all have, so has the server."""
+        coming = self._coming[buffer]
+        coming.missing.discard(shard)
+        if coming.missing:
+            return []
+        del self._coming[buffer]
+        take = ParameterServer._METHODS[self.state, Kind.GRADIENT]
+        return take(self, Received(coming.message, buffer), now)
+
+    def _lose(self, event: Lost, now: float) -> list[Action]:
+        self._told_of = deque(m for m in self._told_of if m.sender != event.role)
+        for buffer, coming in list(self._coming.items()):
+            if coming.message.sender == event.role:
+                del self._coming[buffer]
+                self._all_do(Withdraw(buffer))
+                if self.buffers.posted[buffer] is None:  # else it was for that learner alone
+                    self._rooms[buffer] = None
+        return super()._lose(event, now)
+
+    # Updates: the row of one is complete when all shards have made it.
+
+    def _stepped_here(self, event: Updated, now: float) -> list[Action]:
+        return self._stepped(event.timestamp, self.id, event.sampled, event.seconds, now)
+
+    def _stepped_there(self, event: Received, now: float) -> list[Action]:
+        message = event.message
+        sampled = b"" if message.rows is None else message.rows.tobytes()
+        return self._stepped(message.timestamp, message.sender, sampled, message.seconds, now)
+
+    def _stepped(self, timestamp: int, shard: int, sampled: bytes, seconds: float, now: float) -> list[Action]:
+        steps = self._steps.setdefault(timestamp, {})
+        steps[shard] = sampled, seconds
+        if len(steps) <= len(self._others):
+            return []
+        del self._steps[timestamp]
+        samples = b"".join(steps[owner][0] for owner in self.plan.owners)
+        digest = digest_of(samples) if samples else 0
+        return self._updated(Updated(timestamp, digest, max(seconds for _, seconds in steps.values())), now)
+
+
+class ShardState(States):
+    FOLLOWING = auto()
+    DONE = auto()
+
+
+FOLLOWING = ShardState.FOLLOWING
+
+
+class Shard(Machine):
+    """One of the other shards: it carries out the log of the first.
+
+        FOLLOWING   an entry of the log, or what the next entry waits for -> FOLLOWING  do what can be done
+        FOLLOWING   everything is recorded                               -> DONE
+
+    What may have to wait: an update until the weights are back from those to whom they are being sent, a copy until
+    the one before was sent, and a buffer whose gradient is dropped until its part has come or its learner is known to
+    be no more.
+
+    Args:
+        role: id in the plan.
+        setup: what it is made from.
+    """
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **staying(
+            [FOLLOWING],
+            {
+                Started: "_in_vain",
+                Kind.LOG: "_read",
+                Kind.GRADIENT_PART: "_part",
+                Sent: "_returned",
+                Updated: "_stepped",
+                Lost: "_lose",
+            },
+        ),
+        (FOLLOWING, Kind.DONE): To("_finish", ShardState.DONE),
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup.plan)
+        self.state = FOLLOWING
+        self._first = setup.plan.server
+        self._log: deque[tuple[Any, ...]] = deque()
+        self._coming: dict[str, tuple[int, int]] = {}  # buffer -> whose gradient, and its number
+        self._lent: Counter[str] = Counter()
+
+    def validate(self) -> None:
+        assert min(self._lent.values(), default=0) >= 0
+
+    @property
+    def waiting_for(self) -> str:
+        if not self._log:
+            return f"the {self.plan.roles[self._first].name} to say what is next"
+        lent = [buffer for buffer, count in self._lent.items() if count]
+        return f"transfers of its {' and '.join(lent)} to end" if lent else "part of a gradient"
+
+    def _read(self, event: Received, now: float) -> list[Action]:
+        assert event.message.rows is not None
+        self._log.extend(event.message.rows.tolist())
+        return self._go_on()
+
+    def _go_on(self) -> list[Action]:
+        """Does what the log says, as far as it can be done now."""
+        actions: list[Action] = []
+        while self._log and (due := self._due(*self._log[0])) is not None:
+            self._log.popleft()
+            actions += due
+        return actions
+
+    def _due(
+        self,
+        what: int,
+        role: int,
+        buffer_: bytes,
+        other_: bytes,
+        number: int,
+        fraction: float,
+        scale: float,
+        samples: int,
+        time_s: float,
+        epoch: int,
+        _: int,
+    ) -> list[Action] | None:
+        """What an entry comes to; None: not yet."""
+        kind, buffer, other = LOGGED[what], buffer_.decode(), other_.decode()
+        if kind is Receive:
+            self._coming[buffer] = role, number
+            return [] if role in self._dead else [Receive(buffer, role, gradient=True)]
+        if kind is Withdraw:
+            if buffer in self._coming and self._coming[buffer][0] not in self._dead:
+                return None
+            self._coming.pop(buffer, None)
+            return []
+        if kind is Accumulate:
+            return [Accumulate(other, buffer, fraction, scale)]
+        if kind is Update:
+            return None if self._lent[WEIGHTS] else [Update(buffer, WEIGHTS, scale, number, epoch, samples, time_s)]
+        if kind is Copy:
+            return None if self._lent[other] else [Copy(buffer, other)]
+        if kind is Send:
+            self._lent[buffer] += 1
+            return [Send(role, Message(Kind.WEIGHTS_PART, self.id), buffer)]
+        return [Save(WEIGHTS, BEGINNING) if kind is Save else Drop(role)]
+
+    def _part(self, event: Received, now: float) -> list[Action]:
+        assert event.buffer is not None
+        _, number = self._coming.pop(event.buffer)
+        return [Send(self._first, Message(Kind.TAKEN, self.id, value=number)), *self._go_on()]
+
+    def _returned(self, event: Sent, now: float) -> list[Action]:
+        self._lent[event.buffer] -= 1
+        return self._go_on()
+
+    def _stepped(self, event: Updated, now: float) -> list[Action]:
+        rows = np.frombuffer(event.sampled, records.FLOATS) if event.sampled else None
+        return [Send(self._first, Message(Kind.STEPPED, self.id, event.timestamp, rows=rows, seconds=event.seconds))]
+
+    def _lose(self, event: Lost, now: float) -> list[Action]:
+        return self._go_on()
+
+    def _finish(self, event: Received, now: float) -> list[Action]:
+        self.state = ShardState.DONE
+        return [halt(event)]
+
+
+class ShardedLearner(Learner):
+    """A learner that pushes to several shards and pulls from them; arguments as for `Learner`.
+
+    As `Learner`, but for this: a gradient is delivered when all its parts are, and weights are here when all parts are.
+    """
+
+    __slots__ = ("_going", "_missing", "_newer", "_owners", "_receives")
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **{key: to for key, to in Learner.TRANSITIONS.items() if key[1] is not Kind.WEIGHTS},
+        (LearnerState.WAITING, Kind.WEIGHTS_PART): To("_first_part", LearnerState.WAITING, LearnerState.HASHING),
+        (LearnerState.EXCHANGING, Sent): To(
+            "_part_delivered", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
+        ),
+        (LearnerState.EXCHANGING, Kind.WEIGHTS_PART): To(
+            "_part_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
+        ),
+        **staying([LearnerState.STOPPED], {Kind.WEIGHTS_PART: "_in_vain"}),
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._owners = setup.plan.owners
+        self._receives = [Receive(WEIGHTS, owner) for owner in self._owners]
+        self._missing = len(self._owners)  # parts of weights
+        self._going = 0  # parts of a gradient
+        self._newer = setup.position.timestamp  # timestamp of the weights that are coming
+
+    def _start(self, event: Started, now: float) -> list[Action]:
+        return [*self._receives]
+
+    def _first_part(self, event: Received, now: float) -> list[Action]:
+        if not self._have_all():
+            return []
+        self.state = LearnerState.HASHING
+        return [Hash(WEIGHTS)]
+
+    def _have_all(self) -> bool:
+        """Counts a part of the weights; whether it was the last one."""
+        self._missing -= 1
+        if not self._missing:
+            self.timestamp = self._newer
+        return not self._missing
+
+    def _push(self, event: Computed, now: float) -> list[Action]:
+        warnings, ends = self._computed(event, now)
+        if ends:
+            return warnings
+        self.state = LearnerState.EXCHANGING
+        timestamp = self.timestamp
+        told = Message(Kind.GRADIENT, self.id, timestamp, timestamp, None, (self._gradient(event, now),))
+        self._going = len(self._owners)
+        part = Message(Kind.GRADIENT_PART, self.id)
+        return [Send(self.server, told), *(Send(owner, part, GRADIENT) for owner in self._owners), *warnings]
+
+    def _part_delivered(self, event: Sent, now: float) -> list[Action]:
+        self._going -= 1
+        return [] if self._going else self._delivered(event, now)
+
+    def _answered(self, event: Received, now: float) -> list[Action]:
+        actions = super()._answered(event, now)
+        if not self._expects_weights:
+            return actions
+        self._newer, self._missing = event.message.timestamp, len(self._owners)
+        return [*self._receives]
+
+    def _part_pulled(self, event: Received, now: float) -> list[Action]:
+        if not self._have_all():
+            return []
+        self._expects_weights = False
+        return self._advance(now)

@@ -1,0 +1,25 @@
+"""Sharded: several servers own a part of the weights each, and advance as one.
+
+Every learner pushes a slice of its gradient to each of them, and pulls a slice of the weights from each. The first one
+decides which gradients make an update, in which order and at which rate; the others carry that out. So there is one
+timestamp, as with one server, whose weights these are bit for bit; but the links of several nodes carry them.
+"""
+
+from collections.abc import Sequence
+
+from topologies.plan import LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, Plan, Role
+from topologies.tree import whole
+
+
+def plan(nodes: Sequence[int], shards: int = 2) -> Plan:
+    """Rank 0 is the parameter server and owns the first part, then come the others, the statistics server and learners.
+
+    Args:
+        nodes: of every learner.
+        shards: N, servers among which the weights are divided; 1 is topology base.
+    """
+    if not whole(shards):
+        raise ValueError(f"[topology] options.shards = {shards!r}: must be a whole number >= 1")
+    servers = (Role(PARAMETER_SERVER, 0, 0), *(Role(SHARD, i, i) for i in range(1, shards)))
+    learners = (Role(LEARNER, i, shards + 1 + i, parent=0, node=node) for i, node in enumerate(nodes))
+    return Plan((*servers, Role(STATISTICS_SERVER, 0, shards, parent=0), *learners))
