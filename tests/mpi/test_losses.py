@@ -32,11 +32,19 @@ def ours(err: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "topology"), [("softsync", "base"), ("hardsync", "base"), ("async", "base"), ("hardsync", "adv")]
+    ("protocol", "topology"),
+    [
+        ("softsync", "base"),
+        ("hardsync", "base"),
+        ("async", "base"),
+        ("hardsync", "adv"),
+        ("hardsync", "sharded"),
+        ("async", "sharded"),
+    ],
 )
 def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topology: str) -> None:
     rank = 3 if topology == "base" else 5
-    options = "" if topology == "base" else "\noptions.fan_out = 2"
+    options = {"adv": "\noptions.fan_out = 2", "sharded": "\noptions.shards = 3"}.get(topology, "")
     job = job_file(tmp_path, protocol, f"dying_{rank}", topology=f'name = "{topology}"{options}')
     output = tmp_path / "out.h5"
     code, _, err = finish(start("run", job, "--output", output))
@@ -118,10 +126,10 @@ def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> No
         assert set(results.updates["gradients"]) == {3}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Path, rank: int) -> None:
-    every = 'checkpoint_every = "5 updates"'
-    job = job_file(tmp_path, "softsync", results=every, fault_tolerance="restarts = 1")
+@pytest.mark.parametrize(("rank", "topology"), [(0, "base"), (1, "base"), (1, "sharded")])
+def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Path, rank: int, topology: str) -> None:
+    every, name = 'checkpoint_every = "5 updates"', f'name = "{topology}"'
+    job = job_file(tmp_path, "softsync", results=every, fault_tolerance="restarts = 1", topology=name)
     output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 20)

@@ -37,11 +37,23 @@ CASES: dict[str, dict[str, Any]] = {
     "async-staleness": {"protocol": {"name": "async", "modulation": "gradient_staleness"}, "optimizer": SGD},
     "hardsync-momentum": {"protocol": {"name": "hardsync"}, "optimizer": SGD},
     "hardsync-shares": {"protocol": {"name": "hardsync"}, "optimizer": SGD, "shares": True},
+    "sharded, hardsync": {"protocol": {"name": "hardsync"}, "optimizer": SGD, "sharded": True},
+    "sharded, async": {"protocol": {"name": "async"}, "optimizer": ADAGRAD, "sharded": True},
     "async-schedule": {"protocol": {"name": "async"}, "optimizer": {**SGD, **OWN}},
 }
 
 
-def make_job(learners: int, protocol: dict[str, Any], optimizer: dict[str, Any], *, shares: bool = False) -> rudra.Job:
+def make_job(
+    learners: int,
+    protocol: dict[str, Any],
+    optimizer: dict[str, Any],
+    *,
+    shares: bool = False,
+    sharded: bool = False,
+) -> rudra.Job:
+    """With servers that share the weights there are up to three of them, and fewer learners on the same ranks."""
+    shards = (learners + 2) // 2 if sharded else 1
+    learners -= shards - 1
     if "n" in protocol:
         protocol = {**protocol, "n": min(learners, protocol["n"])}
     return rudra.Job(
@@ -52,6 +64,7 @@ def make_job(learners: int, protocol: dict[str, Any], optimizer: dict[str, Any],
         optimizer={"milestones": [1], **optimizer},
         protocol={"reference_batch_size": 16, **protocol},
         cluster={"learners": learners, "threads_per_rank": 1, "shares": range(1, learners + 1) if shares else ()},
+        topology={"name": "sharded", "options": {"shards": shards}} if sharded else {},
     )
 
 

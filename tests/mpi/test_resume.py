@@ -40,11 +40,11 @@ def run_until(job: Path, output: Path, update: int, number: int) -> tuple[int, s
     return code, err
 
 
-@pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "base"), (SGD, "groups")])
+@pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "base"), (ADAM, "sharded"), (SGD, "groups")])
 def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_stopped(
     tmp_path: Path, optimizer: str, topology: str
 ) -> None:
-    options = {"groups": "options.groups = 1\n"}.get(topology, "")
+    options = {"groups": "options.groups = 1\n", "sharded": "options.shards = 3\n"}.get(topology, "")
     job = job_file(tmp_path, "hardsync", optimizer, f'[topology]\nname = "{topology}"\n{options}')
     output, last = tmp_path / "out.h5", 0
     seed = random.SystemRandom().randrange(1 << 32)
@@ -117,7 +117,7 @@ def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path, update: in
 @pytest.mark.parametrize("topology", ["base", "groups"])
 def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path, topology: str) -> None:
     """A measure that never gets better: each second test after the first lowers the rate, the fifth ends the run."""
-    options = {"groups": "options.groups = 1\n"}.get(topology, "")
+    options = {"groups": "options.groups = 1\n", "sharded": "options.shards = 3\n"}.get(topology, "")
     more = '[task]\nmetrics = ["user_code:always"]\n'
     job = job_file(tmp_path, "hardsync", more=f'{more}[topology]\nname = "{topology}"\n{options}')
     output, text = tmp_path / "out.h5", job.read_text()

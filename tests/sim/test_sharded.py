@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,4 +139,3 @@ def test_a_hook_sees_no_part_of_the_weights(tmp_path: Path) -> None:
     hook = {"call": lambda moment: seen.append(set(moment.weights())), "at": "epoch"}
     with rudra.simulate(job.with_(hooks=[hook]), output=tmp_path / "b.h5", progress="quiet") as results:
         assert [len(names) for names in seen] == [9] * len(results.epochs)
-        assert np.isfinite(torch.cat([value.flatten().double() for value in results.state_dict().values()])).all()
