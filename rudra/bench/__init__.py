@@ -30,6 +30,10 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "pushes/s of 1.7 MB that a server takes from 1, 2 and 4 senders, and how evenly",
         "each sender within 5 % of the mean",
     ),
+    "shards": (
+        "pushes/s that several servers take which share the weights (topology sharded), against one",
+        ">= 3 times with 4 servers behind 10 Gbit/s, in virtual time; >= 0.9 with 2 on the ranks of this machine",
+    ),
     "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),
     "memory": ("peak memory of learner and server, in model sizes", "learner <= 4; server <= 4, +1 with a snapshot"),
     "input": (

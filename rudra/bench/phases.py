@@ -65,12 +65,14 @@ class Place:
         return f'{JOB}[topology]\nname = "{self.topology}"\n{self.options}\n[cluster]\nlearners = {self.learners}\n'
 
 
+SHARD = "parameter shard 1"
 SERVERS = (PARAMETER_SERVER, STATISTICS_SERVER)
 
 PLACES = {
     place.topology: place
     for place in (
         Place("base", "", 2, (*SERVERS, "learner 1")),
+        Place("sharded", "options.shards = 2", 2, (*SERVERS, SHARD, "learner 1")),
         Place("adv", "options.fan_out = 2", 3, (*SERVERS, "tree server 1", "learner 2")),
         Place("adv*", "options.fan_out = 2", 3, (*SERVERS, "learner 0", "learner 2")),
         Place("groups", "options.groups = 2", 3, (*SERVERS, "learner 0", "learner 1")),

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rudra.bench.ranks import STATISTICS
+import numpy as np
+
 from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
+from rudra.compute.flat import sha256
 from rudra.compute.optim import UpdateRule
 from rudra.compute.schedule import schedule_of
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update, Updated
@@ -45,10 +47,12 @@ class StubServer(ServerExecutor):
 
 
 class UpdatingServer(ServerExecutor):
-    """Averages and updates as in a run: SGD with momentum."""
+    """Averages and updates as in a run: SGD with momentum; all weights, or a part of them."""
 
-    def __init__(self, floats: int) -> None:
-        Executor.__init__(self, (), floats, floats, 1)
+    def __init__(self, floats: int, part: slice | None = None) -> None:
+        length = floats if part is None else part.stop - part.start
+        Executor.__init__(self, (), length, length, 1)
+        self._part, self._of, self._first_sha256 = part, floats, sha256(np.zeros(floats, np.float32))
         table = OptimizerTable(learning_rate=1e-6, momentum=0.9)
         self._rule = UpdateRule(table, self.buffer("weights").vector)
         self.prepare()
@@ -84,7 +88,7 @@ def drive(
 
     account = Account()
     (role,) = plan.on_rank(comm.rank)
-    recorder = account if comm.rank == STATISTICS else None
+    recorder = account if role == plan.statistics else None
     mine = comm.Dup()
     machines = {role: make(role, job, plan, steps, schedule_of(job, plan, steps))}
     Rank(mine, plan, machines, {role: executor}, recorder, spins=spins).run()

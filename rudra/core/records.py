@@ -140,7 +140,7 @@ FLOATS = np.dtype([("value", "<f4")])
 """A few floats, as a message carries them."""
 
 ROLE = table(
-    ("kind", "S20", "`parameter server`, `tree server`, `statistics server` or `learner`"),
+    ("kind", "S20", "`parameter server`, `parameter shard`, `tree server`, `statistics server` or `learner`"),
     ("index", "<i4", "number of the role among those of its kind, from 0"),
     ("world_rank", "<i4", "MPI rank that hosts the role"),
     ("parent", "<i4", "row of the role that takes this role's gradients; -1: none"),

@@ -356,11 +356,11 @@ class ProtocolTable(Table):
 class TopologyTable(Table):
     """Which rank has which role, and which ranks exchange messages."""
 
-    name: Named = Field("base", description="base, adv, adv*, groups, or your own, package.module:object")
+    name: Named = Field("base", description="base, sharded, adv, adv*, groups, or your own, package.module:object")
     options: dict[str, Any] = Field(
         {},
-        description="adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, reduction, server; or "
-        "those of your own topology",
+        description="sharded: shards; adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, "
+        "reduction, server; or those of your own topology",
     )
 
 

@@ -147,7 +147,9 @@ class ParameterServer(Machine):
         self._deferred: deque[int] = deque()  # roles that died while an update was due
         self._receivers = plan.receivers[role]
         self._grouped = bool(plan.groups)
-        self.buffers = GradientBuffers(plan.children[role], 2, self._ordered)
+        # A learner's link is as busy with a gradient for several servers as for one: they take more of them at a time.
+        at_a_time = max(2, min(2 * len(plan.owners), len(plan.children[role])))
+        self.buffers = GradientBuffers(plan.children[role], at_a_time, self._ordered)
         self._stragglers = Stragglers(plan.children[role], self._job.fault_tolerance.stall_warning_s)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
         self._digest: int | None = None

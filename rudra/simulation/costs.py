@@ -27,6 +27,7 @@ from rudra.job.jobfiles import read_toml
 from rudra.job.simulation import DEFAULTS, SimulationTable
 from rudra.machine import cores, processor
 from topologies import Plan
+from topologies.plan import ELSEWHERE
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -69,7 +70,11 @@ class CostModel:
 
     def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int, shares: Sequence[float] = ()) -> None:
         self.table, self.plan = table, plan
-        self.node = plan.nodes(near=table.servers_on_first_node)
+        node = list(plan.nodes(near=table.servers_on_first_node))
+        for place, owner in enumerate(plan.owners):
+            if node[owner] == ELSEWHERE:  # each has a node, and a link, of its own
+                node[owner] -= place
+        self.node = tuple(node)
         self.compute_s = self._compute_times(minibatch_size, shares)
         self.local_s: dict[type[Local], float] = {
             Accumulate: table.gradient_s,

@@ -33,7 +33,7 @@ def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "update", "--phases"]) == 2
     assert capsys.readouterr().err == "rudra: --phases is an option of the benchmark faults alone\n"
     assert main(["bench", "faults", "--phases", "base", "ring"]) == 2
-    assert "--phases: topology 'ring' is unknown; valid: base, adv, adv*, groups" in capsys.readouterr().err
+    assert "--phases: topology 'ring' is unknown; valid: base, sharded, adv, adv*, groups" in capsys.readouterr().err
 
 
 def test_ratios_are_of_neighbours() -> None:
