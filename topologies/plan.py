@@ -102,7 +102,7 @@ class Role:
 
     Attributes:
         kind: `"parameter server"`, `"parameter shard"`, `"tree server"`, `"statistics server"` or `"learner"`.
-        index: number of the role among those of its kind, from 0.
+        index: number of the role among those of its kind, from 0; of shards from 1: the parameter server is the first.
         world_rank: MPI rank that hosts the role; one rank may host several roles.
         parent: id of the role that takes this role's gradients; None: nobody does.
         source: id of the role that gives this role weights; None: its parent does.

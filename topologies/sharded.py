@@ -7,7 +7,7 @@ timestamp, as with one server, whose weights these are bit for bit; but the link
 
 from collections.abc import Sequence
 
-from topologies.plan import LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, Plan, Role
+from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, Plan, Role
 from topologies.tree import whole
 
 
@@ -20,6 +20,9 @@ def plan(nodes: Sequence[int], shards: int = 2) -> Plan:
     """
     if not whole(shards):
         raise ValueError(f"[topology] options.shards = {shards!r}: must be a whole number >= 1")
-    servers = (Role(PARAMETER_SERVER, 0, 0), *(Role(SHARD, i, i) for i in range(1, shards)))
+    there = list(dict.fromkeys(nodes))
+    # Spread over the nodes, whose links they are there to share; the first server is where there is room.
+    places = [there[i * len(there) // shards] if len(there) > 1 else ELSEWHERE for i in range(shards)]
+    servers = (Role(PARAMETER_SERVER, 0, 0), *(Role(SHARD, i, i, node=places[i]) for i in range(1, shards)))
     learners = (Role(LEARNER, i, shards + 1 + i, parent=0, node=node) for i, node in enumerate(nodes))
     return Plan((*servers, Role(STATISTICS_SERVER, 0, shards, parent=0), *learners))

@@ -141,7 +141,7 @@ FLOATS = np.dtype([("value", "<f4")])
 
 ROLE = table(
     ("kind", "S20", "`parameter server`, `parameter shard`, `tree server`, `statistics server` or `learner`"),
-    ("index", "<i4", "number of the role among those of its kind, from 0"),
+    ("index", "<i4", "number of the role among those of its kind, from 0; of shards from 1"),
     ("world_rank", "<i4", "MPI rank that hosts the role"),
     ("parent", "<i4", "row of the role that takes this role's gradients; -1: none"),
     ("source", "<i4", "row of the role that gives this role weights; -1: its parent"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import topologies
 from topologies import Plan, Role
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
+from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
 
 NODES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
     lambda sizes: [node for node, size in enumerate(sizes) for _ in range(size)]
@@ -38,7 +38,8 @@ def check(plan: Plan, nodes: Sequence[int]) -> None:
     assert [roles[i].index for i in plan.learners] == list(range(len(nodes)))
     assert [roles[i].node for i in plan.learners] == list(nodes)
     for kind, count in Counter(role.kind for role in roles).items():
-        assert [role.index for role in roles if role.kind == kind] == list(range(count))
+        first = int(kind == SHARD)  # the first part is the parameter server's
+        assert [role.index for role in roles if role.kind == kind] == list(range(first, first + count))
     assert sum(role.kind == STATISTICS_SERVER for role in roles) == 1
     assert plan.served == (roles[plan.server].kind == PARAMETER_SERVER)
     assert roles[plan.server].parent is None
@@ -63,6 +64,25 @@ def check_children(plan: Plan) -> None:
 
 def everybody_below(edges: Sequence[Sequence[int]], top: int) -> list[int]:
     return [i for below in edges[top] for i in (below, *everybody_below(edges, below))]
+
+
+@given(NODES, st.integers(1, 5))
+def test_shards_are_spread_over_the_nodes_of_the_learners(nodes: list[int], shards: int) -> None:
+    plan = drawn("sharded", nodes, shards=shards)
+    check(plan, nodes)
+    assert plan.owners == (0, *range(1, shards))
+    assert plan.parted == (shards > 1)
+    there = dict.fromkeys(nodes)
+    used = [plan.roles[owner].node for owner in plan.owners[1:]]
+    assert set(used) <= {*there, ELSEWHERE}
+    if len(there) > 1:
+        most = -(-shards // len(there))
+        assert max(Counter(used).values(), default=0) <= most
+    one, now = plan.unparted()
+    assert [role.kind for role in one.roles] == [r.kind for r in plan.roles if r.kind != SHARD]
+    assert [one.roles[now[i]].name for i in plan.learners] == [plan.roles[i].name for i in plan.learners]
+    assert one.children[0] == one.learners
+    assert not one.parted
 
 
 def test_base() -> None:
