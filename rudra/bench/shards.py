@@ -42,7 +42,7 @@ def run(*, quick: bool) -> Report:
         about = f"virtual time, 10 Gbit/s, {MODEL * 4 / 1e6:.0f} MB, λ = {LEARNERS}"
         report.rows.append((about, shards, f"{rates[shards]:.1f}", f"{rates[shards] / rates[1]:.2f}", f"{bound:.1f}"))
     pushes, rounds = (30, 1) if quick else (300, 7)
-    figures = on_ranks(measure, SENDERS + HERE[-1] - 1, pushes=pushes, rounds=rounds)
+    figures = on_ranks(measure, SENDERS + HERE[-1] - 1, senders=SENDERS, pushes=pushes, rounds=rounds)
     found = {shards: [rate for rank in figures for rate in rank[str(shards)]] for shards in HERE}
     for shards in HERE:
         about = f"real ranks, {FLOATS * 4 / 1e6:.0f} MB, {SENDERS} learners"
@@ -71,7 +71,7 @@ def simulated(shards: int, updates: int) -> tuple[float, float]:
     return found.samples_per_s, shards * LINK["bandwidth_bytes_per_s"] / (MODEL * 4)
 
 
-def measure(comm: "MPI.Comm", directory: Path, pushes: int, rounds: int) -> dict[str, Any]:
+def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds: int) -> dict[str, Any]:
     """Takes turns; on the statistics servers' ranks pushes/s, by the number of servers."""
     figures: dict[str, Any] = {str(shards): [] for shards in HERE}
     for turn in range(rounds + 1):
@@ -81,7 +81,7 @@ def measure(comm: "MPI.Comm", directory: Path, pushes: int, rounds: int) -> dict
                 training={"epochs": 1, "minibatch_size": 1, "evaluate": False},
                 protocol={"name": "async"},
                 topology={"name": "sharded", "options": {"shards": shards}},
-                cluster={"learners": SENDERS, "threads_per_rank": 1},
+                cluster={"learners": senders, "threads_per_rank": 1},
                 results={"minibatches": False},
             )
             figures[str(shards)] += [rate for rate in _one(comm, job, pushes) if turn]
