@@ -150,6 +150,7 @@ def simulate(
     else:
         job = job.without_tests().with_(cluster={"device": "cpu"})
     plan = job.plan(costs.places(job))
+    job = costs.shared(job, plan)
     with torch_as_in(job):
         cluster = make_cluster(job, plan)
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)

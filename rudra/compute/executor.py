@@ -584,7 +584,7 @@ def make_executors(
                 Target.parse(job.training.target).check(measured, data.tests)
             except ConfigError as error:
                 raise ConfigError(f"[training] {error}") from None
-    size, shares = job.training.minibatch_size, job.cluster.shares
+    size, shares = job.training.minibatch_size, job.cluster.parts
     works = {role: portion(plan, role, size, shares).work(0) for role in roles if plan.about(role).trains}
     alone = any(work.count == 1 for work in works.values())
     lonely = alone and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two

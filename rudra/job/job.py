@@ -280,7 +280,7 @@ class Job(Table):
             )
 
     def _check_shares(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
-        shares, learners = self.cluster.shares, plan.learner_numbers
+        shares, learners = self.cluster.parts, plan.learner_numbers
         if len(shares) != learners:
             raise ValueError(f"[cluster] shares: {len(shares)} numbers for {learners} learners; valid: one for each")
         if not all(0 < share < math.inf for share in shares):

@@ -52,7 +52,7 @@ class MinibatchLog:
     def __init__(self, role: int, setup: Setup) -> None:
         about, results = setup.plan.roles[role], setup.job.results
         self.learner, self._world_rank = about.index, about.world_rank
-        size, shares = setup.job.training.minibatch_size, setup.job.cluster.shares
+        size, shares = setup.job.training.minibatch_size, setup.job.cluster.parts
         self._portion_in = partial(portion, role=role, minibatch_size=size, shares=shares)
         self._before = setup.position.learned_by(self.learner)
         self._non_finite_stops = setup.job.fault_tolerance.non_finite_loss == "stop"

@@ -63,7 +63,7 @@ def assemble(
         machines,
         tensors,
         recorder,
-        CostModel(job.simulation, plan, job.training.minibatch_size, job.cluster.shares),
+        CostModel(job.simulation, plan, job.training.minibatch_size, job.cluster.parts),
         size_bytes=size_bytes,
         seed=job.training.seed + position.timestamp,
         gradient_share=job.cluster.gradient_share,

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rudra.core.events import Accumulate, Evaluate, Local, Update
-from rudra.core.work import portion
+from rudra.core.work import by_speed, portion, speeds_text
 from rudra.errors import ConfigError, meant
 from rudra.job.job import Job, named
 from rudra.job.jobfiles import read_toml
 from rudra.job.simulation import DEFAULTS, SimulationTable
+from rudra.log import log
 from rudra.machine import cores, processor
 from topologies import Plan
 
@@ -67,7 +68,7 @@ class CostModel:
         local_s: durations of other local actions; those that are not here take no time.
     """
 
-    def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int, shares: Sequence[float] = ()) -> None:
+    def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int, shares: tuple[float, ...] = ()) -> None:
         self.table, self.plan = table, plan
         self.node = plan.nodes(near=table.servers_on_first_node)
         self.compute_s = self._compute_times(minibatch_size, shares)
@@ -77,7 +78,7 @@ class CostModel:
             Evaluate: table.evaluation_s,
         }
 
-    def _compute_times(self, minibatch_size: int, shares: Sequence[float]) -> dict[int, float]:
+    def _compute_times(self, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, float]:
         table, plan = self.table, self.plan
         counts = {role: portion(plan, role, minibatch_size, shares).count for role in plan.learners}
         alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
@@ -127,6 +128,23 @@ class CostModel:
         slowest = max(links, key=lambda link: link.seconds_per_byte)
         latency_s = max(link.latency_s for link in links)
         return 2 * (latency_s + share * size_bytes * slowest.seconds_per_byte) + table.gradient_s * (k - 1) / k
+
+
+def shared(job: Job, plan: Plan) -> Job:
+    """The job with shares in proportion to its learners' speeds, where it wants them measured: the costs tell these.
+
+    Args:
+        job: resolved, with its costs read in.
+        plan: who is who.
+    """
+    if job.cluster.shares != "auto":
+        return job
+    size = job.training.minibatch_size
+    compute_s = CostModel(job.simulation, plan, size, job.cluster.parts).compute_s
+    seconds = [compute_s[role] for role in plan.learners]
+    shares = by_speed(seconds)
+    log.info(f"{job.name}: by these costs {speeds_text(seconds, size, shares)}")
+    return job.with_(cluster={"shares": shares})
 
 
 def source(job: Job) -> str | None:

@@ -122,6 +122,7 @@ def predict(
     per_update = job.gradients_per_update(job.plan())
     updates = updates or _enough(job, per_update)
     plan = job.plan(costs.places(job))
+    job = costs.shared(job, plan)
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(updates, plan.server), KeptRows()
     simulated = updates * per_update * minibatch_size

@@ -138,7 +138,7 @@ def calibrate(
     own = job.training.minibatch_size
     sizes = sorted(set(sizes or (max(1, own // 4), own, own * 4)))
     threads = job.cluster.threads_per_rank or max(1, cores() // learners)
-    job = _timed(job.resolved(learners=1, threads_per_rank=threads))
+    job = _timed(job).resolved(learners=1, threads_per_rank=threads)
     cases = [(size, count) for size in sizes for count in sorted({1, learners})]
     with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
@@ -152,6 +152,7 @@ def _timed(job: Job) -> Job:
     rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
     return job.without_tests().with_(
         hooks=(),
+        cluster={"shares": ()},
         topology={"name": "base", "options": {}},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
