@@ -178,6 +178,8 @@ def simulate(
             simulation = assemble(
                 unsaved, plan, cluster.tensors, recorder, training_samples=samples, size_bytes=size_bytes
             )
+            if text := simulation.costs.guessed:
+                log.info(f"{job.name}: {text}")
             try:
                 with _told_to_end():
                     simulation.run()

@@ -2,10 +2,10 @@
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from rudra.core.events import Action, Event, Receive, Send
+from rudra.core.events import Action, Event, Local, Receive, Send
 from rudra.data.sampling import mix
 from rudra.roles import Machine
 
@@ -33,6 +33,7 @@ class Actor:
         busy_until: virtual time in seconds.
         halted: it has ended, or died.
         compute_s: seconds of the next mini-batch.
+        local_s: seconds of its other local actions; those that are not there take no time.
         computing: a mini-batch is under way.
         delay_s: what a server on the node has taken from that computation.
         neighbours: those that compute on a server's node, where cores may be short.
@@ -50,6 +51,7 @@ class Actor:
         "halted",
         "handle",
         "inbox",
+        "local_s",
         "machine",
         "message_s",
         "neighbours",
@@ -70,6 +72,7 @@ class Actor:
         self.busy_until = 0.0
         self.halted = False
         self.compute_s: Callable[[], float] = float
+        self.local_s: Mapping[type[Local], float] = {}
         self.computing = False
         self.delay_s = 0.0
         self.neighbours: list[Actor] = []

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from rudra.core.events import GRADIENT, WEIGHTS, Accumulate, Compute, Evaluate
-from rudra.core.messages import Rows
+from rudra.core.events import GRADIENT, SNAPSHOT, WEIGHTS, Accumulate, Compute, Copy, Evaluate
+from rudra.core.messages import Rows, tensor_bytes
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -102,12 +102,14 @@ class Alone:
     Attributes:
         compute_s: μ -> seconds for one gradient, roughly: it says how long a run must be.
         gradient_s: to add a gradient.
+        copy_s: to copy the weights.
         evaluation_s: to test the weights.
         samples: of the training set.
     """
 
     compute_s: dict[int, float]
     gradient_s: float
+    copy_s: float
     evaluation_s: float
     samples: int
 
@@ -248,8 +250,9 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         server, statistics = made[plan.server], made[plan.statistics]
         server.buffer(GRADIENT).vector.fill_(1.0)
         gradient_s = _median_s(partial(_accumulate, server), 30)
+        copy_s = _median_s(lambda turn: server.perform(Copy(WEIGHTS, SNAPSHOT)), 30)
         evaluation_s = _evaluation_s(statistics, math.ceil(info.test_samples / job.training.evaluation_batch_size))
-    return Alone(compute_s, gradient_s, evaluation_s, info.training_samples)
+    return Alone(compute_s, gradient_s, copy_s, evaluation_s, info.training_samples)
 
 
 def _compute(learner: "LearnerExecutor", step: int) -> None:
@@ -288,7 +291,7 @@ def _median_s(do: Callable[[int], object], times: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What follows from the measurements, in seconds; most are keys of `[simulation]`.
+    """What follows from the measurements, in seconds; most are keys of `[simulation]`, there perhaps for each byte.
 
     Attributes:
         transfer_s: of the model between two ranks, one way.
@@ -302,6 +305,7 @@ class Costs:
     message_s: float
     gradient_s: float
     update_s: float
+    copy_s: float
     evaluation_s: float
 
 
@@ -340,6 +344,7 @@ def derive(probes: Sequence[Probe], alone: Alone) -> Costs:
         message_s=rest_s - 2 * latency_s,
         gradient_s=alone.gradient_s,
         update_s=update_s,
+        copy_s=alone.copy_s,
         evaluation_s=alone.evaluation_s,
     )
 
@@ -354,6 +359,7 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int) -> str:
         learners: that were busy at once, at most.
     """
     model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
+    held = max(1, tensor_bytes(size_bytes))
     points = ", ".join(f"{size} = {seconds:.4g}" for size, seconds in found.compute_s.items())
     measured = {
         "date": date.today().isoformat(),
@@ -380,8 +386,9 @@ message_s = {found.message_s:.3g}
 compute_s = {{ {points} }}  # one learner alone
 node_slowdown = {found.node_slowdown:.3f}  # what each further learner adds
 jitter = {found.jitter:.3f}
-gradient_s = {found.gradient_s:.3g}
-update_s = {found.update_s:.3g}
+gradient_s_per_byte = {found.gradient_s / held:.3g}  # {found.gradient_s * 1e3:.3g} ms for all of it
+update_s_per_byte = {found.update_s / held:.3g}  # {found.update_s * 1e3:.3g} ms
+copy_s_per_byte = {found.copy_s / held:.3g}  # {found.copy_s * 1e3:.3g} ms
 evaluation_s = {found.evaluation_s:.3g}
 
 [measured]
