@@ -91,6 +91,9 @@ def test_when_a_learner_dies_those_left_share_on(tmp_path: Path, topology: Any) 
     with rudra.simulate(job, output=path, progress="quiet") as results:
         rows, lost = results.gradients, results.events["kind"] == b"lost"
         assert (results.status, lost.sum()) == ("finished", 1)
+        (account,) = results.learners[results.learners["learner"] == 1]
+    own = rows[rows["learner"] == 1]
+    assert (account["pushed"], account["samples"]) == (len(own), own["samples"].sum())
     assert 0 < (rows["learner"] == 1).sum() < (rows["learner"] == 0).sum()
     after = rows[rows["update"] > rows["update"][rows["learner"] == 1].max() + 1]
     if topology is ALLREDUCE:  # they have begun anew: 16 samples in halves, and none is left out
