@@ -150,6 +150,7 @@ def simulate(
     else:
         job = job.without_tests().with_(cluster={"device": "cpu"})
     plan = job.plan(costs.places(job))
+    job = costs.shared(job, plan)
     with torch_as_in(job):
         cluster = make_cluster(job, plan)
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
@@ -177,6 +178,8 @@ def simulate(
             simulation = assemble(
                 unsaved, plan, cluster.tensors, recorder, training_samples=samples, size_bytes=size_bytes
             )
+            if text := simulation.costs.guessed:
+                log.info(f"{job.name}: {text}")
             try:
                 with _told_to_end():
                     simulation.run()

@@ -165,6 +165,13 @@ class Plan:
         is_called = f": it is called {_RENAMED[name]}" if name in _RENAMED else ""
         raise AttributeError(f"Plan has no {name}{is_called}", name=name, obj=self)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # once: all roles ask for what was worked out of their plan
+        return hash((self.roles, self.overlapped, self.gone))
+
     @property
     def ranks(self) -> int:
         """Number of MPI ranks that the plan needs."""

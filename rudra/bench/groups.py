@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from rudra.api import run as train
 from rudra.bench.ranks import PlainLoop, write_images
 from rudra.compute.executor import torch_as_in
+from rudra.core.events import Update
+from rudra.core.messages import tensor_bytes
 from rudra.findings import Goal, Report, Spread, spread
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -176,14 +178,15 @@ def simulated(table: dict[str, Any], groups: int, updates: int = 2000) -> tuple[
 def model(job: Job, size_bytes: int) -> Times:
     """The times that the costs of a job with compute groups imply."""
     table, plan = job.simulation, job.plan(costs.places(job))
-    charges = CostModel(table, plan, job.training.minibatch_size)
+    charges = CostModel(table, plan, job.training.minibatch_size, size_bytes=tensor_bytes(size_bytes))
+    update_s = charges.local_seconds(Update)
     members = plan.groups[0]
     transfer_s = size_bytes / table.bandwidth_bytes_per_s
     reduction_s = charges.reduction_s(members, size_bytes)
     compute_s = charges.compute_s[members[0]]
     if not plan.served:
-        return Times(compute_s + reduction_s, table.update_s, table.update_s)
-    handling_s = table.message_s + table.update_s
+        return Times(compute_s + reduction_s, update_s, update_s)
+    handling_s = table.message_s + update_s
     way_s = table.latency_s + transfer_s
     return Times(
         compute_s + reduction_s + handed_on_s(plan, way_s),

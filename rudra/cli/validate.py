@@ -33,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.compute.schedule import planned
+    from rudra.core.work import portion
     from rudra.report.topology import message, roles
 
     job = job_of(arguments).resolved(cores=cores())
@@ -55,6 +56,11 @@ def execute(arguments: argparse.Namespace) -> int:
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
     }
+    if job.cluster.shares == "auto":
+        lines["shares"] = "in proportion to the learners' speeds, which are measured before training"
+    elif job.cluster.shares:
+        counts = [portion(plan, role, job.training.minibatch_size, job.cluster.shares).count for role in plan.learners]
+        lines["shares"] = f"{min(counts)} to {max(counts)} samples of a batch"
     for place, hook in enumerate(job.hooks):
         role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"

@@ -627,7 +627,7 @@ def make_executors(
                 raise ConfigError(f"[training] {error}") from None
     cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
     parts = dict(zip(plan.owners, cuts, strict=False))
-    size, shares = job.training.minibatch_size, job.cluster.shares
+    size, shares = job.training.minibatch_size, job.cluster.parts
     works = {role: portion(plan, role, size, shares).work(0) for role in roles if plan.about(role).trains}
     alone = any(work.count == 1 for work in works.values())
     lonely = alone and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two

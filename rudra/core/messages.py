@@ -184,6 +184,11 @@ def tail_bytes(gradients: int) -> int:
     return -(-(_HEADER.size + rows) // 64) * 64
 
 
+def tensor_bytes(wire_bytes: int) -> int:
+    """Of the tensor alone, where so many bytes travel with one gradient's rows."""
+    return max(0, wire_bytes - tail_bytes(1))
+
+
 def split(kind: Kind, sender: int, rows: Rows) -> list[Message]:
     """As many control messages as the rows need."""
     room = (CONTROL_BYTES - _HEADER.size) // rows.dtype.itemsize

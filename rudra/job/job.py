@@ -20,7 +20,7 @@ import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
 from rudra.job.jobfiles import Change, apply, parsed, read_job
-from rudra.job.simulation import SimulationTable
+from rudra.job.simulation import PER_BYTE, SimulationTable
 from rudra.job.table import Named, Table, explain
 from rudra.job.tables import (
     AugmentTable,
@@ -115,6 +115,10 @@ class Job(Table):
                 "[simulation] batching = 'vmap' chooses no loss scale, but [training] precision = 'float16' "
                 "needs one; valid: batching none or big-batch, precision bfloat16"
             )
+        for key, per_byte in PER_BYTE.items():
+            default = type(self.simulation).model_fields[key].default  # which stands in the file of every run
+            if getattr(self.simulation, per_byte) is not None and getattr(self.simulation, key) != default:
+                raise ValueError(f"[simulation] has {key} and {per_byte}; valid: one of them")
         if self.cluster.learners is not None:
             plan = self.plan()
             self._check_pair(plan)
@@ -303,7 +307,7 @@ class Job(Table):
             )
 
     def _check_shares(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
-        shares, learners = self.cluster.shares, plan.learner_numbers
+        shares, learners = self.cluster.parts, plan.learner_numbers
         if len(shares) != learners:
             raise ValueError(f"[cluster] shares: {len(shares)} numbers for {learners} learners; valid: one for each")
         if not all(0 < share < math.inf for share in shares):

@@ -63,6 +63,10 @@ UNMEASURED = "not measured here: run rudra calibrate"
 """What is to be said of times that come from these."""
 
 
+PER_BYTE = {"gradient_s": "gradient_s_per_byte", "update_s": "update_s_per_byte"}
+"""Keys that are seconds, whatever the model -> those that stand in their place."""
+
+
 class SimulationTable(Table):
     """Costs and faults in virtual time, for `rudra simulate` and `rudra predict`."""
 
@@ -122,7 +126,16 @@ class SimulationTable(Table):
     )
     message_s: float = Field(1e-5, ge=0, description="seconds that a server spends on one message")
     gradient_s: float = Field(0.0, ge=0, description="seconds that a server needs to add one gradient to another")
+    gradient_s_per_byte: float | None = Field(
+        None, ge=0, description="in place of gradient_s: seconds for each byte of the gradient"
+    )
     update_s: float = Field(1e-4, ge=0, description="seconds that one update of the weights takes")
+    update_s_per_byte: float | None = Field(
+        None, ge=0, description="in place of update_s: seconds for each byte of the weights"
+    )
+    copy_s_per_byte: float = Field(
+        0.0, ge=0, description="seconds for each byte of weights that a server copies, such as those that are tested"
+    )
     evaluation_s: float = Field(0.1, ge=0, description="seconds that one test of the weights takes")
     faults: tuple[Fault, ...] = Field(
         (),

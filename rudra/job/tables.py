@@ -6,6 +6,7 @@ Unknown keys are refused with the list of valid ones. Rules that span tables sta
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -377,10 +378,11 @@ class ClusterTable(Table):
     threads_per_rank: int | None = Field(
         None, ge=1, description="torch threads of each learner; default: cores of the node divided by its learners"
     )
-    shares: tuple[float, ...] = Field(
+    shares: Literal["auto"] | tuple[float, ...] = Field(
         (),
-        description="for each learner, how much of a batch it takes compared with the others; those of a compute "
-        "group, or all with hardsync, then draw adjacent parts of one stream; default: μ each, of streams of their own",
+        description="for each learner, how much of a batch it takes compared with the others, or auto: in proportion "
+        "to speed, which is measured before training; those of a compute group, or all with hardsync, then draw "
+        "adjacent parts of one stream; default: μ each, of streams of their own",
     )
     device: Literal["cpu", "cuda", "auto"] = Field(
         "cpu",
@@ -398,6 +400,19 @@ class ClusterTable(Table):
         "sums stay float32",
     )
     flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, but changes bits")
+
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _numbers_or_auto(cls, value: Any) -> Any:
+        numbers = isinstance(value, Iterable) and all(isinstance(share, int | float) for share in value)
+        if value != "auto" and not numbers:
+            raise ValueError(f"must be a list of numbers, or 'auto', not {short(value)}")
+        return value
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """The shares as numbers, which are equal as long as they are still to be measured."""
+        return (1.0,) * (self.learners or 0) if self.shares == "auto" else self.shares
 
     @property
     def gradient_share(self) -> float:

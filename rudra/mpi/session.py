@@ -26,6 +26,7 @@ from rudra.compute.parts import joined
 from rudra.compute.schedule import schedule_of
 from rudra.core.events import WEIGHTS
 from rudra.core.training_state import TrainingState
+from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, in_memory, load
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.job.job import Job
@@ -40,6 +41,7 @@ from rudra.mpi.relay import exit_line
 from rudra.mpi.start import gpu_aware
 from rudra.mpi.states import NamedVectors, States
 from rudra.mpi.tags import FAILURE_TAG
+from rudra.mpi.trial import Trial
 from rudra.results import checkpoint
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
@@ -233,7 +235,9 @@ class _Session:
 
     def prepare(self, progress: dict[str, Any]) -> int | None:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
-        for step in (self._load, self._share, self._build, self._restore, lambda: self._open(progress)):
+        measured = (self._try, self._time, self._divide) if self._job.cluster.shares == "auto" else ()
+        ready = (self._build, self._restore, lambda: self._open(progress))
+        for step in (self._load, self._share, *measured, *ready):
             error = self._agree(step)
             if error is not None:
                 return error
@@ -298,6 +302,26 @@ class _Session:
             self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
         else:
             self._data = self._data.part(train=train, test=test)
+
+    def _try(self) -> None:
+        """Gets the learners ready to be timed."""
+        self._trial = Trial(self._job, self._plan, self._roles, self._data, self._device)
+
+    def _time(self) -> None:
+        """All learners compute at the same time."""
+        self._trial.measure(self._comm.allreduce(self._trial.round_s, MPI.MAX))
+
+    def _divide(self) -> None:
+        """Gives each learner a share in proportion to its speed; from here on the job is one that names them."""
+        parts: list[dict[int, float]] = self._comm.allgather(self._trial.seconds)
+        self._trial.close()
+        taken = {role: seconds for part in parts for role, seconds in part.items()}
+        seconds = [taken[role] for role in self._plan.learners]
+        shares = by_speed(seconds)
+        if self._keeps_results:
+            text = speeds_text(seconds, self._job.training.minibatch_size, shares)
+            log.info(f"{self._job.name}: when all compute, {text}")
+        self._job = self._job.with_(cluster={"shares": shares})
 
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank

@@ -227,7 +227,8 @@ def fitted(state: SavedState, job: Job) -> dict[str, Any]:
         key, then, now = differences[0]
         text = f"{state.path}: is of another job: {key} was {then}, and is {now} now"
         raise CheckpointError(f"{text}; give another --output, or the job of the checkpoint (rudra resume)")
-    decided = ("learners", "threads_per_rank", *(["device"] if job.cluster.device == "auto" else []))
+    decided = ["learners", "threads_per_rank"]
+    decided += [key for key in ("device", "shares") if getattr(job.cluster, key) == "auto"]
     return {key: decisive(state.job)["cluster"][key] for key in decided}
 
 
@@ -244,7 +245,8 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
     for table in DECISIVE:
         for key, value in now[table].items():
             name, before = f"{table}.{key}", ran[table][key]
-            open_ = table == "cluster" and (value is None or key == "device")
+            measured = key == "shares" and value == "auto" and before  # then, whatever they came to
+            open_ = table == "cluster" and (value is None or key == "device" or measured)
             if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_:
                 found.append((name, before, value))
     return found

@@ -198,16 +198,17 @@ class Ledger:
         """Takes gradients into the books of the next update; returns their samples."""
         timestamp, pending = self.timestamp, self._pending
         samples = 0
-        drawn = self._pending_drawn
+        steps, learned, drawn = self.steps, self.learned, self._pending_drawn
         for g in gradients:
             learner, count, step, first, stream = g.learner, g.samples, g.step, g.first, g.stream
             loss, errors, staleness = g.loss, g.errors, timestamp - g.timestamp
             row = ROW(timestamp + 1, learner, count, step, first, g.timestamp, staleness, scale, loss, errors, stream)
             pending.append(row)
-            self.steps[learner] = step + 1
-            self.learned[learner] += count
-            if first + count > drawn.get(stream, 0):
-                drawn[stream] = first + count
+            steps[learner] = step + 1
+            learned[learner] += count
+            end = first + count
+            if end > drawn.get(stream, 0):
+                drawn[stream] = end
             samples += count
             self._pending_staleness += staleness
             self._pending_loss += loss * count

@@ -7,7 +7,7 @@ from rudra.core.events import Action, Compute, Computed, Fail, Warn
 from rudra.core.messages import Kind
 from rudra.core.records import TIMES, Gradient
 from rudra.core.training_state import TrainingState
-from rudra.core.work import portion
+from rudra.core.work import Work, portion
 from rudra.roles.machine import Outbox, Setup
 from topologies import Plan
 
@@ -24,7 +24,6 @@ class MinibatchLog:
     Attributes:
         learner: its number.
         step: of the next mini-batch.
-        work: the samples of the next one.
         began: seconds on the driver's clock at which training began.
         diary: rows on their way.
     """
@@ -32,13 +31,16 @@ class MinibatchLog:
     # A simulation has thousands of learners, each in fewer lines of the cache without a dictionary.
     __slots__ = (
         "_before",
-        "_done",
+        "_count",
         "_minibatch",
         "_non_finite_stops",
+        "_origin",
         "_portion_in",
         "_reports_minibatches",
         "_samples",
         "_since",
+        "_stream",
+        "_stride",
         "_times",
         "_warned",
         "_world_rank",
@@ -46,13 +48,12 @@ class MinibatchLog:
         "diary",
         "learner",
         "step",
-        "work",
     )
 
     def __init__(self, role: int, setup: Setup) -> None:
         about, results = setup.plan.roles[role], setup.job.results
         self.learner, self._world_rank = about.index, about.world_rank
-        size, shares = setup.job.training.minibatch_size, setup.job.cluster.shares
+        size, shares = setup.job.training.minibatch_size, setup.job.cluster.parts
         self._portion_in = partial(portion, role=role, minibatch_size=size, shares=shares)
         self._before = setup.position.learned_by(self.learner)
         self._non_finite_stops = setup.job.fault_tolerance.non_finite_loss == "stop"
@@ -74,13 +75,17 @@ class MinibatchLog:
         """Begins with what was not applied yet at a position, among the learners of a plan."""
         self.step = position.step(self.learner)
         portion = self._portion_in(plan)
-        self.work = self._done = portion.work(position.drawn_from(portion.stream))
+        work = portion.work(position.drawn_from(portion.stream))
+        self._stream, self._count, self._stride = work.stream, work.count, work.stride
+        self._origin = work.first - self.step * work.stride
         self._samples = position.learned_by(self.learner) - self._before
 
     def begin(self, weights: str, gradient: str, timestamp: int, now: float) -> Compute:
         """Begins the next mini-batch, of weights of a timestamp."""
         self._since = now
-        return Compute(self.step, self.work, weights, gradient, timestamp, now - self.began)
+        step, stride = self.step, self._stride
+        work = Work(self._stream, self._origin + step * stride, self._count, stride)
+        return Compute(step, work, weights, gradient, timestamp, now - self.began)
 
     def enter(self, event: Computed, timestamp: int, now: float) -> tuple[list[Action], bool]:
         """Notes a mini-batch that is computed; what to do about it, and whether that is all because the run fails."""
@@ -90,7 +95,7 @@ class MinibatchLog:
         if self._reports_minibatches:
             about = (self.learner, event.samples, step, timestamp, loss, event.errors, 0)
             self._minibatch = (*about, now - self.began, compute_s)
-        self.step, self._done, self.work = step + 1, self.work, self.work.after(1)
+        self.step = step + 1
         if isfinite(loss):
             return [], False
         late, early = "a smaller learning_rate may help", "at the initial weights; do model, loss and data fit?"
@@ -106,14 +111,15 @@ class MinibatchLog:
 
     def describe(self, event: Computed, timestamp: int) -> Gradient:
         """Counts the samples of a gradient that is on its way now, and describes it."""
-        samples, loss, errors, work = event.samples, event.loss, event.errors, self._done
+        samples, loss, errors = event.samples, event.loss, event.errors
+        step, stream = event.step, self._stream
         self._samples += samples
-        about = (-1, self.learner, samples, event.step, work.first, timestamp, -1, 1.0, loss, errors)
-        return Gradient(*about, work.stream)
+        first = self._origin + step * self._stride
+        return Gradient(-1, self.learner, samples, step, first, timestamp, -1, 1.0, loss, errors, stream)
 
     def take_back(self) -> None:
         """The last gradient does not count, after all."""
-        self._samples -= self._done.count
+        self._samples -= self._count
 
     def spend(self, reduce_s: float, push_s: float, wait_s: float, pull_s: float, update_s: float = 0.0) -> None:
         """How long a mini-batch took beside the computation."""

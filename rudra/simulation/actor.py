@@ -2,10 +2,10 @@
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from rudra.core.events import Action, Event, Receive, Send
+from rudra.core.events import Action, Event, Local, Receive, Send
 from rudra.data.sampling import mix
 from rudra.roles import Machine
 
@@ -30,10 +30,10 @@ class Actor:
         handle: gives an event to the machine.
         take: takes an event in, now or when the role is free.
         random: its own luck.
-        part: how much of the weights, and of each gradient, it works with.
         busy_until: virtual time in seconds.
         halted: it has ended, or died.
         compute_s: seconds of the next mini-batch.
+        local_s: seconds of its other local actions; those that are not there take no time.
         computing: a mini-batch is under way.
         delay_s: what a server on the node has taken from that computation.
         neighbours: those that compute on a server's node, where cores may be short.
@@ -51,11 +51,11 @@ class Actor:
         "halted",
         "handle",
         "inbox",
+        "local_s",
         "machine",
         "message_s",
         "neighbours",
         "offered",
-        "part",
         "posted",
         "random",
         "role",
@@ -69,10 +69,10 @@ class Actor:
         self.take: Callable[[Actor, Event], None]
         self.random = random.Random(mix(seed, role))
         self.message_s = message_s
-        self.part = 1.0
         self.busy_until = 0.0
         self.halted = False
         self.compute_s: Callable[[], float] = float
+        self.local_s: Mapping[type[Local], float] = {}
         self.computing = False
         self.delay_s = 0.0
         self.neighbours: list[Actor] = []

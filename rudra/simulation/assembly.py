@@ -5,6 +5,7 @@ from collections.abc import Callable
 from rudra import roles
 from rudra.compute.schedule import schedule_of
 from rudra.core.events import Save
+from rudra.core.messages import tensor_bytes
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles import Machine
@@ -63,7 +64,9 @@ def assemble(
         machines,
         tensors,
         recorder,
-        CostModel(job.simulation, plan, job.training.minibatch_size, job.cluster.shares),
+        CostModel(
+            job.simulation, plan, job.training.minibatch_size, job.cluster.parts, size_bytes=tensor_bytes(size_bytes)
+        ),
         size_bytes=size_bytes,
         seed=job.training.seed + position.timestamp,
         gradient_share=job.cluster.gradient_share,

@@ -14,17 +14,19 @@ import math
 import os
 import random
 import re
+from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rudra.core.events import Accumulate, Evaluate, Local, Update
-from rudra.core.work import portion
+from rudra.core.events import Accumulate, Copy, Evaluate, Local, Update
+from rudra.core.work import by_speed, portion, speeds_text
 from rudra.errors import ConfigError, meant
 from rudra.job.job import Job, named
 from rudra.job.jobfiles import read_toml
-from rudra.job.simulation import DEFAULTS, SimulationTable
+from rudra.job.simulation import DEFAULTS, PER_BYTE, SimulationTable
+from rudra.log import log
 from rudra.machine import cores, processor
 from topologies import Plan
 from topologies.plan import ELSEWHERE
@@ -61,31 +63,59 @@ class CostModel:
         plan: who is who.
         minibatch_size: μ.
         shares: of the learners (`rudra.core.work.portion`).
+        size_bytes: of the weights, and of a gradient, in memory.
 
     Attributes:
         node: of every role.
         compute_s: mean duration of a mini-batch, for every learner's role.
-        local_s: durations of other local actions; those that are not here take no time.
+        guessed: of which mini-batch sizes nobody has measured `compute_s`, and what stands for it; or nothing.
     """
 
-    def __init__(self, table: SimulationTable, plan: Plan, minibatch_size: int, shares: Sequence[float] = ()) -> None:
-        self.table, self.plan = table, plan
+    def __init__(
+        self,
+        table: SimulationTable,
+        plan: Plan,
+        minibatch_size: int,
+        shares: tuple[float, ...] = (),
+        size_bytes: int = 0,
+    ) -> None:
+        self.table, self.plan, self.size_bytes = table, plan, size_bytes
         node = list(plan.nodes(near=table.servers_on_first_node))
         for place, owner in enumerate(plan.owners):
             if node[owner] == ELSEWHERE:  # each has a node, and a link, of its own
                 node[owner] -= place
         self.node = tuple(node)
         self.compute_s = self._compute_times(minibatch_size, shares)
-        self.local_s: dict[type[Local], float] = {
-            Accumulate: table.gradient_s,
-            Update: table.update_s,
-            Evaluate: table.evaluation_s,
+        self._local_s: dict[type[Local], tuple[float, float]] = {
+            Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
+            Update: _affine(table.update_s, table.update_s_per_byte),
+            Copy: _affine(0.0, table.copy_s_per_byte),
+            Evaluate: _affine(table.evaluation_s, None),
         }
+        self._local_s_of: dict[float, dict[type[Local], float]] = {}  # by the part of the weights
 
-    def _compute_times(self, minibatch_size: int, shares: Sequence[float]) -> dict[int, float]:
+    def local_seconds(self, kind: type[Local]) -> float:
+        """How long a local action on whole vectors takes; a computation has its own (`computation`)."""
+        fixed_s, per_byte_s = self._local_s.get(kind, _NOTHING)
+        return fixed_s + per_byte_s * self.size_bytes
+
+    def local_s(self, role: int) -> dict[type[Local], float]:
+        """How long each local action of a role takes, of whatever it holds; those that are not here take no time."""
+        part = self.part(role)
+        if part not in self._local_s_of:
+            taken = {kind: self.local_seconds(kind) * part for kind in self._local_s}
+            self._local_s_of[part] = {kind: seconds for kind, seconds in taken.items() if seconds}
+        return self._local_s_of[part]
+
+    def part(self, role: int) -> float:
+        """How much of the weights, and of each gradient, a role holds, or sends and gets."""
+        return 1 / len(self.plan.owners) if role in self.plan.owners else 1.0
+
+    def _compute_times(self, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, float]:
         table, plan = self.table, self.plan
         counts = {role: portion(plan, role, minibatch_size, shares).count for role in plan.learners}
         alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
+        self.guessed = guessed(table.compute_s, alone_s)
         on_node = Counter(self.node[role] for role in plan.learners)
         return {
             role: alone_s[counts[role]]
@@ -121,7 +151,7 @@ class CostModel:
 
     def reduction_s(self, members: Sequence[int], size_bytes: int) -> float:
         """Time in which a compute group adds up its gradients: slices are exchanged and added, then gathered."""
-        table, k = self.table, len(members)
+        k = len(members)
         if k == 1:
             return 0.0
         on_node = Counter(self.node[role] for role in members)
@@ -129,9 +159,27 @@ class CostModel:
         share = (k - 1) / k  # of the vector that each member sends, and receives, in each of two phases
         if len(on_node) > 1:  # those of a node share its link
             share = max(count * (k - count) for count in on_node.values()) / k
+        adding_s = self.local_seconds(Accumulate) * (k - 1) / k
         slowest = max(links, key=lambda link: link.seconds_per_byte)
         latency_s = max(link.latency_s for link in links)
-        return 2 * (latency_s + share * size_bytes * slowest.seconds_per_byte) + table.gradient_s * (k - 1) / k
+        return 2 * (latency_s + share * size_bytes * slowest.seconds_per_byte) + adding_s
+
+
+def shared(job: Job, plan: Plan) -> Job:
+    """The job with shares in proportion to its learners' speeds, where it wants them measured: the costs tell these.
+
+    Args:
+        job: resolved, with its costs read in.
+        plan: who is who.
+    """
+    if job.cluster.shares != "auto":
+        return job
+    size = job.training.minibatch_size
+    compute_s = CostModel(job.simulation, plan, size, job.cluster.parts).compute_s
+    seconds = [compute_s[role] for role in plan.learners]
+    shares = by_speed(seconds)
+    log.info(f"{job.name}: by these costs {speeds_text(seconds, size, shares)}")
+    return job.with_(cluster={"shares": shares})
 
 
 def source(job: Job) -> str | None:
@@ -177,9 +225,20 @@ def load(job: Job) -> Job:
     if models and model not in models and "compute_s" not in keys | own:
         raise ConfigError(f"{path}: has no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
     try:
-        return job.with_(simulation={**keys, **models.get(model, {}), **own})
+        return job.with_(simulation=_nearest(keys, models.get(model, {}), own))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _nearest(*levels: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of several levels, of which later ones win, also where they say the same in another unit."""
+    instead = PER_BYTE | {per_byte: key for key, per_byte in PER_BYTE.items()}
+    found: dict[str, Any] = {}
+    for level in levels:
+        for key in level.keys() & instead.keys():
+            found.pop(instead[key], None)
+        found |= level
+    return found
 
 
 def find(costs: str) -> Path:
@@ -218,6 +277,24 @@ def at(compute_s: float | Mapping[int, float], minibatch_size: int) -> float:
     return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
+def guessed(compute_s: float | Mapping[int, float], sizes: Collection[int]) -> str:
+    """Which of these mini-batch sizes are none that `compute_s` has, and what `at` goes by instead; or nothing."""
+    if not isinstance(compute_s, Mapping):
+        return ""
+    known = sorted(compute_s)
+    unknown = sorted({*sizes} - {*known})
+    groups: dict[str, list[int]] = {}
+    for size in unknown:
+        place = min(max(1, bisect(known, size)), max(1, len(known) - 1))
+        points = known[place - 1 : place + 1]
+        how = "interpolated between" if points[0] < size < points[-1] else "extrapolated from"
+        groups.setdefault(f"{how} {' and '.join(map(str, points))}", []).append(size)
+    return "; ".join(
+        f"compute_s of mini-batches of {', '.join(map(str, few[:3]))}{', …' if len(few) > 3 else ''} is {how}"
+        for how, few in groups.items()
+    )
+
+
 def places(job: Job) -> list[int]:
     """The node of every learner in a simulation: blocks that differ by one at most."""
     learners, count = job.learners, job.simulation.nodes
@@ -226,6 +303,14 @@ def places(job: Job) -> list[int]:
         count = math.ceil(count[known] * learners / known)
     count = learners if count is None else min(count, learners)
     return [i * count // learners for i in range(learners)]
+
+
+_NOTHING = (0.0, 0.0)
+
+
+def _affine(seconds: float, per_byte_s: float | None) -> tuple[float, float]:
+    """Seconds, and seconds per byte."""
+    return (seconds, 0.0) if per_byte_s is None else (0.0, per_byte_s)
 
 
 def _uniform(source: random.Random, width: float) -> float:

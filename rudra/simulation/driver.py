@@ -124,20 +124,18 @@ class Simulation:
             Fail: self._fail,
             Halt: self._halt,
         }
-        self._seconds = {kind: seconds for kind, seconds in costs.local_s.items() if seconds}
-        for kind in Local.__subclasses__():
-            free = kind in tensors.idle and kind not in self._seconds
-            self.do[kind] = _nothing if free else self._begin if kind.long else self._perform
         for role, machine in machines.items():
             serves = plan.roles[role].about.serves
             message_s = costs.table.message_s if serves else 0.0
             actor = self.actors[role] = Actor(role, machine, serves=serves, message_s=message_s, seed=seed)
             actor.take = self._take if serves else self._handle  # others are never busy
             actor.handle = self.handler(machine)
-            if role in plan.owners:
-                actor.part = 1 / len(plan.owners)
+            actor.local_s = costs.local_s(role)
             if role in costs.compute_s:
                 actor.compute_s = costs.computation(role, actor.random)
+        for kind in Local.__subclasses__():
+            free = kind in tensors.idle and not any(kind in actor.local_s for actor in self.actors.values())
+            self.do[kind] = _nothing if free else self._begin if kind.long else self._perform
         if self._cores is not None:
             for role, actor in self.actors.items():
                 if role not in costs.compute_s:
@@ -258,7 +256,7 @@ class Simulation:
 
     def _perform(self, actor: Actor, action: Local, time: float) -> None:
         """Short work: done at once, and what comes of it is known when its time is over."""
-        seconds = self._seconds.get(type(action), 0.0) * actor.part
+        seconds = actor.local_s.get(type(action), 0.0)
         event = self._performed(actor.role, action, seconds)
         if seconds:
             self._work(actor, time, seconds)
@@ -271,7 +269,7 @@ class Simulation:
         if self._planned:
             self._planned(actor.role, action)
         actor.computing = True
-        seconds = actor.compute_s() if type(action) is Compute else self._seconds.get(type(action), 0.0)
+        seconds = actor.compute_s() if type(action) is Compute else actor.local_s.get(type(action), 0.0)
         heappush(self._heap, (time + seconds, next(self._first), self._end, actor, action))
 
     def _end(self, actor: Actor, action: Local) -> None:
@@ -280,7 +278,7 @@ class Simulation:
             self.queue.at(self.queue.now + delay_s, self._end, actor, action)
             return
         actor.computing = False
-        event = self._performed(actor.role, action, self._seconds.get(type(action), 0.0))
+        event = self._performed(actor.role, action, actor.local_s.get(type(action), 0.0))
         if event is not None:
             self._handle(actor, event)
 

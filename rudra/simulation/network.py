@@ -34,7 +34,7 @@ class Route:
     __slots__ = ("blocking", "delivered_at", "into", "latency_s", "out", "receiver", "sender", "transfer_s")
 
     def __init__(
-        self, sender: Actor, receiver: Actor, link: Link, size_bytes: int, ports: dict[tuple[str, str, int], Port]
+        self, sender: Actor, receiver: Actor, link: Link, size_bytes: float, ports: dict[tuple[str, str, int], Port]
     ) -> None:
         self.sender, self.receiver = sender, receiver
         self.latency_s = link.latency_s
@@ -71,8 +71,6 @@ class Network:
         gradient_share: float,
     ) -> None:
         self.plan: Plan = costs.plan
-        # All that goes to an owner of weights, or comes from it, is its part of a tensor.
-        self._part_bytes = dict.fromkeys(self.plan.owners, size_bytes // len(self.plan.owners))
         self._queue, self._heap, self._first = queue, queue.heap, queue.first
         self._actors, self._costs = actors, costs
         self._lent, self._transferred, self._sent = tensors.lent, tensors.transfer, tensors.sent
@@ -149,9 +147,10 @@ class Network:
     # What follows.
 
     def _route(self, actor: Actor, to: int) -> Route:
-        link, whole = self._costs.link(actor.role, to), self._size_bytes
-        size = min(self._part_bytes.get(actor.role, whole), self._part_bytes.get(to, whole))
-        route = actor.routes[to] = Route(actor, self._actors[to], link, size, self._ports)
+        link = self._costs.link(actor.role, to)
+        # All that goes to an owner of weights, or comes from it, is its part of a tensor.
+        size_bytes = self._size_bytes * min(self._costs.part(actor.role), self._costs.part(to))
+        route = actor.routes[to] = Route(actor, self._actors[to], link, size_bytes, self._ports)
         return route
 
     def _offer(self, receiver: Actor, offer: Offer) -> None:

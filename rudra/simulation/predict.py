@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra.core.events import Accumulate, Compute, Event, Finish, Keep, Local, Record, Update
+from rudra.core.events import Accumulate, Compute, Copy, Event, Finish, Keep, Local, Record, Update
 from rudra.core.messages import tail_bytes
 from rudra.core.records import TIMES
 from rudra.errors import ConfigError
@@ -64,6 +64,7 @@ class Prediction:
             link: "link", each as a fraction of the time.
         bound: what limits the rate most: "compute", "server" or "link".
         bound_s: an epoch's time if everything else were free.
+        guessed: of which mini-batch sizes nobody has measured how long they take, and what stands for it; or nothing.
     """
 
     job: Job
@@ -77,6 +78,7 @@ class Prediction:
     loads: Mapping[str, float]
     bound: str
     bound_s: float
+    guessed: str
 
     def as_dict(self) -> dict[str, Any]:
         """In numbers and texts that fit into JSON; the job by its learners."""
@@ -122,6 +124,7 @@ def predict(
     per_update = job.gradients_per_update(job.plan())
     updates = updates or _enough(job, per_update)
     plan = job.plan(costs.places(job))
+    job = costs.shared(job, plan)
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(updates, plan.server), KeptRows()
     simulated = updates * per_update * minibatch_size
@@ -142,16 +145,14 @@ class _Meter(TimingOnly):
 
     Attributes:
         transfers: (sender, receiver) -> tensors.
-        added: role -> gradients added to others.
-        updated: role -> updates.
+        done: role and kind of local action -> how often, of those that keep a server busy.
     """
 
     idle: Collection[type[Local]] = ()
 
     def __init__(self, updates: int, owner: int) -> None:
         self.transfers: Counter[tuple[int, int]] = Counter()
-        self.added: Counter[int] = Counter()
-        self.updated: Counter[int] = Counter()
+        self.done: Counter[tuple[int, type[Local]]] = Counter()
         self._updates, self._owner = updates, owner
         self._training = False
 
@@ -159,12 +160,10 @@ class _Meter(TimingOnly):
         self.transfers[source, to] += self._training
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
-        if isinstance(action, Accumulate):
-            self.added[role] += 1
-        if isinstance(action, Update):
-            self.updated[role] += 1
+        if isinstance(action, Accumulate | Update | Copy):
+            self.done[role, type(action)] += 1
         if isinstance(action, Compute | Update):
-            self._training = self.updated[self._owner] < self._updates
+            self._training = self.done[self._owner, Update] < self._updates
         return super().perform(role, action, seconds)
 
 
@@ -214,6 +213,7 @@ def _evaluate(
         loads={name: min(1.0, seconds / elapsed) for name, seconds in work.items()},
         bound=bound,
         bound_s=bounds[bound],
+        guessed=model.guessed,
     )
 
 
@@ -240,18 +240,15 @@ def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int
     table = model.table
     ways: defaultdict[object, float] = defaultdict(float)
     handling: defaultdict[int, float] = defaultdict(float)
-    parts = dict.fromkeys(plan.owners, 1 / len(plan.owners))
     for (source, to), count in meter.transfers.items():
-        size = size_bytes * min(parts.get(source, 1.0), parts.get(to, 1.0))
+        size = size_bytes * min(model.part(source), model.part(to))
         link = model.link(source, to)
         for way in ("out", link.out), ("into", link.into), *(("both", end) for end in link.blocking):
             ways[way] += count * size * link.seconds_per_byte
         if source in plan.children[to] or (to in plan.owners and source in plan.learners):
             handling[to] += count * table.message_s
-    for role, count in meter.added.items():
-        handling[role] += count * table.gradient_s * parts.get(role, 1.0)
-    for role, count in meter.updated.items():
-        handling[role] += count * table.update_s * parts.get(role, 1.0)
+    for (role, kind), count in meter.done.items():
+        handling[role] += count * model.local_s(role).get(kind, 0.0)
     return {"server": max(handling.values(), default=0.0), "link": max(ways.values(), default=0.0)}
 
 
@@ -273,5 +270,6 @@ def as_text(predictions: Sequence[Prediction]) -> str:
         "compute, push, wait, pull: of the learners' time; server, link: how long the busiest server and the",
         "busiest way of a link are occupied; bound: an epoch if all else were free.",
         f"From {simulated}; tests of weights do not count.",
+        *dict.fromkeys(p.guessed for p in predictions if p.guessed),
     ]
     return report.as_text()

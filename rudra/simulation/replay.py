@@ -422,7 +422,8 @@ def _restored(results: Results, overrides: Sequence[str]) -> Job:
 def _checked(results: Results, job: Job) -> Job:
     """The job that the caller gives, if it is the one of the record."""
     then = decisive(results.job)
-    job = job.with_(cluster={key: then["cluster"][key] for key in ("learners", "threads_per_rank", "device")})
+    decided = ("learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else []))
+    job = job.with_(cluster={key: then["cluster"][key] for key in decided})
     unknown = results.attributes["python_objects"].split(", ")
     now = json.loads(job.to_json())
     for table in DECISIVE:

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from rudra.core.events import GRADIENT, WEIGHTS, Accumulate, Compute, Evaluate
-from rudra.core.messages import Rows
+from rudra.core.events import GRADIENT, SNAPSHOT, WEIGHTS, Accumulate, Compute, Copy, Evaluate
+from rudra.core.messages import Rows, tensor_bytes
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -102,12 +102,14 @@ class Alone:
     Attributes:
         compute_s: μ -> seconds for one gradient, roughly: it says how long a run must be.
         gradient_s: to add a gradient.
+        copy_s: to copy the weights.
         evaluation_s: to test the weights.
         samples: of the training set.
     """
 
     compute_s: dict[int, float]
     gradient_s: float
+    copy_s: float
     evaluation_s: float
     samples: int
 
@@ -138,7 +140,7 @@ def calibrate(
     own = job.training.minibatch_size
     sizes = sorted(set(sizes or (max(1, own // 4), own, own * 4)))
     threads = job.cluster.threads_per_rank or max(1, cores() // learners)
-    job = _timed(job.resolved(learners=1, threads_per_rank=threads))
+    job = _timed(job).resolved(learners=1, threads_per_rank=threads)
     cases = [(size, count) for size in sizes for count in sorted({1, learners})]
     with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
@@ -152,6 +154,7 @@ def _timed(job: Job) -> Job:
     rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
     return job.without_tests().with_(
         hooks=(),
+        cluster={"shares": ()},
         topology={"name": "base", "options": {}},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
@@ -247,8 +250,9 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         server, statistics = made[plan.server], made[plan.statistics]
         server.buffer(GRADIENT).vector.fill_(1.0)
         gradient_s = _median_s(partial(_accumulate, server), 30)
+        copy_s = _median_s(lambda turn: server.perform(Copy(WEIGHTS, SNAPSHOT)), 30)
         evaluation_s = _evaluation_s(statistics, math.ceil(info.test_samples / job.training.evaluation_batch_size))
-    return Alone(compute_s, gradient_s, evaluation_s, info.training_samples)
+    return Alone(compute_s, gradient_s, copy_s, evaluation_s, info.training_samples)
 
 
 def _compute(learner: "LearnerExecutor", step: int) -> None:
@@ -287,7 +291,7 @@ def _median_s(do: Callable[[int], object], times: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What follows from the measurements, in seconds; most are keys of `[simulation]`.
+    """What follows from the measurements, in seconds; most are keys of `[simulation]`, there perhaps for each byte.
 
     Attributes:
         transfer_s: of the model between two ranks, one way.
@@ -301,6 +305,7 @@ class Costs:
     message_s: float
     gradient_s: float
     update_s: float
+    copy_s: float
     evaluation_s: float
 
 
@@ -339,6 +344,7 @@ def derive(probes: Sequence[Probe], alone: Alone) -> Costs:
         message_s=rest_s - 2 * latency_s,
         gradient_s=alone.gradient_s,
         update_s=update_s,
+        copy_s=alone.copy_s,
         evaluation_s=alone.evaluation_s,
     )
 
@@ -353,6 +359,7 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int) -> str:
         learners: that were busy at once, at most.
     """
     model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
+    held = max(1, tensor_bytes(size_bytes))
     points = ", ".join(f"{size} = {seconds:.4g}" for size, seconds in found.compute_s.items())
     measured = {
         "date": date.today().isoformat(),
@@ -379,8 +386,9 @@ message_s = {found.message_s:.3g}
 compute_s = {{ {points} }}  # one learner alone
 node_slowdown = {found.node_slowdown:.3f}  # what each further learner adds
 jitter = {found.jitter:.3f}
-gradient_s = {found.gradient_s:.3g}
-update_s = {found.update_s:.3g}
+gradient_s_per_byte = {found.gradient_s / held:.3g}  # {found.gradient_s * 1e3:.3g} ms for all of it
+update_s_per_byte = {found.update_s / held:.3g}  # {found.update_s * 1e3:.3g} ms
+copy_s_per_byte = {found.copy_s / held:.3g}  # {found.copy_s * 1e3:.3g} ms
 evaluation_s = {found.evaluation_s:.3g}
 
 [measured]

@@ -299,6 +299,8 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], driver: Dr
     decided |= set() if wanted["simulation"]["tensors"] else {("training", "evaluate")}
     if driver == "mpi" and wanted["cluster"]["threads_per_rank"] is None:
         decided.add(("cluster", "threads_per_rank"))
+    if wanted["cluster"]["shares"] == "auto" and found.get("cluster", {}).get("shares"):
+        decided.add(("cluster", "shares"))
     return [
         f"[{table}] {key} is {json.dumps(found.get(table, {}).get(key))}, not {json.dumps(value)}"
         for table, keys in wanted.items()

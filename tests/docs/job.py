@@ -64,7 +64,8 @@ def allowed(field: FieldInfo) -> str:
     """What a key may be: words, or a kind of value and its bounds."""
     kinds = [kind for kind in _kinds(field.annotation) if kind is not type(None)]
     if words := [code(_toml(word)) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]:
-        return ", ".join([*(["`true`, `false`"] if bool in kinds else []), *words])
+        lists = [f"or {text}" for kind in kinds if (text := _several(kind))]
+        return ", ".join([*(["`true`, `false`"] if bool in kinds else []), *words, *lists])
     named = [_KINDS[kind] for kind in kinds if kind in _KINDS]
     named += [text for kind in kinds if (text := _several(kind))]
     if field.annotation is Any:

@@ -54,6 +54,19 @@ def always(output: Any, target: torch.Tensor) -> float:
     return 1.0
 
 
+class Uneven(Digits):
+    """Takes 2 ms for a sample, and on rank 2 three times that."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        slow = os.environ.get("OMPI_COMM_WORLD_RANK") == "2"
+        time.sleep(len(indices) * (0.006 if slow else 0.002))
+        return [self[index] for index in indices]
+
+
+def uneven() -> tuple[Digits, Digits]:
+    return Uneven(240), Digits(60)
+
+
 def delayed() -> tuple[Digits, Digits]:
     return Digits(240, late_s=0.02), Digits(60)
 

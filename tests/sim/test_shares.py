@@ -1,7 +1,7 @@
 """Learners that share the batches of one stream (`cluster.shares`), against one learner, and over whole passes."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rudra
-from rudra.core.work import apportion
+from rudra.core import work
+from rudra.core.work import apportion, by_speed
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 
@@ -20,13 +21,13 @@ ALLREDUCE = {"name": "groups", "options": {"groups": 1}}
 TWO_GROUPS = {"name": "groups", "options": {"groups": 2}}
 
 
-def shared(shares: tuple[float, ...], minibatch_size: int = 8, **tables: Any) -> Job:
+def shared(shares: tuple[float, ...] | Literal["auto"], minibatch_size: int = 8, **tables: Any) -> Job:
     return Job(
         model={"name": "mlp"},
         data={"name": "digits", "train_limit": 320},
         training={"minibatch_size": minibatch_size, "seed": 3, "epochs": 2, "evaluate": False},
         optimizer={"learning_rate": 0.05, "momentum": 0.9},
-        cluster={"learners": max(1, len(shares)), "threads_per_rank": 1, "shares": shares},
+        cluster={"learners": 2 if shares == "auto" else max(1, len(shares)), "threads_per_rank": 1, "shares": shares},
         protocol={"name": "hardsync", "reference_batch_size": 32, **tables.pop("protocol", {})},
         **tables,
     )
@@ -90,6 +91,9 @@ def test_when_a_learner_dies_those_left_share_on(tmp_path: Path, topology: Any) 
     with rudra.simulate(job, output=path, progress="quiet") as results:
         rows, lost = results.gradients, results.events["kind"] == b"lost"
         assert (results.status, lost.sum()) == ("finished", 1)
+        (account,) = results.learners[results.learners["learner"] == 1]
+    own = rows[rows["learner"] == 1]
+    assert (account["pushed"], account["samples"]) == (len(own), own["samples"].sum())
     assert 0 < (rows["learner"] == 1).sum() < (rows["learner"] == 0).sum()
     after = rows[rows["update"] > rows["update"][rows["learner"] == 1].max() + 1]
     if topology is ALLREDUCE:  # they have begun anew: 16 samples in halves, and none is left out
@@ -106,12 +110,14 @@ def test_shares_that_fit_the_speeds_bring_the_ideal_time(tmp_path: Path) -> None
     cost = {"compute_s": {1: 0.001, 64: 0.064}, "slowdown": {0: 3.0}, "jitter": 0.0, "update_s": 0.0, "gradient_s": 0.0}
     cost |= {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e12, "evaluation_s": 0.0, "message_s": 0.0}
     times = {}
-    for name, shares in (("even", (1.0, 1.0)), ("fitting", (1.0, 3.0))):
+    cases: dict[str, Any] = {"even": (1.0, 1.0), "fitting": (1.0, 3.0), "auto": "auto"}
+    for name, shares in cases.items():
         job = shared(shares, 16, topology=ALLREDUCE, simulation=cost)
         with rudra.simulate(job, output=tmp_path / f"{name}.h5", progress="quiet") as results:
             times[name] = results.totals["time_s"][0]
+            assert results.job["cluster"]["shares"] == list(shares if name != "auto" else cases["fitting"])
     ideal = 640 * 0.001 / (1 + 1 / 3)
-    assert times["fitting"] == pytest.approx(ideal, rel=0.01)
+    assert times["fitting"] == times["auto"] == pytest.approx(ideal, rel=0.01)
     assert times["even"] == pytest.approx(640 / 2 * 0.003, rel=0.01)
 
 
@@ -120,6 +126,12 @@ def test_shares_that_fit_the_speeds_bring_the_ideal_time(tmp_path: Path) -> None
     [
         ({"cluster": {"shares": (1.0, 2.0)}}, r"\[cluster\] shares: 2 numbers for 3 learners"),
         ({"cluster": {"shares": (1.0, 0.0, 1.0)}}, r"\[cluster\] shares"),
+        ({"cluster": {"shares": "fast"}}, r"^\[cluster\] shares must be a list of numbers, or 'auto', not 'fast'$"),
+        ({"cluster": {"shares": ("a", 1.0)}}, r"^\[cluster\] shares must be a list of numbers, or 'auto', not"),
+        (
+            {"cluster": {"shares": "auto"}, "protocol": {"name": "async"}},
+            r"\[cluster\] shares: only learners whose gradients are of the same weights",
+        ),
         ({"protocol": {"name": "async"}}, r"\[cluster\] shares: only learners whose gradients are of the same weights"),
         ({"simulation": {"batching": "vmap"}}, r"\[cluster\] shares: parts of different sizes"),
     ],
@@ -127,6 +139,37 @@ def test_shares_that_fit_the_speeds_bring_the_ideal_time(tmp_path: Path) -> None
 def test_what_cannot_be_shared_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         shared((1.0, 1.0, 1.0)).with_(**change)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shares"),
+    [
+        ((0.3, 0.1), (1.0, 3.0)),
+        ((0.02, 0.01, 0.03), (1.5, 3.0, 1.0)),
+        ((7.0,), (1.0,)),
+        ((1.0, 3e-4), (1.0, 3330.0)),  # three digits, for people
+    ],
+)
+def test_shares_are_in_proportion_to_speed(seconds: tuple[float, ...], shares: tuple[float, ...]) -> None:
+    assert by_speed(seconds) == shares
+
+
+def test_who_is_so_slow_that_nothing_is_left_has_one_sample(tmp_path: Path) -> None:
+    cost = {"compute_s": {1: 0.001, 64: 0.064}, "slowdown": {0: 500.0}, "jitter": 0.0}
+    path = tmp_path / "run.h5"
+    with rudra.simulate(shared("auto", simulation=cost), output=path, progress="quiet") as results:
+        rows = results.gradients
+        assert results.job["cluster"]["shares"] == [1.0, 500.0]
+    assert set(zip(rows["learner"], rows["samples"], strict=True)) == {(0, 1), (1, 15)}
+
+
+def test_parts_of_many_learners_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(work, "apportion", lambda shares, batch: asked.append(batch) or apportion(shares, batch))
+    plan = shared((1.0, 2.0) * 300).plan()
+    parts = [work.portion(plan, role, 8, (1.0, 2.0) * 300) for role in plan.learners]
+    assert asked == [8 * 600]
+    assert [part.offset for part in parts[1:]] == [part.offset + part.count for part in parts[:-1]]
 
 
 @given(

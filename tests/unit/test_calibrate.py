@@ -15,7 +15,7 @@ from rudra.studies.calibrate import Alone, Probe
 
 STEPS = 400
 PUSH_S, WAIT_S, PULL_S, UPDATE_S = 9e-4, 1.6e-3, 6e-4, 7e-4
-ALONE = Alone({8: 0.01, 32: 0.03}, gradient_s=3e-4, evaluation_s=0.5, samples=1000)
+ALONE = Alone({8: 0.01, 32: 0.03}, gradient_s=3e-4, copy_s=2e-4, evaluation_s=0.5, samples=1000)
 
 
 def probe(size: int, learners: int, compute_s: float, *, variation: float = 0.0, drift: float = 0.0) -> Probe:

@@ -1,5 +1,6 @@
 """The cost model: tables of cases for durations, places, links and luck, and cost files."""
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any
 import pytest
 
 from rudra.cli.main import main
-from rudra.core.events import Accumulate, Evaluate, Update
+from rudra.core.events import Accumulate, Copy, Evaluate, Update
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import costs
-from rudra.simulation.costs import CostModel, Link, at, load, presets
+from rudra.simulation.costs import CostModel, Link, at, guessed, load, presets
 
 SERVER, STATISTICS = 0, 1
 
@@ -221,7 +222,47 @@ def test_the_median_of_the_lognormal_is_the_mean_time() -> None:
 
 def test_what_a_server_and_a_test_take_is_in_the_table() -> None:
     known = model(2, gradient_s=1.0, update_s=2.0, evaluation_s=3.0)
-    assert known.local_s == {Accumulate: 1.0, Update: 2.0, Evaluate: 3.0}
+    assert known.local_s(SERVER) == {Accumulate: 1.0, Update: 2.0, Evaluate: 3.0}
+
+
+def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_them() -> None:
+    table = {"gradient_s_per_byte": 1.0, "update_s_per_byte": 2.0, "copy_s_per_byte": 0.5, "evaluation_s": 3.0}
+    run = Job(cluster={"learners": 2}, simulation=table)
+    known = CostModel(run.simulation, run.plan(), 4, size_bytes=100)
+    assert known.local_s(SERVER) == {Accumulate: 100.0, Update: 200.0, Copy: 50.0, Evaluate: 3.0}
+    sharded = run.with_(topology={"name": "sharded", "options": {"shards": 4}}).plan()
+    quarter = CostModel(run.simulation, sharded, 4, size_bytes=100)
+    assert quarter.local_s(1) == {Accumulate: 25.0, Update: 50.0, Copy: 12.5, Evaluate: 0.75}
+    assert quarter.local_s(sharded.statistics) == known.local_s(SERVER)
+
+
+@pytest.mark.parametrize("key", ["gradient_s", "update_s"])
+def test_seconds_are_of_an_action_or_of_a_byte(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^\[simulation\] has {key} and {key}_per_byte; valid: one of them$"):
+        Job(simulation={key: 0.5, f"{key}_per_byte": 1e-9})
+    per_byte = Job(simulation={f"{key}_per_byte": 1e-9})
+    assert Job(**json.loads(per_byte.to_json())).to_json() == per_byte.to_json(), "a file of a run has every key"
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "sizes", "text"),
+    [
+        (0.1, (3,), ""),
+        (BENT, (4, 64), ""),
+        (BENT, (8, 4, 12), "compute_s of mini-batches of 8, 12 is interpolated between 4 and 16"),
+        (BENT, (32,), "compute_s of mini-batches of 32 is interpolated between 16 and 64"),
+        (BENT, (128,), "compute_s of mini-batches of 128 is extrapolated from 16 and 64"),
+        ({8: 0.4}, (2, 4), "compute_s of mini-batches of 2, 4 is extrapolated from 8"),
+        (
+            BENT,
+            (1, 5, 6, 7, 8),
+            "compute_s of mini-batches of 1 is extrapolated from 4 and 16; "
+            "compute_s of mini-batches of 5, 6, 7, … is interpolated between 4 and 16",
+        ),
+    ],
+)
+def test_what_nobody_has_measured_is_said(compute_s: Any, sizes: tuple[int, ...], text: str) -> None:
+    assert guessed(compute_s, sizes) == text
 
 
 # Cost files.
@@ -271,6 +312,25 @@ def test_the_jobs_own_keys_win_over_the_models_and_those_over_the_files(
 ) -> None:
     loaded = load(job(model_name, costs=written(tmp_path, CLUSTER), **own)).simulation
     assert {key: getattr(loaded, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("far", "near", "own", "expected"),
+    [
+        ("update_s = 0.5", "update_s_per_byte = 0.25", {}, (1e-4, 0.25)),
+        ("update_s_per_byte = 0.25", "update_s = 0.5", {}, (0.5, None)),
+        ("update_s_per_byte = 0.25", "", {"update_s": 1e-4}, (1e-4, None)),
+        ("", "update_s = 0.5", {"update_s_per_byte": 0.125}, (1e-4, 0.125)),
+        ("update_s_per_byte = 0.25", "", {}, (1e-4, 0.25)),
+    ],
+)
+def test_what_is_nearer_wins_in_whichever_unit(
+    tmp_path: Path, far: str, near: str, own: dict[str, Any], expected: tuple[float, float | None]
+) -> None:
+    costs_file = written(tmp_path, f"{far}\n[models.lenet]\ncompute_s = 1.0\n{near}")
+    loaded = load(job(costs=costs_file, **own))
+    assert (loaded.simulation.update_s, loaded.simulation.update_s_per_byte) == expected
+    assert load(loaded) == loaded
 
 
 def test_a_model_that_the_file_does_not_know_needs_a_compute_time(tmp_path: Path) -> None:

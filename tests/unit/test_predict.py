@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+import rudra
 from rudra.cli.main import main
-from rudra.core.messages import tail_bytes
+from rudra.core.messages import tail_bytes, tensor_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation.predict import Outline, outline, predict
@@ -66,6 +67,54 @@ def test_what_is_scarce_bounds_the_rate(
     if bound != "compute":
         assert found.epoch_s == pytest.approx(found.bound_s, rel=0.05)
         assert found.loads[bound] > 0.95
+
+
+def test_costs_for_each_byte_are_those_of_the_whole_vector() -> None:
+    size = tensor_bytes(SIZE)
+    whole = predict(job("softsync", 4), known=KNOWN)
+    seconds = {"gradient_s_per_byte": 1e-4 / size, "update_s_per_byte": 5e-4 / size}
+    per_byte = job("softsync", 4, gradient_s=0.0, update_s=1e-4, **seconds)
+    half = Outline(SAMPLES, SIZE - size // 2)
+    assert predict(per_byte, known=KNOWN).epoch_s == pytest.approx(whole.epoch_s)
+    assert predict(per_byte, known=half).loads["server"] < 0.8 * predict(job("softsync", 4), known=half).loads["server"]
+
+
+def test_a_server_that_copies_its_weights_keeps_its_learners_waiting(tmp_path: Path) -> None:
+    """For the tests of all epochs but the last, whose weights change no more."""
+    times = []
+    for per_byte in (0.0, 1e-6):
+        asked = job(tensors=False, copy_s_per_byte=per_byte).with_(
+            data={"train_limit": 100}, training={"epochs": 3}, model={"name": "mlp"}
+        )
+        with rudra.simulate(asked, output=tmp_path / f"{per_byte}.h5", progress="quiet") as results:
+            times.append(results.totals["time_s"][0])
+            copied = 4 * results.layout[-1].offset + 4 * results.layout[-1].size
+    assert times[1] - times[0] == pytest.approx(2 * 1e-6 * copied)
+
+
+@pytest.mark.parametrize(
+    ("minibatch_size", "shares", "guessed"),
+    [
+        (4, (), ""),
+        (10, (), "compute_s of mini-batches of 10 is interpolated between 4 and 16"),
+        (32, (), "compute_s of mini-batches of 32 is extrapolated from 4 and 16"),
+        (10, (1.0, 4.0), ""),  # 4 and 16 of 20
+        (10, (1.0, 1.5), "compute_s of mini-batches of 8, 12 is interpolated between 4 and 16"),
+    ],
+)
+def test_what_nobody_has_measured_is_said(
+    minibatch_size: int, shares: tuple[float, ...], guessed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"training.minibatch_size={minibatch_size}", f"cluster.shares={list(shares)}", "cluster.learners=2"]
+    settings += ["protocol.name=hardsync", "simulation.compute_s={4=0.004, 16=0.016}", "training.epochs=1"]
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    assert main(["predict", "digits", *arguments, "--updates", "20"]) == 0
+    assert capsys.readouterr().out.count(guessed or "of mini-batches of") == bool(guessed)
+    output = str(tmp_path / "run.h5")
+    assert main(["simulate", "digits", *arguments, "--set", "simulation.tensors=false", "--output", output]) == 0
+    assert capsys.readouterr().err.count(f"rudra: digits: {guessed}\n" if guessed else "of mini-batches of") == bool(
+        guessed
+    )
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "softsync", "async"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import rudra
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -407,6 +408,19 @@ def test_workers_die_with_a_killed_sweep_and_the_next_one_goes_on(stuck: "subpro
     assert done.returncode == 0, done.stderr
     assert "1 of 2 points run now" in done.stdout
     assert set(statuses(here / "out").values()) == {"finished"}
+
+
+def test_shares_that_a_point_measures_are_its_own(here: Path) -> None:
+    """The file has numbers, and is nonetheless what the sweep wants."""
+    wanted = ["cluster.shares=auto", "protocol.name=hardsync", "simulation.slowdown.0=2"]
+    study = sweep.plan("job.toml", grid={"training.seed": [1]}, overrides=wanted)
+    (point,) = study.points
+    with rudra.simulate(point.job, output=Path(point.file), progress="quiet") as results:
+        assert results.job["cluster"]["shares"] == [1.0, 2.0]
+    assert study.finished(Path()) == {point.file}
+    without = sweep.plan("job.toml", grid={"training.seed": [1]}, overrides=wanted[1:])
+    with pytest.raises(ConfigError, match=r"is of another job: \[cluster\] shares is \[1.0, 2.0\], not \[\]"):
+        without.finished(Path())
 
 
 def test_no_more_threads_than_cores(here: Path) -> None:
