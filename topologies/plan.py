@@ -356,11 +356,30 @@ class Topology:
 
     Attributes:
         name: as the job gives it.
-        draw: makes a plan of the node of every learner; `plan` checks first.
+        function: makes a plan of the node of every learner.
+        per_rank: most learners that share a rank.
     """
 
     name: str
-    draw: Callable[[Sequence[int]], Plan]
+    function: Callable[[Sequence[int]], Plan]
+    per_rank: int = 1
+
+    def draw(self, nodes: Sequence[int]) -> Plan:
+        """The plan for the node of every learner; `plan` and `fit` are what others ask for.
+
+        Raises:
+            ValueError: as in `plan`.
+        """
+        plan = self.function(nodes)
+        if self.per_rank == 1:
+            return plan
+        hosted = Counter(role.world_rank for role in plan.roles)
+        if any(hosted[plan.roles[learner].world_rank] > 1 for learner in plan.learners):
+            raise ValueError(
+                f"[cluster] learners_per_rank = {self.per_rank}: topology {self.name} itself says which roles share a "
+                "rank with a learner; valid there: 1"
+            )
+        return sharing_ranks(plan, self.per_rank)
 
     def plan(self, learners: int, nodes: Sequence[int] | None = None) -> Plan:
         """Places the roles of a job.
@@ -392,6 +411,8 @@ class Topology:
         for rank, node in enumerate(places):
             ranks[order[node]].append(rank)
         plan = self._filling([len(on_node) for on_node in ranks])
+        if plan is not None and learners is not None:
+            plan = self._with_fewer(plan, learners, [len(on_node) for on_node in ranks])
         found = 0 if plan is None else len(plan.learners)
         if plan is None or learners not in {None, found}:
             least, total = self.plan(learners or 1).ranks, len(places)
@@ -409,14 +430,15 @@ class Topology:
 
     def _filling(self, sizes: Sequence[int]) -> Plan | None:
         """The plan with the most learners that nodes of so many ranks can host; None: with none at all."""
-        on_node, best = list(sizes), None
+        each = self.per_rank
+        on_node, best = [each * size for size in sizes], None
         while any(on_node):  # down, until everybody has a place
             plan, spare = self._drawn(on_node, sizes)
             if min(spare) >= 0:
                 best = plan
                 break
             # A quarter of what is too much, because each learner less may need fewer servers, too.
-            on_node = [count - (3 - min(0, more)) // 4 for count, more in zip(on_node, spare, strict=True)]
+            on_node = [count - each * ((3 - min(0, more)) // 4) for count, more in zip(on_node, spare, strict=True)]
             on_node = [max(0, count) for count in on_node]
         if best is None:  # down everywhere at once may have missed the node that has room for one
             for alone in (node for node, size in enumerate(sizes) if size):
@@ -428,7 +450,7 @@ class Topology:
         while grows:  # and up again: fewer learners need fewer servers, which leaves room
             grows = False
             for node, size in enumerate(sizes):
-                while on_node[node] < size and plan.ranks < sum(sizes):
+                while on_node[node] < each * size and (plan.ranks < sum(sizes) or self._has_room(plan)):
                     more = [count + (i == node) for i, count in enumerate(on_node)]
                     larger, spare = self._drawn(more, sizes)
                     if min(spare) < 0:
@@ -436,11 +458,50 @@ class Topology:
                     on_node, plan, best, grows = more, larger, larger, True
         return best
 
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether some rank could host one more learner beside its own."""
+        return len(plan.learners) < self.per_rank * len({plan.roles[i].world_rank for i in plan.learners})
+
+    def _with_fewer(self, plan: Plan, learners: int, sizes: Sequence[int]) -> Plan:
+        """The plan for fewer learners, where they need the same ranks all the same; else the plan itself."""
+        on_node = Counter(plan.roles[i].node for i in plan.learners)
+        best = plan
+        for node in sorted(on_node, reverse=True) if self.per_rank > 1 else ():
+            while len(best.learners) > learners and on_node[node] > 1:
+                fewer = [on_node[i] - (i == node) for i in range(len(sizes))]
+                smaller, spare = self._drawn(fewer, sizes)
+                if smaller.ranks < plan.ranks or min(spare) < 0:
+                    break
+                on_node[node], best = fewer[node], smaller
+        return best if len(best.learners) == learners else plan
+
     def _drawn(self, on_node: Sequence[int], sizes: Sequence[int]) -> tuple[Plan, list[int]]:
         """The plan for so many learners on each node, and how many ranks it leaves there."""
         plan = self.draw([node for node, count in enumerate(on_node) for _ in range(count)])
         used = Counter(_nodes_of_ranks(plan, sizes).values())
         return plan, [size - used[node] for node, size in enumerate(sizes)]
+
+
+def sharing_ranks(plan: Plan, per_rank: int) -> Plan:
+    """A plan in which learners share ranks: so many that follow each other, as far as node and compute group are one.
+
+    So a rank is of one group, and groups stay independent of each other.
+
+    Args:
+        plan: with a rank for every learner.
+        per_rank: most learners on a rank.
+    """
+    ranks = [role.world_rank for role in plan.roles]
+    block: list[int] = []
+    for id_ in plan.learners:
+        role, first = plan.roles[id_], plan.roles[block[0] if block else id_]
+        if len(block) == per_rank or (role.node, role.group) != (first.node, first.group):
+            block.clear()
+        block.append(id_)
+        ranks[id_] = ranks[block[0]]
+    dense = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
+    roles = (replace(role, world_rank=dense[rank]) for role, rank in zip(plan.roles, ranks, strict=True))
+    return replace(plan, roles=tuple(roles))
 
 
 def _nodes_of_ranks(plan: Plan, sizes: Sequence[int]) -> dict[int, int]:
@@ -458,12 +519,13 @@ def _nodes_of_ranks(plan: Plan, sizes: Sequence[int]) -> dict[int, int]:
     return {rank: next(anywhere, full) if node == ELSEWHERE else node for rank, node in wanted.items()}
 
 
-def load(topology: Any, options: Mapping[str, Any] | None = None) -> Topology:
+def load(topology: Any, options: Mapping[str, Any] | None = None, per_rank: int = 1) -> Topology:
     """Binds a topology to its options.
 
     Args:
         topology: an object with the function `plan`, or the name of a shipped one.
         options: keyword arguments for it.
+        per_rank: most learners that share a rank.
 
     Raises:
         KeyError: unknown name.
@@ -481,7 +543,7 @@ def load(topology: Any, options: Mapping[str, Any] | None = None) -> Topology:
     except TypeError as error:
         valid = ", ".join([*signature.parameters][1:]) or "none"
         raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
-    return Topology(text, partial(source.plan, **bound))
+    return Topology(text, partial(source.plan, **bound), per_rank)
 
 
 @cache

@@ -140,12 +140,12 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
     counted = _buffers(job, plan)
     owner = made[plan.server]
     vector = owner.size * 4 + tail_bytes(plan.max_gradients_per_message)
+    state = owner.state_bytes() if isinstance(owner, OwnerExecutor) else 0
     found: dict[str, int] = {}
-    for i, role in enumerate(plan.roles):
-        taken = alone + vector * len(counted[i])
-        if i == plan.server and isinstance(owner, OwnerExecutor):
-            taken += owner.state_bytes()
-        if not role.about.serves:
+    for role in plan.roles:
+        here = plan.on_rank(role.world_rank)
+        taken = alone + vector * sum(len(counted[i]) for i in here) + state * sum(plan.about(i).updates for i in here)
+        if not all(plan.roles[i].about.serves for i in here):
             taken += of_model
         found[role.kind] = max(found.get(role.kind, 0), taken)
     return found

@@ -153,6 +153,7 @@ def _timed(job: Job) -> Job:
     return job.without_tests().with_(
         hooks=(),
         topology={"name": "base", "options": {}},
+        cluster={"learners_per_rank": 1},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
         training={"epochs": 1, "warm_start": None},
