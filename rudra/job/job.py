@@ -272,6 +272,12 @@ class Job(Table):
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
             what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
+        hosted = {(plan.roles[i].world_rank, plan.roles[i].group) for i in plan.learners}
+        if plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
+            raise ValueError(
+                f"[topology] name: {self.topology.name} puts learners of several groups on a rank, whose gradients "
+                "the MPI library cannot add; valid there: reduction = 'ordered'"
+            )
         if self.cluster.shares:
             self._check_shares(plan, protocol)
         if self.fault_tolerance.straggler_timeout_s is not None and self.cluster.learners_per_rank > 1:
