@@ -430,33 +430,63 @@ class Topology:
 
     def _filling(self, sizes: Sequence[int]) -> Plan | None:
         """The plan with the most learners that nodes of so many ranks can host; None: with none at all."""
-        each = self.per_rank
-        on_node, best = [each * size for size in sizes], None
-        while any(on_node):  # down, until everybody has a place
-            plan, spare = self._drawn(on_node, sizes)
-            if min(spare) >= 0:
-                best = plan
-                break
-            # A quarter of what is too much, because each learner less may need fewer servers, too.
-            on_node = [count - each * ((3 - min(0, more)) // 4) for count, more in zip(on_node, spare, strict=True)]
-            on_node = [max(0, count) for count in on_node]
-        if best is None:  # down everywhere at once may have missed the node that has room for one
+        starts: list[tuple[list[int], Plan]] = []
+        errors: list[ValueError] = []  # of a topology whose options need more learners
+        for each in dict.fromkeys((self.per_rank, 1)):
+            for at_once in (True, False):
+                try:
+                    start = self._down(sizes, each, at_once=at_once)
+                except ValueError as error:
+                    errors.append(error)
+                    continue
+                if start is not None:
+                    starts.append(start)
+                    break
+        if errors and not starts:
+            raise errors[0]
+        if not starts:  # they may have missed the node that has room for one
             for alone in (node for node, size in enumerate(sizes) if size):
                 plan, spare = self._drawn(one := [int(node == alone) for node in range(len(sizes))], sizes)
                 if min(spare) >= 0:
-                    on_node, best = one, plan
+                    starts.append((one, plan))
                     break
-        grows = best is not None
-        while grows:  # and up again: fewer learners need fewer servers, which leaves room
-            grows = False
-            for node, size in enumerate(sizes):
-                while on_node[node] < each * size and (plan.ranks < sum(sizes) or self._has_room(plan)):
-                    more = [count + (i == node) for i, count in enumerate(on_node)]
-                    larger, spare = self._drawn(more, sizes)
-                    if min(spare) < 0:
-                        break
-                    on_node, plan, best, grows = more, larger, larger, True
-        return best
+        return self._grown(*max(starts, key=lambda start: len(start[1].learners)), sizes) if starts else None
+
+    def _grown(self, on_node: list[int], plan: Plan, sizes: Sequence[int]) -> Plan:
+        """The plan with more learners, as long as there is room: fewer of them need fewer servers."""
+        for step in dict.fromkeys((self.per_rank, 1)):
+            grows = True
+            while grows:
+                grows = False
+                for node, size in enumerate(sizes):
+                    most = self.per_rank * size - step
+                    while on_node[node] <= most and (plan.ranks < sum(sizes) or self._has_room(plan)):
+                        more = [count + step * (i == node) for i, count in enumerate(on_node)]
+                        larger, spare = self._drawn(more, sizes)
+                        if min(spare) < 0:
+                            break
+                        on_node, plan, grows = more, larger, True
+        return plan
+
+    def _down(self, sizes: Sequence[int], each: int, *, at_once: bool) -> tuple[list[int], Plan] | None:
+        """From so many learners to a rank down to the first plan in which everybody has a place; None: there is
+        none on this way, on which nodes with too few ranks lose learners all at once, or the first of them alone.
+        """
+        on_node = [each * size for size in sizes]
+        while any(on_node):
+            plan, spare = self._drawn(on_node, sizes)
+            if min(spare) >= 0:
+                return on_node, plan
+            # A quarter of what is too much, because each learner less may need fewer servers, too.
+            fewer = [each * ((3 - min(0, more)) // 4) for more in spare]
+            first = next((node for node, less in enumerate(fewer) if less and on_node[node]), None)
+            if first is None:
+                break
+            on_node = [
+                max(0, count - (less if at_once or node == first else 0))
+                for node, (count, less) in enumerate(zip(on_node, fewer, strict=True))
+            ]
+        return None
 
     def _has_room(self, plan: Plan) -> bool:
         """Whether some rank could host one more learner beside its own."""
