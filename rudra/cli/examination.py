@@ -248,7 +248,7 @@ def _cores() -> Finding:
     threads = max(1, usable // DEFAULT_LEARNERS)
     found = f"{usable} usable; {threads} per learner with {DEFAULT_LEARNERS} learners"
     if usable < DEFAULT_LEARNERS:
-        return Finding("cores", "warn", found, "learners share cores: it works, more slowly")
+        return Finding("cores", "warn", found, "learners share cores: it works, more slowly; they may share ranks, too")
     return Finding("cores", "ok", found)
 
 

@@ -74,7 +74,11 @@ MINIBATCH = table(
     ("errors", "<f4", _ERRORS),
     ("pad", "<i4", ""),
     ("time_s", "<f8", "training time at which the gradient was ready"),
-    ("compute_s", "<f8", "time to compute the gradient"),  # what follows is 0 for a gradient that was not pushed
+    (
+        "compute_s",
+        "<f8",
+        "time to compute the gradient, from when the learner asks for it",
+    ),  # what follows is 0 for a gradient that was not pushed
     ("reduce_s", "<f8", "time to add up the gradients of a compute group"),
     ("push_s", "<f8", "time until the server had the gradient; with `adv*` beside computing"),
     ("wait_s", "<f8", "time from asking for weights until the server's answer"),

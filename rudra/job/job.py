@@ -211,15 +211,16 @@ class Job(Table):
 
         Args:
             learners: λ; None: as the job says, else 4.
-            threads_per_rank: threads of torch on each learner; None: as the job says, else `cores` divided by λ, at
-                least 1.
+            threads_per_rank: threads of torch on each learner; None: as the job says, else `cores` divided by the
+                number of ranks on which learners compute, at least 1.
             cores: processor cores that the learners share.
 
         Raises:
             ConfigError: the job does not allow so many learners.
         """
         learners = learners or self.cluster.learners or 4
-        threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // learners)
+        at_once = -(-learners // self.cluster.learners_per_rank)
+        threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // at_once)
         return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
 
     @property
@@ -277,8 +278,19 @@ class Job(Table):
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
         if plan.parted:
             self._check_parts()
+        hosted = {(plan.roles[i].world_rank, plan.roles[i].group) for i in plan.learners}
+        if plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
+            raise ValueError(
+                f"[topology] name: {self.topology.name} puts learners of several groups on a rank, whose gradients "
+                "the MPI library cannot add; valid there: reduction = 'ordered'"
+            )
         if self.cluster.shares:
             self._check_shares(plan, protocol)
+        if self.fault_tolerance.straggler_timeout_s is not None and self.cluster.learners_per_rank > 1:
+            raise ValueError(
+                "[fault_tolerance] straggler_timeout_s: learners that share a rank wait for each other, so none can be "
+                "dropped alone; valid with cluster.learners_per_rank = 1"
+            )
         if self.fault_tolerance.straggler_timeout_s is not None and (plan.groups or not protocol.ordered):
             raise ValueError(
                 "[fault_tolerance] straggler_timeout_s: only a server that waits for each of its learners can drop one;"
@@ -391,7 +403,7 @@ class Job(Table):
             ValueError: it does not take these options.
         """
         topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
-        return topologies.load(topology, self.topology.options)
+        return topologies.load(topology, self.topology.options, self.cluster.learners_per_rank)
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""

@@ -92,13 +92,15 @@ class SimulationTable(Table):
     nodes: int | dict[int, int] | None = Field(
         None,
         description="number of nodes that hold the learners, or a table of λ = nodes; default: one node for each "
-        "learner",
+        "rank with learners",
     )
     servers_on_first_node: bool = Field(
         False, description="true: servers share the node of the first learners; false: they have a node of their own"
     )
     node_slowdown: float = Field(
-        0.0, ge=0, description="slowdown of compute_s for each further learner on the same node, as a fraction"
+        0.0,
+        ge=0,
+        description="slowdown of compute_s for each further rank with learners on the same node, as a fraction",
     )
     cores_per_node: int | None = Field(
         None,

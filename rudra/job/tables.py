@@ -372,11 +372,20 @@ class ClusterTable(Table):
         None,
         ge=1,
         le=100_000,
-        description="λ: number of learners; default: every rank of the launcher that no server needs, or 4 without a "
-        "launcher",
+        description="λ: number of learners; default: as many as the launcher's ranks can host beside the servers, or 4 "
+        "without a launcher",
+    )
+    learners_per_rank: int = Field(
+        1,
+        ge=1,
+        le=100_000,
+        description="most learners that share an MPI rank, on which they compute one after another; those of a rank "
+        "are neighbours on one node and in one compute group",
     )
     threads_per_rank: int | None = Field(
-        None, ge=1, description="torch threads of each learner; default: cores of the node divided by its learners"
+        None,
+        ge=1,
+        description="torch threads of each learner; default: cores of the node divided by its ranks with learners",
     )
     shares: Literal["auto"] | tuple[float, ...] = Field(
         (),

@@ -139,6 +139,11 @@ class Rank:
         statistics = plan.roles[plan.statistics].world_rank
         self._standstill = Standstill(comm, statistics, STANDSTILL_TAG, self.tell)
         self._beside = 0  # computations and checkpoints under way in other threads
+        hosted: dict[int, list[int]] = {}
+        for id_, role in enumerate(plan.roles):
+            hosted.setdefault(role.world_rank, []).append(id_)
+        self._places = {id_: place for roles in hosted.values() for place, id_ in enumerate(roles)}  # of roles on ranks
+        self._most = max(map(len, hosted.values()))
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent)
         self._states = States(comm, plan)
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
@@ -149,15 +154,16 @@ class Rank:
         self._computer: Worker | None = None
         self._writing: set[int] = set()  # communication threads that may still write what was abandoned
         library = library_comm(comm, plan, machines)
-        self._reductions = {
-            role: self._reduction(role, library) for role in machines if plan.roles[role].group is not None
+        here = {plan.roles[role].group: role for role in machines}
+        self._reductions: dict[int | None, GroupReduction] = {  # by compute group
+            group: self._reduction(role, library) for group, role in here.items() if group is not None
         }
         if any(plan.about(role).overlaps for role in machines):
             self._start_threads()
         self._running = set(machines)
         self._code = 0
         self._stop_asked = False
-        self._ticked = 0.0
+        self._ticked = dict.fromkeys(machines, 0.0)
         self.apart = False
         self.urgent: Callable[[], None] | None = None
         self.ended = False
@@ -232,8 +238,8 @@ class Rank:
     def _tick(self, now: float) -> None:
         for role in list(self._running):
             tick_s = self._machines[role].tick_s
-            if tick_s is not None and now - self._ticked >= tick_s:
-                self._ticked = now
+            if tick_s is not None and now - self._ticked[role] >= tick_s:
+                self._ticked[role] = now
                 self._handle(role, Tick())
 
     def _step(self) -> bool:
@@ -259,9 +265,9 @@ class Rank:
         """Turns finished requests into events."""
         while self._results:
             self._results.popleft()()
-        for role, reduction in self._reductions.items():
+        for reduction in self._reductions.values():
             if reduction.busy and (event := reduction.test()) is not None:
-                self._events.append((role, event))
+                self._events.extend((role, event) for role in reduction.roles)
         for role, ring in self._rings.items():
             while (found := ring.take()) is not None:
                 self._regrouping.hear(role, *found)
@@ -288,12 +294,12 @@ class Rank:
 
     def _reduction(self, role: int, library: MPI.Comm | None = None) -> GroupReduction:
         tag = self._tag(self.plan.group_of(role)[0], REDUCTIONS)
-        return make_reduction(self.comm, self.plan, role, tag, self._executors[role], self._doorbell, library)
+        return make_reduction(self.comm, self.plan, role, tag, self._executors[role].size, self._doorbell, library)
 
-    def _tag(self, role: int, channel: int) -> int:
-        """Of tensors for a role, which are never taken for those of before."""
+    def _tag(self, role: int, channel: int, place: int = 0) -> int:
+        """Of tensors for a role, which are never taken for those of before, from one in that place on its rank."""
         generation = 0 if role == self.plan.statistics else self._regrouping.generation
-        return FIRST_TAG + (generation * len(self.plan.roles) + role) * CHANNELS + channel
+        return FIRST_TAG + ((generation * len(self.plan.roles) + role) * self._most + place) * CHANNELS + channel
 
     def _sent(self, going: Going) -> None:
         self._executors[going.role].sent(going.name)
@@ -357,7 +363,9 @@ class Rank:
             case Local():
                 self._perform(role, action)
             case Reduce():
-                self._reductions[role].begin(action, self._executors[role].buffer(action.buffer))
+                self._reductions[self.plan.roles[role].group].begin(
+                    role, action, self._executors[role].buffer(action.buffer)
+                )
             case Withdraw():
                 self._withdraw(role, action.buffer)
             case Drop():
@@ -407,7 +415,7 @@ class Rank:
         channel = GRADIENTS if action.message.kind in GRADIENT_KINDS else WEIGHTS
         halves = self._halves and channel == GRADIENTS
         wire = self._executors[role].send(action.buffer, action.message, action.to, halves=halves)
-        start = partial(self.comm.Isend, wire, to, self._tag(action.to, channel))
+        start = partial(self.comm.Isend, wire, to, self._tag(action.to, channel, self._places[role]))
         going = Going(role, action.buffer, action.to)
         if channel in self._comm_threads:
             self._comm_threads[channel].carry(start, self._regrouping.in_time(partial(self._sent, going)))
@@ -418,10 +426,13 @@ class Rank:
         halves = self._halves and action.gradient
         source = None if action.source is None else self.plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
-        wanted = Wanted(role, action.buffer, source, self._tag(role, channel), halves)
+        places = range(self._most) if action.source is None else [self._places[action.source]]
+        tag, *or_tags = (self._tag(role, channel, place) for place in places)
+        wanted = Wanted(role, action.buffer, source, tag, halves, or_tags)
         if channel in self._comm_threads:
+            assert source is not None
             wire = self._executors[role].buffer(action.buffer).wire
-            start = partial(self.comm.Irecv, wire, MPI.ANY_SOURCE if source is None else source, wanted.tag)
+            start = partial(self.comm.Irecv, wire, source, tag)
             received = self._regrouping.in_time(partial(self._received, wanted))
             self._comm_threads[channel].carry(start, received, receives=True)
             return
@@ -511,8 +522,8 @@ class Rank:
         self._writing = set(self._comm_threads)
         for channel, thread in self._comm_threads.items():
             thread.abandon(self._regrouping.in_time(partial(self._writing.discard, channel)))
-        for role in roles & self._reductions.keys():
-            self._reductions[role].abandon()
+        for reduction in self._reductions.values():
+            reduction.abandon()
         self._long = deque(work for work in self._long if work[0] not in roles)
 
         def counts(role: int, event: Event) -> bool:
@@ -530,8 +541,9 @@ class Rank:
         plan = self.plan
         unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in self.lost and i not in plan.gone]
         for role in sorted(self._running - {plan.statistics}):
-            if role in self._reductions:
-                self._reductions[role] = self._reduction(role)
+            group = plan.roles[role].group
+            if group is not None:
+                self._reductions[group] = self._reduction(role)
             self.announce(role, Started())
             if role != plan.server:  # which has the plan already, and knows who is dead
                 assert self._make_machine is not None

@@ -201,8 +201,8 @@ def _resolve(job: Job, comm: MPI.Comm) -> tuple[Job, Plan, torch.device]:
         rank = told.index(False)
         who = f"the MPI library of rank {rank} on {seen[rank][1]} does not report GPU support"
         raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
-    mine = sum(plan.roles[i].about.trains for i in plan.on_rank(comm.rank))
-    threads = max(1, cores() // max(1, _sum_on_node(comm, mine)))
+    trains = any(plan.roles[i].about.trains for i in plan.on_rank(comm.rank))  # one gradient at a time
+    threads = max(1, cores() // max(1, _sum_on_node(comm, int(trains))))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in plan.roles})):
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"

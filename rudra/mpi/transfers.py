@@ -1,6 +1,6 @@
 """Tensors under way that a rank's own thread carries, and what becomes of them when a rank dies."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ class Wanted:
         source: rank; None: anybody.
         tag: of the message.
         halves: it comes as float16.
+        or_tags: under which it may come as well, from anybody.
         part_of: it is part of a tensor, of or for this role, and comes bare; None: it is a whole one.
     """
 
@@ -29,6 +30,7 @@ class Wanted:
     source: int | None
     tag: int
     halves: bool
+    or_tags: Sequence[int] = ()
     part_of: int | None = None
 
 
@@ -63,7 +65,8 @@ class Transfers:
     requests are taken back. One that cannot be has matched a tensor: that of a living rank, which will come, or that
     of the dead, which will not, and nothing tells which. So its memory is set aside, and used if the tensor comes;
     meanwhile the role's buffer has other memory. From then on tensors from anybody are looked for and received of
-    whoever sent them, because a dead rank's may still be announced.
+    whoever sent them, because a dead rank's may still be announced. So they are from the first where ranks have several
+    roles, whose tensors have tags of their own.
 
     Args:
         comm: of all ranks.
@@ -89,6 +92,7 @@ class Transfers:
         self._coming: list[_Coming] = []
         self._aside: list[_Coming] = []
         self._wanted: list[Wanted] = []
+        self._turn = 0  # which tag is looked for first, so that none waits for the others
 
     def send(self, request: MPI.Request, going: Going) -> None:
         """Takes over a send."""
@@ -96,7 +100,7 @@ class Transfers:
 
     def receive(self, wanted: Wanted) -> None:
         """Lets a tensor in."""
-        if wanted.source is None and self._losses.dead:
+        if wanted.source is None and (self._losses.dead or wanted.or_tags):
             self._wanted.append(wanted)
         else:
             self._post(wanted)
@@ -153,13 +157,23 @@ class Transfers:
             if self._served_aside(wanted):
                 continue
             try:
-                message = self._comm.Improbe(MPI.ANY_SOURCE, wanted.tag)
+                message = self._matched(wanted)
             except MPI.Exception:  # a loss that is not acknowledged yet
                 return
             if message is not None:
                 self._wanted.remove(wanted)
                 buffer = self._executors[wanted.role].buffer(wanted.name)
                 self._coming.append(_Coming(message.Irecv(_wire(buffer, wanted)), wanted, buffer))
+
+    def _matched(self, wanted: Wanted) -> MPI.Message | None:
+        """A tensor that has come, of whichever tag; those take turns."""
+        tags = (wanted.tag, *wanted.or_tags)
+        for turn in range(self._turn, self._turn + len(tags)):
+            message = self._comm.Improbe(MPI.ANY_SOURCE, tags[turn % len(tags)])
+            if message is not None:
+                self._turn = turn + 1
+                return message
+        return None
 
     def _served_aside(self, wanted: Wanted) -> bool:
         """Gives the role a tensor that has come into memory which was set aside, if there is one."""

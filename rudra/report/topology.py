@@ -261,7 +261,9 @@ def roles(plan: Plan) -> str:
     workers = f"{plan.workers:,} worker{_s(plan.workers)} of the protocol"
     if sizes:
         workers += f", {'a group' if len(sizes) == 1 else 'groups'} of {_either(sizes)} learner{_s(max(sizes))} (k)"
-    return f"{counted(plan, range(len(plan.roles)))} (λ); {workers}"
+    most = max(Counter(plan.roles[i].world_rank for i in plan.learners).values())
+    shared = f", up to {most} on a rank" if most > 1 else ""
+    return f"{counted(plan, range(len(plan.roles)))} (λ){shared}; {workers}"
 
 
 def message(plan: Plan, per_update: int) -> str:

@@ -26,7 +26,13 @@ from rudra.results.writer import checked_name
 DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 
-RESUME_MAY_CHANGE = ("data.path", "training.warm_start", "training.evaluate", "training.evaluation_batch_size")
+RESUME_MAY_CHANGE = (
+    "data.path",
+    "training.warm_start",
+    "training.evaluate",
+    "training.evaluation_batch_size",
+    "cluster.learners_per_rank",
+)
 
 LENGTH = (
     "training.epochs",

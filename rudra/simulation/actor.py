@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from rudra.core.events import Action, Event, Local, Receive, Send
+from rudra.core.events import Action, Compute, Event, Local, Receive, Send
 from rudra.data.sampling import mix
 from rudra.roles import Machine
 
@@ -41,6 +41,7 @@ class Actor:
         posted: receives, in order.
         offered: tensors without a buffer, by sender, as they came: weights, gradients.
         routes: to others, by role.
+        turns: mini-batches that the learners of its rank want computed, the one under way first; they share it.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Actor:
         "role",
         "routes",
         "take",
+        "turns",
     )
 
     def __init__(self, role: int, machine: Machine, *, serves: bool, message_s: float, seed: int) -> None:
@@ -81,3 +83,4 @@ class Actor:
         # Gradients of many: a dict would be slow to find its first key.
         self.offered: tuple[dict[int, list[Offer]], ...] = ({}, OrderedDict() if serves else {})
         self.routes: dict[int, Route] = {}
+        self.turns: deque[tuple[Actor, Compute]] = deque()

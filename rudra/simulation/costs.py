@@ -116,7 +116,8 @@ class CostModel:
         counts = {role: portion(plan, role, minibatch_size, shares).count for role in plan.learners}
         alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
         self.guessed = guessed(table.compute_s, alone_s)
-        on_node = Counter(self.node[role] for role in plan.learners)
+        computers = {plan.roles[role].world_rank: self.node[role] for role in plan.learners}
+        on_node = Counter(computers.values())  # those of a rank take turns, so they are as one
         return {
             role: alone_s[counts[role]]
             * (1 + table.node_slowdown * (on_node[self.node[role]] - 1))
@@ -296,13 +297,14 @@ def guessed(compute_s: float | Mapping[int, float], sizes: Collection[int]) -> s
 
 
 def places(job: Job) -> list[int]:
-    """The node of every learner in a simulation: blocks that differ by one at most."""
-    learners, count = job.learners, job.simulation.nodes
+    """The node of every learner in a simulation: blocks of ranks with learners that differ by one at most."""
+    learners, each, count = job.learners, job.cluster.learners_per_rank, job.simulation.nodes
     if isinstance(count, Mapping):
         known = max((size for size in count if size <= learners), default=min(count))
         count = math.ceil(count[known] * learners / known)
-    count = learners if count is None else min(count, learners)
-    return [i * count // learners for i in range(learners)]
+    ranks = -(-learners // each)
+    count = ranks if count is None else min(count, ranks)
+    return [i // each * count // ranks for i in range(learners)]
 
 
 _NOTHING = (0.0, 0.0)

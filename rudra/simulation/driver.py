@@ -124,6 +124,7 @@ class Simulation:
             Fail: self._fail,
             Halt: self._halt,
         }
+        self._over = self._end
         for role, machine in machines.items():
             serves = plan.roles[role].about.serves
             message_s = costs.table.message_s if serves else 0.0
@@ -136,12 +137,23 @@ class Simulation:
         for kind in Local.__subclasses__():
             free = kind in tensors.idle and not any(kind in actor.local_s for actor in self.actors.values())
             self.do[kind] = _nothing if free else self._begin if kind.long else self._perform
+        self._share_ranks()
         if self._cores is not None:
             for role, actor in self.actors.items():
                 if role not in costs.compute_s:
                     actor.neighbours = [self.actors[i] for i in costs.compute_s if costs.node[i] == costs.node[role]]
         if costs.table.faults or any(machine.tick_s is not None for machine in machines.values()):
             Faults(self, seed, make)
+
+    def _share_ranks(self) -> None:
+        """Has the learners of a rank compute one after another; where none shares one, this changes nothing."""
+        learners = [self.actors[role] for role in self.plan.learners]
+        ranks = [self.plan.roles[actor.role].world_rank for actor in learners]
+        if len(set(ranks)) < len(ranks):
+            first = dict(zip(reversed(ranks), reversed(learners), strict=True))
+            for actor, rank in zip(learners, ranks, strict=True):
+                actor.turns = first[rank].turns
+            self.do[Compute], self._over = self._begin_in_turn, self._end_turn
 
     @property
     def now(self) -> float:
@@ -204,7 +216,7 @@ class Simulation:
 
     def stretch(self, actor: Actor, factor: float) -> None:
         """What is left of the computation under way takes so much longer."""
-        self.queue.stretch(lambda entry: entry[3] is actor and entry[2] == self._end, factor)
+        self.queue.stretch(lambda entry: entry[3] is actor and entry[2] == self._over, factor)
 
     # Events to roles: one at a time, and none while a role is busy.
 
@@ -270,17 +282,31 @@ class Simulation:
             self._planned(actor.role, action)
         actor.computing = True
         seconds = actor.compute_s() if type(action) is Compute else actor.local_s.get(type(action), 0.0)
-        heappush(self._heap, (time + seconds, next(self._first), self._end, actor, action))
+        heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
 
     def _end(self, actor: Actor, action: Local) -> None:
         if actor.delay_s:
             delay_s, actor.delay_s = actor.delay_s, 0.0
-            self.queue.at(self.queue.now + delay_s, self._end, actor, action)
+            self.queue.at(self.queue.now + delay_s, self._over, actor, action)
             return
         actor.computing = False
         event = self._performed(actor.role, action, actor.local_s.get(type(action), 0.0))
         if event is not None:
             self._handle(actor, event)
+
+    # The same for learners that share a rank: one mini-batch after the other, in the order in which they are asked for.
+
+    def _begin_in_turn(self, actor: Actor, action: Compute, time: float) -> None:
+        actor.turns.append((actor, action))
+        if len(actor.turns) == 1:
+            self._begin(actor, action, time)
+
+    def _end_turn(self, actor: Actor, action: Local) -> None:
+        if type(action) is Compute and not actor.delay_s:
+            actor.turns.popleft()
+            if actor.turns:
+                self._begin(*actor.turns[0], self.queue.now)
+        self._end(actor, action)
 
     def _save(self, actor: Actor, action: Save, time: float) -> None:
         if self._saver is not None:

@@ -1,10 +1,11 @@
 """Learners and tree servers that die, and learners that slow down, in virtual time (`[simulation] faults`).
 
 A role that dies is told nothing and tells nothing: its computation ends, and with it all tensors under way to it and
-from it, whose ports are free again. Control messages that it had sent still arrive. The others notice after a while,
-all at one moment: receives into which the dead had begun to send are posted anew, those that were for it alone are
-gone, everybody gets `Lost`, and who was sending it something gets `Sent`. Where they then regroup, all that is under
-way between them is gone a latency later; what the statistics server is part of stays.
+from it, whose ports are free again; learners that share a rank die together. Control messages that it had sent still
+arrive. The others notice after a while, all at one moment: receives into which the dead had begun to send are posted
+anew, those that were for it alone are gone, everybody gets `Lost`, and who was sending it something gets `Sent`. Where
+they then regroup, all that is under way between them is gone a latency later; what the statistics server is part of
+stays.
 
 Everything is done to what is in the simulation's queue and network, so that a simulation without faults pays nothing.
 """
@@ -117,10 +118,19 @@ class Faults:
         if actor.halted:
             return
         noticed = self._queue.now + self._detection_s
-        unsent, again = self._end(actor, noticed)
-        self._queue.later(noticed, self._notice, actor, again)
-        self._return_later(noticed, unsent)
-        self._forget(actor)
+        for dead in [other for other in self._with(actor) if not other.halted]:
+            unsent, again = self._end(dead, noticed)
+            self._queue.later(noticed, self._notice, dead, again)
+            self._return_later(noticed, unsent)
+            self._forget(dead)
+
+    def _with(self, actor: Actor) -> list[Actor]:
+        """Who dies with a role: a learner's rank has others, perhaps."""
+        roles = self._sim.plan.roles
+        if not roles[actor.role].about.trains:
+            return [actor]
+        rank = roles[actor.role].world_rank
+        return [self._actors[i] for i, role in enumerate(roles) if role.about.trains and role.world_rank == rank]
 
     def _drop(self, by: Actor, action: Drop, time: float) -> None:
         """Here who is dropped does nothing any more, which only those that dropped it notice."""
@@ -140,6 +150,7 @@ class Faults:
         self._noticed[actor.role] = noticed
         self._sim.do[Send] = self._send
         actor.halted, actor.handle, actor.computing = True, _nothing, False
+        actor.turns.clear()
         cut = self._network.cut(actor)
         self._queue.remove(lambda entry: entry[3] is actor)
         return cut
@@ -177,6 +188,7 @@ class Faults:
         for actor in self._actors.values():
             if actor.halted or actor.role == plan.statistics:
                 continue
+            actor.turns.clear()
             if actor is not by:
                 actor.inbox.clear()
                 actor.computing, actor.delay_s = False, 0.0

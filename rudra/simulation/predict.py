@@ -197,8 +197,11 @@ def _evaluate(
     staleness = gradients["staleness"][gradients["update"] > updates["timestamp"][first]]
     work = _server_s(plan, model, meter, size_bytes)
     elapsed, epochs = float(ended), float(updates["samples"].sum()) / training_samples
-    # Without anything to wait for, each learner computes all the time.
-    rate = sum(job.training.minibatch_size / _mean_s(steady, plan.roles[i].index) for i in plan.learners)
+    # Without anything to wait for, each rank with learners computes all the time.
+    hosted: defaultdict[int, list[int]] = defaultdict(list)
+    for learner in (plan.roles[i] for i in plan.learners):
+        hosted[learner.world_rank].append(learner.index)
+    rate = sum(job.training.minibatch_size / _mean_s(steady, learners) for learners in hosted.values())
     bounds = {"compute": training_samples / rate} | {name: seconds / epochs for name, seconds in work.items()}
     bound = max(bounds, key=lambda name: bounds[name])
     return Prediction(
@@ -230,9 +233,14 @@ def steady_rate(updates: npt.NDArray[Any]) -> tuple[int, float]:
     return first, float(updates["samples"][first:-1].sum() / elapsed)
 
 
-def _mean_s(minibatches: npt.NDArray[Any], learner: int) -> float:
-    mine = minibatches["compute_s"][minibatches["learner"] == learner]
-    return float(mine.mean()) if len(mine) else math.inf
+def _mean_s(minibatches: npt.NDArray[Any], learners: Sequence[int]) -> float:
+    """How long a mini-batch of learners takes that share a rank: those that overlap in time took turns."""
+    mine = minibatches[np.isin(minibatches["learner"], learners)]
+    if not len(mine):
+        return math.inf
+    mine = mine[np.argsort(mine["time_s"])]
+    before = np.concatenate([[-math.inf], mine["time_s"][:-1]])
+    return float(np.minimum(mine["compute_s"], mine["time_s"] - before).mean())
 
 
 def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int) -> dict[str, float]:

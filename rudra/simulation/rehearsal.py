@@ -146,12 +146,15 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
     """Kind of role -> bytes of the largest rank of that kind."""
     counted = _buffers(job, plan)
     found: dict[str, int] = {}
-    for i, role in enumerate(plan.roles):
-        owner = made[i if i in plan.owners else plan.statistics]
-        taken = alone + (owner.size * 4 + tail_bytes(plan.max_gradients_per_message)) * len(counted[i])
-        if isinstance(owner, OwnerExecutor):
-            taken += owner.state_bytes()
-        if not role.about.serves:
+    for role in plan.roles:
+        here = plan.on_rank(role.world_rank)
+        taken = alone
+        for i in here:
+            like = made[i if i in plan.owners else plan.statistics]
+            taken += (like.size * 4 + tail_bytes(plan.max_gradients_per_message)) * len(counted[i])
+            owner = made[plan.server if plan.about(i).trains else i] if plan.about(i).updates else None
+            taken += owner.state_bytes() if isinstance(owner, OwnerExecutor) else 0
+        if not all(plan.roles[i].about.serves for i in here):
             taken += of_model
         found[role.kind] = max(found.get(role.kind, 0), taken)
     return found

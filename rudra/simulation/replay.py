@@ -69,6 +69,7 @@ INDIFFERENT = (
     "training.target_window",
     "training.stop_at_target",
     "training.patience",
+    "cluster.learners_per_rank",
 )
 """Keys of the `DECISIVE` tables that do not decide what the weights become."""
 

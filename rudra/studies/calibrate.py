@@ -154,8 +154,8 @@ def _timed(job: Job) -> Job:
     rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
     return job.without_tests().with_(
         hooks=(),
-        cluster={"shares": ()},
         topology={"name": "base", "options": {}},
+        cluster={"learners_per_rank": 1, "shares": ()},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
         training={"epochs": 1, "warm_start": None},

@@ -355,3 +355,23 @@ def sharing(comm: Any, directory: Path, what: str) -> dict[str, Any]:
             shared[name] += int(value.split()[0])
     comm.Barrier()
     return {"private_kb": shared["Private_Dirty"], "share_kb": shared["Pss"]}
+
+
+def train_as_needed(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
+    """Runs several jobs, one after the other, each on as many of the ranks as it needs; names of files are the keys."""
+    from rudra.mpi.session import run_all
+
+    if code := run_all([(job, Path(path)) for path, job in jobs.items()]):
+        raise RuntimeError(f"a run ended with exit code {code}")
+    return {}
+
+
+class Together:
+    """Everything on one rank: what roles send each other stays there."""
+
+    @staticmethod
+    def plan(nodes: list[int]) -> Any:
+        from topologies import Plan, Role
+
+        servers = Role("parameter server", 0, 0), Role("statistics server", 0, 0, parent=0)
+        return Plan((*servers, *(Role("learner", i, i, parent=0, node=node) for i, node in enumerate(nodes))))

@@ -159,6 +159,20 @@ def test_every_protocol_on_every_topology_counts_right_or_is_refused(
         check(run, timing(run, 90), 90)
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=text)
+@pytest.mark.parametrize("rule", RULES, ids=text)
+def test_learners_may_share_ranks_with_every_protocol_on_every_topology(
+    rule: dict[str, Any], topology: dict[str, Any]
+) -> None:
+    for learners, nodes, per_rank in ((7, 2, 2), (5, 1, 3)):
+        run = conform({"name": "async"}, learners, nodes=nodes, slowdown={0: 3.0}, cores_per_node=1)
+        run = run.with_(topology=topology)
+        tree = any(role.kind == "tree server" for role in run.plan(places(run)).roles)
+        if not refused(rule, topology, tree):
+            run = run.with_(protocol={"modulation": "none", **rule}, cluster={"learners_per_rank": per_rank})
+            check(run, timing(run, 90), 90)
+
+
 @pytest.mark.parametrize("rule", [r for r in RULES if "n" not in r and "options" not in r], ids=text)
 def test_with_one_learner_every_protocol_is_sequential(rule: dict[str, Any]) -> None:
     run = conform(rule, 1)

@@ -104,6 +104,7 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
         results={"report_s": draw(st.sampled_from([0.0, 0.25, 100.0]))},
         training={"evaluate": draw(st.booleans())},
     )
+    undisturbed = undisturbed.with_(cluster={"learners_per_rank": draw(st.sampled_from([1, 1, 2, 3]))})
     training_samples = draw(st.integers(1, 150))
     began_s, ended_s = duration(undisturbed, training_samples)
     # Two may die at once; a few before training begins.
@@ -250,6 +251,34 @@ def test_hardsync_of_three_learners_of_whom_one_dies() -> None:
     assert rows.learners is not None
     assert list(rows.learners["pushed"]) == [4, 1, 4]
     assert rows.totals["lost"] == 0, "what was not there entirely was never pushed"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "topology", "victim", "dead"),
+    [
+        ("hardsync", {"name": "base"}, 2, {2, 3}),
+        ("softsync", {"name": "base"}, 5, {4, 5}),
+        ("async", {"name": "groups", "options": {"groups": 2}}, 3, {3, 4}),  # two of three, of which another leads
+        ("async", {"name": "groups", "options": {"groups": 2}}, 2, {2}),  # a rank of its own
+        ("hardsync", {"name": "groups"}, 4, {4, 5}),
+        ("hardsync", {"name": "adv", "options": {"fan_out": 2}}, 1, {0, 1}),
+        ("async", {"name": "adv*"}, 4, {4, 5}),
+    ],
+    ids=str,
+)
+def test_who_dies_takes_the_others_of_its_rank_along(
+    protocol: str, topology: dict[str, Any], victim: int, dead: set[int]
+) -> None:
+    run_ = small(protocol, 6, {"learner": victim, "dies_at_s": 9.0}, latency_s=0.01)
+    run_ = run_.with_(topology=topology, cluster={"learners_per_rank": 2}, simulation={"nodes": 1})
+    rows = timing(run_, 90 * SAMPLES)
+    check(run_, rows)
+    plan = run_.plan(places(run_))
+    gone = lost(rows)
+    assert {plan.roles[role].index for role in gone["role"]} == dead
+    assert len(set(gone["time_s"])) == len({plan.roles[role].world_rank for role in gone["role"]}) == 1
+    later = rows["gradients"][rows["gradients"]["update"] > gone["timestamp"].max() + 2]
+    assert set(later["learner"]) == set(range(6)) - dead
 
 
 def test_weights_under_way_to_the_dead_hold_the_update_up_until_it_is_noticed() -> None:

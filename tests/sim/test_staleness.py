@@ -39,6 +39,34 @@ def test_mean_staleness_is_what_a_protocol_expects(learners: int, n: int, simula
     assert timing(run, 2000 * SAMPLES)["gradients"]["staleness"].mean() == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize("per_rank", [2, 3, 30])
+@pytest.mark.parametrize(("n", "protocol"), [(1, "softsync"), (2, "softsync"), (None, "async")])
+def test_the_law_holds_for_learners_that_share_ranks(per_rank: int, n: int | None, protocol: str) -> None:
+    """They compute one after another, which takes longer, and a gradient is as stale as it would be otherwise."""
+    costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 1e9}
+    run = job(protocol, LEARNERS, n=n, epochs=1, simulation=costs).with_(cluster={"learners_per_rank": per_rank})
+    expected = run.make_protocol().expected_staleness
+    rows = timing(run, 6_000 * SAMPLES)
+    assert rows["gradients"]["staleness"].mean() == pytest.approx(expected, rel=0.02)
+    assert expected == pytest.approx(n or LEARNERS, rel=0.05)
+    assert rows["gradients"]["staleness"].max() <= 2 * (n or LEARNERS)
+    assert rows.time_s == pytest.approx(0.1 * 6_000 * per_rank / LEARNERS, rel=0.1)
+
+
+@pytest.mark.parametrize(("protocol", "topology"), [("async", "base"), ("hardsync", "groups"), ("async", "adv*")])
+def test_a_rank_computes_one_mini_batch_at_a_time(protocol: str, topology: str) -> None:
+    run = job(protocol, 6, simulation={"compute_s": 0.1, "jitter": 0.0, "nodes": 1, "slowdown": {1: 2.0}})
+    run = run.with_(topology={"name": topology}, cluster={"learners_per_rank": 3})
+    minibatches = timing(run, 60 * SAMPLES)["minibatches"]
+    for first in (0, 3):
+        mine = minibatches[np.isin(minibatches["learner"], range(first, first + 3))]
+        mine = mine[np.argsort(mine["time_s"])]
+        takes_s = np.where(mine["learner"] == 1, 0.2, 0.1)
+        assert (np.diff(mine["time_s"]) >= takes_s[1:] - 1e-9).all()
+        turns = np.bincount(mine["learner"], minlength=first + 3)[first:]
+        assert np.ptp(turns) <= 1, "and all have their turn"
+
+
 def test_async_is_softsync_with_n_of_all_learners() -> None:
     assert np.array_equal(staleness("async"), staleness("softsync", 30))
 

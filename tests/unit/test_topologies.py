@@ -3,6 +3,7 @@
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -294,6 +295,31 @@ def test_fitting(name: str, options: dict[str, Any], places: list[int], ranks: l
     assert [role.world_rank for role in plan.roles] == ranks
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "per_rank", "places", "learners", "ranks"),
+    [
+        # As many learners as the ranks can host, or as many as the job gives; the world rank of each.
+        ("base", {}, 2, [0] * 5, None, [2, 2, 3, 3, 4, 4]),
+        ("base", {}, 2, [0] * 5, 5, [2, 2, 3, 3, 4]),
+        ("base", {}, 100, [0] * 3, 7, [2] * 7),
+        ("base", {}, 3, [0, 0, 0, 1, 1], 8, [2, 2, 2, 3, 3, 3, 4, 4]),
+        ("base", {}, 3, [0, 1, 0, 1, 0], None, [4, 4, 4, 1, 1, 1, 3, 3, 3]),
+        ("groups", {}, 2, [0] * 4, None, [1, 1, 2, 2, 3, 3]),
+        ("groups", {"groups": 2}, 2, [0] * 6, 6, [2, 2, 3, 4, 4, 5]),  # nobody shares a rank with another group
+        ("groups", {"groups": 2}, 3, [0] * 4, None, [2, 2, 2, 3, 3, 3]),
+        ("groups", {"groups": 2}, 2, [0] * 5, None, [2, 2, 3, 3, 4]),
+        ("adv", {}, 2, [0] * 4 + [1] * 3, None, [3, 3, 5, 5, 6, 6]),
+        ("adv", {"fan_out": 2}, 4, [0] * 6, None, [4, 4, 4, 4]),
+        ("adv*", {}, 2, [0] * 4, 3, [2, 2, 3]),
+    ],
+)
+def test_fitting_where_learners_share_ranks(
+    name: str, options: dict[str, Any], per_rank: int, places: list[int], learners: int | None, ranks: list[int]
+) -> None:
+    plan = topologies.load(name, options, per_rank).fit(places, learners)
+    assert [plan.roles[i].world_rank for i in plan.learners] == ranks
+
+
 def blocks(sizes: Sequence[int]) -> list[int]:
     return [node for node, size in enumerate(sizes) for _ in range(size)]
 
@@ -371,6 +397,58 @@ def test_a_plan_that_is_fitted_uses_the_ranks_as_well_as_they_can_be(
     assert loaded.fit(places, len(plan.learners)) == plan
 
 
+@given(TOPOLOGIES, NODES, st.integers(2, 5))
+def test_learners_that_share_a_rank_are_neighbours_on_one_node_and_in_one_group(
+    topology: tuple[str, dict[str, Any]], nodes: list[int], per_rank: int
+) -> None:
+    name, options = topology
+    if "groups" in options:
+        options = {"groups": min(options["groups"], len(nodes))}
+    alone, plan = drawn(name, nodes, **options), topologies.load(name, options, per_rank).plan(len(nodes), nodes)
+    assert [replace(role, world_rank=0) for role in plan.roles] == [replace(role, world_rank=0) for role in alone.roles]
+    assert (plan.children, plan.receivers, plan.groups) == (alone.children, alone.receivers, alone.groups)
+    assert {role.world_rank for role in plan.roles} == set(range(plan.ranks)), "none without a role"
+    for rank in range(plan.ranks):
+        here = plan.on_rank(rank)
+        if not plan.roles[here[0]].about.trains:
+            assert len(here) == 1
+            continue
+        assert len(here) <= per_rank
+        assert here == tuple(range(here[0], here[0] + len(here)))
+        assert len({(plan.roles[i].node, plan.roles[i].group) for i in here}) == 1
+    shared = Counter((role.node, role.group) for role in plan.roles if role.about.trains)
+    servers = sum(not role.about.trains for role in plan.roles)
+    assert plan.ranks == servers + sum(-(-count // per_rank) for count in shared.values())
+
+
+@given(TOPOLOGIES, st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(2, 4), st.data())
+def test_ranks_host_as_many_learners_as_they_can(
+    topology: tuple[str, dict[str, Any]], sizes: list[int], per_rank: int, data: st.DataObject
+) -> None:
+    name, options = topology
+    places, loaded = blocks(sizes), topologies.load(name, options, per_rank)
+    try:
+        plan = loaded.fit(places)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"ranks are too few|options\.groups = "):
+            topologies.load(name, options).fit(places)
+        return
+    assert len(plan.learners) >= len(topologies.load(name, options).fit(places).learners)
+    used = {role.world_rank: role.node for role in plan.roles if role.node >= 0}
+    assert all(places[rank] == node for rank, node in used.items())
+    assert max(Counter(plan.roles[i].world_rank for i in plan.learners).values()) <= per_rank
+    fewer = data.draw(st.integers(1, len(plan.learners)))
+    try:
+        fitted = loaded.fit(places, fewer)
+    except ValueError:
+        assert fewer < len(plan.learners)
+        with pytest.raises(ValueError, match=rf"^{fewer} learners with topology .* need|options\.groups = "):
+            loaded.fit(places, fewer)
+        return
+    assert len(fitted.learners) == fewer
+    assert len({role.world_rank for role in fitted.roles}) == len({role.world_rank for role in plan.roles})
+
+
 @pytest.mark.parametrize(
     ("name", "options", "places", "learners", "text"),
     [
@@ -423,6 +501,21 @@ def test_a_topology_of_the_user() -> None:
     mine = topologies.load(SimpleNamespace(plan=plan), {"each": 1})
     assert mine.plan(3).ranks == 4
     assert [role.world_rank for role in mine.fit([3, 8, 8, 3]).roles] == [0, 0, 3, 1, 2]
+
+
+def test_a_topology_that_shares_ranks_itself_says_who_shares_one() -> None:
+    def plan(nodes: Sequence[int], each: int) -> Plan:
+        roles = [Role(PARAMETER_SERVER, 0, 0), Role(STATISTICS_SERVER, 0, 0)]
+        return Plan((*roles, *(Role(LEARNER, i, 1 + i // each, 0, node=node) for i, node in enumerate(nodes))))
+
+    mine = SimpleNamespace(plan=plan, __name__="mine")
+    assert topologies.load(mine, {"each": 1}, 2).plan(4).ranks == 3, "servers may share one with each other"
+    with pytest.raises(ValueError) as error:
+        topologies.load(mine, {"each": 2}, 2).plan(4)
+    assert str(error.value) == (
+        "[cluster] learners_per_rank = 2: topology mine itself says which roles share a rank with a learner; "
+        "valid there: 1"
+    )
 
 
 def test_servers_may_share_the_rank_of_a_learner() -> None:

@@ -1,0 +1,192 @@
+"""Several learners on a rank, on real ranks: the same bits, what is asynchronous, and what dies with a rank."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import user_code
+from processes import finish, mpirun, ranks_of, replays, start, wait_for_updates
+from test_losses import job_file, ours
+
+import rudra
+from rudra.bench.ranks import on_ranks
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+
+LEARNERS = 6
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "base": {"name": "base"},
+    "one group": {"name": "groups"},
+    "one group and a server": {"name": "groups", "options": {"server": True}},
+    "two groups": {"name": "groups", "options": {"groups": 2}},
+}
+
+
+def make_job(topology: dict[str, Any], protocol: str, per_rank: int, model: Any = user_code.everything) -> rudra.Job:
+    return rudra.Job(
+        name="shared",
+        model={"name": model},
+        data={"name": user_code.delayed},
+        training={"epochs": 1, "minibatch_size": 4, "seed": 3},
+        optimizer={"learning_rate": 0.02, "momentum": 0.9},
+        protocol={"name": protocol, "reference_batch_size": 16},
+        topology=topology,
+        cluster={"learners": LEARNERS, "threads_per_rank": 1, "learners_per_rank": per_rank},
+        fault_tolerance={"stall_limit_s": 60.0},
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+    """Result files of hardsync, by topology and learners on a rank; one launch for all of them."""
+    directory = tmp_path_factory.mktemp("runs")
+    cases = [(name, per_rank) for name in TOPOLOGIES for per_rank in (1, 2, 3)]
+    paths = {case: directory / f"{place}.h5" for place, case in enumerate(cases)}
+    jobs = {str(path): make_job(TOPOLOGIES[name], "hardsync", per_rank) for (name, per_rank), path in paths.items()}
+    on_ranks(user_code.train_as_needed, LEARNERS, jobs=jobs)
+    return paths
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_hardsync_gives_the_same_bits_however_many_learners_share_a_rank(
+    recorded: dict[tuple[str, int], Path], topology: str
+) -> None:
+    """Mini-batches are delayed at random, so learners of a rank have their turns in any order."""
+    digests = set()
+    for per_rank in (1, 2, 3):
+        path = recorded[topology, per_rank]
+        with rudra.open_results(path) as results:
+            learners = results.roles[results.roles["kind"] == b"learner"]
+            counts = np.bincount(learners["world_rank"])
+            assert list(learners["index"]) == list(range(LEARNERS))
+            assert counts.max() == per_rank
+            assert (counts > 0).sum() == {1: 6, 2: 4 if topology == "two groups" else 3, 3: 2}[per_rank]
+            assert np.array_equal(results.learners["world_rank"], learners["world_rank"])
+            assert list(results.learners["pushed"]) == [10] * LEARNERS
+            assert not results.gradients["staleness"].any()
+            digests.add(results.summary()["weights_sha256"])
+        assert replays(path)
+    assert len(digests) == 1
+    assert None not in digests
+
+
+@pytest.mark.parametrize(
+    ("protocol", "topology"),
+    [
+        ("softsync", {"name": "base"}),
+        ("async", {"name": "adv", "options": {"fan_out": 2}}),
+        ("async", {"name": "adv*"}),
+        ("async", {"name": "groups", "options": {"groups": 2}}),
+        ("async", {"name": "groups", "options": {"groups": 2, "reduction": "mpi"}}),
+    ],
+    ids=str,
+)
+def test_what_is_asynchronous_counts_right_and_is_replayed(
+    tmp_path: Path, protocol: str, topology: dict[str, Any]
+) -> None:
+    """Of a third of a megabyte, tensors of several learners of a rank are under way at once, in pieces."""
+    path = tmp_path / "run.h5"
+    with rudra.run(make_job(topology, protocol, 3, user_code.broad), output=path, progress="quiet") as results:
+        totals, gradients = results.totals[0], results.gradients
+        assert totals["pushed"] == totals["applied"] + totals["discarded"] == results.learners["pushed"].sum()
+        for learner in range(LEARNERS):
+            mine = gradients[gradients["learner"] == learner]
+            assert list(mine["step"]) == list(range(len(mine)))
+            assert 5 <= len(mine) <= 20, "all have their turn"
+    if "mpi" not in topology.get("options", {}).values():
+        assert replays(path)
+
+
+@pytest.mark.parametrize("protocol", ["hardsync", "async"])
+def test_a_whole_run_on_one_rank(tmp_path: Path, protocol: str) -> None:
+    """A user's topology; all that roles send each other goes from the rank to itself."""
+    job = make_job({"name": user_code.Together}, protocol, 1, user_code.broad).with_(cluster={"learners": 1})
+    path = tmp_path / "run.h5"
+    with rudra.run(job, output=path, progress="quiet") as results:
+        assert set(results.roles["world_rank"]) == {0}
+        assert len(results.updates) == 60
+        digest = results.summary()["weights_sha256"]
+    assert rudra.replay(path, job=job, quiet=True).weights_sha256 == digest
+
+
+@pytest.mark.parametrize(
+    ("protocol", "topology", "rank", "dead"),
+    [
+        ("hardsync", 'name = "base"', 3, [2, 3]),
+        ("softsync", 'name = "base"', 2, [0, 1]),
+        ("async", 'name = "groups"\noptions.groups = 2', 2, [0, 1]),  # one of them pushed for its group
+        ("hardsync", 'name = "groups"', 3, [4, 5]),
+        ("async", 'name = "adv*"\noptions.outstanding = 1', 3, [2, 3]),
+    ],
+)
+def test_a_rank_that_is_killed_takes_its_learners_along(
+    tmp_path: Path, protocol: str, topology: str, rank: int, dead: list[int]
+) -> None:
+    job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
+    more = ["cluster.learners=6", "cluster.learners_per_rank=2", "cluster.threads_per_rank=1", "training.epochs=12"]
+    process = start("run", job, "--output", output, *(word for key in more for word in ("--set", key)))
+    wait_for_updates(process, output, 10)
+    os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    lines = [line for line in ours(err) if " were stale by " not in line]
+    assert all(f"learner {learner} (rank {rank})" in " ".join(lines) for learner in dead), err
+    assert "4 learners are left" in lines[-1]
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        lost = results.events[results.events["kind"] == b"lost"]
+        roles = results.roles[lost["role"]]
+        assert sorted(roles["index"]) == dead
+        assert set(roles["world_rank"]) == {rank}
+        totals, gradients = results.totals[0], results.gradients
+        assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
+        for learner in range(LEARNERS):
+            mine = gradients[gradients["learner"] == learner]
+            assert list(mine["step"]) == list(range(len(mine))), "none twice, and none left out"
+            assert (mine["update"].max() > lost["timestamp"].max() + 2) == (learner not in dead)
+        assert protocol != "hardsync" or not gradients["staleness"].any()
+    assert replays(output)
+
+
+def test_ranks_host_as_many_learners_as_the_job_allows_and_a_run_goes_on_with_others(tmp_path: Path) -> None:
+    """Five ranks host six learners; training goes on with one on each of eight."""
+    job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
+    text = job.read_text().replace("learners = 3", "learners_per_rank = 2\nthreads_per_rank = 1")
+    job.write_text(text.replace("epochs = 6", "epochs = 1"))
+    code, _, err = mpirun(5, "run", str(job), "--output", str(output))
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        assert len(set(results.roles["world_rank"])) == 5
+        assert results.summary()["learners"] == LEARNERS
+    longer = ["training.epochs=2", "cluster.learners_per_rank=1"]
+    code, _, err = mpirun(8, "resume", str(output), *(word for key in longer for word in ("--set", key)))
+    assert code == 0, err
+    whole = rudra.Job.load(job, [*longer, f"cluster.learners={LEARNERS}"])
+    with rudra.simulate(whole, output=tmp_path / "whole.h5", progress="quiet") as expected:
+        digest = expected.summary()["weights_sha256"]
+    with rudra.open_results(output) as results:
+        assert len(set(results.roles["world_rank"])) == 8
+        assert results.summary()["weights_sha256"] == digest is not None
+    assert replays(output)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (
+            5,
+            "8 learners with topology base need 6 ranks, but the launcher started 5: start 6, or set "
+            "cluster.learners = 6",
+        ),
+        (2, "2 ranks are too few for topology base: start 6"),
+    ],
+)
+def test_a_launch_that_contradicts_the_job_names_the_right_number(tmp_path: Path, ranks: int, said: str) -> None:
+    job = job_file(tmp_path, "hardsync")
+    more = ["--set", "cluster.learners=8", "--set", "cluster.learners_per_rank=2"]
+    code, _, err = mpirun(ranks, "run", str(job), "--output", str(tmp_path / "out.h5"), *more)
+    assert code == 2, err
+    assert ours(err) == [f"rudra: {said}"]
