@@ -19,6 +19,7 @@ import protocols
 import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
+from rudra.job.changes import MAY_CHANGE, JobChange
 from rudra.job.jobfiles import Change, apply, parsed, read_job
 from rudra.job.simulation import SimulationTable
 from rudra.job.table import Named, Table, explain
@@ -63,6 +64,7 @@ class Job(Table):
         fault_tolerance: table `[fault_tolerance]`: what a run does about ranks that die or wait.
         results: table `[results]`: what the result file records.
         hooks: tables `[[hooks]]`: code of the user that roles call.
+        changes: tables `[[changes]]`: what has other values after an epoch.
         study: table `[study]`: what `rudra sweep` makes of the job.
 
     Raises:
@@ -83,6 +85,7 @@ class Job(Table):
     fault_tolerance: FaultToleranceTable = FaultToleranceTable()
     results: ResultsTable = ResultsTable()
     hooks: tuple[Hook, ...] = ()
+    changes: tuple[JobChange, ...] = ()
     study: StudyTable = StudyTable()
 
     def __init__(self, **tables: Any) -> None:
@@ -127,7 +130,45 @@ class Job(Table):
                         raise ValueError(
                             f"[simulation] {key} names learner {learner}; valid: 0 to {self.cluster.learners - 1}"
                         )
+        self._check_changes()
         return self
+
+    def _check_changes(self) -> None:
+        """Raises ValueError unless the job is one after each change, too, with the same roles and optimiser."""
+        if not self.changes:
+            return
+        epochs, before, first = self.training.epochs, 0, self.at(0)
+        if self.optimizer.schedule_every == "update":
+            raise ValueError("[[changes]]: schedule_every = 'update' counts updates of one protocol; valid: 'epoch'")
+        if self.simulation.batching == "big-batch":
+            raise ValueError("[[changes]]: batching = 'big-batch' is of one mini-batch size; valid: none, vmap")
+        for change in self.changes:
+            where = f"[[changes]] at_epoch = {change.at_epoch}"
+            if not before < change.at_epoch < epochs:
+                raise ValueError(f"{where}: must be ascending, and less than training.epochs = {epochs}")
+            before = change.at_epoch
+            try:
+                after = self.at(before)
+                if self.cluster.learners is not None:
+                    _check_same_roles(first.plan(), after.plan())
+                    if first.explicit_momentum() != after.explicit_momentum():
+                        raise ValueError("[optimizer] momentum_correction would change the momentum; valid: 'none'")
+            except (ConfigError, ValueError) as error:
+                raise ValueError(f"{where}: {error}") from None
+
+    def at(self, epoch: int) -> Job:
+        """The job of a part of a run: a job without changes.
+
+        Args:
+            epoch: how many epochs are complete. What changes after them, or earlier, has its new values.
+        """
+        if not self.changes:
+            return self
+        tables: Any = {table: _as_dict(getattr(self, table)) for table in MAY_CHANGE}
+        for change in self.changes:
+            if change.at_epoch <= epoch:
+                tables = change.applied(tables)
+        return self.with_(changes=(), **tables)
 
     @classmethod
     def load(cls, job: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -175,11 +216,18 @@ class Job(Table):
             where = path if last is None else changes[last].said
             raise ConfigError(f"{where}: {error}") from None
 
-    def with_(self, *, hooks: Sequence[Hook | Mapping[str, Any]] | None = None, **tables: Mapping[str, Any]) -> Job:
+    def with_(
+        self,
+        *,
+        hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
+        changes: Sequence[JobChange | Mapping[str, Any]] | None = None,
+        **tables: Mapping[str, Any],
+    ) -> Job:
         """A copy with other values, checked as a whole: `job.with_(training={"epochs": 3})`.
 
         Args:
             hooks: all hooks of the copy; None: those of this job.
+            changes: all changes of the copy; None: those of this job.
             tables: table -> key -> new value; keys that are not named keep their values.
 
         Raises:
@@ -187,6 +235,7 @@ class Job(Table):
         """
         merged = {field: getattr(self, field) for field in type(self).model_fields}
         merged["hooks"] = self.hooks if hooks is None else hooks
+        merged["changes"] = self.changes if changes is None else changes
         for table, keys in tables.items():
             if not isinstance(merged.get(table), Table):
                 valid = ", ".join(name for name in merged if name != "name")
@@ -415,6 +464,18 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
                 f"{on}: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree has "
                 "averaged them by then; valid: topology base, or modulation 'mean_staleness'"
             )
+
+
+def _check_same_roles(before: topologies.Plan, after: topologies.Plan) -> None:
+    """Raises ValueError where a run could not go on by another plan with the ranks that it has."""
+    who = [
+        [(role.kind, role.index, role.world_rank, plan.about(i)) for i, role in enumerate(plan.roles)]
+        for plan in (before, after)
+    ]
+    if who[0] != who[1]:
+        raise ValueError("[topology] options: roles and ranks must be those of before; valid: options that keep them")
+    if after.reduction == "mpi":
+        raise ValueError("[topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered'")
 
 
 def _as_dict(table: Table) -> dict[str, Any]:

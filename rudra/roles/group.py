@@ -48,8 +48,10 @@ class GroupLearner(Learner):
     """
 
     __slots__ = (
+        "_before",
         "_digest",
         "_early",
+        "_first",
         "_group",
         "_handing_on",
         "_leads",
@@ -79,6 +81,8 @@ class GroupLearner(Learner):
         assert group is not None
         self._group = group
         self._leads = plan.group_of(role)[0] == role
+        # Members may have come from other groups, so they count what they have pushed since they are together.
+        self._first, self._before = self.pushed, setup.position.below(plan, role)
         self._members = plan.children[role]
         self._receivers = plan.receivers[role]
         self._handing_on = 0
@@ -131,7 +135,12 @@ class GroupLearner(Learner):
         if ends:
             return actions
         self._stopping, self._reducing = stopping, True
-        return [Reduce(GRADIENT, self._group, event.step, self._gradient(event, now), to_all=False), *actions]
+        return [Reduce(GRADIENT, self._group, self._together, self._gradient(event, now), to_all=False), *actions]
+
+    @property
+    def _together(self) -> int:
+        """Gradients that each member has pushed since all began."""
+        return self.pushed - self._first
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self._reducing = False
@@ -193,17 +202,17 @@ class GroupLearner(Learner):
     # The end: the first member tells the others, and how many gradients were pushed.
 
     def _stop_soon(self, event: Received, now: float) -> list[Action]:
-        if not self._leads and self.pushed > event.message.value:
+        if not self._leads and self._together > event.message.value:
             self._uncount()
         return super()._stop_soon(event, now)
 
     def _leave(self, now: float) -> list[Action]:
-        stop = Message(Kind.STOP, self.id, value=self.pushed)
+        stop = Message(Kind.STOP, self.id, value=self._together)
         actions: list[Action] = [Send(to, stop) for to in self._receivers]
         *report, _ = super()._leave(now)
         if not self._leads:
             return actions + report
-        in_all = self.pushed * (1 + len(self._members))
+        in_all = self._before + self._together * (1 + len(self._members))
         return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
 
 
@@ -235,6 +244,9 @@ class Replica(Machine):
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
         any        a learner died                -> REGROUPING until a checkpoint is made, from which all go on
+
+    Where the job changes after an epoch, every replica goes on by the next one at once: all are at the same weights,
+    and nothing is under way between them.
 
     Where a learner dies in the middle of a reduction, some replicas may have made the update and others not; so all
     take over what the first learner holds, by way of a checkpoint.
@@ -406,10 +418,18 @@ class Replica(Machine):
         self.log.spend(self._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - self._reduced_at)
         actions = self.ledger.note(event, now)
         if not self._ended_training:
+            if self.ledger.is_to_change:
+                self._change(now)
             return self._next(now) + self.log.due(now) + actions
         self.state = ReplicaState.STOPPED
         account = self.log.close(now, self.log.step) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
         return actions + account + (self.cycle.end(now) if self._leads and not self.ledger.over else [])
+
+    def _change(self, now: float) -> None:
+        position = self.ledger.position(now)
+        self.ledger.change(frozenset(), position, now)
+        self.plan = self.ledger.plan
+        self.log.go_on(self.ledger.job, self.plan, position)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self.ledger.returned(event.buffer)
@@ -455,7 +475,7 @@ class Replica(Machine):
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.plan is not self.plan:
             self._follow(self.ledger.plan)
-            self.log.go_on(self.plan, position)
+            self.log.go_on(self.ledger.job, self.plan, position)
         return actions
 
     def _updated_before(self, event: Updated, now: float) -> list[Action]:

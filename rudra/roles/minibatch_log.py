@@ -1,6 +1,5 @@
 """What every role that computes gradients holds: an account of its mini-batches, which it reports."""
 
-from functools import partial
 from math import isfinite
 
 from rudra.core.events import Action, Compute, Computed, Fail, Warn
@@ -8,6 +7,7 @@ from rudra.core.messages import Kind
 from rudra.core.records import TIMES, Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
+from rudra.job.job import Job
 from rudra.roles.machine import Outbox, Setup
 from topologies import Plan
 
@@ -35,7 +35,6 @@ class MinibatchLog:
         "_done",
         "_minibatch",
         "_non_finite_stops",
-        "_portion_in",
         "_reports_minibatches",
         "_samples",
         "_since",
@@ -52,8 +51,6 @@ class MinibatchLog:
     def __init__(self, role: int, setup: Setup) -> None:
         about, results = setup.plan.roles[role], setup.job.results
         self.learner, self._world_rank = about.index, about.world_rank
-        size, shares = setup.job.training.minibatch_size, setup.job.cluster.shares
-        self._portion_in = partial(portion, role=role, minibatch_size=size, shares=shares)
         self._before = setup.position.learned_by(self.learner)
         self._non_finite_stops = setup.job.fault_tolerance.non_finite_loss == "stop"
         self._warned = False
@@ -62,7 +59,7 @@ class MinibatchLog:
         self._minibatch: tuple[float, ...] = ()
         self.began = self._since = 0.0  # the training, and the mini-batch at hand
         self._times = [0.0] * len(TIMES)
-        self.go_on(setup.plan, setup.position)
+        self.go_on(setup.job, setup.plan, setup.position)
 
     def inherit(self, before: "MinibatchLog") -> None:
         """Takes over what was noted; what was computed in vain since counts as time, not as samples."""
@@ -70,11 +67,11 @@ class MinibatchLog:
         self._samples += self._before - before._before
         self._before, self._times = before._before, before._times
 
-    def go_on(self, plan: Plan, position: TrainingState) -> None:
-        """Begins with what was not applied yet at a position, among the learners of a plan."""
+    def go_on(self, job: Job, plan: Plan, position: TrainingState) -> None:
+        """Begins with what was not applied yet at a position, by a job, among the learners of a plan."""
         self.step = position.step(self.learner)
-        portion = self._portion_in(plan)
-        self.work = self._done = portion.work(position.drawn_from(portion.stream))
+        mine = portion(plan, self.diary.role, job.training.minibatch_size, job.cluster.shares)
+        self.work = self._done = mine.work(position.drawn_from(mine.stream))
         self._samples = position.learned_by(self.learner) - self._before
 
     def begin(self, weights: str, gradient: str, timestamp: int, now: float) -> Compute:

@@ -7,6 +7,8 @@ weights: a copy goes down the weights' tree, on each edge as soon as it is idle 
 not wait for that.
 
     INITIALISING  weights sent, digests compared      -> TRAINING  start everybody
+    TRAINING      an epoch ends after which the job changes, or a role died without which the others must regroup
+                                                      -> INITIALISING  everybody begins anew from these weights
     TRAINING      the last epoch's samples applied    -> DRAINING  stop the learners
     TRAINING      somebody asks the run to stop       -> DRAINING  the same, before its time
     DRAINING      every child left, and every gradient that it pushed came -> CLOSING  account; if it was stopped,
@@ -128,7 +130,6 @@ class ParameterServer(Machine):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup.plan)
-        self._job = setup.job
         self.ledger = Ledger(role, setup)
         self.cycle = CheckpointCycle(self.ledger, setup.job.results.checkpoint_interval, setup.position)
         self._warnings = _warnings(setup.job, setup.plan)
@@ -137,7 +138,7 @@ class ParameterServer(Machine):
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
         role, protocol = self.id, self.ledger.protocol
-        self.plan = plan
+        self.plan, self._job = plan, self.ledger.job
         self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
         self._ordered, self._grants_on_push = protocol.ordered, protocol.grants_on_push
@@ -243,7 +244,7 @@ class ParameterServer(Machine):
                 actions += self._add(*buffers.arrived.popleft())
             else:
                 break
-        if buffers.free:
+        if buffers.free and self.buffers is buffers:  # else all begin anew
             actions += buffers.post(self.state is TRAINING)
         return actions
 
@@ -274,6 +275,8 @@ class ParameterServer(Machine):
         self._units, self._update_due = 0, False
         if self.ledger.over:
             return actions + self._drain()
+        if self.ledger.is_to_change:
+            return actions + self._begin_anew(now)
         return actions + self._downcast.updated(self._weights) if self._overlapped else actions
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
@@ -380,6 +383,10 @@ class ParameterServer(Machine):
         if self.ledger.final_lent:  # to the statistics server
             self._deferred.append(role)
             return []
+        return self._begin_anew(now)
+
+    def _begin_anew(self, now: float) -> list[Action]:
+        """Has everybody who is left begin anew from here, by the job of this epoch."""
         position = self.ledger.position(now)
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.plan is not self.plan:

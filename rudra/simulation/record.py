@@ -46,6 +46,7 @@ class RecordedRun:
             self._cut(self.updates_count)
         self.recorded = self.updates_count
         events = results.events
+        self.changes = events[events["kind"] == b"change"]
         self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
         self.note = ""
         if len(self.losses):
@@ -67,6 +68,9 @@ class RecordedRun:
         if regrouped:
             name = plan.roles[regrouped[0]["role"]].name
             ends.append((int(regrouped[0]["timestamp"]), f"{name} died, and those who were left regrouped"))
+        elif any(timestamp in self.changes["timestamp"] for timestamp in self.losses["timestamp"]):
+            at = next(row for row in self.losses if row["timestamp"] in self.changes["timestamp"])
+            ends.append((int(at["timestamp"]), "a learner died while all began anew"))
         elif any(role.about.relays for role in plan.roles):
             before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
             ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
