@@ -23,7 +23,8 @@ from mpi4py import MPI
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.compute.flat import sha256
-from rudra.compute.schedule import schedule_of
+from rudra.compute.schedule import phases_of
+from rudra.core.phases import phase_at
 from rudra.core.training_state import TrainingState
 from rudra.data.load import Data, in_memory, load
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
@@ -46,8 +47,7 @@ from rudra.results.recorder import Recorder, arithmetic, make_writer, python_obj
 from rudra.results.resume import Carried, Decision, carried, decide
 from rudra.results.summary import tests
 from rudra.results.warm_start import final_weights
-from rudra.roles import Machine
-from rudra.roles import make as make_machine
+from rudra.roles import Machine, make_in_phase
 from rudra.roles.ledger import Owner
 from rudra.roles.statistics import StatisticsServer
 from topologies import Plan
@@ -300,7 +300,7 @@ class _Session:
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(None if self._data is None else self._data.info, source)
-        self._schedule = schedule_of(self._job, self._plan, self._info.training_samples)
+        self._phases = phases_of(self._job, self._plan, self._info.training_samples)
         self._machines = {i: self._machine(i, self._plan, self._begin.position) for i in self._roles}
         if self._roles:
             data = self._data or Data(None, None, self._info)
@@ -434,12 +434,13 @@ class _Session:
         busy = _sum_on_node(self._comm, int(computes))  # the statistics server gives way
         return Rank(
             self._comm,
-            self._plan,
+            phase_at(self._phases, self._begin.position.epoch).plan,
             self._machines,
             self._executors,
             recorder,
             self._checkpoints,
             self._make_machine,
+            self._phases,
             stall_warning_s=tolerance.stall_warning_s,
             stall_limit_s=tolerance.stall_limit_s,
             spins=busy <= cores(),
@@ -504,7 +505,7 @@ class _Session:
             end_everybody(self._comm, code)
 
     def _make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
-        """A role that regroups; if it updates weights, from the checkpoint that their owner has just made."""
+        """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""
         executor, path = self._executors[role], checkpoint.path_of(self._begin.output)
         if isinstance(executor, OwnerExecutor):
             deadline = time.monotonic() + SEEN_S
@@ -518,7 +519,7 @@ class _Session:
         return self._machine(role, plan, position)
 
     def _machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
-        return make_machine(role, self._job, plan, self._info.training_samples, self._schedule, position)
+        return make_in_phase(role, self._phases, plan.gone, self._info.training_samples, position)
 
     def _meet(self) -> None:
         """Waits for all ranks without burning a core, and not in silence."""
