@@ -1,9 +1,9 @@
 """Beginning anew on real ranks, by another plan or another job (`rudra.core.events.Regroup`).
 
-The owner of the weights says from which position, and who has died; the plan follows from that. Every rank then drops what is under way between those who are left, waits
-until nothing of it can write into memory any more, and makes its roles again. The statistics server goes on as it was,
-and so does what it is told. Control messages carry how often their sender had regrouped, and so do the tags of
-tensors, so that nothing of before is taken for something of now.
+The owner of the weights says from which position, and who has died; the plan follows from that. Every rank then drops
+what is under way between those who are left, waits until nothing of it can write into memory any more, and makes its
+roles again. The statistics server goes on as it was, and so does what it is told. Control messages carry how often
+their sender had regrouped, and so do the tags of tensors, so that nothing of before is taken for something of now.
 """
 
 from collections.abc import Callable

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
+from rudra.core.phases import phase_at
 from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError
@@ -185,18 +186,18 @@ def _is_over(state: SavedState, job: Job) -> bool:
 def _replanned(state: SavedState, job: Job) -> str:
     """What a schedule would have made otherwise of the rates so far, had the job always been as long."""
     epochs = decisive(state.job)["training"]["epochs"]
-    from rudra.compute.schedule import schedule_of  # and torch, which who starts ranks does without
+    from rudra.compute.schedule import phases_of  # and torch, which who starts ranks does without
 
     if epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
         return ""
     with open_results(checkpoint.results_of(state.path)) as results:
         samples = int(results.attributes["training_samples"])
     plan = job.plan()
-    schedules = [schedule_of(long, plan, samples) for long in (job.with_(training={"epochs": epochs}), job)]
+    planned = [phases_of(long, plan, samples) for long in (job.with_(training={"epochs": epochs}), job)]
     position = state.position
     by_update = job.optimizer.schedule_every == "update"
     done = position.timestamp if by_update else -(-position.samples // samples)
-    then, now = ([schedule.rate(i, math.inf, i) for i in range(done)] for schedule in schedules)
+    then, now = ([phase_at(phases, i).schedule.rate(i, math.inf, i) for i in range(done)] for phases in planned)
     if then == now:
         return ""
     text = f"schedule {job.optimizer.schedule!s} differs between {epochs} and {job.training.epochs} epochs"
@@ -247,6 +248,8 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
             open_ = table == "cluster" and (value is None or key == "device")
             if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_:
                 found.append((name, before, value))
+    if now["changes"] != (before := then.get("changes", [])):
+        found.append(("changes", before, now["changes"]))
     return found
 
 

@@ -152,6 +152,7 @@ def _timed(job: Job) -> Job:
     rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
     return job.without_tests().with_(
         hooks=(),
+        changes=(),
         topology={"name": "base", "options": {}},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
