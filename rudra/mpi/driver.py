@@ -357,7 +357,7 @@ class Rank:
             case Save():
                 self._checkpoint(role, Saved, action.position, self._executors[role].state())
             case Commit():
-                self._checkpoint(role, Committed, action.timestamp)
+                self._checkpoint(role, Committed, action.timestamp, action.keep)
             case Regroup():
                 self._regrouping.regroup(action)
             case Sync():
@@ -434,7 +434,7 @@ class Rank:
                 if event is Saved:
                     writer.save(*what)
                 else:
-                    writer.commit()
+                    writer.commit(*what[1:])
             except OSError as problem:
                 error = f"{writer.path}: {problem.strerror or problem}"
             timestamp = what[0].timestamp if event is Saved else what[0]

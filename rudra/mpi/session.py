@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -46,8 +47,9 @@ from rudra.results.reader import default_output, open_results
 from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
 from rudra.results.resume import Carried, Decision, carried, decide
 from rudra.results.summary import tests
-from rudra.results.warm_start import final_weights
+from rudra.results.warm_start import final_weights, shapes
 from rudra.roles import Machine, make_in_phase
+from rudra.roles.checkpoint_cycle import name_of
 from rudra.roles.ledger import Owner
 from rudra.roles.statistics import StatisticsServer
 from topologies import Plan
@@ -79,6 +81,7 @@ def run_ranks(
     progress: dict[str, Any],
     overwrite: bool,
     resume: Path | bool = False,
+    origin: Path | None = None,
     launched: bool = False,
     comm: MPI.Comm | None = None,
 ) -> tuple[int, Path]:
@@ -90,6 +93,7 @@ def run_ranks(
         progress: keyword arguments `mode` and `columns` of the progress bar.
         overwrite: whether an existing file may be replaced.
         resume: a checkpoint or result file to go on from; True: that of `output`, if there is one.
+        origin: a checkpoint of another run, with all of which this one begins, unless it goes on.
         launched: `rudra.mpi.launch` started this rank, and will say what is to be said of a run that was ended.
         comm: of the ranks that run it; by default all.
 
@@ -98,7 +102,10 @@ def run_ranks(
         asked, and can be resumed); and the result file.
     """
     with abort_on_dead_rank(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
-        return _run_ranks(job, output, progress, overwrite, resume, launched, (comm or MPI.COMM_WORLD).Dup())
+        begin = partial(
+            decide, job, output, resume, force=overwrite, named=lambda: default_output(job.name), origin=origin
+        )
+        return _run_ranks(job, output, progress, begin, launched, (comm or MPI.COMM_WORLD).Dup())
 
 
 def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
@@ -129,13 +136,12 @@ def _run_ranks(
     job: Job,
     output: Path | None,
     progress: dict[str, Any],
-    overwrite: bool,
-    resume: Path | bool,
+    decision: Callable[[], Decision],
     launched: bool,
     comm: MPI.Comm,
 ) -> tuple[int, Path]:
     speak_as(comm.rank)
-    begin = _decided(comm, lambda: decide(job, output, resume, force=overwrite, named=lambda: default_output(job.name)))
+    begin = _decided(comm, decision)
     if isinstance(begin, int):
         return begin, output or Path()
     if begin.text and comm.rank == 0 and not launched:
@@ -329,7 +335,7 @@ class _Session:
                     raise CheckpointError(f"{state.path}: changed meanwhile: is another run still writing it?")
                 executor.restore(tensors)
             if role == self._plan.server:
-                about = {"python_objects": ", ".join(python_objects(self._job))}
+                about = {"python_objects": ", ".join(python_objects(self._job)), "layout": shapes(executor.layout)}
                 job = json.loads(self._job.to_json())
                 self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
 
@@ -355,7 +361,7 @@ class _Session:
             assert isinstance(statistics, StatisticsServer)
             found = tests(results, statistics.split, self._begin.position.epoch)
             statistics.recall(found, results.kept_epochs)
-            yield carried(results, self._begin.position, self._begin.replanned)
+            yield carried(results, self._begin.position, self._begin.replanned, self._begin.branched)
 
     def _create(
         self,
@@ -386,8 +392,11 @@ class _Session:
             **{name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]},
             mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
         )
-        if self._begin.checkpoint is None or checkpoint.results_of(self._begin.checkpoint) != self._begin.output:
-            checkpoint.discard(checkpoint.path_of(self._begin.output))  # of a run that this one replaces
+        begun = self._begin.checkpoint
+        if begun is None or checkpoint.results_of(begun) != self._begin.output:
+            checkpoint.discard(checkpoint.path_of(self._begin.output), kept=True)  # of a run that this one replaces
+        elif checkpoint.is_kept(begun):
+            checkpoint.step_back(begun)
         executor.state_dict = ()  # nobody asks again, and parameters that are not trained may be large
         self._before = None if before is None else before.learners
         self._progress = Progress(self._job, self._info.training_samples, begun=position.samples, **progress)
@@ -471,9 +480,14 @@ class _Session:
         assert isinstance(executor, OwnerExecutor)
         try:
             checkpoints.discard()
-            if self._job.results.checkpoint_interval is not None:
-                checkpoints.save(owner.ledger.last_position, executor.last_state())
-                checkpoints.commit()
+            results, position = self._job.results, owner.ledger.last_position
+            keep = results.kept_interval
+            name = "" if keep is None else name_of(keep, position.epoch - 1, position.epoch, position.timestamp)
+            if results.checkpoint_interval is not None or name:
+                checkpoints.save(position, executor.last_state())
+                checkpoints.commit(name)
+            if results.checkpoint_interval is None:
+                checkpoints.discard()
         except OSError as error:
             log.warning(
                 f"{checkpoints.path}: the final checkpoint was not written: {error}; everything else is complete"

@@ -239,8 +239,9 @@ class Replica(Machine):
         READY      training starts               -> COMPUTING
         COMPUTING  gradient ready                -> REDUCING   average over all learners
         REDUCING   averaged                      -> UPDATING   every learner by the same sum, or
-                                                 -> WAITING    the first, if it is ahead of tests that are to be made
-        WAITING    the test before is over       -> UPDATING
+                                                 -> WAITING    the first, if it is ahead of tests that are to be made,
+                                                               or of a checkpoint that is to be kept
+        WAITING    the one before is over        -> UPDATING
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
         any        a learner died                -> REGROUPING until a checkpoint is made, from which all go on
@@ -280,6 +281,10 @@ class Replica(Machine):
             "_reduced", ReplicaState.REDUCING, ReplicaState.WAITING, ReplicaState.UPDATING
         ),
         (ReplicaState.WAITING, Kind.CREDIT): To("_credit", ReplicaState.WAITING, ReplicaState.UPDATING),
+        **{
+            (ReplicaState.WAITING, what): To("_checkpoint", ReplicaState.WAITING, ReplicaState.UPDATING)
+            for what in (Saved, Kind.SAFE, Committed)
+        },
         (ReplicaState.WAITING, Sent): To("_returned", ReplicaState.WAITING, ReplicaState.UPDATING),
         (ReplicaState.UPDATING, Updated): To("_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED),
         **{(state, Lost): To("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
@@ -295,8 +300,9 @@ class Replica(Machine):
         super().__init__(role, setup.plan)
         self._leads = setup.plan.server == role
         self.ledger = Ledger(role, setup, reports=self._leads)
-        every = setup.job.results.checkpoint_interval if self._leads else None
-        self.cycle = CheckpointCycle(self.ledger, every, setup.position)
+        results = setup.job.results
+        intervals = (results.checkpoint_interval, results.kept_interval) if self._leads else (None, None)
+        self.cycle = CheckpointCycle(self.ledger, intervals[0], setup.position, intervals[1])
         self.log = MinibatchLog(role, setup)
         self._ended_training = self._told_enough = False
         self._told_lowered = len(setup.position.lowered)
@@ -321,7 +327,7 @@ class Replica(Machine):
         if self.state is ReplicaState.REDUCING:
             return "the gradients of all learners"
         if self.state is ReplicaState.WAITING:
-            return "the statistics server to test the weights"
+            return "a checkpoint to be written" if self.cycle.is_ahead else "the statistics server to test the weights"
         if self.state is ReplicaState.REGROUPING:
             return "a checkpoint to go on from without those that died"
         if self.state is ReplicaState.READY:
@@ -404,8 +410,8 @@ class Replica(Machine):
         return self._update(now)
 
     def _update(self, now: float) -> list[Action]:
-        """Updates the weights by what was added up, unless an epoch would go untested that is to be tested."""
-        if self._leads and self.ledger.is_ahead:
+        """Updates the weights by what was added up, unless a test or a checkpoint of before is to be waited for."""
+        if self._leads and (self.ledger.is_ahead or self.cycle.is_ahead):
             self.state = ReplicaState.WAITING
             return []
         self.state = ReplicaState.UPDATING
@@ -439,7 +445,7 @@ class Replica(Machine):
         return self.ledger.credit() + self._go_on(now)
 
     def _go_on(self, now: float) -> list[Action]:
-        """Makes the update that waited for a test."""
+        """Makes the update that waited."""
         return self._update(now) if self.state is ReplicaState.WAITING else []
 
     # Learners that die.
@@ -460,7 +466,7 @@ class Replica(Machine):
     def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
         position, actions = self.cycle.saving, self.cycle.take(event, now)
         if self.state is not ReplicaState.REGROUPING or isinstance(event, Received):
-            return actions
+            return actions + self._go_on(now)
         if event.error:
             why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
             return [*actions, Fail(why, lost=True)]

@@ -225,6 +225,11 @@ class Ledger:
         """Whether the next update would end an epoch whose weights could not be tested, although all are to be."""
         if not self._tests_all or (self._credits and not self._snapshot_lent):
             return False
+        return self.ends_epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the next update would end an epoch."""
         return self.samples + self._pending_samples >= (self.epoch + 1) * self._training_samples
 
     def update(self, gradient: str, now: float) -> list[Action]:

@@ -100,6 +100,12 @@ class ParameterServer(Machine):
         (ServerState.INITIALISING, Updated): To("_updated", ServerState.INITIALISING),
         (ServerState.INITIALISING, Stopped): To("_stop_first", ServerState.INITIALISING),
         (ServerState.INITIALISING, Lost): To("_lose", ServerState.INITIALISING),
+        **{
+            (ServerState.TRAINING, what): To(
+                "_checkpoint", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+            )
+            for what in (Saved, Kind.SAFE, Committed)
+        },
         (ServerState.TRAINING, Kind.GRADIENT): To(
             "_gradient", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
@@ -131,7 +137,8 @@ class ParameterServer(Machine):
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup.plan)
         self.ledger = Ledger(role, setup)
-        self.cycle = CheckpointCycle(self.ledger, setup.job.results.checkpoint_interval, setup.position)
+        results = setup.job.results
+        self.cycle = CheckpointCycle(self.ledger, results.checkpoint_interval, setup.position, results.kept_interval)
         self._warnings = _warnings(setup.job, setup.plan)
         self._follow(setup.plan, setup.position)
 
@@ -173,6 +180,8 @@ class ParameterServer(Machine):
             return listed(self.roll.names(but=self.roll.left))
         if self.state is ServerState.TRAINING and self._update_due and self.ledger.is_ahead:
             return "the statistics server to test the weights"
+        if self.state is ServerState.TRAINING and self._update_due and self.cycle.is_ahead:
+            return "a checkpoint to be written"
         if self.state is ServerState.TRAINING:
             return f"a gradient from {listed(self.roll.names()[self._units if self._ordered else 0 :])}"
         return "the statistics server to finish"
@@ -235,7 +244,7 @@ class ParameterServer(Machine):
         buffers = self.buffers
         while self.state is TRAINING:
             if self._update_due:
-                if self._lent or self.ledger.is_ahead:
+                if self._lent or self.ledger.is_ahead or self.cycle.is_ahead:
                     break
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
@@ -287,7 +296,7 @@ class ParameterServer(Machine):
         return [Warn(f"{role.name} (rank {role.world_rank}) is a straggler: {text}")]
 
     def _go_on(self, now: float) -> list[Action]:
-        """Makes the update that waited for a test."""
+        """Makes the update that waited for a test or a checkpoint."""
         return self._work(now) if self._update_due else []
 
     def _credit(self, event: Received, now: float) -> list[Action]:
@@ -302,7 +311,7 @@ class ParameterServer(Machine):
         return []
 
     def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
-        return self.cycle.take(event, now)
+        return self.cycle.take(event, now) + self._go_on(now)
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
         due = self.ledger.note(event, now)

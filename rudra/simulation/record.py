@@ -62,7 +62,7 @@ class RecordedRun:
         """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them, nor to
         another plan."""
         first = self.losses[0]
-        again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
+        again = events[np.isin(events["kind"], [b"restart", b"branch"]) & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
         regrouped = [row for row in self.losses if not plan.expendable(row["role"])]
         if regrouped:
