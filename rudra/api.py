@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.job.job import Job
@@ -72,6 +72,8 @@ def run(
     shown = _progress(progress)
     named = None if output is None else Path(output)
     wanted = resume if isinstance(resume, bool) else Path(resume)
+    if carry not in get_args(Carry):
+        raise ConfigError(f"carry = {carry!r}; valid: {', '.join(get_args(Carry))}")
     if from_ is not None and carry == "weights":
         job = job.with_(training={"warm_start": Path(from_)})
     origin = Path(from_) if from_ is not None and carry == "all" else None

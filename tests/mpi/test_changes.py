@@ -1,10 +1,11 @@
 """Runs that change, are resumed across a change, lose a learner, and begin with each other's checkpoints."""
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
-from processes import below, finish, gone, replays, start, wait_for_updates
+from processes import below, finish, gone, ranks_of, replays, start, wait_for_updates
 
 import rudra
 from rudra.results import checkpoint
@@ -70,16 +71,8 @@ def test_a_run_that_changes_is_replayed(tmp_path: Path, protocol: str, topology:
 def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_never_stopped(
     tmp_path: Path, topology: str
 ) -> None:
-    """With samples that take their time, so that there is time to stop it."""
-    job = job_file(
-        tmp_path, "job", "hardsync", "at_epoch = 2\ntraining.minibatch_size = 4\n", more=f"{topology}{OFTEN}"
-    )
-    job.write_text(
-        job.read_text()
-        .replace('name = "mlp"', 'name = "user_code:dropping"')
-        .replace('name = "digits"\ntrain_limit = 320', 'name = "user_code:delayed"')
-        .replace("epochs = 4\nminibatch_size = 8", "epochs = 12\nminibatch_size = 2")
-    )
+    growing = "at_epoch = 2\ntraining.minibatch_size = 4\n"
+    job = slowly(job_file(tmp_path, "job", "hardsync", growing, more=f"{topology}{OFTEN}"))
     output = tmp_path / "out.h5"
     for update in (10, 130):  # the job changes after update 120
         process = start("run", job, "--output", output, "--resume")
@@ -97,6 +90,40 @@ def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_n
         assert results.summary()["changes"] == expected["changes"]
         assert len(results.updates) == expected["updates"]
     assert replays(output)
+
+
+@pytest.mark.parametrize(("update", "kinds"), [(10, ["lost", "change"]), (130, ["change", "lost"])])
+def test_a_learner_that_dies_before_or_after_a_change_is_left_behind(
+    tmp_path: Path, update: int, kinds: list[str]
+) -> None:
+    job = job_file(tmp_path, "job", "hardsync", WARM.replace("at_epoch = 1", "at_epoch = 3"), more=OFTEN)
+    slow, output = slowly(job, learners=3), tmp_path / "out.h5"
+    process = start("run", slow, "--output", output)
+    wait_for_updates(process, output, update)
+    os.kill(ranks_of(process)[4], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "learner 2 (rank 4) died; 2 learners are left, 2 gradients make an update" in err
+    with rudra.open_results(output) as results:
+        assert [kind.decode() for kind in results.events["kind"] if kind != b"checkpoint"] == kinds
+        gradients, account = results.gradients, results.totals[0]
+        assert account["pushed"] == sum(account[name] for name in ("applied", "pending", "discarded", "lost"))
+        for learner in range(3):
+            steps = gradients["step"][gradients["learner"] == learner]
+            assert list(steps) == list(range(len(steps)))
+    assert replays(output)
+
+
+def slowly(job: Path, learners: int = 2) -> Path:
+    """The job with samples that take their time, for twelve epochs, so that there is time to do something to it."""
+    job.write_text(
+        job.read_text()
+        .replace('name = "mlp"', 'name = "user_code:dropping"')
+        .replace('name = "digits"\ntrain_limit = 320', 'name = "user_code:delayed"')
+        .replace("epochs = 4\nminibatch_size = 8", "epochs = 12\nminibatch_size = 2")
+        .replace("learners = 2", f"learners = {learners}")
+    )
+    return job
 
 
 def test_a_branch_of_the_same_job_ends_with_the_bits_of_the_run_that_went_on(tmp_path: Path) -> None:
