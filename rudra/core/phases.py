@@ -43,19 +43,8 @@ def parts(job: Job, plan: Plan) -> Iterator[tuple[int, Job, Plan]]:
         job: resolved.
         plan: of the first part, on the ranks that there are.
     """
-    drawn = [job.at(0), *(job.at(change.at_epoch) for change in job.changes)]
-    plans = [plan, *(_on_ranks_of(plan, part) for part in drawn[1:])]
-    most = max(each.max_gradients_per_message for each in plans)  # which buffers have room for
     starts = [0, *(change.at_epoch for change in job.changes)]
-    for start, part, each in zip(starts, drawn, plans, strict=True):
-        yield start, part, replace(each, max_gradients_per_message=most)
-
-
-def _on_ranks_of(plan: Plan, job: Job) -> Plan:
-    """The plan of a job for the ranks and nodes of another one's."""
-    drawn = job.make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
-    placed = (
-        replace(role, world_rank=there.world_rank, node=there.node)
-        for role, there in zip(drawn.roles, plan.roles, strict=True)
-    )
-    return replace(drawn, roles=tuple(placed))
+    plans = [plan, *(job.plan_after(start, plan) for start in starts[1:])]
+    most = max(each.max_gradients_per_message for each in plans)  # which buffers have room for
+    for start, its_plan in zip(starts, plans, strict=True):
+        yield start, job.at(start), replace(its_plan, max_gradients_per_message=most)

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -311,8 +312,26 @@ class Job(Table):
         try:
             self._check_pair(plan)
             self._check_hooks(plan, placed=True)
+            for change in self.changes:
+                self.at(change.at_epoch)._check_pair(self.plan_after(change.at_epoch, plan))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def plan_after(self, epoch: int, plan: topologies.Plan) -> topologies.Plan:
+        """The plan of a part of a run, on the ranks and nodes that the run has.
+
+        Args:
+            epoch: how many epochs are complete.
+            plan: of the first part.
+
+        Raises:
+            ValueError: options of the topology do not fit, or do not keep the roles.
+        """
+        drawn = self.at(epoch).make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
+        _check_same_roles(plan, drawn)
+        places = zip(drawn.roles, plan.roles, strict=True)
+        roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
+        return replace(drawn, roles=tuple(roles))
 
     def _check_pair(self, plan: topologies.Plan) -> None:
         protocol = self.make_protocol(plan)
@@ -468,12 +487,9 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
 
 def _check_same_roles(before: topologies.Plan, after: topologies.Plan) -> None:
     """Raises ValueError where a run could not go on by another plan with the ranks that it has."""
-    who = [
-        [(role.kind, role.index, role.world_rank, plan.about(i)) for i, role in enumerate(plan.roles)]
-        for plan in (before, after)
-    ]
+    who = [[(role.kind, role.index, plan.about(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
     if who[0] != who[1]:
-        raise ValueError("[topology] options: roles and ranks must be those of before; valid: options that keep them")
+        raise ValueError("[topology] options: roles must be those of before; valid: options that keep them")
     if after.reduction == "mpi":
         raise ValueError("[topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered'")
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rudra.compute.schedule import phases_of
 from rudra.core.phases import phase_at
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from topologies import Plan, adv, base
 
 FILE = """
 [training]
@@ -74,6 +76,22 @@ def test_a_part_is_on_the_ranks_of_the_first(job: Job) -> None:
     assert [role.node for role in second.plan.roles] == [role.node for role in plan.roles]
 
 
+class Sometimes:
+    """A tree, if it is asked for, where there are several nodes."""
+
+    @staticmethod
+    def plan(nodes: Sequence[int], tree: bool = False) -> Plan:
+        return adv.plan(nodes) if tree and len(set(nodes)) > 1 else base.plan(nodes)
+
+
+def test_roles_must_stay_on_the_nodes_that_there_are(job: Job) -> None:
+    tree = {"at_epoch": 1, "topology": {"options": {"tree": True}}}
+    own = job.with_(topology={"name": Sometimes, "options": {}}, changes=[tree])
+    assert own.plan([0] * 4) == base.plan([0] * 4)
+    with pytest.raises(ConfigError, match=r"^\[topology\] options: roles must be those of before"):
+        own.plan([0, 0, 1, 1])
+
+
 TREE = {"topology": {"name": "adv", "options": {"fan_out": 2}}}
 IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
 
@@ -123,12 +141,12 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
         (
             [{"at_epoch": 1, "topology": {"options": {"fan_out": 4}}}],
             TREE,
-            "[[changes]] at_epoch = 1: [topology] options: roles and ranks must be those of before",
+            "[[changes]] at_epoch = 1: [topology] options: roles must be those of before",
         ),
         (
             [{"at_epoch": 1, "topology": {"options": {"groups": 1}}}],
             {"topology": {"name": "groups", "options": {"groups": 2}}},
-            "[[changes]] at_epoch = 1: [topology] options: roles and ranks must be those of before",
+            "[[changes]] at_epoch = 1: [topology] options: roles must be those of before",
         ),
         (
             [{"at_epoch": 1, "training": {"minibatch_size": 3}}],
