@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.job.job import Job
@@ -23,6 +24,7 @@ from rudra.results.resume import Decision, decide
 from rudra.results.writer import checked_name
 
 ProgressMode = Literal["bar", "lines", "quiet"]
+Carry = Literal["weights", "all"]
 
 
 def run(
@@ -31,6 +33,8 @@ def run(
     output: str | Path | None = None,
     force: bool = False,
     resume: bool | str | Path = False,
+    from_: str | Path | None = None,
+    carry: Carry = "weights",
     progress: ProgressMode | None = None,
     verbose: bool = False,
 ) -> Results:
@@ -45,6 +49,10 @@ def run(
         force: whether to replace an existing file.
         resume: checkpoint to continue from. True: that of `output`, if there is one, else from the start. A path: that
             checkpoint, or the one of that result file. The result file keeps what was recorded up to the checkpoint.
+        from_: checkpoint or result file of another run, with which this one begins; not where it continues.
+        carry: what it begins with. `"weights"`: the weights alone, as `training.warm_start` has it. `"all"`: weights,
+            optimiser state, epochs, samples and the recorded rows, of a checkpoint whose model, data, learners and
+            optimiser fit.
         progress: `"bar"`, `"lines"` or `"quiet"`; None: a bar on a terminal, and plain lines elsewhere.
         verbose: whether to show what mpirun and MPI printed, if `run` started mpirun and the run failed.
 
@@ -64,28 +72,34 @@ def run(
     shown = _progress(progress)
     named = None if output is None else Path(output)
     wanted = resume if isinstance(resume, bool) else Path(resume)
+    if carry not in get_args(Carry):
+        raise ConfigError(f"carry = {carry!r}; valid: {', '.join(get_args(Carry))}")
+    if from_ is not None and carry == "weights":
+        job = job.with_(training={"warm_start": Path(from_)})
+    origin = Path(from_) if from_ is not None and carry == "all" else None
     if world_size() is not None:
         from rudra.mpi.start import start_mpi
 
         start_mpi()
         from rudra.mpi.session import run_ranks
 
-        code, path = run_ranks(job, output=named, progress=shown, overwrite=force, resume=wanted)
+        code, path = run_ranks(job, output=named, progress=shown, overwrite=force, resume=wanted, origin=origin)
     else:
-        begin = decide(job, named, wanted, force=force, named=lambda: default_output(job.name, now=datetime.now()))
+        name = partial(default_output, job.name, now=datetime.now())
+        begin = decide(job, named, wanted, force=force, named=name, origin=origin)
         path = begin.output
         if begin.text:
             log.info(begin.text)
         if begin.finished:
             return open_results(path)
         check_output(path, begin.overwrite or begin.checkpoint is not None)
-        code = _launched(job, begin, shown, verbose=verbose)
+        code = _launched(job, begin, origin, shown, verbose=verbose)
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
 
 
-def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool) -> int:
+def _launched(job: Job, begin: Decision, origin: Path | None, shown: dict[str, Any], *, verbose: bool) -> int:
     """Starts the ranks, and again where the job says so; the exit code."""
     from rudra.mpi.launch import launch
 
@@ -95,14 +109,15 @@ def _launched(job: Job, begin: Decision, shown: dict[str, Any], *, verbose: bool
     if shown["mode"] != "quiet":  # each imports torch, which takes seconds where there are fewer cores than ranks
         print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
     for restart in range(job.fault_tolerance.restarts + 1):
-        more = {"overwrite": begin.overwrite, "resume": begin.checkpoint or False, "launched": True}
+        resume = False if begin.branched else begin.checkpoint or False
+        more = {"overwrite": begin.overwrite, "resume": resume, "origin": origin, "launched": True}
         payload = {"job": job, "output": path, "progress": shown, **more}
         outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
         if outcome.code:
             _wait_for_results(path)
         if not outcome.lost or restart == job.fault_tolerance.restarts:
             break
-        begin = decide(job, path, True, force=False, named=lambda: path)
+        begin = decide(job, path, True, force=False, named=lambda: path, origin=origin)
         log.warning(f"restart {restart + 1} of {job.fault_tolerance.restarts}: {begin.text}")
     return outcome.code
 
@@ -154,7 +169,7 @@ def simulate(
     with torch_as_in(job):
         cluster = make_cluster(job, plan)
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
-        unsaved = job.with_(results={"checkpoint_every": "never"})
+        unsaved = job.with_(results={"checkpoint_every": "never", "keep_checkpoints": "never"})
         writer = make_writer(
             path,
             job,
@@ -170,7 +185,7 @@ def simulate(
             classes=cluster.info.classes,
             hosts=[socket.gethostname()],
         )
-        checkpoint.discard(checkpoint.path_of(path))  # of a run that this one replaces
+        checkpoint.discard(checkpoint.path_of(path), kept=True)  # of a run that this one replaces
         with writer:
             shown = Progress(job, samples, **_progress(progress))
             recorder = Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None)

@@ -45,12 +45,14 @@ def execute(arguments: argparse.Namespace) -> int:
     overrides = overrides_of(arguments)
     made = [[*overrides, *([] if n is None else [f"cluster.learners={n}"])] for n in counts]
     jobs = [Job.load(arguments.job, each) for each in made]
-    found = [predict.predict(job, samples=arguments.samples, updates=arguments.updates) for job in jobs]
-    if arguments.json:
-        print("\n".join(json.dumps(p.as_dict()) for p in found))
-        return 0
-    job = found[0].job
-    source = found[0].costs or f"defaults ({UNMEASURED} {arguments.job})"
-    print(f"{job.name}: {protocol_text(job)}, μ = {job.training.minibatch_size}, costs: {source}")
-    print(predict.as_text(found))
+    for start in (0, *(change.at_epoch for change in jobs[0].changes)):
+        parts = [job.at(start) for job in jobs]
+        found = [predict.predict(job, samples=arguments.samples, updates=arguments.updates) for job in parts]
+        if arguments.json:
+            print("\n".join(json.dumps({**({"at_epoch": start} if start else {}), **p.as_dict()}) for p in found))
+            continue
+        job, after = found[0].job, f" after epoch {start}" if start else ""
+        source = found[0].costs or f"defaults ({UNMEASURED} {arguments.job})"
+        print(f"{job.name}{after}: {protocol_text(job)}, μ = {job.training.minibatch_size}, costs: {source}")
+        print(predict.as_text(found))
     return 0

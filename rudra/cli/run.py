@@ -2,9 +2,11 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 from rudra.cli.finish import report
 from rudra.cli.options import job_options, verbose_option
+from rudra.errors import ConfigError
 
 SUMMARY = "train a job on MPI ranks"
 
@@ -20,6 +22,7 @@ EXAMPLES = {
     "rudra run digits --set protocol.name=hardsync --output hard.h5": "train it under another protocol",
     "mpirun -n 10 rudra run my-job.toml": "train on ten ranks that mpirun starts; srun works alike",
     "rudra run my-job.toml --output my-job.h5 --resume": "continue if there is a checkpoint, else begin",
+    "rudra run other.toml --from soft-3.ckpt --carry all": "begin another job where this run had ended epoch 3",
 }
 
 
@@ -33,10 +36,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.h5|FILE.ckpt",
         help="continue from the checkpoint of this run; without a file, from that of --output, if there is one",
     )
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        type=Path,
+        metavar="FILE.ckpt|FILE.h5",
+        help="begin with the weights of another run, or with all of its checkpoint",
+    )
+    parser.add_argument(
+        "--carry",
+        choices=("weights", "all"),
+        help="what to begin with: weights (default), or all: optimiser state, epochs and samples, too",
+    )
     verbose_option(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     import rudra
 
-    return report(arguments, partial(rudra.run, resume=arguments.resume, verbose=arguments.verbose))
+    if arguments.carry is not None and arguments.origin is None:
+        raise ConfigError("--carry says what to begin with of another run: give --from FILE.ckpt, too")
+    begin = {"resume": arguments.resume, "from_": arguments.origin, "carry": arguments.carry or "weights"}
+    return report(arguments, partial(rudra.run, **begin, verbose=arguments.verbose))

@@ -65,6 +65,8 @@ def execute(arguments: argparse.Namespace) -> int:
         role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
         lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
+    for change in job.changes:
+        lines[f"at epoch {change.at_epoch}"] = change.text
     if job.training.target is not None:
         window = job.training.target_window
         few = "" if window <= job.training.epochs else f": never reached, there are {job.training.epochs} epochs"

@@ -42,6 +42,7 @@ from rudra.core.events import (
 from rudra.core.hooks import RoleHooks, hooks_of
 from rudra.core.layout import Entry
 from rudra.core.messages import PARTS, Kind, Message, tail_bytes
+from rudra.core.phases import parts
 from rudra.core.work import portion
 from rudra.data.load import Data, Samples
 from rudra.errors import CheckpointError, ConfigError
@@ -626,13 +627,18 @@ def make_executors(
             except ConfigError as error:
                 raise ConfigError(f"[training] {error}") from None
     cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
-    parts = dict(zip(plan.owners, cuts, strict=False))
-    size, shares = job.training.minibatch_size, job.cluster.parts
-    works = {role: portion(plan, role, size, shares).work(0) for role in roles if plan.about(role).trains}
-    alone = any(work.count == 1 for work in works.values())
+    owned = dict(zip(plan.owners, cuts, strict=False))
+    learners, all_parts = [role for role in roles if plan.about(role).trains], list(parts(job, plan))
+    portions = [
+        {role: portion(its_plan, role, its.training.minibatch_size, its.cluster.parts) for role in learners}
+        for _, its, its_plan in all_parts
+    ]
+    works = {role: first.work(0) for role, first in portions[0].items()}
+    alone = any(mine.count == 1 for of_part in portions for mine in of_part.values())
     lonely = alone and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
     if trains and (lonely or job.training.precision != "float32"):
         check_gradient(job.training, model(), data.info.sample, alone=alone)
+    gradients = all_parts[0][2].max_gradients_per_message
     made: dict[int, Executor] = {}
     hooks = hooks_of(job, plan, roles, flat.layout)
     for role in roles:
@@ -641,16 +647,16 @@ def make_executors(
         stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
         direct = placing == "direct" and computes
         where = flat.device if placing == "device" or direct else CPU
-        part = parts.get(role)
+        part = owned.get(role)
         length, parameters = flat.size, flat.parameter_count
         if part is not None:
             length, parameters = part.stop - part.start, min(part.stop, parameters) - part.start
-        about = (flat.layout, length, parameters, plan.max_gradients_per_message, where, stage)
+        about = (flat.layout, length, parameters, gradients, where, stage)
         cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
         assert isinstance(cls, type)
         executor: Executor = cls(*about, direct=direct)
         if part is None:
-            executor.parts = parts
+            executor.parts = owned
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):

@@ -283,9 +283,14 @@ class Save(Struct, frozen=True, gc=False):
 
 
 class Commit(Struct, frozen=True, gc=False):
-    """Let the checkpoint that was saved take the place of the one before; its end is `Committed`."""
+    """Let the checkpoint that was saved take the place of the one before; its end is `Committed`.
+
+    Attributes:
+        keep: it is to outlast the run, too, and is called this; empty: it is not.
+    """
 
     timestamp: int
+    keep: str = ""
 
 
 class Sync(Struct, frozen=True, gc=False):

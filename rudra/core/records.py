@@ -186,7 +186,11 @@ TOTALS = table(
 """The server's closing account."""
 
 EVENT = table(
-    ("kind", "S16", "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience` or `plateau`"),
+    (
+        "kind",
+        "S16",
+        "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience`, `plateau`, `change`, `branch`",
+    ),
     ("role", "<i4", "row of `/roles` that the event is about; -1: none"),
     ("pad", "<i4", ""),
     ("timestamp", "<i8", "timestamp of the weights at that moment"),

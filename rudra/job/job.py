@@ -10,6 +10,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ import protocols
 import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
+from rudra.job.changes import MAY_CHANGE, JobChange
 from rudra.job.jobfiles import Change, apply, parsed, read_job
 from rudra.job.simulation import PER_BYTE, SimulationTable
 from rudra.job.table import Named, Table, explain
@@ -63,6 +65,7 @@ class Job(Table):
         fault_tolerance: table `[fault_tolerance]`: what a run does about ranks that die or wait.
         results: table `[results]`: what the result file records.
         hooks: tables `[[hooks]]`: code of the user that roles call.
+        changes: tables `[[changes]]`: what has other values after an epoch.
         study: table `[study]`: what `rudra sweep` makes of the job.
 
     Raises:
@@ -83,6 +86,7 @@ class Job(Table):
     fault_tolerance: FaultToleranceTable = FaultToleranceTable()
     results: ResultsTable = ResultsTable()
     hooks: tuple[Hook, ...] = ()
+    changes: tuple[JobChange, ...] = ()
     study: StudyTable = StudyTable()
 
     def __init__(self, **tables: Any) -> None:
@@ -131,7 +135,49 @@ class Job(Table):
                         raise ValueError(
                             f"[simulation] {key} names learner {learner}; valid: 0 to {self.cluster.learners - 1}"
                         )
+        self._check_changes()
         return self
+
+    def _check_changes(self) -> None:
+        """Raises ValueError unless the job is one after each change, too, with the same roles and optimiser."""
+        if not self.changes:
+            return
+        epochs, before, first = self.training.epochs, 0, self.at(0)
+        if self.optimizer.schedule_every == "update":
+            raise ValueError("[[changes]]: schedule_every = 'update' counts updates of one protocol; valid: 'epoch'")
+        if self.simulation.batching == "big-batch":
+            raise ValueError("[[changes]]: batching = 'big-batch' is of one mini-batch size; valid: none, vmap")
+        for change in self.changes:
+            where = f"[[changes]] at_epoch = {change.at_epoch}"
+            if not before < change.at_epoch < epochs:
+                raise ValueError(f"{where}: must be ascending, and less than training.epochs = {epochs}")
+            before = change.at_epoch
+            if change.cluster.get("shares") == "auto":
+                raise ValueError(f"{where}: cluster.shares = 'auto' is measured before training; valid: a list")
+            try:
+                after = self.at(before)
+                if self.cluster.learners is not None:
+                    if first.plan().parted:
+                        raise ValueError("servers that share the weights cannot begin anew; valid: other topologies")
+                    _check_same_roles(first.plan(), after.plan())
+                    if first.explicit_momentum() != after.explicit_momentum():
+                        raise ValueError("[optimizer] momentum_correction would change the momentum; valid: 'none'")
+            except (ConfigError, ValueError) as error:
+                raise ValueError(f"{where}: {error}") from None
+
+    def at(self, epoch: int) -> Job:
+        """The job of a part of a run: a job without changes.
+
+        Args:
+            epoch: how many epochs are complete. What changes after them, or earlier, has its new values.
+        """
+        if not self.changes:
+            return self
+        tables: Any = {table: _as_dict(getattr(self, table)) for table in MAY_CHANGE}
+        for change in self.changes:
+            if change.at_epoch <= epoch:
+                tables = change.applied(tables)
+        return self.with_(changes=(), **tables)
 
     @classmethod
     def load(cls, job: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -179,11 +225,18 @@ class Job(Table):
             where = path if last is None else changes[last].said
             raise ConfigError(f"{where}: {error}") from None
 
-    def with_(self, *, hooks: Sequence[Hook | Mapping[str, Any]] | None = None, **tables: Mapping[str, Any]) -> Job:
+    def with_(
+        self,
+        *,
+        hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
+        changes: Sequence[JobChange | Mapping[str, Any]] | None = None,
+        **tables: Mapping[str, Any],
+    ) -> Job:
         """A copy with other values, checked as a whole: `job.with_(training={"epochs": 3})`.
 
         Args:
             hooks: all hooks of the copy; None: those of this job.
+            changes: all changes of the copy; None: those of this job.
             tables: table -> key -> new value; keys that are not named keep their values.
 
         Raises:
@@ -191,6 +244,7 @@ class Job(Table):
         """
         merged = {field: getattr(self, field) for field in type(self).model_fields}
         merged["hooks"] = self.hooks if hooks is None else hooks
+        merged["changes"] = self.changes if changes is None else changes
         for table, keys in tables.items():
             if not isinstance(merged.get(table), Table):
                 valid = ", ".join(name for name in merged if name != "name")
@@ -267,8 +321,26 @@ class Job(Table):
         try:
             self._check_pair(plan)
             self._check_hooks(plan, placed=True)
+            for change in self.changes:
+                self.at(change.at_epoch)._check_pair(self.plan_after(change.at_epoch, plan))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def plan_after(self, epoch: int, plan: topologies.Plan) -> topologies.Plan:
+        """The plan of a part of a run, on the ranks and nodes that the run has.
+
+        Args:
+            epoch: how many epochs are complete.
+            plan: of the first part.
+
+        Raises:
+            ValueError: options of the topology do not fit, or do not keep the roles.
+        """
+        drawn = self.at(epoch).make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
+        _check_same_roles(plan, drawn)
+        places = zip(drawn.roles, plan.roles, strict=True)
+        roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
+        return replace(drawn, roles=tuple(roles))
 
     def _check_pair(self, plan: topologies.Plan) -> None:
         protocol = self.make_protocol(plan)
@@ -454,6 +526,15 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
                 f"{on}: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree has "
                 "averaged them by then; valid: topology base, or modulation 'mean_staleness'"
             )
+
+
+def _check_same_roles(before: topologies.Plan, after: topologies.Plan) -> None:
+    """Raises ValueError where a run could not go on by another plan with the ranks that it has."""
+    who = [[(role.kind, role.index, plan.about(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
+    if who[0] != who[1]:
+        raise ValueError("[topology] options: roles must be those of before; valid: options that keep them")
+    if after.reduction == "mpi":
+        raise ValueError("[topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered'")
 
 
 def _as_dict(table: Table) -> dict[str, Any]:

@@ -148,8 +148,8 @@ def apply(tables: dict[str, Any], change: Change) -> None:
 
 
 def possible(key: str, value: Any) -> bool:
-    """Whether a whole job can have this at its top: tables, but for its name and its list of hooks."""
-    return isinstance(value, {"name": str, "hooks": list}.get(key, dict))
+    """Whether a whole job can have this at its top: tables, but for its name and its lists."""
+    return isinstance(value, {"name": str, "hooks": list, "changes": list}.get(key, dict))
 
 
 def flattened(value: Any, prefix: str = "") -> Any:

@@ -142,7 +142,9 @@ class TrainingTable(Table):
     )
     minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: number of samples in each gradient of each learner")
     seed: int = Field(0, ge=0, description="seed of initial weights, sampling, dropout and simulated times")
-    warm_start: Path | None = Field(None, description="result file whose final weights become the initial weights")
+    warm_start: Path | None = Field(
+        None, description="result file or checkpoint whose weights become the initial weights"
+    )
     evaluate: bool | Literal["always"] = Field(
         True,
         description="true: test the weights at the end of each epoch, unless the previous test is still running; "
@@ -483,6 +485,12 @@ class ResultsTable(Table):
         "`never`: only when the run is stopped",
     )
 
+    keep_checkpoints: str = Field(
+        "never",
+        description="how often to keep a checkpoint beside the result file, with which other runs can begin: "
+        "`N epochs` or `N updates`; training waits where one before it is still being written; default: never",
+    )
+
     keep_every: int | None = Field(
         None,
         ge=1,
@@ -497,6 +505,20 @@ class ResultsTable(Table):
         if value != "never" and not _INTERVAL.fullmatch(value):
             raise ValueError(f"'{value}' is not an interval; valid: `N updates`, `N epochs`, `N s`, `never`")
         return value
+
+    @field_validator("keep_checkpoints")
+    @classmethod
+    def _kept(cls, value: str) -> str:
+        found = _INTERVAL.fullmatch(value)
+        if value != "never" and (found is None or found[2] == "s"):
+            raise ValueError(f"'{value}' is no number of epochs; valid: `N epochs`, `N updates`, `never`")
+        return value
+
+    @property
+    def kept_interval(self) -> tuple[int, str] | None:
+        """How many updates or epochs from one checkpoint that is kept to the next; None: none is."""
+        found = _INTERVAL.fullmatch(self.keep_checkpoints)
+        return None if found is None else (int(found[1]), found[2])
 
     @property
     def checkpoint_interval(self) -> tuple[int, str] | None:

@@ -85,6 +85,7 @@ class CommThread(Worker):
     ) -> None:
         self._carried: list[_Carried] = []
         self._forgotten: list[_Carried] = []  # receives that may still write
+        self._untaken: list[_Carried] = []  # sends for which nobody waits; their memory stays
         self._quiet: Callable[[], None] | None = None  # to be told when none does
         self._wait = wait
         super().__init__(name, post)
@@ -94,9 +95,9 @@ class CommThread(Worker):
         self.submit(lambda: self._carried.append(_Carried(start(), done, receives)))
 
     def abandon(self, quiet: Callable[[], None]) -> None:
-        """Takes all receives back, because a rank has died; `quiet` is called when none writes here any more.
+        """Takes all receives back, as all begin anew; `quiet` is called when none writes here any more.
 
-        What was over before may still be told.
+        Sends go on, or wait for ever for somebody who takes them. What was over before may still be told.
         """
 
         def forget() -> None:
@@ -104,7 +105,8 @@ class CommThread(Worker):
             for carried in receives:
                 carried.request.Cancel()
             self._forgotten += receives
-            self._carried = [carried for carried in self._carried if not carried.receives]
+            self._untaken += [carried for carried in self._carried if not carried.receives]
+            self._carried = []
             self._quiet = quiet
 
         self.submit(forget)

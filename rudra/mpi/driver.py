@@ -51,6 +51,7 @@ from rudra.core.events import (
 )
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import Kind, Message
+from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
 from rudra.log import log
@@ -86,12 +87,13 @@ class Rank:
 
     Args:
         comm: of all ranks of the job.
-        plan: who is who.
+        plan: who is who at first.
         machines: the roles that live here, by id.
         executors: what they work with.
         recorder: where the statistics server's rows go; None elsewhere.
         checkpoints: writes those of the weights' owner; None elsewhere.
-        make_machine: makes a role's machine for a new plan, and its executor ready, where others have died.
+        make_machine: makes a role's machine for a new beginning, and its executor ready.
+        phases: of the run.
         stall_warning_s: a wait that is longer is reported.
         stall_limit_s: a wait that is longer ends the run; None: never.
         spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
@@ -99,6 +101,7 @@ class Rank:
 
     Attributes:
         comm: of all ranks.
+        phases: of the run.
         plan: who is who.
         apart: some rank may never end by itself.
         urgent: for a signal's handler: to be done as soon as possible.
@@ -114,13 +117,14 @@ class Rank:
         recorder: Recorder | None,
         checkpoints: CheckpointWriter | None = None,
         make_machine: Callable[[int, Plan, TrainingState], Machine] | None = None,
+        phases: Phases = (),
         *,
         stall_warning_s: float = 60.0,
         stall_limit_s: float | None = None,
         spins: bool = False,
         halves: bool = False,
     ) -> None:
-        self.comm, self.plan = comm, plan
+        self.comm, self.plan, self.phases = comm, plan, phases
         self._machines, self._executors, self._recorder = machines, executors, recorder
         self._regrouping = Regrouping(self)
         self._make_machine = make_machine
@@ -278,7 +282,7 @@ class Rank:
             self._sending.popleft()
         if self._losses.active:
             self._look_for_losses()
-        if self._losses.dead:
+        if self._losses.dead or len(self.phases) > 1:
             self._regrouping.poll()
         if self._recorder is not None:
             self._look_for_failures()
@@ -374,7 +378,7 @@ class Rank:
             case Save():
                 self._save(role, action.position)
             case Commit():
-                self._checkpoint(role, Committed, action.timestamp)
+                self._checkpoint(role, Committed, action.timestamp, action.keep)
             case Regroup():
                 self._regrouping.regroup(action)
             case Sync():
@@ -465,7 +469,7 @@ class Rank:
                     position, states = what
                     writer.save(position, joined(states))
                 else:
-                    writer.commit()
+                    writer.commit(*what[1:])
             except OSError as problem:
                 error = f"{writer.path}: {problem.strerror or problem}"
             timestamp = what[0].timestamp if event is Saved else what[0]

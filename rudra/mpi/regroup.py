@@ -1,9 +1,9 @@
-"""Regrouping on real ranks, by a plan without those that died (`rudra.core.events.Regroup`).
+"""Beginning anew on real ranks, by another plan or another job (`rudra.core.events.Regroup`).
 
-The owner of the weights says by which plan. Every rank then drops what is under way between those who are left, waits
-until nothing of it can write into memory any more, and makes its roles again. The statistics server goes on as it was,
-and so does what it is told. Control messages carry how often their sender had regrouped, and so do the tags of
-tensors, so that nothing of before is taken for something of now.
+The owner of the weights says from which position, and who has died; the plan follows from that. Every rank then drops
+what is under way between those who are left, waits until nothing of it can write into memory any more, and makes its
+roles again. The statistics server goes on as it was, and so does what it is told. Control messages carry how often
+their sender had regrouped, and so do the tags of tensors, so that nothing of before is taken for something of now.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from rudra.core.events import Received, Regroup, Stopped
 from rudra.core.messages import Kind, Message
+from rudra.core.phases import phase_at
 from rudra.core.training_state import TrainingState
 from rudra.mpi.tags import REGROUP_TAG
 from topologies import Plan
@@ -39,7 +40,7 @@ class Regrouping:
         self._early: list[tuple[int, int, Message]] = []  # of ranks that were quicker: generation, receiver, message
 
     def poll(self) -> None:
-        """Does what there is to do where a rank has died."""
+        """Does what there is to do where a rank has died, or the job changes."""
         self._look_for_plan()
         if self._position is not None and self._rank.quiet:
             position, self._position = self._position, None
@@ -59,7 +60,8 @@ class Regrouping:
             data = bytearray(status.Get_count(MPI.BYTE))
             comm.Recv(data, owner, REGROUP_TAG)
             gone, position = msgspec.msgpack.decode(data, type=tuple[list[int], TrainingState])
-            self._abandon(plan.without(gone), position)
+            plan = phase_at(self._rank.phases, position.epoch).plan
+            self._abandon(plan.without(gone) if gone else plan, position)
 
     def regroup(self, action: Regroup) -> None:
         """Tells all others, and regroups here."""

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,8 +24,9 @@ from mpi4py import MPI
 from rudra.compute import devices
 from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.compute.parts import joined
-from rudra.compute.schedule import schedule_of
+from rudra.compute.schedule import phases_of
 from rudra.core.events import WEIGHTS
+from rudra.core.phases import phase_at
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, in_memory, load
@@ -49,9 +51,9 @@ from rudra.results.reader import default_output, open_results
 from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
 from rudra.results.resume import Carried, Decision, carried, decide
 from rudra.results.summary import tests
-from rudra.results.warm_start import final_weights
-from rudra.roles import Machine
-from rudra.roles import make as make_machine
+from rudra.results.warm_start import final_weights, shapes
+from rudra.roles import Machine, make_in_phase
+from rudra.roles.checkpoint_cycle import name_of
 from rudra.roles.ledger import Owner
 from rudra.roles.statistics import StatisticsServer
 from topologies import Plan
@@ -83,6 +85,7 @@ def run_ranks(
     progress: dict[str, Any],
     overwrite: bool,
     resume: Path | bool = False,
+    origin: Path | None = None,
     launched: bool = False,
     comm: MPI.Comm | None = None,
 ) -> tuple[int, Path]:
@@ -94,6 +97,7 @@ def run_ranks(
         progress: keyword arguments `mode` and `columns` of the progress bar.
         overwrite: whether an existing file may be replaced.
         resume: a checkpoint or result file to go on from; True: that of `output`, if there is one.
+        origin: a checkpoint of another run, with all of which this one begins, unless it goes on.
         launched: `rudra.mpi.launch` started this rank, and will say what is to be said of a run that was ended.
         comm: of the ranks that run it; by default all.
 
@@ -102,7 +106,10 @@ def run_ranks(
         asked, and can be resumed); and the result file.
     """
     with abort_on_dead_rank(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
-        return _run_ranks(job, output, progress, overwrite, resume, launched, (comm or MPI.COMM_WORLD).Dup())
+        begin = partial(
+            decide, job, output, resume, force=overwrite, named=lambda: default_output(job.name), origin=origin
+        )
+        return _run_ranks(job, output, progress, begin, launched, (comm or MPI.COMM_WORLD).Dup())
 
 
 def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
@@ -133,13 +140,12 @@ def _run_ranks(
     job: Job,
     output: Path | None,
     progress: dict[str, Any],
-    overwrite: bool,
-    resume: Path | bool,
+    decision: Callable[[], Decision],
     launched: bool,
     comm: MPI.Comm,
 ) -> tuple[int, Path]:
     speak_as(comm.rank)
-    begin = _decided(comm, lambda: decide(job, output, resume, force=overwrite, named=lambda: default_output(job.name)))
+    begin = _decided(comm, decision)
     if isinstance(begin, int):
         return begin, output or Path()
     if begin.text and comm.rank == 0 and not launched:
@@ -326,7 +332,7 @@ class _Session:
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(None if self._data is None else self._data.info, source)
-        self._schedule = schedule_of(self._job, self._plan, self._info.training_samples)
+        self._phases = phases_of(self._job, self._plan, self._info.training_samples)
         self._machines = {i: self._machine(i, self._plan, self._begin.position) for i in self._roles}
         if self._roles:
             data = self._data or Data(None, None, self._info)
@@ -355,7 +361,7 @@ class _Session:
                     raise CheckpointError(f"{state.path}: changed meanwhile: is another run still writing it?")
                 executor.restore(tensors)
             if role == self._plan.server:
-                about = {"python_objects": ", ".join(python_objects(self._job))}
+                about = {"python_objects": ", ".join(python_objects(self._job)), "layout": shapes(executor.layout)}
                 job = json.loads(self._job.to_json())
                 self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
 
@@ -381,7 +387,7 @@ class _Session:
             assert isinstance(statistics, StatisticsServer)
             found = tests(results, statistics.split, self._begin.position.epoch)
             statistics.recall(found, results.kept_epochs)
-            yield carried(results, self._begin.position, self._begin.replanned)
+            yield carried(results, self._begin.position, self._begin.replanned, self._begin.branched)
 
     def _create(
         self,
@@ -412,8 +418,11 @@ class _Session:
             **{name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]},
             mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
         )
-        if self._begin.checkpoint is None or checkpoint.results_of(self._begin.checkpoint) != self._begin.output:
-            checkpoint.discard(checkpoint.path_of(self._begin.output))  # of a run that this one replaces
+        begun = self._begin.checkpoint
+        if begun is None or checkpoint.results_of(begun) != self._begin.output:
+            checkpoint.discard(checkpoint.path_of(self._begin.output), kept=True)  # of a run that this one replaces
+        elif checkpoint.is_kept(begun):
+            checkpoint.step_back(begun)
         executor.state_dict = ()  # nobody asks again, and parameters that are not trained may be large
         self._before = None if before is None else before.learners
         self._progress = Progress(self._job, self._info.training_samples, begun=position.samples, **progress)
@@ -460,12 +469,13 @@ class _Session:
         busy = _sum_on_node(self._comm, int(computes))  # the statistics server gives way
         return Rank(
             self._comm,
-            self._plan,
+            phase_at(self._phases, self._begin.position.epoch).plan,
             self._machines,
             self._executors,
             recorder,
             self._checkpoints,
             self._make_machine,
+            self._phases,
             stall_warning_s=tolerance.stall_warning_s,
             stall_limit_s=tolerance.stall_limit_s,
             spins=busy <= cores(),
@@ -492,7 +502,8 @@ class _Session:
     def _keep_end(self) -> None:
         """Leaves a single checkpoint, that of the end, from which more epochs can be trained."""
         states, found = States(self._comm, self._plan), list[NamedVectors]()
-        wanted = self._job.results.checkpoint_interval is not None
+        results = self._job.results
+        wanted = results.checkpoint_interval is not None or results.kept_interval is not None
         owned = [role for role in self._plan.owners if role in self._executors] if wanted else []
         for role in owned:
             executor = self._executors[role]
@@ -511,8 +522,12 @@ class _Session:
         try:
             checkpoints.discard()
             if wanted:
-                checkpoints.save(owner.ledger.last_position, joined(found))
-                checkpoints.commit()
+                position, keep = owner.ledger.last_position, results.kept_interval
+                name = "" if keep is None else name_of(keep, position.epoch - 1, position.epoch, position.timestamp)
+                checkpoints.save(position, joined(found))
+                checkpoints.commit(name)
+            if results.checkpoint_interval is None:
+                checkpoints.discard()
         except OSError as error:
             log.warning(
                 f"{checkpoints.path}: the final checkpoint was not written: {error}; everything else is complete"
@@ -544,7 +559,7 @@ class _Session:
             end_everybody(self._comm, code)
 
     def _make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
-        """A role that regroups; if it updates weights, from the checkpoint that their owner has just made."""
+        """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""
         executor, path = self._executors[role], checkpoint.path_of(self._begin.output)
         if isinstance(executor, OwnerExecutor):
             deadline = time.monotonic() + SEEN_S
@@ -558,7 +573,7 @@ class _Session:
         return self._machine(role, plan, position)
 
     def _machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
-        return make_machine(role, self._job, plan, self._info.training_samples, self._schedule, position)
+        return make_in_phase(role, self._phases, plan.gone, self._info.training_samples, position)
 
     def _meet(self) -> None:
         """Waits for all ranks without burning a core, and not in silence."""

@@ -1,7 +1,8 @@
 """Checkpoint files: weights, optimiser state and where training stands, beside the results and written atomically.
 
-`run.h5` has `run.ckpt` and, of the time before, `run.previous.ckpt`. The format is that of safetensors (a length, a
-header in JSON, the tensors), so other programs can read the tensors; what is Rudra's stands in `__metadata__`:
+`run.h5` has `run.ckpt` and, of the time before, `run.previous.ckpt`; those that are kept are `run-3.ckpt`, of the end
+of epoch 3, or `run-update120.ckpt`, and outlast the run. The format is that of safetensors (a length, a header in JSON,
+the tensors), so other programs can read the tensors; what is Rudra's stands in `__metadata__`:
 
 =========  ====================================================================================
 format     "rudra 1"
@@ -13,8 +14,11 @@ crc32      of the text of `state`
 Nothing in such a file is executed. Every bit of it is checked before anything is used.
 """
 
+import glob
 import json
 import os
+import re
+import shutil
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,6 +37,7 @@ from rudra.results.safetensors import LENGTH, Tensor, entry, write
 
 FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
+_KEPT = re.compile(r"(.+)-(?:update)?[0-9]+")
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 
 NamedVectors = Mapping[str, NDArray[np.float32]]
@@ -60,8 +65,23 @@ def path_of(results: Path) -> Path:
 
 
 def results_of(path: Path) -> Path:
-    """The result file of a checkpoint, or of its predecessor."""
-    return path.with_name(path.name.removesuffix(SUFFIX).removesuffix(".previous") + ".h5")
+    """The result file of a checkpoint, be it the last one, its predecessor, or one that is kept."""
+    plain = path.with_name(path.name.removesuffix(SUFFIX).removesuffix(".previous") + ".h5")
+    kept = _KEPT.fullmatch(plain.stem)
+    if kept is None or plain.is_file():
+        return plain
+    of = plain.with_name(f"{kept[1]}.h5")
+    return of if of.is_file() else plain
+
+
+def kept_of(path: Path, name: str) -> Path:
+    """The checkpoint of that name that is kept beside a run's checkpoint."""
+    return path.with_name(f"{path.name.removesuffix(SUFFIX)}-{name}{SUFFIX}")
+
+
+def is_kept(path: Path) -> bool:
+    """Whether a checkpoint is one that a run has kept beside its last one."""
+    return path.name not in {path_of(of := results_of(path)).name, previous_of(path_of(of)).name}
 
 
 def previous_of(path: Path) -> Path:
@@ -74,11 +94,29 @@ def _saved_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.saved")
 
 
-def discard(path: Path) -> None:
-    """Removes a checkpoint and whatever is beside it."""
-    for each in (_saved_of(path), previous_of(path), path):
+def discard(path: Path, *, kept: bool = False) -> None:
+    """Removes a checkpoint and whatever is beside it; those that are kept only if asked to."""
+    beside = path.parent.glob(f"{glob.escape(path.stem)}-*{SUFFIX}") if kept else ()
+    mine = [each for each in beside if results_of(each) == results_of(path)]
+    for each in (_saved_of(path), previous_of(path), path, *mine):
         with suppress(OSError):
             each.unlink(missing_ok=True)
+
+
+def step_back(path: Path) -> None:
+    """Makes a checkpoint that was kept the one to resume from: what came later is to be done again."""
+    last = path_of(results_of(path))
+    discard(last)
+    _link(path, last)
+
+
+def _link(path: Path, to: Path) -> None:
+    """Gives a file a second name; where a file system has no links, a copy."""
+    to.unlink(missing_ok=True)
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copyfile(path, to)
 
 
 def how_to_resume(output: Path) -> str:
@@ -121,12 +159,20 @@ class CheckpointWriter:
             file.flush()
             os.fsync(file.fileno())
 
-    def commit(self) -> None:
-        """Lets what was saved take the place of the one before, which is kept as its predecessor.
+    def commit(self, keep: str = "") -> None:
+        """Lets what was saved take the place of the one before, which stays as its predecessor.
+
+        Args:
+            keep: it is kept under this name, too; empty: it is not.
 
         Raises:
-            OSError: the directory cannot be written.
+            OSError: the directory cannot be written, or that name is of another run.
         """
+        if keep:
+            kept = kept_of(self.path, keep)
+            if (of := kept.with_suffix(".h5")).exists():
+                raise FileExistsError(f"{kept} would be the checkpoint of {of}, which is another run")
+            _link(self._saved, kept)
         if self.path.exists():
             previous = previous_of(self.path)
             try:  # at every moment a checkpoint goes by the first name

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rudra.core.events import Finish, Keep, Record, TableName
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
+from rudra.core.phases import parts
 from rudra.core.records import TIMES
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
@@ -214,7 +216,8 @@ def attributes(
         extra: what only the driver knows, or knows better.
     """
     protocol = job.make_protocol(plan)
-    obstacle = not_replayable(job, plan, driver)
+    obstacles = (not_replayable(part, its_plan, driver) for _, part, its_plan in parts(job, plan))
+    obstacle = next(filter(None, obstacles), None)
     return {
         "name": job.name,
         "job": job.to_json(),
@@ -278,8 +281,9 @@ def python_objects(job: Job) -> list[str]:
     """Keys of the job whose values cannot be found again by the names that its JSON gives them."""
     found = []
     with_names = ("model", "data", "augment", "task", "optimizer", "protocol", "topology")
-    tables = {table: getattr(job, table) for table in with_names}
+    tables: dict[str, Any] = {table: getattr(job, table) for table in with_names}
     tables |= {f"hooks.{place}": hook for place, hook in enumerate(job.hooks)}
+    tables |= {f"changes.{place}.protocol": SimpleNamespace(**c.protocol) for place, c in enumerate(job.changes)}
     for table, keys in tables.items():
         names = ("name", "collate", "schedule", "call")
         found += [f"{table}.{key}" for key in names if not _is_found_by_name(getattr(keys, key, ""))]

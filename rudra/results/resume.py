@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
+from rudra.core.phases import phase_at
 from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError
@@ -60,7 +61,8 @@ class Decision(NamedTuple):
         cluster: keys of that table which the checkpoint decides.
         overwrite: whether the result file may be replaced.
         finished: there is nothing left to do.
-        replanned: what would have been otherwise so far, had the run been planned as long as it is now; often nothing.
+        replanned: what would have been otherwise so far, had it all been this job's; often nothing.
+        branched: the checkpoint is another run's, of which this one has the rows up to there.
         text: what to tell the user of it.
     """
 
@@ -71,10 +73,19 @@ class Decision(NamedTuple):
     overwrite: bool = False
     finished: bool = False
     replanned: str = ""
+    branched: bool = False
     text: str = ""
 
 
-def decide(job: Job, output: Path | None, wanted: Path | bool, *, force: bool, named: Callable[[], Path]) -> Decision:
+def decide(
+    job: Job,
+    output: Path | None,
+    wanted: Path | bool,
+    *,
+    force: bool,
+    named: Callable[[], Path],
+    origin: Path | None = None,
+) -> Decision:
     """Where a run begins.
 
     Args:
@@ -83,10 +94,73 @@ def decide(job: Job, output: Path | None, wanted: Path | bool, *, force: bool, n
         wanted: a checkpoint or result file to go on from; True: that of `output`, if there is one.
         force: an existing result file may be replaced.
         named: gives a result file a name.
+        origin: a checkpoint of another run with which this one begins, where it does not go on.
 
     Raises:
         RudraError: the checkpoint is missing, damaged, or of another job; or `output` exists and may not be replaced.
     """
+    found = _decide(job, output, wanted, force, named)
+    if origin is None or found.checkpoint is not None or found.finished:
+        return found
+    return _branched(job, found, origin)
+
+
+def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
+    """Begins a run with all of another one's checkpoint, instead of at the start."""
+    if origin.suffix != checkpoint.SUFFIX:
+        raise ConfigError(
+            f"--from {origin}: a result file has no optimiser state; valid with --carry all: a checkpoint, FILE.ckpt"
+        )
+    state, _ = checkpoint.read(origin)
+    results, position = checkpoint.results_of(origin), state.position
+    if not results.is_file():
+        raise CheckpointError(f"{origin}: {results} is not there, whose rows are carried, too")
+    if results.resolve() == begin.output.resolve():
+        raise ConfigError(f"--from {origin}: is of {begin.output} itself; give another --output, or use rudra resume")
+    check_output(begin.output, begin.overwrite)
+    if unfit := _unfit(state.job, job):
+        key, then, now = unfit
+        raise CheckpointError(
+            f"{origin}: does not fit: {key} was {then}, and is {now} in this job; valid: the same, or --carry weights"
+        )
+    _check_longer(job, state)
+    cluster = _decided_cluster(state, job)
+    text = f"{job.name}: begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}"
+    fitting = job.with_(cluster=cluster)
+    other = ""
+    if differences := _differences(state.job, fitting):
+        other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {differences[0][0]}"
+        other += f" was {differences[0][1]}"
+    return Decision(
+        begin.output, origin, position, cluster, begin.overwrite, False, other or _replanned(state, fitting), True, text
+    )
+
+
+def _unfit(then: Mapping[str, Any], job: Job) -> tuple[str, Any, Any] | None:
+    """A key of a job for which a checkpoint of another one cannot be used whole: its name, value then, value now."""
+    now, ran = json.loads(job.to_json()), decisive(then)
+    learners = now["cluster"]["learners"]
+    places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
+    places += [("optimizer", key) for key in ("name", "momentum_form", "options", "groups")]
+    for table, key in places:
+        if now[table][key] != ran[table][key]:
+            return f"{table}.{key}", ran[table][key], now[table][key]
+    if learners not in (None, ran["cluster"]["learners"]):
+        return "cluster.learners", ran["cluster"]["learners"], learners
+    momenta = ran["optimizer"]["momentum"], now["optimizer"]["momentum"]
+    return None if bool(momenta[0]) == bool(momenta[1]) else ("optimizer.momentum", *momenta)
+
+
+def _check_longer(job: Job, state: SavedState) -> None:
+    """Raises ConfigError where nothing is left to train from a checkpoint on."""
+    if job.training.epochs <= state.position.epoch:
+        raise ConfigError(
+            f"[training] epochs = {job.training.epochs}: {state.path} is at epoch {state.position.epoch} already; "
+            "valid: more than that"
+        )
+
+
+def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, named: Callable[[], Path]) -> Decision:
     output = None if output is None else checked_name(output)
     if wanted is False:
         return Decision(output or named(), overwrite=force)
@@ -108,13 +182,9 @@ def decide(job: Job, output: Path | None, wanted: Path | bool, *, force: bool, n
     position, cluster = state.position, fitted(state, job)
     if _is_over(state, job):
         if output != checkpoint.results_of(path):
-            raise ConfigError(f"{path}: is of a finished run; {ONWARDS.format(position.epoch)}")
+            raise ConfigError(f"{path}: is of a finished run; {_onwards(state)}")
         return Decision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
-    if job.training.epochs <= position.epoch:
-        raise ConfigError(
-            f"[training] epochs = {job.training.epochs}: {path} is at epoch {position.epoch} already; "
-            "valid: more than that"
-        )
+    _check_longer(job, state)
     text = f"{job.name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
     replanned = _replanned(state, job.with_(cluster=cluster))
     text += f"; {replanned}" if replanned else ""
@@ -173,11 +243,15 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
                 text = f"--set {override}: changes what the run computes, and was {then} so far"
                 raise ConfigError(f"{text}; {valid}")
     if _is_over(state, job):
-        raise ConfigError(f"{given}: is finished; {ONWARDS.format(state.position.epoch)}")
+        raise ConfigError(f"{given}: is finished; {_onwards(state)}")
     return job, path, output
 
 
-ONWARDS = "to train further, set training.epochs above {}"
+def _onwards(state: SavedState) -> str:
+    """What else there is to be done with a checkpoint of a finished run."""
+    if checkpoint.is_kept(state.path):
+        return f"to begin another run there: rudra run JOB --from {state.path} --carry all"
+    return f"to train further, set training.epochs above {state.position.epoch}"
 
 
 def _is_over(state: SavedState, job: Job) -> bool:
@@ -191,18 +265,18 @@ def _is_over(state: SavedState, job: Job) -> bool:
 def _replanned(state: SavedState, job: Job) -> str:
     """What a schedule would have made otherwise of the rates so far, had the job always been as long."""
     epochs = decisive(state.job)["training"]["epochs"]
-    from rudra.compute.schedule import schedule_of  # and torch, which who starts ranks does without
+    from rudra.compute.schedule import phases_of  # and torch, which who starts ranks does without
 
     if epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
         return ""
     with open_results(checkpoint.results_of(state.path)) as results:
         samples = int(results.attributes["training_samples"])
     plan = job.plan()
-    schedules = [schedule_of(long, plan, samples) for long in (job.with_(training={"epochs": epochs}), job)]
+    planned = [phases_of(long, plan, samples) for long in (job.with_(training={"epochs": epochs}), job)]
     position = state.position
     by_update = job.optimizer.schedule_every == "update"
     done = position.timestamp if by_update else -(-position.samples // samples)
-    then, now = ([schedule.rate(i, math.inf, i) for i in range(done)] for schedule in schedules)
+    then, now = ([phase_at(phases, i).schedule.rate(i, math.inf, i) for i in range(done)] for phases in planned)
     if then == now:
         return ""
     text = f"schedule {job.optimizer.schedule!s} differs between {epochs} and {job.training.epochs} epochs"
@@ -233,6 +307,10 @@ def fitted(state: SavedState, job: Job) -> dict[str, Any]:
         key, then, now = differences[0]
         text = f"{state.path}: is of another job: {key} was {then}, and is {now} now"
         raise CheckpointError(f"{text}; give another --output, or the job of the checkpoint (rudra resume)")
+    return _decided_cluster(state, job)
+
+
+def _decided_cluster(state: SavedState, job: Job) -> dict[str, Any]:
     decided = ["learners", "threads_per_rank"]
     decided += [key for key in ("device", "shares") if getattr(job.cluster, key) == "auto"]
     return {key: decisive(state.job)["cluster"][key] for key in decided}
@@ -255,6 +333,8 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
             open_ = table == "cluster" and (value is None or key == "device" or measured)
             if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_:
                 found.append((name, before, value))
+    if now["changes"] != (before := then.get("changes", [])):
+        found.append(("changes", before, now["changes"]))
     return found
 
 
@@ -274,13 +354,14 @@ class Carried(NamedTuple):
     learners: Rows
 
 
-def carried(results: Results, position: TrainingState, replanned: str = "") -> Carried:
+def carried(results: Results, position: TrainingState, replanned: str = "", branched: bool = False) -> Carried:
     """The rows of a run up to a checkpoint, read piece by piece while they are written again.
 
     Args:
         results: of the run; stays open until that has been done.
         position: of the checkpoint.
         replanned: why it could not be replayed, or nothing.
+        branched: another run goes on with them.
 
     Raises:
         ResultsError: rows are missing.
@@ -329,6 +410,9 @@ def carried(results: Results, position: TrainingState, replanned: str = "") -> C
         text = f"goes on from the checkpoint of update {position.timestamp}; {dropped} updates after it are done again"
         about = (position.timestamp, position.applied, position.time_s, time.time())
         row = (b"restart", -1, 0, *about, f"{text}; it {ended}".encode()[:512])
+        if branched:
+            text = f"begins with update {position.timestamp} of {results.path.name}"
+            row = (b"branch", -1, 0, *about, text.encode()[:512])
         yield np.array([row], EVENT)
 
     rows: dict[TableName, Iterable[Rows]] = {

@@ -46,6 +46,7 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
         "learners": attributes.get("learners"),
         **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, updates, epochs),
         "minibatch_size": attributes.get("minibatch_size"),
+        "changes": _changes(results),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),
         "epochs": len(epochs),
@@ -80,6 +81,12 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
         "initial_weights_sha256": attributes.get("initial_weights_sha256"),
         "weights_sha256": state["weights_sha256"] or None,
     }
+
+
+def _changes(results: "Results") -> list[str]:
+    """What of the job has changed so far, and when."""
+    events = results.events
+    return [printable(text.decode("utf-8", "replace")) for text in events["text"][events["kind"] == b"change"]]
 
 
 def protocol_label(summary: dict[str, Any]) -> str:

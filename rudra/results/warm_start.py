@@ -1,35 +1,51 @@
-"""The weights that a run begins with, if they are another run's last."""
+"""The weights that a run begins with, if they are another run's."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rudra.core.layout import Entry
 from rudra.errors import ConfigError
+from rudra.results import checkpoint
 from rudra.results.reader import open_results
+from rudra.results.writer import EntryLike
+
+
+def shapes(layout: Sequence[EntryLike]) -> list[list[Any]]:
+    """Name and shape of each tensor of a model, for the checkpoint."""
+    return [[entry.name, list(entry.shape)] for entry in layout]
 
 
 def final_weights(path: Path, layout: Sequence[Entry]) -> npt.NDArray[np.float32]:
-    """The last weights of a run, (size,).
+    """The last weights of a run, or those of a checkpoint, (size,).
 
     Args:
-        path: its result file.
+        path: its result file, or the checkpoint.
         layout: of the model that they are for.
 
     Raises:
         ConfigError: they are another model's, or there are none.
-        ResultsError: the file is none, or damaged.
+        ResultsError: the result file is none, or damaged.
+        CheckpointError: likewise of a checkpoint.
     """
-    with open_results(path) as results:
-        theirs, ours = [(e.name, tuple(e.shape)) for e in results.layout], [(e.name, tuple(e.shape)) for e in layout]
-        weights, size = results.weights, sum(entry.size for entry in layout)
-        if weights is None:
-            raise ConfigError(f"[training] warm_start: {path} holds no final weights (its run is {results.status})")
-        if len(weights) != size:
-            raise ConfigError(f"[training] warm_start: {path} holds another model, of {len(weights):,} numbers")
-        if theirs != ours:
-            differing = next((f"{a} against {b}" for a, b in zip(theirs, ours, strict=False) if a != b), "their number")
-            raise ConfigError(f"[training] warm_start: {path} holds another model: {differing}")
-        return weights
+    theirs: list[list[Any]] | None
+    if path.suffix == checkpoint.SUFFIX:
+        state, tensors = checkpoint.read(path)
+        weights, theirs = tensors["weights"], state.attributes.get("layout")
+    else:
+        with open_results(path) as results:
+            found, theirs = results.weights, shapes(results.layout)
+            if found is None:
+                raise ConfigError(f"[training] warm_start: {path} holds no final weights (its run is {results.status})")
+            weights = found
+    ours = shapes(layout)
+    if len(weights) != sum(entry.size for entry in layout):
+        raise ConfigError(f"[training] warm_start: {path} holds another model, of {len(weights):,} numbers")
+    if theirs is not None and theirs != ours:
+        named = [[(name, tuple(shape)) for name, shape in each] for each in (theirs, ours)]
+        differing = next((f"{a} against {b}" for a, b in zip(*named, strict=False) if a != b), "their number")
+        raise ConfigError(f"[training] warm_start: {path} holds another model: {differing}")
+    return weights

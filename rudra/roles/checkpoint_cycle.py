@@ -2,13 +2,29 @@
 
 Each is made in three steps, one after the other, while training goes on: weights and optimiser state are copied and
 written to a file beside the last one; the statistics server brings the rows up to there to the disk; the new file
-takes the last one's place. So whatever a checkpoint needs of the result file is there.
+takes the last one's place. So whatever a checkpoint needs of the result file is there. One that is kept, for other runs
+to begin with, is such a checkpoint under a second name.
 """
 
 from rudra.core.events import WEIGHTS, Action, Commit, Committed, Received, Save, Saved, Send, Warn
 from rudra.core.messages import Kind, Message
 from rudra.core.training_state import TrainingState
 from rudra.roles.ledger import Ledger
+
+
+def name_of(keep: tuple[int, str], before: int, epoch: int, timestamp: int) -> str:
+    """What a checkpoint is called that is kept; empty: it is not.
+
+    Args:
+        keep: how many updates or epochs from one to the next.
+        before: epochs that were complete before its update.
+        epoch: those that are complete with it.
+        timestamp: of the update.
+    """
+    count, unit = keep
+    if unit == "update":
+        return "" if timestamp % count else f"update{timestamp}"
+    return str(epoch) if epoch // count > before // count else ""
 
 
 class CheckpointCycle:
@@ -18,13 +34,22 @@ class CheckpointCycle:
         ledger: the books of the weights.
         every: how many updates, epochs or seconds from one to the next; None: there are none.
         position: where training begins.
+        keep: how many updates or epochs from one that is kept to the next; None: none is.
 
     Attributes:
         saving: what is on its way to the disk.
     """
 
-    def __init__(self, ledger: Ledger, every: tuple[int, str] | None, position: TrainingState) -> None:
-        self._ledger, self._every = ledger, every
+    def __init__(
+        self,
+        ledger: Ledger,
+        every: tuple[int, str] | None,
+        position: TrainingState,
+        keep: tuple[int, str] | None = None,
+    ) -> None:
+        self._ledger, self._every, self._keep = ledger, every, keep
+        self._looked = position.epoch  # complete when it was last looked whether to keep one
+        self._name = ""  # of the one on its way, if it is kept
         self._last = position
         self.saving: TrainingState | None = None
         self._kept = position.timestamp if position.steps else -1  # timestamp of the last one that is safe
@@ -32,7 +57,27 @@ class CheckpointCycle:
 
     def updated(self, now: float) -> list[Action]:
         """An update was made; begins a checkpoint if one is due."""
-        return self.save(now) if self._every is not None and self.saving is None and self._due(now) else []
+        name = "" if self._keep is None else self._kept_name(self._keep)
+        if self.saving is not None or not (name or (self._every is not None and self._due(now))):
+            return []
+        actions = self.save(now)
+        self._name = name
+        return actions
+
+    def _kept_name(self, keep: tuple[int, str]) -> str:
+        """What the checkpoint of this update is called if it is to be kept; else nothing."""
+        ledger, before = self._ledger, self._looked
+        self._looked = ledger.epoch
+        return "" if ledger.over else name_of(keep, before, ledger.epoch, ledger.timestamp)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the checkpoint of the next update is perhaps to be kept, while one before it is being written."""
+        if self._keep is None or self.saving is None:
+            return False
+        count, unit = self._keep
+        ledger = self._ledger
+        return not (ledger.timestamp + 1) % count if unit == "update" else ledger.ends_epoch
 
     def _due(self, now: float) -> bool:
         ledger, last = self._ledger, self._last
@@ -47,13 +92,14 @@ class CheckpointCycle:
 
     def save(self, now: float) -> list[Action]:
         """Begins a checkpoint."""
-        self.saving = self._last = self._ledger.position(now)
+        self.saving, self._name = self._ledger.position(now), ""
+        self._last = self.saving
         return [Save(WEIGHTS, self.saving)]
 
     def take(self, event: Saved | Received | Committed, now: float) -> list[Action]:
         """The next step: it is written, its rows are on the disk, or it has taken the last one's place."""
         if isinstance(event, Received):
-            return [Commit(event.message.timestamp)]
+            return [Commit(event.message.timestamp, self._name)]
         assert self.saving is not None
         if event.error:
             text = f"no checkpoint at update {self.saving.timestamp}: {event.error}; training goes on without"

@@ -48,8 +48,10 @@ class GroupLearner(Learner):
     """
 
     __slots__ = (
+        "_before",
         "_digest",
         "_early",
+        "_first",
         "_group",
         "_handing_on",
         "_leads",
@@ -79,6 +81,8 @@ class GroupLearner(Learner):
         assert group is not None
         self._group = group
         self._leads = plan.group_of(role)[0] == role
+        # Members may have come from other groups, so they count what they have pushed since they are together.
+        self._first, self._before = self.pushed, setup.position.below(plan, role)
         self._members = plan.children[role]
         self._receivers = plan.receivers[role]
         self._handing_on = 0
@@ -131,7 +135,12 @@ class GroupLearner(Learner):
         if ends:
             return actions
         self._stopping, self._reducing = stopping, True
-        return [Reduce(GRADIENT, self._group, event.step, self._gradient(event, now), to_all=False), *actions]
+        return [Reduce(GRADIENT, self._group, self._together, self._gradient(event, now), to_all=False), *actions]
+
+    @property
+    def _together(self) -> int:
+        """Gradients that each member has pushed since all began."""
+        return self.pushed - self._first
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self._reducing = False
@@ -193,17 +202,17 @@ class GroupLearner(Learner):
     # The end: the first member tells the others, and how many gradients were pushed.
 
     def _stop_soon(self, event: Received, now: float) -> list[Action]:
-        if not self._leads and self.pushed > event.message.value:
+        if not self._leads and self._together > event.message.value:
             self._uncount()
         return super()._stop_soon(event, now)
 
     def _leave(self, now: float) -> list[Action]:
-        stop = Message(Kind.STOP, self.id, value=self.pushed)
+        stop = Message(Kind.STOP, self.id, value=self._together)
         actions: list[Action] = [Send(to, stop) for to in self._receivers]
         *report, _ = super()._leave(now)
         if not self._leads:
             return actions + report
-        in_all = self.pushed * (1 + len(self._members))
+        in_all = self._before + self._together * (1 + len(self._members))
         return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
 
 
@@ -230,11 +239,15 @@ class Replica(Machine):
         READY      training starts               -> COMPUTING
         COMPUTING  gradient ready                -> REDUCING   average over all learners
         REDUCING   averaged                      -> UPDATING   every learner by the same sum, or
-                                                 -> WAITING    the first, if it is ahead of tests that are to be made
-        WAITING    the test before is over       -> UPDATING
+                                                 -> WAITING    the first, if it is ahead of tests that are to be made,
+                                                               or of a checkpoint that is to be kept
+        WAITING    the one before is over        -> UPDATING
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
         any        a learner died                -> REGROUPING until a checkpoint is made, from which all go on
+
+    Where the job changes after an epoch, every replica goes on by the next one at once: all are at the same weights,
+    and nothing is under way between them.
 
     Where a learner dies in the middle of a reduction, some replicas may have made the update and others not; so all
     take over what the first learner holds, by way of a checkpoint.
@@ -268,6 +281,10 @@ class Replica(Machine):
             "_reduced", ReplicaState.REDUCING, ReplicaState.WAITING, ReplicaState.UPDATING
         ),
         (ReplicaState.WAITING, Kind.CREDIT): To("_credit", ReplicaState.WAITING, ReplicaState.UPDATING),
+        **{
+            (ReplicaState.WAITING, what): To("_checkpoint", ReplicaState.WAITING, ReplicaState.UPDATING)
+            for what in (Saved, Kind.SAFE, Committed)
+        },
         (ReplicaState.WAITING, Sent): To("_returned", ReplicaState.WAITING, ReplicaState.UPDATING),
         (ReplicaState.UPDATING, Updated): To("_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED),
         **{(state, Lost): To("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
@@ -283,8 +300,9 @@ class Replica(Machine):
         super().__init__(role, setup.plan)
         self._leads = setup.plan.server == role
         self.ledger = Ledger(role, setup, reports=self._leads)
-        every = setup.job.results.checkpoint_interval if self._leads else None
-        self.cycle = CheckpointCycle(self.ledger, every, setup.position)
+        results = setup.job.results
+        intervals = (results.checkpoint_interval, results.kept_interval) if self._leads else (None, None)
+        self.cycle = CheckpointCycle(self.ledger, intervals[0], setup.position, intervals[1])
         self.log = MinibatchLog(role, setup)
         self._ended_training = self._told_enough = False
         self._told_lowered = len(setup.position.lowered)
@@ -309,7 +327,7 @@ class Replica(Machine):
         if self.state is ReplicaState.REDUCING:
             return "the gradients of all learners"
         if self.state is ReplicaState.WAITING:
-            return "the statistics server to test the weights"
+            return "a checkpoint to be written" if self.cycle.is_ahead else "the statistics server to test the weights"
         if self.state is ReplicaState.REGROUPING:
             return "a checkpoint to go on from without those that died"
         if self.state is ReplicaState.READY:
@@ -392,8 +410,8 @@ class Replica(Machine):
         return self._update(now)
 
     def _update(self, now: float) -> list[Action]:
-        """Updates the weights by what was added up, unless an epoch would go untested that is to be tested."""
-        if self._leads and self.ledger.is_ahead:
+        """Updates the weights by what was added up, unless a test or a checkpoint of before is to be waited for."""
+        if self._leads and (self.ledger.is_ahead or self.cycle.is_ahead):
             self.state = ReplicaState.WAITING
             return []
         self.state = ReplicaState.UPDATING
@@ -406,10 +424,18 @@ class Replica(Machine):
         self.log.spend(self._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - self._reduced_at)
         actions = self.ledger.note(event, now)
         if not self._ended_training:
+            if self.ledger.is_to_change:
+                self._change(now)
             return self._next(now) + self.log.due(now) + actions
         self.state = ReplicaState.STOPPED
         account = self.log.close(now, self.log.step) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
         return actions + account + (self.cycle.end(now) if self._leads and not self.ledger.over else [])
+
+    def _change(self, now: float) -> None:
+        position = self.ledger.position(now)
+        self.ledger.change(frozenset(), position, now)
+        self.plan = self.ledger.plan
+        self.log.go_on(self.ledger.job, self.plan, position)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self.ledger.returned(event.buffer)
@@ -419,7 +445,7 @@ class Replica(Machine):
         return self.ledger.credit() + self._go_on(now)
 
     def _go_on(self, now: float) -> list[Action]:
-        """Makes the update that waited for a test."""
+        """Makes the update that waited."""
         return self._update(now) if self.state is ReplicaState.WAITING else []
 
     # Learners that die.
@@ -440,7 +466,7 @@ class Replica(Machine):
     def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
         position, actions = self.cycle.saving, self.cycle.take(event, now)
         if self.state is not ReplicaState.REGROUPING or isinstance(event, Received):
-            return actions
+            return actions + self._go_on(now)
         if event.error:
             why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
             return [*actions, Fail(why, lost=True)]
@@ -455,7 +481,7 @@ class Replica(Machine):
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.plan is not self.plan:
             self._follow(self.ledger.plan)
-            self.log.go_on(self.plan, position)
+            self.log.go_on(self.ledger.job, self.plan, position)
         return actions
 
     def _updated_before(self, event: Updated, now: float) -> list[Action]:

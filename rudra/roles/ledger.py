@@ -32,6 +32,7 @@ from rudra.core.events import (
     Warn,
 )
 from rudra.core.messages import PACK, Kind, Message, Rows
+from rudra.core.phases import phase_at
 from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
@@ -80,6 +81,7 @@ class Ledger:
 
     Attributes:
         id: of the owner.
+        job: of the part of the run that training is in.
         plan: who is who.
         protocol: the rule that everybody follows, and by how much a rate suffers from staleness.
         schedule: the learning rates, before modulation.
@@ -100,8 +102,7 @@ class Ledger:
     def __init__(self, role: int, setup: Setup, *, reports: bool = True) -> None:
         job, position = setup.job, setup.position
         self.id = role
-        self._job = job
-        self.schedule = setup.schedule
+        self._phases = setup.all_phases
         self._follow(setup.plan, position)
         self.epochs = job.training.epochs
         self._training_samples = setup.training_samples
@@ -127,11 +128,15 @@ class Ledger:
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
-        self.protocol = self._job.make_protocol(plan)
+        self._phase = phase_at(self._phases, position.epoch)
+        later = (phase.at_epoch for phase in self._phases if phase.at_epoch > position.epoch)
+        self._until = next(later, math.inf)  # how many epochs are complete when the job changes
+        self.job, self.schedule = self._phase.job, self._phase.schedule
+        self.protocol = self.job.make_protocol(plan)
         self.plan = plan
         self.lowered = position.lowered
-        if self._job.optimizer.plateau is not None:
-            self.schedule = Schedule.stepped(self._job.optimizer, self.lowered)
+        if self.job.optimizer.plateau is not None:
+            self.schedule = Schedule.stepped(self.job.optimizer, self.lowered)
         learners = range(plan.learner_numbers)
         self.steps = [position.step(i) for i in learners]
         self.learned = [position.learned_by(i) for i in learners]
@@ -177,9 +182,9 @@ class Ledger:
         """
         while len(self.lowered) < count:
             self.lowered = (*self.lowered, max(self.epoch, *self.lowered, 0) + 1)
-            self.schedule = Schedule.stepped(self._job.optimizer, self.lowered)
+            self.schedule = Schedule.stepped(self.job.optimizer, self.lowered)
             if self._reports:
-                text = f"tests got no better: the rate is multiplied by {self._job.optimizer.decay_factor:g}"
+                text = f"tests got no better: the rate is multiplied by {self.job.optimizer.decay_factor:g}"
                 self.tell("plateau", self.timestamp, now - self.began, f"{text} after epoch {self.lowered[-1]}")
 
     # Updates.
@@ -221,6 +226,11 @@ class Ledger:
         """Whether the next update would end an epoch whose weights could not be tested, although all are to be."""
         if not self._tests_all or (self._credits and not self._snapshot_lent):
             return False
+        return self.ends_epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the next update would end an epoch."""
         return self.samples + self._pending_samples >= (self.epoch + 1) * self._training_samples
 
     def update(self, gradient: str, now: float) -> list[Action]:
@@ -318,14 +328,32 @@ class Ledger:
         self._credits += 1
         return self._send_final()
 
-    # Roles that die.
+    # Beginning anew: by another job, or without roles that have died.
+
+    @property
+    def is_to_change(self) -> bool:
+        """Whether an epoch is complete after which the job changes, and training goes on."""
+        return self.epoch >= self._until and not self.over
+
+    def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
+        """Goes on by the job of now, from a position, without the dead."""
+        before, gone = self._phase.at_epoch, self.plan.gone | dead
+        plan = phase_at(self._phases, position.epoch).plan
+        self._follow(plan.without(gone) if gone else plan, position)
+        for phase in self._phases:
+            if before < phase.at_epoch <= self._phase.at_epoch:
+                self.tell("change", self.timestamp, position.time_s, f"after epoch {phase.at_epoch}: {phase.text}")
 
     def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
-        """Has everybody who is left regroup, with the weights that are here, which are those of a position."""
+        """Has everybody who is left begin anew by the job of now, with the weights that are here, those of a position.
+
+        What is under way is dropped. It is computed again, of these weights.
+        """
         lost = sorted(dead - self.recorded_losses)
-        names = listed([f"{role.name} (rank {role.world_rank})" for role in map(self.plan.roles.__getitem__, lost)])
+        dying = map(self.plan.roles.__getitem__, lost or sorted(dead))
+        names = listed([f"{role.name} (rank {role.world_rank})" for role in dying])
         try:
-            self._follow(self.plan.without(dead), position)
+            self.change(dead, position, now)
         except ValueError as error:
             return [Fail(f"{names} died, and the run cannot go on: {error}", lost=True)]
         for role in lost:
@@ -333,10 +361,11 @@ class Ledger:
             pushed = position.step(self.plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
             self.record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
-        if self._job.fault_tolerance.on_learner_loss == "stop" and any(self.plan.roles[i].about.trains for i in lost):
+        if self.job.fault_tolerance.on_learner_loss == "stop" and any(self.plan.roles[i].about.trains for i in lost):
             self.stopped = True
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
-        return [*self.outbox.flush(now), Warn(text), Regroup(self.plan, position)]
+        warnings = [Warn(text)] if lost else []
+        return [*self.outbox.flush(now), *warnings, Regroup(self.plan, position)]
 
     def record_loss(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
         """Reports a role that is no more, and closes a learner's books."""

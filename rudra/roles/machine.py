@@ -8,6 +8,7 @@ import numpy as np
 
 from rudra.core.events import Action, Event, Halt, Lost, Received, Send
 from rudra.core.messages import PACK, ROWS, Kind, split
+from rudra.core.phases import Phase, Phases
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import ProtocolError
@@ -46,6 +47,7 @@ class Setup(NamedTuple):
         training_samples: size of the training set, by which epochs are counted.
         schedule: the learning rates before modulation, for whoever owns weights.
         position: where training begins.
+        phases: all parts of the run, where the job changes; job, plan and schedule are those of the part at hand.
     """
 
     job: Job
@@ -53,6 +55,12 @@ class Setup(NamedTuple):
     training_samples: int
     schedule: Schedule
     position: TrainingState = BEGINNING
+    phases: Phases = ()
+
+    @property
+    def all_phases(self) -> Phases:
+        """All parts of the run: a single one where the job does not change."""
+        return self.phases or (Phase(0, self.job, self.plan, self.schedule),)
 
 
 class Machine:
@@ -149,12 +157,15 @@ class Outbox:
         role: id of the sender.
         to: id of the statistics server.
         interval_s: how long rows may wait.
+
+    Attributes:
+        role: id of the sender.
     """
 
     ROWS_AT_MOST = 48
 
     def __init__(self, role: int, to: int, interval_s: float) -> None:
-        self._role, self._to, self._interval_s = role, to, interval_s
+        self.role, self._to, self._interval_s = role, to, interval_s
         self._rows: dict[Kind, list[bytes]] = {}
         self._count = 0
         self._since = 0.0
@@ -180,7 +191,7 @@ class Outbox:
             return []
         gathered, self._rows, self._count = self._rows, {}, 0
         joined = ((kind, np.frombuffer(b"".join(rows), ROWS[kind])) for kind, rows in gathered.items())
-        return [Send(self._to, message) for kind, rows in joined for message in split(kind, self._role, rows)]
+        return [Send(self._to, message) for kind, rows in joined for message in split(kind, self.role, rows)]
 
 
 class Silent(Outbox):

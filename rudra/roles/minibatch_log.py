@@ -1,6 +1,5 @@
 """What every role that computes gradients holds: an account of its mini-batches, which it reports."""
 
-from functools import partial
 from math import isfinite
 
 from rudra.core.events import Action, Compute, Computed, Fail, Warn
@@ -8,6 +7,7 @@ from rudra.core.messages import Kind
 from rudra.core.records import TIMES, Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import Work, portion
+from rudra.job.job import Job
 from rudra.roles.machine import Outbox, Setup
 from topologies import Plan
 
@@ -35,7 +35,6 @@ class MinibatchLog:
         "_minibatch",
         "_non_finite_stops",
         "_origin",
-        "_portion_in",
         "_reports_minibatches",
         "_samples",
         "_since",
@@ -53,8 +52,6 @@ class MinibatchLog:
     def __init__(self, role: int, setup: Setup) -> None:
         about, results = setup.plan.roles[role], setup.job.results
         self.learner, self._world_rank = about.index, about.world_rank
-        size, shares = setup.job.training.minibatch_size, setup.job.cluster.parts
-        self._portion_in = partial(portion, role=role, minibatch_size=size, shares=shares)
         self._before = setup.position.learned_by(self.learner)
         self._non_finite_stops = setup.job.fault_tolerance.non_finite_loss == "stop"
         self._warned = False
@@ -63,7 +60,7 @@ class MinibatchLog:
         self._minibatch: tuple[float, ...] = ()
         self.began = self._since = 0.0  # the training, and the mini-batch at hand
         self._times = [0.0] * len(TIMES)
-        self.go_on(setup.plan, setup.position)
+        self.go_on(setup.job, setup.plan, setup.position)
 
     def inherit(self, before: "MinibatchLog") -> None:
         """Takes over what was noted; what was computed in vain since counts as time, not as samples."""
@@ -71,11 +68,11 @@ class MinibatchLog:
         self._samples += self._before - before._before
         self._before, self._times = before._before, before._times
 
-    def go_on(self, plan: Plan, position: TrainingState) -> None:
-        """Begins with what was not applied yet at a position, among the learners of a plan."""
+    def go_on(self, job: Job, plan: Plan, position: TrainingState) -> None:
+        """Begins with what was not applied yet at a position, by a job, among the learners of a plan."""
         self.step = position.step(self.learner)
-        portion = self._portion_in(plan)
-        work = portion.work(position.drawn_from(portion.stream))
+        mine = portion(plan, self.diary.role, job.training.minibatch_size, job.cluster.parts)
+        work = mine.work(position.drawn_from(mine.stream))
         self._stream, self._count, self._stride = work.stream, work.count, work.stride
         self._origin = work.first - self.step * work.stride
         self._samples = position.learned_by(self.learner) - self._before

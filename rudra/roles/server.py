@@ -7,6 +7,8 @@ weights: a copy goes down the weights' tree, on each edge as soon as it is idle 
 not wait for that.
 
     INITIALISING  weights sent, digests compared      -> TRAINING  start everybody
+    TRAINING      an epoch ends after which the job changes, or a role died without which the others must regroup
+                                                      -> INITIALISING  everybody begins anew from these weights
     TRAINING      the last epoch's samples applied    -> DRAINING  stop the learners
     TRAINING      somebody asks the run to stop       -> DRAINING  the same, before its time
     DRAINING      every child left, and every gradient that it pushed came -> CLOSING  account; if it was stopped,
@@ -98,6 +100,12 @@ class ParameterServer(Machine):
         (ServerState.INITIALISING, Updated): To("_updated", ServerState.INITIALISING),
         (ServerState.INITIALISING, Stopped): To("_stop_first", ServerState.INITIALISING),
         (ServerState.INITIALISING, Lost): To("_lose", ServerState.INITIALISING),
+        **{
+            (ServerState.TRAINING, what): To(
+                "_checkpoint", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+            )
+            for what in (Saved, Kind.SAFE, Committed)
+        },
         (ServerState.TRAINING, Kind.GRADIENT): To(
             "_gradient", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
@@ -128,16 +136,16 @@ class ParameterServer(Machine):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup.plan)
-        self._job = setup.job
         self.ledger = Ledger(role, setup)
-        self.cycle = CheckpointCycle(self.ledger, setup.job.results.checkpoint_interval, setup.position)
+        results = setup.job.results
+        self.cycle = CheckpointCycle(self.ledger, results.checkpoint_interval, setup.position, results.kept_interval)
         self._warnings = _warnings(setup.job, setup.plan)
         self._follow(setup.plan, setup.position)
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
         role, protocol = self.id, self.ledger.protocol
-        self.plan = plan
+        self.plan, self._job = plan, self.ledger.job
         self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
         self._ordered, self._grants_on_push = protocol.ordered, protocol.grants_on_push
@@ -174,6 +182,8 @@ class ParameterServer(Machine):
             return listed(self.roll.names(but=self.roll.left))
         if self.state is ServerState.TRAINING and self._update_due and self.ledger.is_ahead:
             return "the statistics server to test the weights"
+        if self.state is ServerState.TRAINING and self._update_due and self.cycle.is_ahead:
+            return "a checkpoint to be written"
         if self.state is ServerState.TRAINING:
             return f"a gradient from {listed(self.roll.names()[self._units if self._ordered else 0 :])}"
         return "the statistics server to finish"
@@ -236,7 +246,7 @@ class ParameterServer(Machine):
         buffers = self.buffers
         while self.state is TRAINING:
             if self._update_due:
-                if self._lent or self.ledger.is_ahead:
+                if self._lent or self.ledger.is_ahead or self.cycle.is_ahead:
                     break
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
@@ -245,7 +255,7 @@ class ParameterServer(Machine):
                 actions += self._add(*buffers.arrived.popleft())
             else:
                 break
-        if buffers.free:
+        if buffers.free and self.buffers is buffers:  # else all begin anew
             actions += buffers.post(self.state is TRAINING)
         return actions
 
@@ -276,6 +286,8 @@ class ParameterServer(Machine):
         self._units, self._update_due = 0, False
         if self.ledger.over:
             return actions + self._drain()
+        if self.ledger.is_to_change:
+            return actions + self._begin_anew(now)
         return actions + self._downcast.updated(self._weights) if self._overlapped else actions
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
@@ -286,7 +298,7 @@ class ParameterServer(Machine):
         return [Warn(f"{role.name} (rank {role.world_rank}) is a straggler: {text}")]
 
     def _go_on(self, now: float) -> list[Action]:
-        """Makes the update that waited for a test."""
+        """Makes the update that waited for a test or a checkpoint."""
         return self._work(now) if self._update_due else []
 
     def _credit(self, event: Received, now: float) -> list[Action]:
@@ -301,7 +313,7 @@ class ParameterServer(Machine):
         return []
 
     def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
-        return self.cycle.take(event, now)
+        return self.cycle.take(event, now) + self._go_on(now)
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
         due = self.ledger.note(event, now)
@@ -382,6 +394,10 @@ class ParameterServer(Machine):
         if self.ledger.final_lent:  # to the statistics server
             self._deferred.append(role)
             return []
+        return self._begin_anew(now)
+
+    def _begin_anew(self, now: float) -> list[Action]:
+        """Has everybody who is left begin anew from here, by the job of this epoch."""
         position = self.ledger.position(now)
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.plan is not self.plan:

@@ -3,31 +3,50 @@
 from collections.abc import Callable
 
 from rudra import roles
-from rudra.compute.schedule import schedule_of
+from rudra.compute.schedule import phases_of
 from rudra.core.events import Save
 from rudra.core.messages import tensor_bytes
+from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Check, RowSink, Simulation
+from rudra.simulation.regrouping import Make
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
 
-Make = Callable[[int, Plan, TrainingState], Machine]
-"""Makes the machine of a role of a plan, for a beginning there."""
-
 
 def machines_of(
-    job: Job, plan: Plan, training_samples: int, position: TrainingState = BEGINNING
+    phases: Phases, training_samples: int, position: TrainingState = BEGINNING
 ) -> tuple[dict[int, Machine], Make]:
-    """The state machines of all roles, and what makes others for another plan; arguments as of `assemble`."""
-    schedule = schedule_of(job, plan, training_samples)
+    """The state machines of all roles, and what makes others for another beginning.
+
+    Args:
+        phases: of the run.
+        training_samples: of one epoch.
+        position: where training begins.
+    """
 
     def make(role: int, plan: Plan, position: TrainingState) -> Machine:
-        return roles.make(role, job, plan, training_samples, schedule, position)
+        return roles.make_in_phase(role, phases, plan.gone, training_samples, position)
 
+    plan = phase_at(phases, position.epoch).plan
     return {i: make(i, plan, position) for i in range(len(plan.roles))}, make
+
+
+def prices_of(phases: Phases, size_bytes: int) -> Callable[[TrainingState], CostModel]:
+    """What gives the durations in the part of a run that a position is in; a tensor has so many bytes on the wire."""
+    known: dict[int, CostModel] = {}
+
+    def price(position: TrainingState) -> CostModel:
+        at_epoch, job, plan, *_ = phase_at(phases, position.epoch)
+        if at_epoch not in known:
+            size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
+            known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, size_bytes=bytes_)
+        return known[at_epoch]
+
+    return price
 
 
 def assemble(
@@ -46,7 +65,7 @@ def assemble(
 
     Args:
         job: resolved, with its costs read in.
-        plan: who is who.
+        plan: who is who at first.
         tensors: what computes.
         recorder: what takes the statistics server's rows.
         training_samples: of one epoch.
@@ -58,19 +77,20 @@ def assemble(
     Raises:
         ConfigError: the job's schedule gives no rates.
     """
-    machines, make = machines_of(job, plan, training_samples, position)
+    phases = phases_of(job, plan, training_samples)
+    machines, make = machines_of(phases, training_samples, position)
+    price = prices_of(phases, size_bytes)
     return Simulation(
-        plan,
+        phase_at(phases, position.epoch).plan,
         machines,
         tensors,
         recorder,
-        CostModel(
-            job.simulation, plan, job.training.minibatch_size, job.cluster.parts, size_bytes=tensor_bytes(size_bytes)
-        ),
+        price(position),
         size_bytes=size_bytes,
         seed=job.training.seed + position.timestamp,
         gradient_share=job.cluster.gradient_share,
         make=make,
+        price=price,
         save=save,
         check=check,
     )

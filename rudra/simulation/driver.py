@@ -25,6 +25,7 @@ from rudra.core.events import (
     Received,
     Record,
     Reduce,
+    Regroup,
     Save,
     Saved,
     Send,
@@ -44,6 +45,7 @@ from rudra.simulation.costs import CostModel
 from rudra.simulation.faults import Faults
 from rudra.simulation.network import Network
 from rudra.simulation.queue import EventQueue, owner
+from rudra.simulation.regrouping import Make, Regrouping
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
 
@@ -72,7 +74,8 @@ class Simulation:
         size_bytes: of one tensor on the wire.
         seed: of everything random in the costs.
         gradient_share: size of a gradient on the wire, as a fraction of that.
-        make: a role's machine for a new plan, where roles may be lost.
+        make: a role's machine for a new beginning, where roles may be lost or the job changes.
+        price: what things cost from a position on, where that changes.
         save: called with a role and its `Save`, to keep what a checkpoint holds; by default nothing is kept.
         check: called after every event.
 
@@ -96,7 +99,8 @@ class Simulation:
         size_bytes: int,
         seed: int,
         gradient_share: float = 1.0,
-        make: Callable[[int, Plan, TrainingState], Machine] | None = None,
+        make: Make | None = None,
+        price: Callable[[TrainingState], CostModel] | None = None,
         save: Callable[[int, Save], None] | None = None,
         check: Check | None = None,
     ) -> None:
@@ -123,6 +127,7 @@ class Simulation:
             Warn: lambda actor, action, time: recorder.warn(actor.machine.name, action.text),
             Fail: self._fail,
             Halt: self._halt,
+            Regroup: Regrouping(self, make, price).regroup,
         }
         self._over = self._end
         for role, machine in machines.items():
@@ -143,7 +148,7 @@ class Simulation:
                 if role not in costs.compute_s:
                     actor.neighbours = [self.actors[i] for i in costs.compute_s if costs.node[i] == costs.node[role]]
         if costs.table.faults or any(machine.tick_s is not None for machine in machines.values()):
-            Faults(self, seed, make)
+            Faults(self, seed)
 
     def _share_ranks(self) -> None:
         """Has the learners of a rank compute one after another; where none shares one, this changes nothing."""
@@ -192,14 +197,15 @@ class Simulation:
         for actor in self.actors.values():
             self.queue.at(0.0, actor.take, actor, Started())
             if actor.machine.tick_s is not None:
-                self._later(actor.machine.tick_s, self._tick, actor, None)
+                self._later(actor.machine.tick_s, self.tick, actor, None)
 
-    def _tick(self, actor: Actor, _: None) -> None:
+    def tick(self, actor: Actor, _: None) -> None:
+        """Lets a role know that time passes, and again after a while."""
         actor.take(actor, Tick())
         tick_s = actor.machine.tick_s
         # As long as something else happens: else all wait for each other, and it would never end.
         if tick_s is not None and not actor.halted and self.queue.has(lambda entry: type(owner(entry)) is not Faults):
-            self._later(self.queue.now + tick_s, self._tick, actor, None)
+            self._later(self.queue.now + tick_s, self.tick, actor, None)
 
     def stop_at(self, time: float) -> None:
         """Asks the run to stop in order at a moment."""
@@ -213,6 +219,13 @@ class Simulation:
     def follow(self, plan: Plan) -> None:
         """From now on this is who is who."""
         self.plan = self.network.plan = plan
+
+    def pay(self, costs: CostModel) -> None:
+        """From now on computations take as long as this says."""
+        if costs is not self.costs:
+            self.costs = costs
+            for role in costs.compute_s:
+                self.actors[role].compute_s = costs.computation(role, self.actors[role].random)
 
     def stretch(self, actor: Actor, factor: float) -> None:
         """What is left of the computation under way takes so much longer."""

@@ -3,9 +3,7 @@
 A role that dies is told nothing and tells nothing: its computation ends, and with it all tensors under way to it and
 from it, whose ports are free again; learners that share a rank die together. Control messages that it had sent still
 arrive. The others notice after a while, all at one moment: receives into which the dead had begun to send are posted
-anew, those that were for it alone are gone, everybody gets `Lost`, and who was sending it something gets `Sent`. Where
-they then regroup, all that is under way between them is gone a latency later; what the statistics server is part of
-stays.
+anew, those that were for it alone are gone, everybody gets `Lost`, and who was sending it something gets `Sent`.
 
 Everything is done to what is in the simulation's queue and network, so that a simulation without faults pays nothing.
 """
@@ -16,15 +14,11 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent, Started
-from rudra.core.training_state import TrainingState
+from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent
 from rudra.data.sampling import mix
 from rudra.job.simulation import Fault
-from rudra.roles import Machine
-from rudra.roles.ledger import outlasts
 from rudra.simulation.actor import Actor
 from rudra.simulation.queue import Scheduled, owner
-from topologies import Plan
 from topologies.plan import LEARNER, TREE_SERVER
 
 if TYPE_CHECKING:
@@ -37,12 +31,9 @@ class Faults:
     Args:
         simulation: before it starts.
         seed: of random times.
-        make: a role's machine for a new plan.
     """
 
-    def __init__(
-        self, simulation: "Simulation", seed: int, make: Callable[[int, Plan, TrainingState], Machine] | None
-    ) -> None:
+    def __init__(self, simulation: "Simulation", seed: int) -> None:
         self._sim, self._actors = simulation, simulation.actors
         self._queue, self._network = simulation.queue, simulation.network
         self._detection_s = simulation.costs.table.detection_s
@@ -50,9 +41,8 @@ class Faults:
         self._noticed: dict[int, float] = {}  # role -> when the others notice that it has died
         # Role -> how long it computes as a rule, and the factors of the slow-downs that it is in.
         self._slowed: dict[int, tuple[Callable[[], float], list[float]]] = {}
-        self._halt_as_ever = simulation.do[Halt]
+        self._halt_as_ever, self._regroup_as_ever = simulation.do[Halt], simulation.do[Regroup]
         simulation.do |= {Halt: self._halt, Regroup: self._regroup, Drop: self._drop}
-        self._make = make
         plan = simulation.plan
         for place, fault in enumerate(simulation.costs.table.faults):
             kind, index = (LEARNER, fault.learner) if fault.tree_server is None else (TREE_SERVER, fault.tree_server)
@@ -93,11 +83,16 @@ class Faults:
         assert fault.factor is not None
         assert fault.for_s is not None
         if actor.role not in self._slowed:
-            as_ever, factors = self._slowed[actor.role] = actor.compute_s, []
-            actor.compute_s = partial(_times, as_ever, factors)
+            self._slow_down(actor, [])
         self._slowed[actor.role][1].append(fault.factor)
         self._sim.stretch(actor, fault.factor)
         self._queue.later(self._queue.now + fault.for_s, self._recover, actor, what)
+
+    def _slow_down(self, actor: Actor, factors: list[float]) -> None:
+        """From now on its computations take so many times as long as ever."""
+        as_ever = self._sim.costs.computation(actor.role, actor.random)
+        self._slowed[actor.role] = as_ever, factors
+        actor.compute_s = partial(_times, as_ever, factors)
 
     def _recover(self, actor: Actor, what: tuple[Fault, random.Random | None]) -> None:
         fault, source = what
@@ -170,44 +165,20 @@ class Faults:
                 actor.posted = [receive for receive in actor.posted if receive.source != dead.role]
                 actor.take(actor, Lost(dead.role))
 
-    # A new plan.
+    # Where all begin anew (`rudra.simulation.regrouping`).
 
     def _regroup(self, by: Actor, action: Regroup, time: float) -> None:
-        """Lets all who are left regroup, but for the statistics server and, as it does so by itself, the owner."""
-        assert self._make is not None
-        sim, plan = self._sim, action.plan
-        sim.follow(plan)
-        self._network.abandon(plan.statistics)
-        for _, _, what, whom, about in self._queue.remove(lambda entry: not self._still_counts(entry, by)):
-            if what == self._return:
-                self._network.give_back(whom, about)
-        if by.inbox:  # of which the first event is being handled
-            first, *rest = by.inbox
-            by.inbox.clear()
-            by.inbox.extend([first, *(event for event in rest if outlasts(event, plan.statistics))])
-        for actor in self._actors.values():
-            if actor.halted or actor.role == plan.statistics:
-                continue
-            actor.turns.clear()
-            if actor is not by:
-                actor.inbox.clear()
-                actor.computing, actor.delay_s = False, 0.0
-                before, actor.machine = actor.machine, self._make(actor.role, plan, action.position)
-                actor.machine.inherit(before)
-                actor.handle = sim.handler(actor.machine)
-                if sim.tensors.regroup is not None:
-                    sim.tensors.regroup(actor.role, by.role)
-            self._queue.later(time + sim.costs.table.latency_s, actor.take, actor, Started())
+        """Gives back what was on its way to the dead; who is slow stays so."""
+        statistics = action.plan.statistics
 
-    def _still_counts(self, entry: Scheduled, by: Actor) -> bool:
-        """Whether something in the queue goes on when all regroup."""
-        statistics = self._actors[self._sim.plan.statistics]
-        _, _, what, whom, about = entry
-        if what == self._return:
-            return statistics.role in (whom.role, about.to)
-        if owner(entry) is self or self._network.carries(entry) or whom is statistics:
-            return True
-        return whom is by and outlasts(about, statistics.role)
+        def abandoned(entry: Scheduled) -> bool:
+            return entry[2] == self._return and statistics not in (entry[3].role, entry[4].to)
+
+        for _, _, _, sender, send in self._queue.remove(abandoned):
+            self._network.give_back(sender, send)
+        self._regroup_as_ever(by, action, time)
+        for role, (_, factors) in self._slowed.items():
+            self._slow_down(self._actors[role], factors)
 
     # Tensors for the dead.
 

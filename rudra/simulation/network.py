@@ -192,8 +192,10 @@ class Network:
             self._sent(sender.role, buffer)
         if message.rows is not None:  # the receiver's own: roles write into the rows that they receive
             message = msgspec.structs.replace(message, rows=message.rows.copy())
+        machine = sender.machine
         receiver.take(receiver, Received(message, receive.buffer))
-        sender.take(sender, Sent(buffer, receiver.role))
+        if sender.machine is machine:  # else all begin anew with what has come
+            sender.take(sender, Sent(buffer, receiver.role))
 
     def _reduced(self, members: Sequence[int], reductions: dict[int, Reduce]) -> None:
         if self._reducer:

@@ -102,6 +102,8 @@ def predict(
 ) -> Prediction:
     """Predicts the time of an epoch, and where it goes, as long as nothing goes wrong: `faults` do not count.
 
+    Of a job that changes, it is its first part that is predicted; `Job.at` gives the others.
+
     Args:
         job: with its number of learners; `[simulation]` says what things cost.
         samples: of one epoch; by default as many as the training set has.
@@ -113,11 +115,15 @@ def predict(
     """
     measured = costs.source(job)
     job = costs.load(job).resolved(learners=job.cluster.learners)
-    job = job.without_tests().with_(
-        training={"epochs": 1},
-        results={"minibatches": True, "checkpoint_every": "never"},
-        simulation={"faults": ()},
-        optimizer={"schedule": "step", "schedule_options": {}, "schedule_every": "epoch"},  # rates take no time
+    job = (
+        job.at(0)
+        .without_tests()
+        .with_(
+            training={"epochs": 1},
+            results={"minibatches": True, "checkpoint_every": "never"},
+            simulation={"faults": ()},
+            optimizer={"schedule": "step", "schedule_options": {}, "schedule_every": "epoch"},  # rates take no time
+        )
     )
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples

@@ -51,6 +51,7 @@ class RecordedRun:
             self._cut(self.updates_count)
         self.recorded = self.updates_count
         events = results.events
+        self.changes = events[events["kind"] == b"change"]
         self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
         self.note = ""
         # The parts of weights at several servers are, together, what one server would have.
@@ -69,12 +70,15 @@ class RecordedRun:
         """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them, nor to
         another plan."""
         first = self.losses[0]
-        again = events[(events["kind"] == b"restart") & (events["gradients"] >= first["gradients"])]
+        again = events[np.isin(events["kind"], [b"restart", b"branch"]) & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
         regrouped = [row for row in self.losses if not plan.expendable(row["role"])]
         if regrouped:
             name = plan.roles[regrouped[0]["role"]].name
             ends.append((int(regrouped[0]["timestamp"]), f"{name} died, and those who were left regrouped"))
+        elif any(timestamp in self.changes["timestamp"] for timestamp in self.losses["timestamp"]):
+            at = next(row for row in self.losses if row["timestamp"] in self.changes["timestamp"])
+            ends.append((int(at["timestamp"]), "a learner died while all began anew"))
         elif any(role.about.relays for role in plan.roles):
             before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
             ends.append((before, "a learner died, and servers of a tree do not record when they knew"))

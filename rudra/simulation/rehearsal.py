@@ -163,7 +163,8 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
 def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
     """Names of the buffers that each role uses, as a short simulation finds them."""
     size = job.training.minibatch_size
-    job = job.without_tests().with_(training={"epochs": 1}, results={"checkpoint_every": "never"}, hooks=())
+    job = job.at(0).without_tests()
+    job = job.with_(training={"epochs": 1}, results={"checkpoint_every": "never"}, hooks=())
     job = job.with_(simulation={"faults": ()})
     tensors, samples = _Counted(), ROUNDS * size * len(plan.learners)
     assemble(job, plan, tensors, KeptRows(), training_samples=samples, size_bytes=4).run()

@@ -18,7 +18,8 @@ import torch
 from tqdm import tqdm
 
 from rudra.compute import models
-from rudra.compute.executor import Executor, LearnerExecutor, make_executors, torch_as_in
+from rudra.compute.executor import Executor, make_executors, torch_as_in
+from rudra.compute.schedule import phases_of
 from rudra.core.events import (
     GRADIENT,
     WEIGHTS,
@@ -34,8 +35,10 @@ from rudra.core.events import (
     Started,
 )
 from rudra.core.messages import Kind, Message
+from rudra.core.phases import Phases, phase_at
 from rudra.core.records import Gradient
-from rudra.core.work import Work
+from rudra.core.training_state import BEGINNING, TrainingState
+from rudra.core.work import Work, portion
 from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.files import check_output
@@ -214,36 +217,42 @@ class _Replay:
 
     Args:
         record: what to repeat.
-        plan: who is who.
-        machines: every role, by id; learners that have a server are replaced.
+        phases: of the run.
+        training_samples: of one epoch.
         tensors: does what roles want done with tensors.
         comparison: what is told of every row.
-        works: of each learner, the samples of its first mini-batch.
     """
 
     def __init__(
-        self,
-        record: RecordedRun,
-        plan: Plan,
-        machines: dict[int, Machine],
-        tensors: RealTensors,
-        comparison: Comparison,
-        works: dict[int, Work],
+        self, record: RecordedRun, phases: Phases, training_samples: int, tensors: RealTensors, comparison: Comparison
     ) -> None:
+        plan = phases[0].plan
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
+        self._phases, self._tensors = phases, tensors
+        self._role = {plan.roles[role].index: role for role in plan.learners}  # by the learner's number
+        self._works: dict[int, Work] = {}  # of each learner, the samples of its next mini-batch
+        self._steps: dict[int, int] = {}  # and its number
+        machines, self._make_as_ever = machines_of(phases, training_samples)
         if plan.served:
-            digest = short_digest(tensors.sha256(plan.server, WEIGHTS))
-            machines = {**machines, **{role: _Fed(role, plan, digest) for role in plan.learners}}
-        self._simulation = Simulation(plan, machines, tensors, comparison, costs, size_bytes=1, seed=0)
-        self._plan, self._tensors, self._works = plan, tensors, works
+            machines |= {role: self._make(role, plan, BEGINNING) for role in plan.learners}
+        self._simulation = Simulation(plan, machines, tensors, comparison, costs, size_bytes=1, seed=0, make=self._make)
         self._rows, self._losses = record.gradients, record.losses
-        self._done = dict.fromkeys(range(len(plan.learners)), 0)
         stamps, counts = np.unique(self._rows["timestamp"], return_counts=True)
         self._needed = dict(zip(stamps.tolist(), counts.tolist(), strict=True))  # timestamp -> gradients to come
         self._kept: set[int] = set()
         owner = machines[plan.server]
         assert isinstance(owner, Owner)
         self._ledger = owner.ledger
+
+    def _make(self, role: int, plan: Plan, position: TrainingState) -> Machine:
+        """A role that begins at a position: learners that have a server compute what the record says from there on."""
+        if not plan.served or not plan.about(role).trains:
+            return self._make_as_ever(role, plan, position)
+        job = phase_at(self._phases, position.epoch).job
+        mine = portion(plan, role, job.training.minibatch_size, job.cluster.parts)
+        self._works[role] = mine.work(position.drawn_from(mine.stream))
+        self._steps[role] = position.step(plan.roles[role].index)
+        return _Fed(role, plan, short_digest(self._tensors.sha256(plan.server, WEIGHTS)))
 
     def repeat(self, updates: int) -> None:
         """Goes through the record up to and with that update.
@@ -253,7 +262,7 @@ class _Replay:
         """
         simulation = self._simulation
         simulation.start()
-        if not self._plan.served:
+        if not simulation.plan.served:
             while simulation.queue.heap and (self._ledger.timestamp < updates or self._ledger.over):
                 simulation.queue.step()
             return
@@ -283,7 +292,7 @@ class _Replay:
             reductions = {role: Reduce(GRADIENT, 0, 0, g, False) for role, g in zip(members, computed, strict=True)}
             self._tensors.reduce(reductions)
         sender = members[0]
-        parent = self._plan.roles[sender].parent
+        parent = self._simulation.plan.roles[sender].parent
         assert parent is not None
         message = Message(Kind.GRADIENT, sender, int(rows[0]["timestamp"]), -1, None, tuple(computed))
         before = self._ledger.timestamp
@@ -297,7 +306,7 @@ class _Replay:
     def _lose(self, role: int) -> None:
         """A learner died here."""
         before = self._ledger.timestamp
-        self._simulation.tell(self._plan.server, Lost(role))
+        self._simulation.tell(self._simulation.plan.server, Lost(role))
         self._simulation.queue.run()
         if self._ledger.timestamp > before:
             self._keep()
@@ -305,13 +314,12 @@ class _Replay:
     def _together(self, row: np.void) -> tuple[int, ...]:
         """The learners whose gradients were added up before they were pushed, this row's among them."""
         learner = int(row["learner"])
-        if not 0 <= learner < len(self._plan.learners):
+        role = self._role.get(learner)
+        if role is None:
             update = self._ledger.timestamp + 1
             who = f"gradient of learner {learner}, step {row['step']}"
-            raise Left(update, f"{who}: there are {len(self._plan.learners)} learners")
-        role = self._plan.learners[learner]
-        group = self._plan.roles[role].group
-        return (role,) if group is None else self._plan.groups[group]
+            raise Left(update, f"{who}: there are {len(self._role)} learners")
+        return self._simulation.plan.group_of(role)
 
     def _compute_row(self, row: np.void, role: int) -> Gradient:
         """Computes the gradient that a row describes, if it is the next one of that learner."""
@@ -319,26 +327,26 @@ class _Replay:
         update, who = self._ledger.timestamp + 1, f"gradient of learner {learner}, step {step}"
         if row["update"] != update:
             differs(update, f"{who}: update", row["update"], update)
-        if self._plan.learners[learner] != role:
-            differs(update, "gradient of learner", learner, self._plan.roles[role].index)
-        if step != self._done[learner]:
-            differs(update, f"gradient of learner {learner}, step", step, self._done[learner])
+        if self._role.get(learner) != role:
+            differs(update, "gradient of learner", learner, self._simulation.plan.roles[role].index)
+        if step != self._steps[role]:
+            differs(update, f"gradient of learner {learner}, step", step, self._steps[role])
         work = self._works[role]
         for name, value in (("stream", work.stream), ("first", work.first), ("samples", work.count)):
             if row[name] != value:
                 differs(update, f"{who}: {name}", row[name], value)
         if timestamp not in self._kept:
             raise Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
-        self._done[learner] += 1
+        self._steps[role] += 1
         self._works[role] = work.after(1)
-        tensors = self._tensors
-        tensors.transfer(self._plan.server, _version(timestamp), role, WEIGHTS)
+        tensors, server = self._tensors, self._simulation.plan.server
+        tensors.transfer(server, _version(timestamp), role, WEIGHTS)
         computed = tensors.compute(role, Compute(step, work, WEIGHTS, GRADIENT))
         tensors.posted(role, WEIGHTS)
         self._needed[timestamp] -= 1
         if not self._needed[timestamp]:
             self._kept.discard(timestamp)
-            tensors.posted(self._plan.server, _version(timestamp))
+            tensors.posted(server, _version(timestamp))
         samples, loss, errors = computed.samples, computed.loss, computed.errors
         return Gradient(-1, learner, samples, step, work.first, timestamp, -1, 1.0, loss, errors, work.stream)
 
@@ -347,7 +355,7 @@ class _Replay:
         timestamp = self._ledger.timestamp
         if self._needed.get(timestamp):
             self._kept.add(timestamp)
-            self._tensors.perform(self._plan.server, Copy(WEIGHTS, _version(timestamp)), 0.0)
+            self._tensors.perform(self._simulation.plan.server, Copy(WEIGHTS, _version(timestamp)), 0.0)
 
 
 def _version(timestamp: int) -> str:
@@ -364,11 +372,9 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     for executor in executors.values():
         executor.prepare()
     tensors = RealTensors(executors, halves=job.cluster.gradient_format == "float16")
-    machines, _ = machines_of(job, plan, info.training_samples)
+    phases = phases_of(job, plan, info.training_samples)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
-    learners = {role: executor for role, executor in executors.items() if isinstance(executor, LearnerExecutor)}
-    works = {role: executor.source.work for role, executor in learners.items()}
-    driver = _Replay(record, plan, machines, tensors, Comparison(record, bar.update), works)
+    driver = _Replay(record, phases, info.training_samples, tensors, Comparison(record, bar.update))
     difference: Difference | None = None
     server = executors[plan.server]
     with bar:
@@ -407,7 +413,7 @@ def _restored(results: Results, overrides: Sequence[str]) -> Job:
             f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
             "from Python, rudra.replay(file, job=job) takes the job that has it"
         )
-    tables = {table: results.job[table] for table in ("name", *DECISIVE)}
+    tables = {table: results.job[table] for table in ("name", *DECISIVE)} | {"changes": results.job.get("changes", [])}
     for override in overrides:
         target, equals, value = (part.strip() for part in override.partition("="))
         if target not in REPLAY_MAY_CHANGE or not equals:
@@ -432,6 +438,8 @@ def _checked(results: Results, job: Job) -> Job:
             name = f"{table}.{key}"
             if value != then[table][key] and name not in {*unknown, *REPLAY_MAY_CHANGE, *INDIFFERENT}:
                 raise ConfigError(f"{results.path}: ran with {name} = {then[table][key]}; the job given has {value}")
+    if now["changes"] != (before := results.job.get("changes", [])):
+        raise ConfigError(f"{results.path}: ran with changes = {before}; the job given has {now['changes']}")
     return _quiet(job)
 
 

@@ -154,6 +154,7 @@ def _timed(job: Job) -> Job:
     rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
     return job.without_tests().with_(
         hooks=(),
+        changes=(),
         topology={"name": "base", "options": {}},
         cluster={"learners_per_rank": 1, "shares": ()},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},

@@ -15,6 +15,7 @@ import topologies
 from rudra.compute.networks import MODELS
 from rudra.compute.tasks import TASKS
 from rudra.data.readers import READERS
+from rudra.job.changes import MAY_CHANGE
 from rudra.job.job import Job
 from rudra.job.schema import FILE
 from rudra.job.tables import OPTIMIZERS, Hook
@@ -24,6 +25,7 @@ CALLABLE = {"type": "string", "pattern": r"^[\w.]+:[\w.]+$"}
 PATTERNS = {  # what the tables check in code
     "training.target": r"^\s*(\w+ +)?[^\s<>=]+ *(>=|<=) *\S+\s*$",
     "results.checkpoint_every": r"^(never|0*[1-9][0-9]{0,9} *(update|epoch|s)s?)$",
+    "results.keep_checkpoints": r"^(never|0*[1-9][0-9]{0,9} *(update|epoch)s?)$",
 }
 
 
@@ -70,6 +72,12 @@ def text() -> str:
     names |= {"anyOf": [{"type": "string"}, several]}
     group["required"] = ["parameters"]
     del names["default"]
+    changes = plain["properties"]["changes"]["items"]["properties"]
+    for table, may_change in MAY_CHANGE.items():
+        its_keys = plain["properties"][table]["properties"]
+        keys = {key: {k: v for k, v in its_keys[key].items() if k != "default"} for key in may_change}
+        about = changes[table]["description"]
+        changes[table] = {"description": about, "type": "object", "additionalProperties": False, "properties": keys}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Rudra job"}
     plain["description"] = "A job for Rudra: what is trained, how, and on what."
     return json.dumps({**head, **plain}, ensure_ascii=False, indent=1) + "\n"

@@ -21,7 +21,7 @@ TRAINING = (
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, fault_tolerance, "
-    "results, hooks, study"
+    "results, hooks, changes, study"
 )
 FOUR = {"learners": 4}
 

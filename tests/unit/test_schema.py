@@ -37,6 +37,11 @@ checkpoint_every = "2 epochs"
 at = "end"
 call = "csv"
 options = { every = 2 }
+[[changes]]
+at_epoch = 1
+protocol.name = "softsync"
+protocol.n = 1
+training.minibatch_size = 32
 [study]
 grid = { protocol.n = [1, 2] }
 points = [{ protocol.n = 4, training.epochs = 1 }]
@@ -79,6 +84,11 @@ def test_what_is_right() -> None:
         ('[optimizer]\nname = "sdg"', "$.optimizer.name: 'sdg' is not one of ['sgd', "),
         ('[training]\ntarget = "accuracy 0.9"', "$.training.target: 'accuracy 0.9' does not match "),
         ('[results]\ncheckpoint_every = "hourly"', "$.results.checkpoint_every: 'hourly' does not match "),
+        ("[[changes]]\nprotocol.n = 1", "$.changes[0]: 'at_epoch' is a required property"),
+        (
+            "[[changes]]\nat_epoch = 1\ntraining.seed = 2",
+            "$.changes[0].training: Additional properties ",
+        ),
         ('[[hooks]]\nat = "end"', "$.hooks[0]: 'call' is a required property"),
         ('[[hooks]]\nat = "start"\ncall = "csv"', "$.hooks[0].at: 'start' is not one of "),
         ("[optimizer]\ngroups = [{ rate_factor = 2 }]", "$.optimizer.groups[0]: 'parameters' is a required property"),

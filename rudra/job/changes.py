@@ -1,0 +1,81 @@
+"""Tables `[[changes]]` of a job: what of it has another value after an epoch, and what must stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from rudra.job.jobfiles import flattened
+from rudra.job.table import Table, short
+
+MAY_CHANGE: dict[str, tuple[str, ...]] = {
+    "protocol": ("name", "n", "modulation", "reference_batch_size", "options"),
+    "optimizer": ("learning_rate", "milestones", "decay_factor"),
+    "training": ("minibatch_size",),
+    "cluster": ("shares",),
+    "topology": ("options",),
+}
+"""Table -> keys of it that may change: what neither roles nor the optimiser's state depend on."""
+
+_NO_OTHER_PROTOCOLS: dict[str, Any] = {"n": None, "options": {}}
+"""Keys of [protocol] that are of one protocol: another one begins without them."""
+
+VALID = ", ".join(f"{table}.{key}" for table, keys in MAY_CHANGE.items() for key in keys)
+
+
+class JobChange(Table):
+    """Keys of other tables that have other values once an epoch is complete."""
+
+    at_epoch: int = Field(
+        ge=1, lt=2**31, description="number of completed epochs after which the keys below hold; less than the epochs"
+    )
+    protocol: dict[str, Any] = Field({}, description="keys of protocol; another name begins without n and options")
+    optimizer: dict[str, Any] = Field({}, description="learning_rate, milestones, decay_factor")
+    training: dict[str, Any] = Field({}, description="minibatch_size")
+    cluster: dict[str, Any] = Field({}, description="shares")
+    topology: dict[str, Any] = Field(
+        {}, description="options, such as options.groups; roles and ranks must stay the same"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_change(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        tables = {table: keys for table, keys in value.items() if table != "at_epoch"}
+        for table, keys in tables.items():
+            for key in keys if isinstance(keys, Mapping) else [None]:
+                if key not in MAY_CHANGE.get(table, ()):
+                    name = table if key is None else f"{table}.{key}"
+                    raise ValueError(f"{name} cannot change in a run, whose roles and ranks stay; valid: {VALID}")
+        if "at_epoch" in value and not any(tables.values()):
+            raise ValueError(f"changes nothing; valid: {VALID}")
+        return value
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """Table -> key -> new value."""
+        return {table: keys for table in MAY_CHANGE if (keys := getattr(self, table))}
+
+    @property
+    def text(self) -> str:
+        """What changes, for people."""
+        return ", ".join(f"{key} = {short(value)}" for key, value in flattened(self.tables).items())
+
+    def applied(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Tables of a job with these values; of options, only those that are named.
+
+        Args:
+            tables: table -> key -> value: of the tables that may change, every key that is set.
+        """
+        found = {table: dict(keys) for table, keys in tables.items()}
+        for table, keys in self.tables.items():
+            before = found.setdefault(table, {})
+            if "name" in keys and keys["name"] != before.get("name"):
+                before |= _NO_OTHER_PROTOCOLS
+            for key, value in keys.items():
+                merges = isinstance(value, Mapping) and isinstance(before.get(key), Mapping)
+                before[key] = {**before[key], **value} if merges else value
+        return found

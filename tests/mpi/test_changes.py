@@ -1,0 +1,174 @@
+"""Runs that change, are resumed across a change, lose a learner, and begin with each other's checkpoints."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from processes import below, finish, gone, ranks_of, replays, start, wait_for_updates
+
+import rudra
+from rudra.results import checkpoint
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+
+def job_file(directory: Path, name: str, protocol: str, *changes: str, more: str = "") -> Path:
+    """Four epochs of digits for two learners; the first has 20 updates of hardsync with μ = 8."""
+    path = directory / f"{name}.toml"
+    path.write_text(
+        '[model]\nname = "mlp"\n[data]\nname = "digits"\ntrain_limit = 320\n'
+        "[training]\nepochs = 4\nminibatch_size = 8\nseed = 3\n[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\n"
+        f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 2\nthreads_per_rank = 1\n{more}'
+        + "".join(f"[[changes]]\n{change}" for change in changes)
+    )
+    return path
+
+
+WARM = 'at_epoch = 1\nprotocol.name = "softsync"\nprotocol.n = 1\n'
+OFTEN = "[results]\nflush_s = 0.1\nreport_s = 0.02\n"
+GROWING = "at_epoch = 2\ntraining.minibatch_size = 16\n"
+
+
+def run(job: Path, output: Path, *more: str | Path) -> None:
+    code, _, err = finish(start("run", job, "--output", output, "--quiet", *more))
+    assert code == 0, err
+
+
+def events(path: Path, kind: str) -> list[tuple[int, str]]:
+    with rudra.open_results(path) as results:
+        return [(int(row["timestamp"]), row["text"].decode()) for row in results.events if row["kind"] == kind.encode()]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "topology", "changes"),
+    [
+        ("hardsync", "", [WARM, GROWING]),
+        ("async", '[topology]\nname = "adv*"\n', [WARM, GROWING]),
+        (
+            "async",
+            '[topology]\nname = "groups"\noptions = { groups = 2 }\n',
+            ['at_epoch = 1\nprotocol.name = "hardsync"\n', GROWING],
+        ),
+    ],
+    ids=["base", "adv*", "groups"],
+)
+def test_a_run_that_changes_is_replayed(tmp_path: Path, protocol: str, topology: str, changes: list[str]) -> None:
+    output = tmp_path / "out.h5"
+    run(job_file(tmp_path, "job", protocol, *changes, more=topology), output)
+    assert len(events(output, "change")) == 2
+    with rudra.open_results(output) as results:
+        (first, second) = [at for at, _ in events(output, "change")]
+        gradients, account = results.gradients, results.totals[0]
+        after = gradients[gradients["update"] > second]
+        assert set(after["samples"]) == {16}
+        assert after["timestamp"].min() >= second > first
+        assert account["pushed"] == sum(account[name] for name in ("applied", "pending", "discarded", "lost"))
+    assert replays(output)
+
+
+@pytest.mark.parametrize("topology", ["", '[topology]\nname = "groups"\n'], ids=["base", "allreduce"])
+def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_never_stopped(
+    tmp_path: Path, topology: str
+) -> None:
+    growing = "at_epoch = 2\ntraining.minibatch_size = 4\n"
+    job = slowly(job_file(tmp_path, "job", "hardsync", growing, more=f"{topology}{OFTEN}"))
+    output = tmp_path / "out.h5"
+    for update in (10, 130):  # the job changes after update 120
+        process = start("run", job, "--output", output, "--resume")
+        wait_for_updates(process, output, update)
+        ranks = below(process.pid)
+        process.send_signal(signal.SIGINT)
+        code, _, err = finish(process)
+        assert code == 3, err
+        assert gone(ranks)
+    run(job, output, "--resume")
+    with rudra.simulate(rudra.Job.load(job), output=tmp_path / "whole.h5", progress="quiet") as whole:
+        expected = whole.summary()
+    with rudra.open_results(output) as results:
+        assert results.summary()["weights_sha256"] == expected["weights_sha256"]
+        assert results.summary()["changes"] == expected["changes"]
+        assert len(results.updates) == expected["updates"]
+    assert replays(output)
+
+
+@pytest.mark.parametrize(("update", "kinds"), [(10, ["lost", "change"]), (130, ["change", "lost"])])
+def test_a_learner_that_dies_before_or_after_a_change_is_left_behind(
+    tmp_path: Path, update: int, kinds: list[str]
+) -> None:
+    job = job_file(tmp_path, "job", "hardsync", WARM.replace("at_epoch = 1", "at_epoch = 3"), more=OFTEN)
+    slow, output = slowly(job, learners=3), tmp_path / "out.h5"
+    process = start("run", slow, "--output", output)
+    wait_for_updates(process, output, update)
+    os.kill(ranks_of(process)[4], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "learner 2 (rank 4) died; 2 learners are left, 2 gradients make an update" in err
+    with rudra.open_results(output) as results:
+        assert [kind.decode() for kind in results.events["kind"] if kind != b"checkpoint"] == kinds
+        gradients, account = results.gradients, results.totals[0]
+        assert account["pushed"] == sum(account[name] for name in ("applied", "pending", "discarded", "lost"))
+        for learner in range(3):
+            steps = gradients["step"][gradients["learner"] == learner]
+            assert list(steps) == list(range(len(steps)))
+    assert replays(output)
+
+
+def slowly(job: Path, learners: int = 2) -> Path:
+    """The job with samples that take their time, for twelve epochs, so that there is time to do something to it."""
+    job.write_text(
+        job.read_text()
+        .replace('name = "mlp"', 'name = "user_code:dropping"')
+        .replace('name = "digits"\ntrain_limit = 320', 'name = "user_code:delayed"')
+        .replace("epochs = 4\nminibatch_size = 8", "epochs = 12\nminibatch_size = 2")
+        .replace("learners = 2", f"learners = {learners}")
+    )
+    return job
+
+
+def test_a_branch_of_the_same_job_ends_with_the_bits_of_the_run_that_went_on(tmp_path: Path) -> None:
+    job = job_file(tmp_path, "job", "hardsync", more='[results]\nkeep_checkpoints = "1 epochs"\n')
+    output = tmp_path / "out.h5"
+    run(job, output)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [
+        *(f"out-{i}.ckpt" for i in range(1, 5)),
+        "out.ckpt",
+    ]
+    for epoch in range(1, 5):
+        state, _ = checkpoint.read(tmp_path / f"out-{epoch}.ckpt")
+        assert (state.position.epoch, state.position.timestamp) == (epoch, 20 * epoch)
+    run(job, branch := tmp_path / "branch.h5", "--from", tmp_path / "out-2.ckpt", "--carry", "all")
+    with rudra.open_results(output) as results, rudra.open_results(branch) as other:
+        whole, same = results.summary(), other.summary()
+        assert same["weights_sha256"] == whole["weights_sha256"] is not None
+        assert same["updates"] == len(other.updates) == whole["updates"]
+        assert same["train_loss"] == whole["train_loss"]
+        assert other.updates["digest"].tolist() == results.updates["digest"].tolist()
+    assert events(branch, "branch") == [(40, "begins with update 40 of out.h5")]
+    assert replays(branch)
+
+
+def test_a_branch_of_another_job_and_one_with_weights_alone(tmp_path: Path) -> None:
+    keep = '[results]\nkeep_checkpoints = "25 updates"\n'
+    job, other = job_file(tmp_path, "job", "hardsync", more=keep), job_file(tmp_path, "other", "async")
+    run(job, tmp_path / "out.h5")
+    origin = tmp_path / "out-update25.ckpt"
+    run(other, branch := tmp_path / "branch.h5", "--from", origin, "--carry", "all")
+    with rudra.open_results(branch) as results:
+        assert results.attributes["not_replayable"] == (
+            "up to update 25 it is out-update25.ckpt of another job, of which protocol.name was hardsync"
+        )
+        gradients = results.gradients
+        assert (gradients["staleness"][gradients["update"] <= 25] == 0).all()
+        assert results.epochs["epoch"].tolist() == [1, 2, 3, 4]
+        for learner in range(2):
+            steps = gradients["step"][gradients["learner"] == learner]
+            assert steps.tolist() == list(range(len(steps)))
+    run(other, again := tmp_path / "again.h5", "--from", origin)
+    with rudra.open_results(again) as results:
+        assert results.job["training"]["warm_start"] == str(origin)
+        assert results.updates["timestamp"][0] == 1
+    assert replays(again)
+    code, _, err = finish(start("run", other, "--output", tmp_path / "x.h5", "--from", again, "--carry", "all"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "a result file has no optimiser state" in err
