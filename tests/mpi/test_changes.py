@@ -148,6 +148,25 @@ def test_a_branch_of_the_same_job_ends_with_the_bits_of_the_run_that_went_on(tmp
     assert replays(branch)
 
 
+def test_a_run_that_is_not_finished_goes_back_to_a_checkpoint_that_was_kept(tmp_path: Path) -> None:
+    keep = f'{OFTEN}keep_checkpoints = "1 epochs"\n'
+    job, output = slowly(job_file(tmp_path, "job", "hardsync", more=keep)), tmp_path / "out.h5"
+    process = start("run", job, "--output", output)
+    wait_for_updates(process, output, 130)  # 60 are an epoch
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 3
+    code, _, err = finish(start("resume", tmp_path / "out-1.ckpt"))
+    assert code == 0, err
+    (restart,) = events(output, "restart")
+    assert restart[0] == 60
+    with rudra.simulate(rudra.Job.load(job), output=tmp_path / "whole.h5", progress="quiet") as whole:
+        expected = whole.summary()
+    with rudra.open_results(output) as results:
+        assert results.summary()["weights_sha256"] == expected["weights_sha256"]
+        assert len(results.updates) == expected["updates"] == 720
+    assert checkpoint.read(tmp_path / "out.ckpt")[0].position.epoch == 12
+
+
 def test_a_branch_of_another_job_and_one_with_weights_alone(tmp_path: Path) -> None:
     keep = '[results]\nkeep_checkpoints = "25 updates"\n'
     job, other = job_file(tmp_path, "job", "hardsync", more=keep), job_file(tmp_path, "other", "async")

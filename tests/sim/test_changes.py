@@ -98,7 +98,9 @@ def test_a_run_that_changes_is_repeated_bit_for_bit(
     tmp_path: Path, topology: dict[str, Any], protocol: str, then: list[dict[str, Any]], seed: int
 ) -> None:
     path = tmp_path / "run.h5"
-    job_ = make_job(protocol, topology=topology, changes=then).with_(training={"seed": seed})
+    delays = {"slowdown": {seed: 5.0}, "update_s": 0.1 * seed, "message_s": 0.01 * seed, "latency_s": 0.02 * seed}
+    job_ = make_job(protocol, topology=topology, changes=then).with_(training={"seed": seed}, simulation=delays)
+    assert train(job_).weights.isfinite().all(), "with poison wherever nobody may read"
     with rudra.simulate(job_, output=path, progress="quiet") as results:
         summary, events, epochs = results.summary(), results.events, results.epochs
         assert results.job["changes"][0]["at_epoch"] == 1

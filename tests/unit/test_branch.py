@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from results_files import write_run
 
+import rudra
 from rudra.cli.main import main
 from rudra.core.layout import Entry
 from rudra.core.training_state import TrainingState
@@ -110,6 +111,11 @@ def test_carry_without_from_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == (
         "rudra: --carry says what to begin with of another run: give --from FILE.ckpt, too\n"
     )
+
+
+def test_what_else_is_to_be_carried_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^carry = 'momentum'; valid: weights, all$"):
+        rudra.run(Job(), from_="run-2.ckpt", carry="momentum")  # type: ignore[arg-type]
 
 
 def test_a_branch_that_has_a_checkpoint_goes_on_instead(tmp_path: Path) -> None:
