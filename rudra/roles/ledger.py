@@ -341,7 +341,7 @@ class Ledger:
         plan = phase_at(self._phases, position.epoch).plan
         self._follow(plan.without(gone) if gone else plan, position)
         for phase in self._phases:
-            if before < phase.at_epoch <= self._phase.at_epoch:
+            if before < phase.at_epoch <= self._phase.at_epoch and not self.over:
                 self.tell("change", self.timestamp, position.time_s, f"after epoch {phase.at_epoch}: {phase.text}")
 
     def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:

@@ -114,6 +114,7 @@ class FirstShard(ParameterServer):
                 (Kind.TAKEN, "_part_there"),
             )
         },
+        **staying([ServerState.CLOSING], {Kind.TAKEN: "_in_vain"}),  # of a learner that has died since
         **{
             (state, trigger): To(method, *to.states)
             for (state, kind), to in ParameterServer.TRANSITIONS.items()

@@ -202,8 +202,8 @@ class StatisticsServer(Machine):
         rows = _rows(event)
         epoch = int(rows[0]["epoch"])
         self._rows[epoch] = rows
-        buffer = self._rooms.popleft()  # in the order in which they were let in
-        assert event.buffer in {None, buffer}
+        buffer = event.buffer or self._rooms[0]  # parts come in the order in which they were let in
+        self._rooms.remove(buffer)
         self.epochs = self._last_epoch = event.message.value
         if epoch == self.epochs:
             self._final_weights = buffer

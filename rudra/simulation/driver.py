@@ -152,7 +152,7 @@ class Simulation:
 
     def _share_ranks(self) -> None:
         """Has the learners of a rank compute one after another; where none shares one, this changes nothing."""
-        learners = [self.actors[role] for role in self.plan.learners]
+        learners = [self.actors[role] for role in self.plan.learners if role in self.actors]
         ranks = [self.plan.roles[actor.role].world_rank for actor in learners]
         if len(set(ranks)) < len(ranks):
             first = dict(zip(reversed(ranks), reversed(learners), strict=True))

@@ -20,7 +20,7 @@ from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
 from rudra.simulation.costs import places
 from rudra.simulation.timing_only import TimingOnly
-from topologies.plan import GROUPED, KINDS, OVERLAPPED, REPLICA, RoleKind
+from topologies.plan import FIRST_SHARD, GROUPED, KINDS, OVERLAPPED, REPLICA, SHARDED, RoleKind
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def machine(kind: RoleKind) -> Any:
 
 NAMED = {
     change(kind, state, after)
-    for kind in map(machine, [*KINDS.values(), OVERLAPPED, GROUPED, REPLICA])
+    for kind in map(machine, [*KINDS.values(), OVERLAPPED, GROUPED, REPLICA, SHARDED, FIRST_SHARD])
     for (state, _), to in kind.TRANSITIONS.items()
     for after in to.states
     if after is not state
@@ -47,8 +47,16 @@ NAMED = {
 
 WIDE = {
     **dict.fromkeys(
-        [(kind, state, "DONE") for kind in ("Learner", "GroupLearner") for state in ("COMPUTING", "EXCHANGING")],
+        [
+            (kind, state, "DONE")
+            for kind in ("Learner", "GroupLearner", "ShardedLearner")
+            for state in ("COMPUTING", "EXCHANGING")
+        ],
         "a learner that was dropped may hear of it only with the end of all; a simulated one is gone at once",
+    ),
+    **dict.fromkeys(
+        [("FirstShard", state, "INITIALISING") for state in ("TRAINING", "DRAINING")],
+        "servers that share the weights never begin anew: a learner can be missed, and the job does not change",
     ),
     **dict.fromkeys(
         [("Replica", state, "REGROUPING") for state in ("HASHING", "READY", "WAITING")],
@@ -76,7 +84,8 @@ def eventful(draw: st.DrawFn, run: Job) -> Job:
     """The same with checkpoints, targets, falling rates and dropped learners."""
     every = draw(st.sampled_from(["never", "1 updates", "3 updates", "1 epochs"]))
     tolerance: dict[str, Any] = {"on_learner_loss": draw(st.sampled_from(["continue", "stop"]))}
-    if run.protocol.name == "hardsync" and run.topology.name in {"base", "adv"}:
+    alone = run.cluster.learners_per_rank == 1
+    if alone and run.protocol.name == "hardsync" and run.topology.name in {"base", "sharded", "adv"}:
         tolerance["straggler_timeout_s"] = draw(st.sampled_from([None, 0.05, 0.5]))
     training: dict[str, Any] = {"evaluate": draw(st.sampled_from([False, True, "always"]))}
     optimizer: dict[str, Any] = {}
@@ -143,7 +152,9 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
     @given(st.data())
     def explore(data: st.DataObject) -> None:
         clusters = data.draw(st.sampled_from([undisturbed, dying]))
-        run, training_samples = data.draw(clusters(data.draw(st.sampled_from(["base", "adv", "adv*", "groups"]))))
+        run, training_samples = data.draw(
+            clusters(data.draw(st.sampled_from(["base", "sharded", "adv", "adv*", "groups"])))
+        )
         stop_at = data.draw(st.none() | st.floats(0.0, 2.0))
         follow(data.draw(eventful(run)), training_samples, seen, data.draw(st.integers(0, 99)), stop_at)
 

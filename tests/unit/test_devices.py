@@ -98,7 +98,7 @@ class Ranks(Guarded):
     """Every role has buffers of its own, and what arrives there is new: as on real ranks."""
 
     def _share(self, source: Any, target: Any) -> None:
-        buffer = self._new()
+        buffer = self._new(target[0])
         buffer.vector.copy_(self._held(source).vector)
         buffer.version += 1
         self._hold(target, buffer)
