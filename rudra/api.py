@@ -193,7 +193,7 @@ def simulate(
             simulation = assemble(
                 unsaved, plan, cluster.tensors, recorder, training_samples=samples, size_bytes=size_bytes
             )
-            if text := simulation.costs.guessed:
+            if (text := simulation.costs.guessed) and progress != "quiet":
                 log.info(f"{job.name}: {text}")
             try:
                 with _told_to_end():

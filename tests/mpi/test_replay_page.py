@@ -27,7 +27,7 @@ def done(directory: Path, *line: str) -> subprocess.CompletedProcess[str]:
 def test_a_failed_run_is_looked_into(tmp_path: Path) -> None:
     for name, text in files(WALK).items():
         (tmp_path / name).write_text(text)
-    first, *then = [line for block in blocks("sh", WALK) for line in block.splitlines()]
+    first, *then = [line for block in blocks("sh", WALK) for line in block.replace("\\\n", "").splitlines()]
     failed = done(tmp_path, *forks.rudra(), *shlex.split(first)[1:])
     assert failed.returncode == 1
     assert "is nan: a smaller learning_rate may help" in failed.stderr
