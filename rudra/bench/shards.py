@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rudra.bench.ranks import on_ranks
 from rudra.bench.stubs import StubLearner, StubStatistics, UpdatingServer, drive
 from rudra.findings import Goal, Report, ratios, spread
@@ -73,6 +75,7 @@ def simulated(shards: int, updates: int) -> tuple[float, float]:
 
 def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds: int) -> dict[str, Any]:
     """Takes turns; on the statistics servers' ranks pushes/s, by the number of servers."""
+    torch.set_num_threads(1)  # each rank has a core at most
     figures: dict[str, Any] = {str(shards): [] for shards in HERE}
     for turn in range(rounds + 1):
         for shards in HERE:

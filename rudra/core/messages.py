@@ -73,6 +73,9 @@ GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART})
 PARTS = frozenset({Kind.GRADIENT_PART, Kind.WEIGHTS_PART})
 """Kinds whose tensors are gradients, or parts of them; and kinds of parts."""
 
+URGENT = frozenset({Kind.LOG, Kind.TAKEN})
+"""Kinds that have another rank begin long work beside that of the sender."""
+
 _KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
 _HEADER = struct.Struct("<iiqqdi?3x")
 _KIND_BITS = 8

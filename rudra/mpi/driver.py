@@ -50,7 +50,7 @@ from rudra.core.events import (
     Withdrawn,
 )
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import URGENT, Kind, Message
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
@@ -414,6 +414,8 @@ class Rank:
         if action.buffer is None:
             data = action.message.encode(self._regrouping.generation)
             self.tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
+            if action.message.kind in URGENT:
+                self._doorbell.ring(to)
             return
         self._to_ring.add(to)
         channel = GRADIENTS if action.message.kind in GRADIENT_KINDS else WEIGHTS

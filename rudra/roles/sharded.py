@@ -310,6 +310,22 @@ class Shard(Machine):
         while self._log and (due := self._due(*self._log[0])) is not None:
             self._log.popleft()
             actions += due
+        return actions + self._let_in() if self._log else actions
+
+    def _let_in(self) -> list[Action]:
+        """Lets in gradients that the log speaks of further on, while an entry before them has to wait.
+
+        It may, where no entry before is about the buffer, or about another gradient of that learner.
+        """
+        actions: list[Action] = []
+        needed: set[bytes | int] = set()
+        for entry_ in list(self._log):
+            what, role, buffer, other, *_ = entry_
+            if what == _NUMBER[Receive] and not needed & {role, buffer}:
+                self._log.remove(entry_)
+                actions += self._due(*entry_) or []
+            else:
+                needed |= {buffer, other, role} if what == _NUMBER[Receive] else {buffer, other}
         return actions
 
     def _due(
