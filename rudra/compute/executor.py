@@ -412,9 +412,8 @@ class OwnerExecutor(Executor):
         found = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
         weights = found.pop(WEIGHTS, None)
         try:
-            size = self.size if self._part is None else self._of
-            if weights is None or len(weights) != size:
-                raise ValueError(f"the model has {size} numbers, not {0 if weights is None else len(weights)}")
+            if weights is None or len(weights) != self._of:
+                raise ValueError(f"the model has {self._of} numbers, not {0 if weights is None else len(weights)}")
             self._rule.restore({name.removeprefix("optimizer."): tensor for name, tensor in found.items()})
         except ValueError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None

@@ -4,17 +4,15 @@ Cuts lie where the arithmetic on a part gives the bits of the arithmetic on the 
 an optimiser steps together, or a multiple of a cache line behind the beginning of one. Buffers are in the last part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.optim import CACHE_LINE, runs_of
-from rudra.core.layout import Entry
+from rudra.core.layout import Entry, NamedVectors
 from rudra.errors import ConfigError
 from rudra.job.tables import OptimizerTable
-
-NamedVectors = Mapping[str, NDArray[np.float32]]
 
 
 def cut(table: OptimizerTable, layout: Sequence[Entry], count: int) -> tuple[slice, ...]:

@@ -26,6 +26,7 @@ from rudra.compute.executor import Executor, OwnerExecutor, make_executors
 from rudra.compute.parts import joined
 from rudra.compute.schedule import phases_of
 from rudra.core.events import WEIGHTS
+from rudra.core.layout import NamedVectors
 from rudra.core.phases import phase_at
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
@@ -41,7 +42,7 @@ from rudra.mpi.forkserver import launcher
 from rudra.mpi.node_memory import share
 from rudra.mpi.relay import exit_line
 from rudra.mpi.start import gpu_aware
-from rudra.mpi.states import NamedVectors, States
+from rudra.mpi.states import States
 from rudra.mpi.tags import FAILURE_TAG
 from rudra.mpi.trial import Trial
 from rudra.results import checkpoint

@@ -1,18 +1,17 @@
 """What several owners of the weights keep, on its way to the one that writes it into a checkpoint."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from rudra.core.layout import NamedVectors
 from rudra.mpi.failures import outcome
 from rudra.mpi.tags import CHANNELS, FIRST_TAG, STATES
 from topologies import Plan
-
-NamedVectors = Mapping[str, NDArray[np.float32]]
 
 
 class _Arriving:

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.core.layout import NamedVectors
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError
 from rudra.job.jobfiles import possible
@@ -39,8 +40,6 @@ FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
 _KEPT = re.compile(r"(.+)-(?:update)?[0-9]+")
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
-
-NamedVectors = Mapping[str, NDArray[np.float32]]
 
 
 class SavedState(NamedTuple):
