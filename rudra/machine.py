@@ -2,6 +2,7 @@
 
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,3 +18,16 @@ def processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def free_memory() -> int:
+    """Bytes that processes may still take here: what the kernel has, and what this one's control group may have."""
+    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        found = [int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024]
+    with suppress(OSError, ValueError, IndexError):  # not in a group of the second version, or without a limit
+        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text(encoding="utf-8").split("::/")[1].strip()
+        most, taken = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(max(0, most - taken))
+    return min(found)

@@ -82,12 +82,14 @@ def run(*, quick: bool, phases: Sequence[str] | None = None) -> Report:
     with (
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
         tqdm(total=learners + servers + jobs, unit=" kills", leave=False, disable=None) as bar,
-        closing(_Campaign(Path(name), chance, bar, epochs=3 if quick else 6)) as campaign,
+        closing(Campaign(Path(name), chance, bar, epochs=3 if quick else 6)) as campaign,
     ):
         calm = {name: [campaign.undisturbed(s) for _ in range(1 if quick else CALM)] for name, s in settings.items()}
         each = -(-learners // len(settings))
         outlived = {f"learners, {name}": campaign.outlived(LEARNER, s, each) for name, s in settings.items()}
-        ending = {role: campaign.servers(role, servers // 3 + 1) for role in SERVERS[: 1 if quick else None]}
+        ending = {
+            role: campaign.servers(role, SETTINGS[TREE], servers // 3 + 1) for role in SERVERS[: 1 if quick else None]
+        }
         if not quick:
             outlived["servers of a tree"] = campaign.outlived(TREE_SERVER, SETTINGS[TREE], servers // 3 + 1)
         ending["whole job, hardsync"] = campaign.jobs(jobs)
@@ -116,7 +118,7 @@ def run(*, quick: bool, phases: Sequence[str] | None = None) -> Report:
     return report
 
 
-class _Campaign:
+class Campaign:
     """Runs and kills.
 
     Args:
@@ -172,10 +174,10 @@ class _Campaign:
             tally.unreadable += 1
         return tally
 
-    def servers(self, role: str, kills: int) -> Tally:
+    def servers(self, role: str, settings: Sequence[str], kills: int) -> Tally:
         """Kills a role without which nothing goes on; the run is to begin again from its checkpoint."""
         tally = Tally()
-        settings = (*SETTINGS[TREE], "fault_tolerance.restarts=1", "results.checkpoint_every=3 updates")
+        settings = (*settings, "fault_tolerance.restarts=1", "results.checkpoint_every=3 updates")
         for _ in range(kills):
             output = self._output()
             process = self._start(output, settings)

@@ -147,6 +147,7 @@ class PlainLoop:
         wrap: what makes the module that computes, from the model; DDP for example.
         model: "lenet", with momentum, or "alexnet", without.
         exchange: gets the gradient as one vector before each update, to average it over ranks.
+        compiled: by torch.compile.
     """
 
     def __init__(
@@ -155,10 +156,13 @@ class PlainLoop:
         wrap: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
         model: str = "lenet",
         exchange: Callable[[torch.Tensor], None] | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         small = model == "lenet"
         network = networks.lenet((1, 28, 28), 10) if small else networks.alexnet(PICTURE, CLASSES)
-        self._model = network if wrap is None else wrap(network)
+        computes: Any = torch.compile(network) if compiled else network
+        self._model = computes if wrap is None else wrap(computes)
         rate, momentum = (RATE, MOMENTUM) if small else (1e-4, 0.0)
         self._optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=momentum, fused=True)
         count, shape = (IMAGES, (1, 28, 28)) if small else (PICTURES, PICTURE)

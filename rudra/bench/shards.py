@@ -13,6 +13,7 @@ import torch
 
 from rudra.bench.ranks import on_ranks
 from rudra.bench.stubs import StubLearner, StubStatistics, UpdatingServer, drive
+from rudra.compute.executor import Executor, Memory
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -102,11 +103,14 @@ def _one(comm: "MPI.Comm", job: Job, pushes: int) -> list[float]:
     ends = [FLOATS * i // len(plan.owners) // 16 * 16 for i in range(len(plan.owners))] + [FLOATS]
     parts = {owner: slice(*ends) for owner, ends in zip(plan.owners, pairwise(ends), strict=True)}
     (role,) = plan.on_rank(mine.rank)
-    if role in parts:
-        executor: Any = UpdatingServer(FLOATS, parts[role] if plan.parted else None)
-    else:
-        executor = (StubStatistics if role == plan.statistics else StubLearner)(FLOATS)
+
+    def made(memory: Memory | None) -> Executor:
+        if role in parts:
+            return UpdatingServer(FLOATS, memory, parts[role] if plan.parted else None)
+        executor = (StubStatistics if role == plan.statistics else StubLearner)(FLOATS, memory)
         executor.parts = parts if plan.parted else {}
-    accounts = drive(mine, job, plan, executor, pushes, spins=plan.ranks <= cores())
+        return executor
+
+    accounts = drive(mine, job, plan, made, pushes, spins=plan.ranks <= cores())
     mine.Free()
     return [sum(account["pushed"] for account in accounts) / accounts[0]["time_s"]] if accounts else []

@@ -1,15 +1,18 @@
 """Stand-ins for what takes time beside communication: the roles and the driver are real, gradients come at once."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
+from rudra.compute.executor import Executor, LearnerExecutor, Memory, ServerExecutor, StatisticsExecutor
 from rudra.compute.flat import sha256
 from rudra.compute.optim import UpdateRule
 from rudra.compute.schedule import schedule_of
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update, Updated
+from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.session import rest
@@ -20,12 +23,23 @@ from topologies import Plan
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from rudra.mpi.arena import Arena
+
+Maker = Callable[[Memory | None], Executor]
+"""Makes a stand-in whose buffers lie in that memory."""
+
+RATE, MOMENTUM = 1e-6, 0.9
+"""Of updates."""
+
+TOUCHED, RESERVED = 4, 16
+"""Buffers that each stand-in has before it begins, so that none is made meanwhile; and that it may ever have."""
+
 
 class StubLearner(LearnerExecutor):
     """Has its gradient at once, so that push and pull are all there is."""
 
-    def __init__(self, floats: int) -> None:
-        Executor.__init__(self, (), floats, floats, 1)
+    def __init__(self, floats: int, memory: Memory | None = None) -> None:
+        Executor.__init__(self, (), floats, floats, 1, memory=memory)
 
     def compute(self, action: Compute) -> Iterator[Computed]:
         yield Computed(action.step, 0.0, 0, action.work.count)
@@ -37,8 +51,8 @@ class StubLearner(LearnerExecutor):
 class StubServer(ServerExecutor):
     """Updates take no time."""
 
-    def __init__(self, floats: int) -> None:
-        Executor.__init__(self, (), floats, floats, 1)
+    def __init__(self, floats: int, memory: Memory | None = None) -> None:
+        Executor.__init__(self, (), floats, floats, 1, memory=memory)
 
     def accumulate(self, action: Accumulate) -> None: ...
 
@@ -46,21 +60,33 @@ class StubServer(ServerExecutor):
         return Updated(action.timestamp, 0, 0.0)
 
 
+class AveragingServer(StubServer):
+    """Averages each gradient in, and updates nothing."""
+
+    def __init__(self, floats: int, memory: Memory | None = None) -> None:
+        super().__init__(floats, memory)
+        self._average = torch.full((floats,), 0.0)
+
+    def update(self, action: Update) -> Updated:
+        self._average.lerp_(self.buffer(action.gradient).vector, 0.5)
+        return super().update(action)
+
+
 class UpdatingServer(ServerExecutor):
     """Averages and updates as in a run: SGD with momentum; all weights, or a part of them."""
 
-    def __init__(self, floats: int, part: slice | None = None) -> None:
+    def __init__(self, floats: int, memory: Memory | None = None, part: slice | None = None) -> None:
         length = floats if part is None else part.stop - part.start
-        Executor.__init__(self, (), length, length, 1)
+        Executor.__init__(self, (), length, length, 1, memory=memory)
         self._part, self._of, self._first_sha256 = part, floats, sha256(np.zeros(floats, np.float32))
-        table = OptimizerTable(learning_rate=1e-6, momentum=0.9)
+        table = OptimizerTable(learning_rate=RATE, momentum=MOMENTUM)
         self._rule = UpdateRule(table, self.buffer("weights").vector)
         self.prepare()
 
 
 class StubStatistics(StatisticsExecutor):
-    def __init__(self, floats: int) -> None:
-        Executor.__init__(self, (), floats, floats, 1)
+    def __init__(self, floats: int, memory: Memory | None = None) -> None:
+        Executor.__init__(self, (), floats, floats, 1, memory=memory)
 
 
 class Account(Recorder):
@@ -80,10 +106,16 @@ class Account(Recorder):
         self.learners = [{**{name: float(row[name]) for name in names}, "time_s": time_s} for row in action.learners]
 
 
+def kept(executor: Executor) -> Maker:
+    """Gives the same stand-in to every run, so that its memory is warm; for those that go by messages."""
+    return lambda memory: executor
+
+
 def drive(
-    comm: "MPI.Comm", job: Job, plan: Plan, executor: Executor, steps: int, *, spins: bool = True
+    comm: "MPI.Comm", job: Job, plan: Plan, make_executor: Maker, steps: int, *, spins: bool = True
 ) -> list[dict[str, float]]:
     """Trains; on the statistics server's rank: the account of each learner, and how long the training took."""
+    from rudra.mpi.arena import Arena
     from rudra.mpi.driver import Rank
 
     account = Account()
@@ -91,7 +123,28 @@ def drive(
     recorder = account if role == plan.statistics else None
     mine = comm.Dup()
     machines = {role: make(role, job, plan, steps, schedule_of(job, plan, steps))}
-    Rank(mine, plan, machines, {role: executor}, recorder, spins=spins).run()
+    arena = Arena()
+    executor = make_executor(arena.allocate if job.cluster.node_memory else None)
+    if job.cluster.node_memory:
+        _meet(mine, arena, executor)
+    Rank(mine, plan, machines, {role: executor}, recorder, spins=spins, arena=arena).run()
+    del machines, executor, arena
+    gc.collect()  # the next run needs the memory before Python finds the cycles that hold it
     rest(mine)
     mine.Free()
     return account.learners
+
+
+def _meet(comm: "MPI.Comm", arena: "Arena", executor: Executor) -> None:
+    """Has the ranks of the node map each other's memory, as a session does."""
+    from mpi4py import MPI
+
+    names = [f"touched {i}" for i in range(TOUCHED)]
+    for use in (executor.buffer, executor.release):
+        for name in names:
+            use(name)
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    failure = arena.meet(node, comm.rank, RESERVED * (executor.size * 4 + executor.tail))
+    node.Free()
+    if failure:
+        raise RunError(f"ranks cannot read each other's memory here: {failure}")

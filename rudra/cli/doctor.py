@@ -5,8 +5,8 @@ import argparse
 SUMMARY = "check that this machine can run jobs"
 
 MORE = """\
-Looks at Python, torch, GPUs, MPI and its launcher, SLURM, cores and HDF5, and says how to fix what is wrong.
-Exit code 1: something would stop every run."""
+Looks at Python, torch, GPUs, MPI and its launcher, memory that ranks share, SLURM, cores and HDF5, and says how to fix
+what is wrong. Exit code 1: something would stop every run."""
 
 EXAMPLES = {
     "rudra doctor": "check this machine",

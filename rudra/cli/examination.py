@@ -1,11 +1,13 @@
 """`rudra doctor`: looks at everything that a run needs, and says what to do about each thing that is wrong."""
 
+import errno
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,11 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rudra.errors import LaunchError
-from rudra.machine import cores
+from rudra.machine import cores, free_memory
 from rudra.mpi.launch import find_mpirun, is_open_mpi, mpirun_command, world_size
 
 PROBE_TIMEOUT_S = 60.0
 DEFAULT_LEARNERS = 4
+
+RESERVED = 1 << 30
+"""Of memory that the two ranks ask for to share, and do not use."""
 
 PROBE = """
 import json, sys
@@ -30,11 +35,16 @@ comm = MPI.COMM_WORLD
 levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
           MPI.THREAD_MULTIPLE: "multiple"}
 names = comm.gather(MPI.Get_processor_name())
+from rudra.mpi.arena import Arena
+arena, node = Arena(), comm.Split_type(MPI.COMM_TYPE_SHARED)
+arena.allocate(1 << 20)
+memory = [node.size, arena.meet(node, comm.rank, %d)]
 if comm.rank == 0:
     from rudra.mpi.start import gpu_aware
     print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "threads": levels[MPI.Query_thread()],
-                      "size": comm.size, "hosts": sorted(set(names)), "gpu": gpu_aware()}), flush=True)
-"""
+                      "size": comm.size, "hosts": sorted(set(names)), "gpu": gpu_aware(),
+                      "memory": memory}), flush=True)
+""".replace("%d", str(RESERVED))
 
 ULFM_PROBE = """
 import sys
@@ -178,6 +188,36 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
         None: "unknown, the library does not report it; GPU tensors travel through main memory",
     }
     yield Finding("mpi gpu-aware", "ok", told[seen["gpu"]])
+    yield _node_memory(*seen["memory"])
+
+
+def _node_memory(ranks: int, failure: str) -> Finding:
+    """Whether ranks of this node can read each other's memory, and how much of it there may be."""
+    if failure:
+        advice = f"{_remedy(failure)}until then ranks of a node exchange messages, which is slower"
+        return Finding("node memory", "warn", f"ranks cannot read each other's: {_first_line(failure)}", advice)
+    if ranks < 2:
+        return Finding("node memory", "ok", "not tried: the two ranks met on two nodes")
+    limit, free = resource.getrlimit(resource.RLIMIT_FSIZE)[0], free_memory()
+    found = f"ranks read each other's; {free / 2**30:.1f} GiB are free"
+    if limit in {resource.RLIM_INFINITY, -1} or limit > free:
+        return Finding("node memory", "ok", found)
+    advice = "ulimit -f unlimited, which is for memory that is shared, too; else larger models travel by messages"
+    return Finding("node memory", "warn", f"{found}, but a rank may share at most {limit / 2**30:.1f} GiB", advice)
+
+
+def _remedy(failure: str) -> str:
+    """What lets ranks read each other's memory, as far as it is known."""
+    remedies = {
+        errno.EFBIG: "ulimit -f unlimited, which is for memory that is shared, too; ",
+        errno.ENOSPC: "free memory, or ask for more; ",
+        errno.ENOMEM: "free memory, or ask for more; ",
+        errno.EACCES: "let ranks see each other in /proc: one user, one process namespace, one user namespace; ",
+        errno.ENOENT: "let ranks see each other in /proc: one user, one process namespace, one user namespace; ",
+        errno.EPERM: "allow memfd_create and /proc/PID/fd, which a security policy forbids; ",
+        errno.ENOSYS: "allow memfd_create, which a sandbox or an old kernel lacks; ",
+    }
+    return next((text for number, text in remedies.items() if os.strerror(number) in failure), "")
 
 
 def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[str | None, str]:
@@ -274,5 +314,5 @@ def _swmr() -> Finding:
     return Finding("h5py", "ok", f"{found}, readable while written")
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException | str) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

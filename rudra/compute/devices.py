@@ -78,6 +78,11 @@ def page_locked(length: int) -> npt.NDArray[np.uint8]:
     return torch.zeros(length, dtype=torch.uint8, pin_memory=True).numpy()
 
 
+def lock_pages(memory: npt.NDArray[np.uint8]) -> None:
+    """The same of memory that is there already; without it, copies are slower."""
+    torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
+
+
 class Stage:
     """Vectors on the device where a role computes, while its buffers lie in main memory, where MPI reads and writes.
 

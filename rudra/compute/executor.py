@@ -4,9 +4,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import torch
 
 from rudra import plugins
 from rudra.compute import models, tasks
-from rudra.compute.devices import CPU, Placing, Stage, finish, page_locked
+from rudra.compute.devices import CPU, Placing, Stage, finish, lock_pages, page_locked
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import BatchResult, GradientSource, check_gradient, evaluate
 from rudra.compute.half import from_half, to_half
@@ -54,6 +54,16 @@ CACHE_LINE = 64
 EXPONENT = 2
 """Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
 
+Memory = Callable[[int], npt.NDArray[np.uint8] | None]
+"""Gives so many bytes for a buffer, zeros that are written; None: it has none, and the buffer gets some of its own."""
+
+Take = Callable[[slice], torch.Tensor]
+"""Gives a slice of a vector, float32, which is good until the next one is asked for; they are asked for in ascending
+order, at most `CHUNK` elements each, from a multiple of `CACHE_LINE` on."""
+
+CHUNK = 1 << 20
+"""Elements of a slice: few enough that a processor's cache has room for them, enough to hide what a call costs."""
+
 FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 """Gives the weights of a warm start: what a result file holds for a model of that layout, (size,) float32."""
 
@@ -92,15 +102,30 @@ class Buffer:
         tail: bytes behind it.
         device: where the vector is.
         pinned: page-locked, so that a GPU copies it at full speed and beside other work.
+        memory: where it is to lie, if it is in main memory.
 
     Attributes:
+        held: by so many readers, in other processes: until they are done it must not change.
+        borrowed: of another process, and only read.
         wire: (size * 4 + tail,) uint8, what travels; empty on a GPU, where nothing does.
         vector: (size,) float32, the tensor.
         version: another one whenever the vector was received, averaged, updated or restored.
     """
 
-    def __init__(self, size: int, tail: int, device: torch.device = CPU, *, pinned: bool = False) -> None:
+    held = 0
+    borrowed = False
+
+    def __init__(
+        self,
+        size: int,
+        tail: int,
+        device: torch.device = CPU,
+        *,
+        pinned: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
         self.version = 0
+        self._memory = memory
         if device.type != "cpu":
             self.wire = np.empty(0, np.uint8)
             self.vector = torch.zeros(size, device=device)
@@ -108,13 +133,19 @@ class Buffer:
             return
         # NumPy asks for huge pages, which make transfers between processes a third faster than torch's memory does.
         # Zeros that are written, not promised: transfers into untouched memory are many times slower.
-        length = size * 4 + tail + CACHE_LINE
-        memory = page_locked(length) if pinned else np.full(length, 0, np.uint8)
-        first = -memory.ctypes.data % CACHE_LINE
-        self.wire = memory[first : first + size * 4 + tail]
+        self.wire = self._bytes(size * 4 + tail, pinned=pinned)
         self._array = self.wire[: size * 4].view(np.float32)
         self.vector = torch.from_numpy(self._array)
         self._tail = self.wire[size * 4 :].data
+
+    def _bytes(self, length: int, *, pinned: bool = False) -> npt.NDArray[np.uint8]:
+        memory = None if self._memory is None else self._memory(length + CACHE_LINE)
+        if memory is None:
+            memory = page_locked(length + CACHE_LINE) if pinned else np.full(length + CACHE_LINE, 0, np.uint8)
+        elif pinned:
+            lock_pages(memory)
+        first = -memory.ctypes.data % CACHE_LINE
+        return memory[first : first + length]
 
     @property
     def array(self) -> npt.NDArray[np.float32]:
@@ -142,10 +173,16 @@ class Buffer:
         self.version += 1
         return Message.decode(self._tail)
 
+    def take_half(self, half: torch.Tensor) -> None:
+        """Takes over a tensor that another buffer has as float16: (size * 2 + 2,) uint8."""
+        floats = len(self.vector) * 2
+        exponent = half[floats : floats + EXPONENT].view(torch.int16)
+        from_half(half[:floats].view(torch.float16), int(exponent[0]), self.vector)
+
     @cached_property
     def half(self) -> npt.NDArray[np.uint8]:
         """Room for the tensor as float16, its exponent, and a message: (size * 2 + 2 + tail,) uint8."""
-        return np.full(len(self.vector) * 2 + EXPONENT + len(self._tail), 0, np.uint8)
+        return self._bytes(len(self.vector) * 2 + EXPONENT + len(self._tail))
 
     @cached_property
     def _halves(self) -> tuple[torch.Tensor, npt.NDArray[np.int16], memoryview]:
@@ -167,6 +204,23 @@ class Buffer:
         numbers, exponent, tail = self._halves
         from_half(numbers, int(exponent[0]), self.vector)
         return Message.decode(tail)
+
+
+class BorrowedBuffer(Buffer):
+    """A vector of another process, which lends it, and which is only read.
+
+    Args:
+        vector: (size,) float32.
+        give_back: is called when nobody here needs it any more.
+    """
+
+    borrowed = True
+
+    def __init__(self, vector: torch.Tensor, give_back: Callable[[], None]) -> None:
+        self.version = 0
+        self.vector = vector
+        self._array = vector.numpy()
+        self.give_back = give_back
 
 
 class DirectBuffer(Buffer):
@@ -196,6 +250,20 @@ class DirectBuffer(Buffer):
         return Message.decode(self.wire[len(self.vector) * 4 :].numpy(force=True).data)
 
 
+class Deferred(NamedTuple):
+    """What a buffer is to hold once somebody needs it.
+
+    Attributes:
+        take: gives it, slice by slice.
+        of: names of the buffers that it is made of.
+        fill: puts all of it into the buffer, if there is a faster way than slice by slice.
+    """
+
+    take: Take
+    of: tuple[str, ...]
+    fill: Callable[[], None] | None
+
+
 class Executor:
     """Buffers and arithmetic of one role: does its local actions, each in the method of that name.
 
@@ -206,17 +274,23 @@ class Executor:
         device: where the buffers are.
         stage: where the role computes, if not on its buffers themselves.
         direct: MPI reads and writes the buffers on that device.
+        memory: where buffers in main memory are to lie.
 
     Attributes:
         parts: of the vector, by the role that owns them, where they travel one by one; to a shard its part is a whole.
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
         hooks: of this role; None: there are none.
         lent: how many transfers from each buffer are under way.
+        fuses: averages wait for who needs them, so that an update takes them in with its step. Only where nobody writes
+            to a buffer that he did not `renew`.
+        tail: bytes of the largest message that comes with a tensor.
+        direct: MPI reads and writes the buffers on that device.
     """
 
     parts: Mapping[int, slice] = {}
     state_dict: tuple[StateEntry, ...] = ()
     hooks: RoleHooks | None = None
+    fuses = False
 
     def __init__(
         self,
@@ -228,17 +302,26 @@ class Executor:
         stage: Stage | None = None,
         *,
         direct: bool = False,
+        memory: Memory | None = None,
     ) -> None:
+        self._memory = memory
+        self._idle: list[Buffer] = []  # without a name, some of them held by others still
         self.layout = layout
         self.size = size
         self.parameters = parameters
         self.device = device
         self._stage = stage
-        self._direct = direct
+        self.direct = direct
         self._pinned = stage is not None and stage.device.type == "cuda"
-        self._tail = tail_bytes(gradients)
+        self.tail = tail_bytes(gradients)
         self._buffers: dict[str, Buffer] = {}
+        self._deferred: dict[str, Deferred] = {}
         self.lent: Counter[str] = Counter()
+
+    @property
+    def computes_in_place(self) -> bool:
+        """It computes with its buffers themselves, and not with copies on a GPU."""
+        return self._stage is None
 
     def perform(self, action: Local) -> Iterator[Event | None]:
         """Does a local action: gives None after each piece of long work but the last, and then what has come of it."""
@@ -251,24 +334,115 @@ class Executor:
         return tuple(self._buffers)
 
     def buffer(self, name: str) -> Buffer:
-        """The buffer of that name, made at its first use."""
+        """The buffer of that name, made at its first use; what was deferred is in it then."""
+        if name in self._deferred:
+            self._settle(name)
         if name not in self._buffers:
-            self._buffers[name] = self.new_buffer()
+            self._buffers[name] = self.spare()
         return self._buffers[name]
+
+    def defer(self, name: str, take: Take, of: Sequence[str] = (), fill: Callable[[], None] | None = None) -> None:
+        """The buffer of that name is to hold what `take` gives, as soon as somebody needs it.
+
+        Args:
+            name: of the buffer.
+            take: for a slice, it may read that slice of what the buffer has held so far, and no other.
+            of: names of buffers that it reads. Before their content changes it is asked for all that it has to give.
+            fill: as for `Deferred`.
+        """
+        self._void(name)
+        self._deferred[name] = Deferred(take, tuple(of), fill)
+
+    def taking(self, name: str) -> Take:
+        """For who takes the content of a buffer slice by slice, before anything else is done to it."""
+        deferred = self._deferred.get(name)
+        return self.buffer(name).vector.__getitem__ if deferred is None else deferred.take
+
+    def _void(self, name: str) -> None:
+        """The content of a buffer goes: what is made of it is made now, and what it was to hold is forgotten."""
+        if self._deferred:
+            self._settle_made_of(name)
+            self._deferred.pop(name, None)
+
+    def _settle_made_of(self, name: str) -> None:
+        for other in [other for other, deferred in self._deferred.items() if name in deferred.of and other != name]:
+            self._settle(other)
+
+    def _settle(self, name: str) -> None:
+        """Puts into a buffer what it is to hold, after those that are made of it."""
+        self._settle_made_of(name)
+        deferred = self._deferred.pop(name, None)
+        if deferred is None:  # one of those has seen to it
+            return
+        if deferred.fill is not None:
+            deferred.fill()
+            return
+        into = self._buffers.get(name)
+        if into is None or into.held or into.borrowed or self.lent[name]:
+            into = self.spare()
+        for part in _slices(0, self.size, CHUNK):
+            into.vector[part].copy_(deferred.take(part))
+        into.version += 1
+        self._replace(name, into)
+
+    def _replace(self, name: str, buffer: Buffer) -> None:
+        """As `put`, and what had the name serves again, once nobody reads it."""
+        before = self._buffers.get(name)
+        self.put(name, buffer)
+        if before is not None and not before.borrowed and before not in self._buffers.values():
+            self._idle.append(before)
 
     def new_buffer(self) -> Buffer:
         """A buffer without a name."""
-        if self._direct:
-            return DirectBuffer(self.size, self._tail, self.device)
-        return Buffer(self.size, self._tail, self.device, pinned=self._pinned)
+        if self.direct:
+            return DirectBuffer(self.size, self.tail, self.device)
+        return Buffer(self.size, self.tail, self.device, pinned=self._pinned, memory=self._memory)
 
     def put(self, name: str, buffer: Buffer) -> None:
         """Gives a buffer a name; other roles in this process may hold the same one."""
+        self._void(name)
+        before = self._buffers.get(name)
         self._buffers[name] = buffer
+        if isinstance(before, BorrowedBuffer) and before is not buffer:
+            before.give_back()
+
+    def spare(self) -> Buffer:
+        """A buffer without a name that nobody reads."""
+        free = next((place for place, buffer in enumerate(self._idle) if not buffer.held), None)
+        return self.new_buffer() if free is None else self._idle.pop(free)
+
+    def reserve(self, count: int) -> None:
+        """Makes so many buffers that will be needed, before anybody waits for them."""
+        self._idle += [self.new_buffer() for _ in range(count)]
+
+    def renew(self, name: str) -> Buffer:
+        """The buffer of that name, with other memory if others read what it had; its content is void."""
+        self._void(name)
+        before = self.buffer(name)
+        if before.held or before.borrowed:
+            self._replace(name, self.spare())
+        return self._buffers[name]
+
+    def held(self, but: str) -> int:
+        """How many buffers others read, beside that of this name."""
+        buffers = {id(buffer): buffer for name, buffer in self._buffers.items() if name != but}
+        return sum(bool(buffer.held) for buffer in (*buffers.values(), *self._idle))
+
+    def _give_back(self, *names: str) -> None:
+        """These gradients have served: who lent them may have them back before the role asks for others."""
+        for name in names:
+            if isinstance(self._buffers.get(name), BorrowedBuffer):
+                self.release(name)
 
     def release(self, name: str) -> Buffer | None:
-        """Forgets a buffer, and frees it unless somebody else holds it."""
-        return self._buffers.pop(name, None)
+        """Forgets a buffer, and frees it unless somebody else holds it; memory that others see serves again."""
+        self._void(name)
+        buffer = self._buffers.pop(name, None)
+        if isinstance(buffer, BorrowedBuffer):
+            buffer.give_back()
+        elif buffer is not None and self._memory is not None and buffer not in self._buffers.values():
+            self._idle.append(buffer)
+        return buffer
 
     def part(self, name: str, owner: int) -> torch.Tensor:
         """The part of a vector that travels to or from a role that owns it, float32."""
@@ -278,13 +452,30 @@ class Executor:
         """That part in main memory, as it travels."""
         return self.buffer(name).array[self.parts.get(owner, slice(None))]
 
-    def send(self, name: str, message: Message, to: int, *, halves: bool = False) -> npt.NDArray[Any]:
-        """What is to travel of a buffer to a role; it is lent until `sent`. With halves as float16."""
+    def send(
+        self, name: str, message: Message, to: int, *, halves: bool = False, near: bool = False
+    ) -> npt.NDArray[Any]:
+        """What is to travel of a buffer to a role; it is lent until `sent`.
+
+        Args:
+            name: of the buffer.
+            message: travels with it.
+            to: who gets it.
+            halves: as float16.
+            near: it is read where it lies, and need not have the message behind it.
+        """
         self.lent[name] += 1
         if message.kind in PARTS:
             return self.bare(name, to)
         buffer = self.buffer(name)
-        return buffer.write_half(message) if halves else buffer.write(message)
+        if buffer.borrowed:
+            own = self.spare()
+            own.vector.copy_(buffer.vector)
+            self.put(name, own)
+            buffer = own
+        if halves:
+            return buffer.write_half(message)
+        return buffer.array if near else buffer.write(message)
 
     def sent(self, name: str) -> None:
         """A transfer from the buffer is over."""
@@ -300,7 +491,7 @@ class Executor:
         return Hashed(self.sha256(action.buffer))
 
     def copy(self, action: Copy) -> None:
-        self.buffer(action.target).vector.copy_(self.buffer(action.source).vector)
+        self.renew(action.target).vector.copy_(self.buffer(action.source).vector)
 
     def state(self) -> dict[str, npt.NDArray[np.float32]]:
         """A copy of all that a checkpoint needs of this role; it is good until the next one is asked for."""
@@ -319,15 +510,52 @@ class AveragingExecutor(Executor):
     """Adds gradients, for a server."""
 
     def accumulate(self, action: Accumulate) -> None:
-        into, gradient = self.buffer(action.into).vector, self.buffer(action.gradient).vector
-        head, rest = slice(0, self.parameters), slice(self.parameters, self.size)
+        if not self.fuses:
+            self._accumulate(action)
+            if action.gradient != action.into:
+                self._give_back(action.gradient)
+            return
+        into = self.buffer(action.into).vector
+        self._void(action.into)
+        gradient = into.__getitem__ if action.into == action.gradient else self.taking(action.gradient)
+        if action.into not in self._scratch:
+            self._scratch[action.into] = torch.empty(min(CHUNK, self.size), device=self.device)
+        scratch = self._scratch[action.into]
+
+        def take(part: slice) -> torch.Tensor:
+            out = scratch[: part.stop - part.start]
+            self._add(action, into[part], gradient(part), out, max(self.parameters - part.start, 0))
+            return out
+
+        self.defer(action.into, take, (action.into, action.gradient), partial(self._accumulate, action))
+
+    @cached_property
+    def _scratch(self) -> dict[str, torch.Tensor]:
+        """Room for a slice of each average that waits."""
+        return {}
+
+    def _accumulate(self, action: Accumulate) -> None:
+        gradient, before = self.buffer(action.gradient), self.buffer(action.into)
+        self._void(action.into)
+        after = self.spare() if before.borrowed or before.held else before
+        self._add(action, before.vector, gradient.vector, after.vector, self.parameters)
+        if after is not before:
+            self._replace(action.into, after)
+
+    def _add(
+        self, action: Accumulate, into: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, parameters: int
+    ) -> None:
+        """Does it to a slice, or all, which begins with so many parameters; `out` may be `into`."""
         if action.into == action.gradient:
-            into[head].mul_(action.scale)
+            torch.mul(into[:parameters], action.scale, out=out[:parameters])
+            if out is not into:
+                out[parameters:] = into[parameters:]
         elif action.scale == 1.0:
-            into.lerp_(gradient, action.fraction)
+            torch.lerp(into, gradient, action.fraction, out=out)
         else:
-            into[head].mul_(1 - action.fraction).add_(gradient[head], alpha=action.fraction * action.scale)
-            into[rest].lerp_(gradient[rest], action.fraction)
+            head = torch.mul(into[:parameters], 1 - action.fraction, out=out[:parameters])
+            head.add_(gradient[:parameters], alpha=action.fraction * action.scale)
+            torch.lerp(into[parameters:], gradient[parameters:], action.fraction, out=out[parameters:])
 
 
 class OwnerExecutor(Executor):
@@ -417,7 +645,7 @@ class OwnerExecutor(Executor):
             self._rule.restore({name.removeprefix("optimizer."): tensor for name, tensor in found.items()})
         except ValueError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
-        buffer = self.buffer(WEIGHTS)
+        buffer = self.renew(WEIGHTS)
         if self._part is None:
             buffer.vector.copy_(weights)
         else:
@@ -426,13 +654,23 @@ class OwnerExecutor(Executor):
 
     def update(self, action: Update) -> Updated:
         began = time.perf_counter()
-        self._before_change()
+        before = self.buffer(action.weights)
+        if self._is_read():
+            self._replace(action.weights, self.spare())
         buffer = self.buffer(action.weights)
-        gradient, weights = self.buffer(action.gradient).vector, buffer.vector
+        moves, waits = buffer is not before, action.gradient in self._deferred
+        if (moves or waits) and self._rule.sliceable:
+            self._update_in_slices(action, before.vector, buffer.vector)
+        else:
+            if moves:
+                buffer.vector.copy_(before.vector)
+            gradient = self.buffer(action.gradient).vector
+            if self.size > self.parameters:
+                buffer.vector[self.parameters :] = gradient[self.parameters :]
+            self._rule.step(gradient[: self.parameters], action.learning_rate)
+        self._give_back(action.gradient)
         if self.size > self.parameters:
-            weights[self.parameters :] = gradient[self.parameters :]
-            weights[self.size - self._counters :].round_()
-        self._rule.step(gradient[: self.parameters], action.learning_rate)
+            buffer.vector[self.size - self._counters :].round_()
         buffer.version += 1
         digest, sampled = 0, b""
         if self._part is None:
@@ -443,8 +681,29 @@ class OwnerExecutor(Executor):
             self.hooks.updated(action, lambda: buffer.array)
         return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
 
-    def _before_change(self) -> None:
-        """The weights, or the message behind them, are about to change."""
+    def _update_in_slices(self, action: Update, before: torch.Tensor, weights: torch.Tensor) -> None:
+        """Every slice is averaged, copied if the weights move, and stepped while it is in the cache.
+
+        What was deferred is not written down, and void afterwards: nobody reads a gradient that was applied.
+        """
+        take = self.taking(action.gradient)
+
+        def gradient(part: slice) -> torch.Tensor:
+            if weights is not before:
+                weights[part] = before[part]
+            over = part.start % CACHE_LINE
+            return take(slice(part.start - over, part.stop))[over:]
+
+        sources = self._deferred[action.gradient].of if action.gradient in self._deferred else ()
+        self._rule.step_in_slices(gradient, action.learning_rate, CHUNK - CACHE_LINE)
+        for part in _slices(self.parameters, self.size, CHUNK - CACHE_LINE):
+            weights[part] = gradient(part)
+        self._void(action.gradient)
+        self._give_back(*sources)
+
+    def _is_read(self) -> bool:
+        """Others read the weights that are about to change."""
+        return self.buffer(WEIGHTS).held > 0
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):
@@ -454,33 +713,36 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
     themselves will do.
     """
 
-    _spare: Buffer | None = None
-
     def copy(self, action: Copy) -> None:
         if not action.target.startswith(DOWNCAST):
             super().copy(action)
             return
         before = self.release(action.target)
-        if before is not None and before not in self._buffers.values():
-            self._spare = before
+        if before is not None and self._memory is None and before not in self._buffers.values():
+            self._idle.append(before)
         self.put(action.target, self.buffer(action.source))
 
-    def send(self, name: str, message: Message, to: int, *, halves: bool = False) -> npt.NDArray[Any]:
-        if message.kind is Kind.SNAPSHOT:
-            self._before_change()
-        return super().send(name, message, to, halves=halves)
+    def send(
+        self, name: str, message: Message, to: int, *, halves: bool = False, near: bool = False
+    ) -> npt.NDArray[Any]:
+        if message.kind is Kind.SNAPSHOT and not near and self._is_lent():  # a message goes behind the weights
+            before = self.buffer(WEIGHTS)
+            self._replace(WEIGHTS, self.spare())
+            self.buffer(WEIGHTS).vector.copy_(before.vector)
+        return super().send(name, message, to, halves=halves, near=near)
 
-    def _before_change(self) -> None:
-        """What is lent keeps its content."""
+    def _is_read(self) -> bool:
+        return self._is_lent() or super()._is_read()
+
+    def _is_lent(self) -> bool:
+        """Copies that the weights stand for are under way; those that are not are forgotten."""
         weights = self.buffer(WEIGHTS)
         sharing = [name for name, buffer in self._buffers.items() if buffer is weights and name.startswith(DOWNCAST)]
-        if not any(self.lent[name] for name in sharing):
-            for name in sharing:
-                self.release(name)
-            return
-        spare, self._spare = self._spare or self.new_buffer(), None
-        spare.vector.copy_(weights.vector)
-        self.put(WEIGHTS, spare)
+        if any(self.lent[name] for name in sharing):
+            return True
+        for name in sharing:
+            self.release(name)
+        return False
 
 
 class LearnerExecutor(Executor):
@@ -505,7 +767,7 @@ class LearnerExecutor(Executor):
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:
             outcome = self.source.compute(action.step, action.work, weights.vector, gradient.vector)
-            if self._direct:
+            if self.direct:
                 finish(self.device)  # MPI may write to the weights at once
         else:
             staged = self._stage.gradient
@@ -558,25 +820,39 @@ class StatisticsExecutor(Executor):
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
 
 
-def average(into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int]) -> None:
+def _slices(start: int, stop: int, most: int) -> Iterator[slice]:
+    """Of these elements, so many at most each."""
+    for first in range(start, stop, most):
+        yield slice(first, min(first + most, stop))
+
+
+def average(
+    into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int], total: torch.Tensor | None = None
+) -> None:
     """The mean of gradients, weighted by samples, added in order.
 
     Only operations on single elements that round in one way: a slice gives the bits that the whole gives.
 
     Args:
-        into: (size,) float32; may be one of the gradients.
-        gradients: (size,) float32 each; overwritten unless all have the same number of samples.
+        into: (size,) float32; may be one of the gradients, the others are left as they are.
+        gradients: (size,) float32 each.
         samples: of each.
+        total: (size,) float32, room for the sum, and none of the gradients; may be `into`.
     """
-    alike = len(set(samples)) == 1
+    if total is None:
+        total = torch.empty_like(into)
+    (first, *others), (count, *counts) = gradients, samples
+    alike = all(other == count for other in counts)
     if not alike:
-        for gradient, count in zip(gradients, samples, strict=True):
-            gradient.mul_(count)
-    total = gradients[0]
-    if len(gradients) > 1:
-        total = torch.add(gradients[0], gradients[1])
-        for gradient in gradients[2:]:
+        torch.mul(first, count, out=total)
+        for gradient, count in zip(others, counts, strict=True):
+            total.add_(gradient * count)
+    elif others:
+        torch.add(first, others[0], out=total)
+        for gradient in others[1:]:
             total.add_(gradient)
+    else:
+        total = first
     torch.mul(total, 1 / (len(samples) if alike else sum(samples)), out=into)
 
 
@@ -590,6 +866,7 @@ def make_executors(
     device: torch.device = CPU,
     placing: Placing = "device",
     first_weights: FirstWeights | None = None,
+    memory: Memory | None = None,
 ) -> dict[int, Executor]:
     """Executors of some roles of one process, which share one model.
 
@@ -602,6 +879,7 @@ def make_executors(
         device: where to compute gradients and tests.
         placing: where buffers are; servers and optimisers work where theirs are.
         first_weights: gives those of a warm start; jobs without one need none.
+        memory: where buffers in main memory are to lie, of roles that send any.
 
     Raises:
         ConfigError: the model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
@@ -653,7 +931,7 @@ def make_executors(
         about = (flat.layout, length, parameters, gradients, where, stage)
         cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
         assert isinstance(cls, type)
-        executor: Executor = cls(*about, direct=direct)
+        executor: Executor = cls(*about, direct=direct, memory=None if kind.tests else memory)
         if part is None:
             executor.parts = owned
         if isinstance(executor, OwnerExecutor):

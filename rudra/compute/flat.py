@@ -25,7 +25,7 @@ from rudra.core.layout import Entry, EntryKind
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
 
-_KEPT = 4  # vectors for each role whose views are kept: two of weights, two of gradients
+_KEPT = 8  # vectors for each role whose views are kept: generations of weights and of gradients
 _COUNTED = 2**20  # the mean of several float32 is nearest to the right whole number up to here
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
 _SCALE, _LESS = 2.0**12, 2.0**-4

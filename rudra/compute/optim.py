@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from rudra.errors import ConfigError, meant
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
     from rudra.core.layout import Entry
 
+    Piece = tuple[torch.nn.Parameter, slice, slice]  # what of the weights, and of the parameter
+    Slice = tuple[slice, list[tuple[int, list[Piece]]]]  # what of the weights, and what of each of the groups in it
+
 _WITH_MOMENTUM = {"sgd", "rmsprop"}
 _NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}
+_STEP = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
 CACHE_LINE = 16  # elements, the unit in which torch hands a vector to its threads
 
 
@@ -60,11 +64,14 @@ class UpdateRule:
         self._caffe = table.momentum_form == "caffe" and table.momentum > 0
         scales = self._caffe or table.clip_norm is not None
         self._scaled = torch.zeros_like(weights if scales else weights[:0])  # what is lent is only read
+        self._weights = weights
+        self._sgd = table.name == "sgd"
+        self._slices: dict[int, list[Slice]] = {}  # by their largest size
         self._places: dict[torch.nn.Parameter, slice] = {}
         self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> part of the whole, of that
         self._factors: list[float] = []  # of each of the optimiser's groups
         groups: list[dict[str, Any]] = []
-        tail = CACHE_LINE if table.name == "sgd" else 1
+        tail = CACHE_LINE if self._sgd else 1
         runs = runs_of(table.groups, parameters) if parameters else [(_REST, slice(0, len(weights)))]
         first = 0 if part is None else part.start
         number = 0
@@ -104,15 +111,82 @@ class UpdateRule:
         """
         if self._clip_norm is not None:
             gradient = self._clip(gradient, self._clip_norm)
-        for group, factor, decay in zip(self.optimizer.param_groups, self._factors, self._decays, strict=True):
-            rate = learning_rate * factor
-            group["lr"], group["weight_decay"] = (1.0, decay * rate) if self._caffe else (rate, decay)
+        for group, rate in zip(self.optimizer.param_groups, self._set_rates(learning_rate), strict=True):
             for parameter in group["params"]:
                 part = self._places[parameter]
                 parameter.grad = self._times(rate, gradient[part], part) if self._caffe else gradient[part]
         self.optimizer.step()
         for parameter in self._places:
             parameter.grad = None
+
+    def _set_rates(self, learning_rate: float) -> list[float]:
+        """Of each of the optimiser's groups."""
+        rates = [learning_rate * factor for factor in self._factors]
+        for group, rate, decay in zip(self.optimizer.param_groups, rates, self._decays, strict=True):
+            group["lr"], group["weight_decay"] = (1.0, decay * rate) if self._caffe else (rate, decay)
+        return rates
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether `step_in_slices` is possible now: SGD, once its momentum is there, and if no norm is needed first."""
+        groups = self.optimizer.param_groups
+        return (
+            self._sgd
+            and self._clip_norm is None
+            and all(
+                not group["momentum"] or self.optimizer.state[parameter].get("momentum_buffer") is not None
+                for group in groups
+                for parameter in group["params"]
+            )
+        )
+
+    def step_in_slices(self, gradient: Callable[[slice], torch.Tensor], learning_rate: float, most: int) -> None:
+        """As `step`, to the same bits, for who makes the gradient as it goes.
+
+        Args:
+            gradient: gives a slice of it, which is only read, until the next one is asked for; in ascending order.
+                The weights of that slice are not needed before, and not changed before.
+            learning_rate: of this step.
+            most: elements of a slice.
+        """
+        from torch.optim.sgd import sgd
+
+        if most not in self._slices:
+            self._slices[most] = list(self._cut(most))
+        rates, state = self._set_rates(learning_rate), self.optimizer.state
+        options = [{key: group[key] for key in _STEP} for group in self.optimizer.param_groups]
+        for whole, groups in self._slices[most]:
+            given = gradient(whole)
+            for number, pieces in groups:
+                weights, gradients, momenta = [], [], []
+                for parameter, part, inside in pieces:
+                    here = slice(part.start - whole.start, part.stop - whole.start)
+                    weights.append(self._weights[part])
+                    gradients.append(self._times(rates[number], given[here], here) if self._caffe else given[here])
+                    momentum = state[parameter].get("momentum_buffer") if options[number]["momentum"] else None
+                    momenta.append(None if momentum is None else momentum[inside])
+                sgd(weights, gradients, momenta, foreach=False, **options[number])
+
+    def _cut(self, most: int) -> Iterator[Slice]:
+        """Slices of the weights: cuts lie where the kernels' arithmetic is the same as without, as those of parts."""
+        places = sorted((place.start, place.stop) for place in self._places.values())
+        cuts = [0]
+        for start, stop in places:
+            while stop - cuts[-1] > most:
+                cuts.append(start + max(0, cuts[-1] + most - start) // CACHE_LINE * CACHE_LINE)
+        cuts.append(places[-1][1])
+        for whole in (slice(first, last) for first, last in pairwise(cuts)):
+            groups = []
+            for number, group in enumerate(self.optimizer.param_groups):
+                pieces = []
+                for parameter in group["params"]:
+                    place = self._places[parameter]
+                    part = slice(max(place.start, whole.start), min(place.stop, whole.stop))
+                    if part.start < part.stop:
+                        pieces.append((parameter, part, slice(part.start - place.start, part.stop - place.start)))
+                if pieces:
+                    groups.append((number, pieces))
+            yield whole, groups
 
     def _clip(self, gradient: torch.Tensor, most: float) -> torch.Tensor:
         """The gradient, or a copy that is scaled to the norm `most`; equal to `clip_grad_norm_` over the parameters.
@@ -133,6 +207,7 @@ class UpdateRule:
 
     def move(self, weights: torch.Tensor) -> None:
         """Goes on with weights in another place, which hold the same."""
+        self._weights = weights
         for parameter, part in self._places.items():
             parameter.data = weights[part]
 

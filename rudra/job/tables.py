@@ -410,6 +410,11 @@ class ClusterTable(Table):
         description="number format of gradients on their way to a server; float16 halves the bytes and loses bits, "
         "sums stay float32",
     )
+    node_memory: bool = Field(
+        True,
+        description="ranks of one node read gradients and weights in each other's memory; false: by messages, for "
+        "comparison; the same bits",
+    )
     flush_denormals: bool = Field(True, description="treat denormal numbers as zero: faster, but changes bits")
 
     @field_validator("shares", mode="before")

@@ -3,8 +3,8 @@
 MPI has no blocking wait that sleeps. A rank that polls and sleeps in between wakes up late, and one that
 polls without sleeping takes the core from a rank that computes. So whoever sends something to a rank on
 its own node also rings that rank's bell, a datagram of one byte, and a waiting rank sleeps in the
-kernel until then. Bells are only hints: polling goes on at a slow pace, so a lost one costs a
-millisecond, and ranks on other nodes need none.
+kernel until then. Bells are only hints: polling goes on at a slow pace, so a lost one costs
+milliseconds, and ranks on other nodes need none.
 """
 
 import select

@@ -5,7 +5,7 @@ gradient is computed in that thread where nobody needs the rank meanwhile, and e
 (`rudra.mpi.comm_threads`). Only buffer-mode calls are on the training path: a control message is one small eager send,
 a tensor one transfer from its own buffer into the receiver's. Where ranks share cores, a waiting rank sleeps until a
 neighbour rings (`rudra.mpi.doorbell`): the core belongs to whoever computes. A rank with a core to itself spins for a
-while before it sleeps.
+while before it sleeps. Neighbours read tensors where they lie (`rudra.mpi.arena`), and MPI carries their places.
 """
 
 import secrets
@@ -24,6 +24,7 @@ from rudra.core.events import (
     Action,
     Commit,
     Committed,
+    Compute,
     Drop,
     Event,
     Fail,
@@ -55,17 +56,19 @@ from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
 from rudra.log import log
+from rudra.mpi.arena import Arena
 from rudra.mpi.clock import clock_origin
 from rudra.mpi.comm_threads import CommThread, Worker
 from rudra.mpi.control import ControlRing
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import Losses, outcome
+from rudra.mpi.leases import Going
 from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
 from rudra.mpi.regroup import Regrouping
 from rudra.mpi.standstill import LEFT_S, Standstill
 from rudra.mpi.states import States
 from rudra.mpi.tags import CHANNELS, CONTROL, FAILURE_TAG, FIRST_TAG, GRADIENTS, REDUCTIONS, STANDSTILL_TAG, WEIGHTS
-from rudra.mpi.transfers import Going, Transfers, Wanted
+from rudra.mpi.transfers import Transfers, Wanted
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.recorder import Recorder
 from rudra.roles import Machine
@@ -76,6 +79,10 @@ from topologies import Plan
 SPIN_S = 20e-3
 """How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than
 a small message, and the core's caches and clock rate besides."""
+
+
+GENERATIONS = 3
+"""Of one tensor, at most, in place of copies: one that is made, and others that are still read."""
 
 
 class Ended(Exception):
@@ -98,6 +105,7 @@ class Rank:
         stall_limit_s: a wait that is longer ends the run; None: never.
         spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
         halves: gradients travel as float16.
+        arena: memory that neighbours read, in which the executors' buffers are.
 
     Attributes:
         comm: of all ranks.
@@ -123,6 +131,7 @@ class Rank:
         stall_limit_s: float | None = None,
         spins: bool = False,
         halves: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         self.comm, self.plan, self.phases = comm, plan, phases
         self._machines, self._executors, self._recorder = machines, executors, recorder
@@ -148,7 +157,8 @@ class Rank:
             hosted.setdefault(role.world_rank, []).append(id_)
         self._places = {id_: place for roles in hosted.values() for place, id_ in enumerate(roles)}  # of roles on ranks
         self._most = max(map(len, hosted.values()))
-        self._transfers = Transfers(comm, losses, executors, self._received, self._sent)
+        self._arena = arena or Arena()
+        self._transfers = Transfers(comm, losses, executors, self._received, self._sent, self._arena)
         self._states = States(comm, plan)
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
@@ -158,6 +168,9 @@ class Rank:
         self._computer: Worker | None = None
         self._writing: set[int] = set()  # communication threads that may still write what was abandoned
         library = library_comm(comm, plan, machines)
+        # What neighbours send comes at once, and they ring; large transfers need somebody who looks after them.
+        near = library is None and self._arena.neighbours.issuperset(range(comm.size))
+        self._longest_s = 5e-3 if near else 1e-3
         here = {plan.roles[role].group: role for role in machines}
         self._reductions: dict[int | None, GroupReduction] = {  # by compute group
             group: self._reduction(role, library) for group, role in here.items() if group is not None
@@ -235,7 +248,7 @@ class Rank:
             if self._recorder is not None:
                 self._recorder.idle()
             if waited >= self._spin_s:
-                self._doorbell.wait(min(1e-3, max(self._shortest_s, waited / 8)))
+                self._doorbell.wait(min(self._longest_s, max(self._shortest_s, waited / 8)))
         self._close()
         return self._code
 
@@ -298,7 +311,8 @@ class Rank:
 
     def _reduction(self, role: int, library: MPI.Comm | None = None) -> GroupReduction:
         tag = self._tag(self.plan.group_of(role)[0], REDUCTIONS)
-        return make_reduction(self.comm, self.plan, role, tag, self._executors[role].size, self._doorbell, library)
+        size = self._executors[role].size
+        return make_reduction(self.comm, self.plan, role, tag, size, self._doorbell, library, self._arena)
 
     def _tag(self, role: int, channel: int, place: int = 0) -> int:
         """Of tensors for a role, which are never taken for those of before, from one in that place on its rank."""
@@ -309,14 +323,14 @@ class Rank:
         self._executors[going.role].sent(going.name)
         self._events.append((going.role, Sent(going.name, going.to)))
 
-    def _received(self, wanted: Wanted) -> None:
+    def _received(self, wanted: Wanted, message: Message | None = None) -> None:
         role, name = wanted.role, wanted.name
         buffer = self._executors[role].buffer(name)
         if wanted.part_of is not None:
             buffer.version += 1
             gradient = name.startswith(GRADIENT)
             message = Message(Kind.GRADIENT_PART if gradient else Kind.WEIGHTS_PART, wanted.part_of)
-        else:
+        elif message is None:
             message = buffer.read_half() if wanted.halves else buffer.read()
         self._to_ring.add(self.plan.roles[message.sender].world_rank)  # its send is complete now
         self._events.append((role, Received(message, name)))
@@ -338,6 +352,8 @@ class Rank:
 
     def _perform(self, role: int, action: Local) -> None:
         """Short work at once, long work between other things, or beside them."""
+        if isinstance(action, Compute):
+            self._executors[role].renew(action.gradient)
         work = self._executors[role].perform(action)
         if not action.long:
             self._events.extend((role, event) for event in work if event is not None)
@@ -367,9 +383,7 @@ class Rank:
             case Local():
                 self._perform(role, action)
             case Reduce():
-                self._reductions[self.plan.roles[role].group].begin(
-                    role, action, self._executors[role].buffer(action.buffer)
-                )
+                self._reductions[self.plan.roles[role].group].begin(role, action, self._executors[role])
             case Withdraw():
                 self._withdraw(role, action.buffer)
             case Drop():
@@ -420,9 +434,14 @@ class Rank:
         self._to_ring.add(to)
         channel = GRADIENTS if action.message.kind in GRADIENT_KINDS else WEIGHTS
         halves = self._halves and channel == GRADIENTS
-        wire = self._executors[role].send(action.buffer, action.message, action.to, halves=halves)
-        start = partial(self.comm.Isend, wire, to, self._tag(action.to, channel, self._places[role]))
         going = Going(role, action.buffer, action.to)
+        tag = self._tag(action.to, channel, self._places[role])
+        if to in self._arena.neighbours:
+            most = GENERATIONS - 1 - self.plan.about(role).overlaps
+            self._transfers.lend(going, action.message, to, tag, halves=halves, most=most)
+            return
+        wire = self._executors[role].send(action.buffer, action.message, action.to, halves=halves)
+        start = partial(self.comm.Isend, wire, to, tag)
         if channel in self._comm_threads:
             self._comm_threads[channel].carry(start, self._regrouping.in_time(partial(self._sent, going)))
         else:
@@ -435,7 +454,8 @@ class Rank:
         places = range(self._most) if action.source is None else [self._places[action.source]]
         tag, *or_tags = (self._tag(role, channel, place) for place in places)
         wanted = Wanted(role, action.buffer, source, tag, halves, or_tags)
-        if channel in self._comm_threads:
+        self._look_near(wanted)
+        if channel in self._comm_threads and not wanted.near:
             assert source is not None
             wire = self._executors[role].buffer(action.buffer).wire
             start = partial(self.comm.Irecv, wire, source, tag)
@@ -445,6 +465,21 @@ class Rank:
         if self.plan.parted:
             wanted.part_of = action.source
         self._transfers.receive(wanted)
+
+    def _look_near(self, wanted: Wanted) -> None:
+        """Whether neighbours alone may send what is wanted, and whether it is read in their memory.
+
+        Gradients are, and so are weights by who computes with them as they are until newer ones have come, and hands
+        them on to nobody meanwhile.
+        """
+        if not (neighbours := self._arena.neighbours):
+            return
+        role, source = wanted.role, wanted.source
+        sources = {source} if source is not None else {self.plan.roles[i].world_rank for i in self.plan.children[role]}
+        wanted.near = sources <= neighbours
+        gradient = wanted.tag % CHANNELS == (FIRST_TAG + GRADIENTS) % CHANNELS
+        keeps = self.plan.about(role).overlaps and not self.plan.receivers[role]
+        wanted.reads = not wanted.halves if gradient else keeps and self._executors[role].computes_in_place
 
     def _withdraw(self, role: int, buffer: str) -> None:
         """Takes a receive back, unless something is coming already, which then arrives as ever."""

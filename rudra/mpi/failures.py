@@ -97,11 +97,13 @@ class Losses:
 
 def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> RequestState:
     """What has become of a request; "failed": its other end has died, and the request is void."""
-    from mpi4py import MPI
-
     try:
         return "done" if request.Test(status) else "no"
-    except MPI.Exception as error:
+    except Exception as error:
+        from mpi4py import MPI
+
+        if not isinstance(error, MPI.Exception):
+            raise
         kind = error.Get_error_class()
         if kind == MPI.ERR_PROC_FAILED_PENDING:  # goes on when the loss is acknowledged
             return "no"

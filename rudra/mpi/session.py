@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 
 from rudra.compute import devices
-from rudra.compute.executor import Executor, OwnerExecutor, make_executors
+from rudra.compute.executor import CHUNK, Executor, OwnerExecutor, make_executors
 from rudra.compute.parts import joined
 from rudra.compute.schedule import phases_of
 from rudra.core.events import WEIGHTS
@@ -36,7 +36,8 @@ from rudra.job.job import Job
 from rudra.log import log, speak_as
 from rudra.machine import cores
 from rudra.mpi import failures
-from rudra.mpi.driver import Ended, Rank, Reported
+from rudra.mpi.arena import Arena
+from rudra.mpi.driver import GENERATIONS, Ended, Rank, Reported
 from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.forkserver import launcher
 from rudra.mpi.node_memory import share
@@ -58,6 +59,9 @@ from rudra.roles.checkpoint_cycle import name_of
 from rudra.roles.ledger import Owner
 from rudra.roles.statistics import StatisticsServer
 from topologies import Plan
+
+RESERVED = 24
+"""Buffers for each role, with their forms as float16, for which neighbours leave room in their address spaces."""
 
 GRACE_S = 5.0
 """How long a failing rank leaves the statistics server to save the results, an ending one all to stop in order."""
@@ -243,7 +247,7 @@ class _Session:
     def prepare(self, progress: dict[str, Any]) -> int | None:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
         measured = (self._try, self._time, self._divide) if self._job.cluster.shares == "auto" else ()
-        ready = (self._build, self._restore, lambda: self._open(progress))
+        ready = (self._build, self._restore, self._meet_neighbours, lambda: self._open(progress))
         for step in (self._load, self._share, *measured, *ready):
             error = self._agree(step)
             if error is not None:
@@ -301,7 +305,6 @@ class _Session:
         """Gives every rank of the node what one of them has loaded, without a copy."""
         if self._sharing:
             self._data = share(self._node, self._loader, self._data)
-        self._node.Free()
         train, test = self._needs
         if not train and not test:
             self._data = None
@@ -335,6 +338,8 @@ class _Session:
         self._info = self._comm.bcast(None if self._data is None else self._data.info, source)
         self._phases = phases_of(self._job, self._plan, self._info.training_samples)
         self._machines = {i: self._machine(i, self._plan, self._begin.position) for i in self._roles}
+        self._arena = Arena()
+        self._near = self._job.cluster.node_memory and self._node.size > 1
         if self._roles:
             data = self._data or Data(None, None, self._info)
             self._executors = make_executors(
@@ -346,7 +351,11 @@ class _Session:
                 device=self._device,
                 placing=devices.placing(self._device, gpu_aware_mpi=self._job.cluster.gpu_aware_mpi),
                 first_weights=final_weights,
+                memory=self._arena.allocate if self._near else None,
             )
+            for executor in self._executors.values():
+                # A small model is stepped no faster in slices, and threads that share cores meet at the end of each.
+                executor.fuses = executor.size > CHUNK and self._job.cluster.threads_per_rank == 1
 
     def _restore(self) -> None:
         """Allocates what training needs, and takes over what a checkpoint holds."""
@@ -356,6 +365,10 @@ class _Session:
             log.info(f"{self._job.name}: compiling the gradient's code")
         for role, executor in self._executors.items():
             executor.prepare()
+            if self._near and (
+                self._plan.about(role).overlaps or (self._plan.overlapped and role == self._plan.server)
+            ):
+                executor.reserve(GENERATIONS - 1)
             if self._begin.checkpoint is not None and isinstance(executor, OwnerExecutor):
                 state, tensors = checkpoint.read(self._begin.checkpoint)
                 if state.position != self._begin.position:
@@ -365,6 +378,17 @@ class _Session:
                 about = {"python_objects": ", ".join(python_objects(self._job)), "layout": shapes(executor.layout)}
                 job = json.loads(self._job.to_json())
                 self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
+
+    def _meet_neighbours(self) -> None:
+        """Maps what other ranks of this node have for buffers, and has them map what this one has."""
+        reads_gpus = any(executor.direct for executor in self._executors.values())
+        if self._near and not self._node.allreduce(reads_gpus, MPI.MAX):
+            rooms = RESERVED * sum(executor.size * 6 + executor.tail for executor in self._executors.values())
+            failure = self._arena.meet(self._node, self._comm.rank, rooms)
+            if failure and self._node.rank == 0:
+                host = f"node memory cannot be had on {socket.gethostname()}"
+                log.warning(f"{host} ({failure}): its ranks exchange messages instead, which is slower")
+        self._node.Free()
 
     def _open(self, progress: dict[str, Any]) -> None:
         server = self._plan.roles[self._plan.server].world_rank
@@ -481,6 +505,7 @@ class _Session:
             stall_limit_s=tolerance.stall_limit_s,
             spins=busy <= cores(),
             halves=self._job.cluster.gradient_format == "float16",
+            arena=self._arena,
         )
 
     def _serve(self, rank: Rank) -> int:
@@ -494,6 +519,7 @@ class _Session:
             log.warning(f"{self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}")
         for executor in self._executors.values():
             executor.close()
+        self._arena.close()
         if rank.apart:
             self._part(code)
         if rank.lost or not self._depart(rank) or (self._launched and survivable()):

@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
-from rudra.compute.executor import Buffer, Executor
+from rudra.compute.executor import BorrowedBuffer, Buffer, Executor
+from rudra.core.events import GRADIENT
+from rudra.core.messages import PARTS, Message
+from rudra.mpi import leases
+from rudra.mpi.arena import Arena
 from rudra.mpi.failures import Losses, outcome
+from rudra.mpi.leases import PLACE_BYTES, Going, Leases, Place
 
 
 @dataclass(slots=True)
@@ -23,6 +28,8 @@ class Wanted:
         halves: it comes as float16.
         or_tags: under which it may come as well, from anybody.
         part_of: it is part of a tensor, of or for this role, and comes bare; None: it is a whole one.
+        near: whoever may send it is a neighbour, and says only where it lies.
+        reads: it is read there, if it comes from a neighbour, and not copied.
     """
 
     role: int
@@ -32,30 +39,19 @@ class Wanted:
     halves: bool
     or_tags: Sequence[int] = ()
     part_of: int | None = None
-
-
-@dataclass(slots=True)
-class Going:
-    """A send.
-
-    Attributes:
-        role: who sends.
-        name: of the buffer.
-        to: role that receives.
-    """
-
-    role: int
-    name: str
-    to: int
+    near: bool = False
+    reads: bool = False
 
 
 @dataclass(slots=True)
 class _Coming:
-    """A receive that MPI knows of."""
+    """A receive that MPI knows of, into a buffer, or (None) of a place alone."""
 
     request: MPI.Request
     wanted: Wanted
-    buffer: Buffer
+    memory: Any
+    buffer: Buffer | None
+    status: MPI.Status
 
 
 class Transfers:
@@ -68,12 +64,15 @@ class Transfers:
     whoever sent them, because a dead rank's may still be announced. So they are from the first where ranks have several
     roles, whose tensors have tags of their own.
 
+    Neighbours (`rudra.mpi.arena`) send places in place of tensors, on the same ways.
+
     Args:
         comm: of all ranks.
         losses: which of them have died.
         executors: by role; hold the buffers.
-        received: is told when a tensor has come.
+        received: is told when a tensor has come, with the message that came with it unless that lies behind it.
         sent: is told of a send when its buffer is free again, delivered or not.
+        arena: memory that neighbours read.
     """
 
     def __init__(
@@ -81,22 +80,44 @@ class Transfers:
         comm: MPI.Comm,
         losses: Losses,
         executors: Mapping[int, Executor],
-        received: Callable[[Wanted], None],
+        received: Callable[[Wanted, Message | None], None],
         sent: Callable[[Going], None],
+        arena: Arena,
     ) -> None:
         self._comm, self._losses, self._executors = comm, losses, executors
         self._received, self._sent = received, sent
+        self._arena, self._leases = arena, Leases(arena)
+        self._told: list[tuple[MPI.Request, bytes]] = []  # places on their way
         self._sends: list[tuple[MPI.Request, Going]] = []
         self._forgotten: list[MPI.Request] = []  # of which nobody wants to know; their memory stays
         self._ending: list[_Coming] = []  # as well, but into memory that is to be used again when they are over
         self._coming: list[_Coming] = []
         self._aside: list[_Coming] = []
         self._wanted: list[Wanted] = []
+        self._anew = 0  # how often all began anew
         self._turn = 0  # which tag is looked for first, so that none waits for the others
 
     def send(self, request: MPI.Request, going: Going) -> None:
         """Takes over a send."""
         self._sends.append((request, going))
+
+    def lend(self, going: Going, message: Message, to: int, tag: int, *, halves: bool, most: int) -> None:
+        """Tells a neighbour where a tensor lies.
+
+        Args:
+            going: the send.
+            message: that belongs to it.
+            to: rank.
+            tag: of the message.
+            halves: it is read as float16.
+            most: buffers of the role that others may keep; more are copied.
+        """
+        executor = self._executors[going.role]
+        array = executor.send(going.name, message, going.to, halves=halves, near=True)
+        copied = executor.held(going.name) >= most
+        place = self._leases.lend(executor.buffer(going.name), array, to, going, copied=copied)
+        data = place.encode() + (b"" if message.kind in PARTS else message.encode())
+        self._told.append((self._comm.Isend(data, to, tag), data))
 
     def receive(self, wanted: Wanted) -> None:
         """Lets a tensor in."""
@@ -106,20 +127,63 @@ class Transfers:
             self._post(wanted)
 
     def _post(self, wanted: Wanted) -> None:
-        buffer = self._executors[wanted.role].buffer(wanted.name)
         source = MPI.ANY_SOURCE if wanted.source is None else wanted.source
-        wire = _wire(buffer, wanted) if wanted.part_of is None else self._bare(wanted)
-        request = self._comm.Irecv(wire, source, wanted.tag)
-        self._coming.append(_Coming(request, wanted, buffer))
+        memory, buffer = self._room(wanted)
+        self._coming.append(_Coming(self._comm.Irecv(memory, source, wanted.tag), wanted, memory, buffer, MPI.Status()))
 
-    def _bare(self, wanted: Wanted) -> npt.NDArray[np.float32]:
-        assert wanted.part_of is not None
-        return self._executors[wanted.role].bare(wanted.name, wanted.part_of)
+    def _room(self, wanted: Wanted) -> tuple[Any, Buffer | None]:
+        """Memory that what is wanted comes into, and whose that is."""
+        executor = self._executors[wanted.role]
+        joins = wanted.part_of is not None and not wanted.name.startswith(GRADIENT)  # others of the same tensor
+        if wanted.near:
+            if not joins:
+                executor.release(wanted.name)
+            return bytearray(PLACE_BYTES + executor.tail), None
+        buffer = executor.buffer(wanted.name) if joins else executor.renew(wanted.name)
+        if wanted.part_of is not None:
+            return executor.bare(wanted.name, wanted.part_of), buffer
+        return buffer.half if wanted.halves else buffer.wire, buffer
+
+    def _land(self, coming: _Coming) -> None:
+        """Takes in what has come."""
+        wanted, source = coming.wanted, coming.status.Get_source()
+        if source not in self._arena.neighbours:
+            self._received(wanted, None)
+            return
+        executor, place = self._executors[wanted.role], Place.decode(coming.memory)
+        message = None if wanted.part_of is not None else Message.decode(memoryview(coming.memory)[PLACE_BYTES:])
+        where = source, place.offset, place.length
+        done = partial(self._give_back, source, place, self._anew)
+        if leases.CHECKED:
+            place.check(self._arena.bytes_at(*where))
+        if wanted.reads and not place.copied:
+            executor.release(wanted.name)
+            executor.put(wanted.name, BorrowedBuffer(self._arena.floats_at(*where), done))
+            self._arena.say(source, place.number, done=False)
+        else:
+            if wanted.part_of is not None:
+                executor.part(wanted.name, wanted.part_of).copy_(self._arena.floats_at(*where))
+            elif wanted.halves:
+                executor.renew(wanted.name).take_half(self._arena.bytes_at(*where))
+            else:
+                executor.renew(wanted.name).vector.copy_(self._arena.floats_at(*where))
+            done()
+        executor.buffer(wanted.name).version += 1
+        self._received(wanted, message)
+
+    def _give_back(self, owner: int, place: Place, anew: int) -> None:
+        if leases.CHECKED and anew == self._anew:  # else it was void before
+            place.check(self._arena.bytes_at(owner, place.offset, place.length))
+        self._arena.say(owner, place.number, done=True)
 
     def poll(self) -> None:
         """Reports what is over."""
         if self._sends:
             self._poll_sends()
+        for going in self._leases.poll():
+            self._sent(going)
+        while self._told and outcome(self._told[0][0]) != "no":
+            self._told.pop(0)
         if self._coming:
             self._poll_receives()
         if self._wanted:
@@ -143,12 +207,12 @@ class Transfers:
                 self._sent(going)
 
     def _poll_receives(self) -> None:
-        for coming, what in [(coming, outcome(coming.request)) for coming in self._coming]:
+        for coming, what in [(coming, outcome(coming.request, coming.status)) for coming in self._coming]:
             if what == "no":
                 continue
             self._coming.remove(coming)
             if what == "done":
-                self._received(coming.wanted)
+                self._land(coming)
             elif coming.wanted.source is None:  # what it holds is void
                 self._wanted.append(coming.wanted)
 
@@ -162,8 +226,8 @@ class Transfers:
                 return
             if message is not None:
                 self._wanted.remove(wanted)
-                buffer = self._executors[wanted.role].buffer(wanted.name)
-                self._coming.append(_Coming(message.Irecv(_wire(buffer, wanted)), wanted, buffer))
+                memory, buffer = self._room(wanted)
+                self._coming.append(_Coming(message.Irecv(memory), wanted, memory, buffer, MPI.Status()))
 
     def _matched(self, wanted: Wanted) -> MPI.Message | None:
         """A tensor that has come, of whichever tag; those take turns."""
@@ -178,11 +242,13 @@ class Transfers:
     def _served_aside(self, wanted: Wanted) -> bool:
         """Gives the role a tensor that has come into memory which was set aside, if there is one."""
         for coming in self._aside:
-            if coming.wanted.tag == wanted.tag and outcome(coming.request) == "done":
+            if coming.wanted.tag == wanted.tag and outcome(coming.request, coming.status) == "done":
                 self._aside.remove(coming)
                 self._wanted.remove(wanted)
-                self._executors[wanted.role].put(wanted.name, coming.buffer)
-                self._received(wanted)
+                if coming.buffer is not None:
+                    self._executors[wanted.role].put(wanted.name, coming.buffer)
+                coming.wanted = wanted
+                self._land(coming)
                 return True
         return False
 
@@ -208,31 +274,35 @@ class Transfers:
             if going.to == to:
                 self._forgotten.append(request)
                 self._sent(going)
+        for going in self._leases.end(lambda lease: lease.going.to == to):
+            self._sent(going)
 
     def _forget(self, coming: _Coming) -> None:
         self._forgotten.append(coming.request)
-        self._renew(coming.wanted)
+        self._renew(coming)
 
-    def _renew(self, wanted: Wanted) -> None:
+    def _renew(self, coming: _Coming) -> None:
         """Gives a buffer other memory: MPI may still write to what it has."""
-        executor = self._executors[wanted.role]
-        executor.put(wanted.name, executor.new_buffer())
+        if coming.buffer is not None:
+            executor = self._executors[coming.wanted.role]
+            executor.put(coming.wanted.name, executor.new_buffer())
 
     def _cancelled(self, coming: _Coming) -> bool:
         """Cancels a receive; False: it has matched. One that is over then is reported."""
         coming.request.Cancel()
-        status = MPI.Status()
-        what = outcome(coming.request, status)
+        what = outcome(coming.request, coming.status)
         if what == "no":
             return False
         self._coming.remove(coming)
-        if what == "failed" or status.Is_cancelled():
+        if what == "failed" or coming.status.Is_cancelled():
             return True
-        self._received(coming.wanted)
+        self._land(coming)
         return False
 
     def lose(self, ranks: Collection[int]) -> None:
         """Ranks have died: drops what was to come from them, and makes sure that nothing waits for it."""
+        for going in self._leases.end(lambda lease: lease.reader in ranks):
+            self._sent(going)
         for coming in list(self._coming):
             wanted = coming.wanted
             if wanted.source is None:
@@ -241,7 +311,7 @@ class Transfers:
                 elif coming in self._coming:
                     self._coming.remove(coming)
                     self._aside.append(coming)
-                    self._renew(wanted)
+                    self._renew(coming)
                     self._wanted.append(wanted)
             elif wanted.source in ranks:
                 self._coming.remove(coming)
@@ -257,6 +327,7 @@ class Transfers:
         Returns:
             The sends that go on.
         """
+        self._anew += 1
         self._wanted = [wanted for wanted in self._wanted if wanted.role not in roles]
         self._ending += [coming for coming in self._coming if coming.wanted.role in roles]
         self._coming = [coming for coming in self._coming if coming.wanted.role not in roles]
@@ -264,7 +335,9 @@ class Transfers:
             coming.request.Cancel()
         self._forgotten += [request for request, going in self._sends if going.to != but_to]
         self._sends = [(request, going) for request, going in self._sends if going.to == but_to]
-        return [going for _, going in self._sends]
+        # Who reads what was lent may not have regrouped yet; what it makes of what it reads is dropped.
+        self._leases.end(lambda lease: lease.going.to != but_to)
+        return [*(going for _, going in self._sends), *self._leases.to(but_to)]
 
     @property
     def quiet(self) -> bool:
@@ -275,7 +348,5 @@ class Transfers:
         for coming in self._coming:
             coming.request.Cancel()
             self._losses.wait(coming.request)
-
-
-def _wire(buffer: Buffer, wanted: Wanted) -> npt.NDArray[np.uint8]:
-    return buffer.half if wanted.halves else buffer.wire
+        for request, _ in self._told:
+            self._losses.wait(request)

@@ -94,7 +94,8 @@ def _caption(cast: Cast, runs: Sequence[tuple[Run, Cast]]) -> str:
         way = "The learners in a box are a compute group: they add their gradients on a communicator of their own."
     lambdas = sorted({run.learners for run, _ in runs} - {len(plan.learners)})
     others = f" Runs with λ = {spans(lambdas)} are placed by the same rule." if lambdas else ""
-    return f"{way} Drawn is λ = {len(plan.learners)} under {cast.protocol}: {roles(plan)}.{others}"
+    shared = " Ranks in the box of a node read each other's memory." if cast.node_memory else ""
+    return f"{way}{shared} Drawn is λ = {len(plan.learners)} under {cast.protocol}: {roles(plan)}.{others}"
 
 
 def _laid_out(cast: Cast, branches: Sequence[Branch]) -> list[_Mark]:

@@ -33,6 +33,7 @@ class Cast:
         per_update: gradients in an update (c), of those that workers send.
         hosts: names of nodes, as far as they are known.
         idle: world ranks without a role.
+        node_memory: whether ranks of a node read each other's memory, where the job decides that; None: not known.
     """
 
     topology: str
@@ -42,6 +43,7 @@ class Cast:
     per_update: int
     hosts: Mapping[int, str] = field(default_factory=dict)
     idle: tuple[int, ...] = ()
+    node_memory: bool | None = None
 
 
 def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cast:
@@ -65,7 +67,8 @@ def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cas
             job = job.resolved(learners=len(plan.learners), cores=cores())
             job.check(plan)
             idle = set(range(len(places))) - {role.world_rank for role in plan.roles}
-            return replace(_cast(job, plan, near=True), idle=tuple(sorted(idle)))
+            nodes = tuple(places[role.world_rank] for role in plan.roles)
+            return replace(_cast(job, plan, near=True), nodes=nodes, idle=tuple(sorted(idle)))
         simulated = job.simulation.nodes is not None or job.simulation.costs is not None
         job = costs.load(job.resolved(cores=cores()))
         plan = job.plan(costs.places(job) if simulated else [0] * job.learners)
@@ -79,7 +82,8 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
     name = getattr(job.protocol.name, "__name__", job.protocol.name)
     label = protocol_label({"protocol": name, "n": protocol.n})
     name = _with_options(job.make_topology().name, job.topology.options)
-    return Cast(name, label, plan, plan.nodes(near=near), protocol.gradients_per_update)
+    nodes, shared = plan.nodes(near=near), job.cluster.node_memory
+    return Cast(name, label, plan, nodes, protocol.gradients_per_update, node_memory=shared)
 
 
 def of_results(results: Results) -> Cast | None:
@@ -98,7 +102,8 @@ def of_results(results: Results) -> Cast | None:
     if real and len(names) > max(used):  # a name for every rank
         hosts = {node: names[role.world_rank] for role, node in zip(plan.roles, nodes, strict=True)}
     idle = tuple(sorted(set(range(len(names))) - used)) if hosts else ()
-    return Cast(name, label, plan, nodes, about["gradients_per_update"], hosts, idle)
+    shared = job.get("cluster", {}).get("node_memory") if real else None
+    return Cast(name, label, plan, nodes, about["gradients_per_update"], hosts, idle, shared)
 
 
 def of_file(path: Path) -> Cast:
@@ -137,6 +142,7 @@ def as_text(cast: Cast, *, everything: bool = False) -> str:
     for head, tree in zip(heads, trees, strict=True):
         parts += [head, *(f"  {name:{width}}  {rest}".rstrip() for name, rest in tree), ""]
     parts += ["nodes:", *_placement(cast, everything=everything), "", *summary(plan, cast.per_update)]
+    parts += [f"shared memory: {shared}"] if (shared := sharing(cast)) else []
     return "\n".join(parts)
 
 
@@ -210,6 +216,23 @@ def _placement(cast: Cast, *, everything: bool) -> list[str]:
     rows += [("no role", f"rank{_s(len(cast.idle))} {spans(cast.idle)}")] if cast.idle else []
     width = max(len(name) for name, _ in rows)
     return [f"  {name:{width}}  {text}" for name, text in rows]
+
+
+def sharing(cast: Cast) -> str:
+    """Which ranks read each other's memory, in a line; empty where that is not known."""
+    if cast.node_memory is None:
+        return ""
+    if not cast.node_memory:
+        return "none, as [cluster] node_memory = false says"
+    found = []
+    for place in placed(cast, _MOST_NODES):
+        ranks = {cast.plan.roles[role].world_rank for role in place.roles}
+        if len(ranks) > 1:
+            where = "a node of its own" if place.name == "of its own" else f"node{'s' * place.several} {place.name}"
+            found.append(f"ranks {spans(ranks)} on {'each of ' * place.several}{where}")
+    if len(found) > _MOST_SPANS:
+        found = [*found[: _MOST_SPANS - 1], f"… {found[-1]}"]
+    return "; ".join(found) or "none, as each rank has a node to itself"
 
 
 class ShownNode(NamedTuple):

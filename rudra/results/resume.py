@@ -33,6 +33,7 @@ RESUME_MAY_CHANGE = (
     "training.evaluate",
     "training.evaluation_batch_size",
     "cluster.learners_per_rank",
+    "cluster.node_memory",
 )
 
 LENGTH = (

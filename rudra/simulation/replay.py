@@ -73,6 +73,7 @@ INDIFFERENT = (
     "training.stop_at_target",
     "training.patience",
     "cluster.learners_per_rank",
+    "cluster.node_memory",
 )
 """Keys of the `DECISIVE` tables that do not decide what the weights become."""
 

@@ -1,8 +1,13 @@
-"""The training data lies in each node's memory once."""
+"""The training data lies in each node's memory once, and gradients and weights are read where they lie."""
+
+import signal
+from pathlib import Path
 
 import pytest
 import user_code
+from processes import finish, start
 
+import rudra
 from rudra.bench.ranks import on_ranks
 
 pytestmark = pytest.mark.mpi
@@ -19,3 +24,59 @@ def test_arrays_are_one_memory_until_somebody_writes(what: str) -> None:
 @pytest.mark.parametrize("what", ["lock", "mapped"])
 def test_what_cannot_be_shared_stays_with_whom_made_it(what: str) -> None:
     assert [rank["got"] for rank in on_ranks(user_code.sharing, 1, what=what)] == [False, True, False]
+
+
+def test_neighbours_see_what_a_rank_writes_and_can_write_nothing() -> None:
+    for told in on_ranks(user_code.neighbours, 1, forbids=None):
+        assert told["seen"] == [[rank + 1, 10 * (rank + 1)] for rank in range(3)]
+        assert told["later"] == [-1.0] * 3
+        assert told["killed_by"] == signal.SIGSEGV
+        assert "were reserved, and" in told["refused"]
+
+
+def test_where_one_rank_cannot_share_none_does() -> None:
+    told = on_ranks(user_code.neighbours, 1, forbids=1)
+    assert all(rank["neighbours"] == 0 and rank["sum"] == 7000 for rank in told)
+    (failure,) = {rank["failure"] for rank in told}
+    assert failure.startswith("rank 1: ")
+
+
+def job_file(directory: Path, model: str, topology: str = "") -> Path:
+    path = directory / f"{model}.toml"
+    path.write_text(
+        f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:prompt"\n'
+        "[training]\nepochs = 2\nminibatch_size = 4\nseed = 7\n[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\n"
+        f'[protocol]\nname = "hardsync"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n[topology]\n{topology}\n'
+    )
+    return path
+
+
+def final_weights(path: Path) -> str:
+    with rudra.open_results(path) as results:
+        assert results.status == "finished"
+        return str(results.state["weights_sha256"])
+
+
+@pytest.mark.parametrize(
+    "topology",
+    ["", 'name = "groups"', 'name = "adv"\noptions.fan_out = 2', 'name = "sharded"\noptions.shards = 2'],
+    ids=["base", "groups", "adv", "sharded"],
+)
+def test_memory_and_messages_lead_to_the_same_weights(tmp_path: Path, topology: str) -> None:
+    job, found = job_file(tmp_path, "dropping", topology), set()
+    for number, near in enumerate(("true", "false")):
+        output = tmp_path / f"{number}.h5"
+        code, _, err = finish(start("run", job, "--output", output, "--quiet", "--set", f"cluster.node_memory={near}"))
+        assert code == 0, err
+        found.add(final_weights(output))
+    assert len(found) == 1
+
+
+def test_without_shared_memory_a_run_says_so_and_goes_on_by_messages(tmp_path: Path) -> None:
+    output = tmp_path / "out.h5"
+    code, _, err = finish(start("run", job_file(tmp_path, "alone"), "--output", output, "--quiet"))
+    assert code == 0, err
+    (line,) = err.splitlines()
+    assert line.startswith("rudra: node memory cannot be had on "), line
+    assert "(rank 2: [Errno 28] No space left on device): its ranks exchange messages instead, which is slower" in line
+    assert rudra.replay(output, quiet=True).identical

@@ -35,7 +35,7 @@ def test_a_failed_run_is_looked_into(tmp_path: Path) -> None:
     told = re.fullmatch(
         r"update \d+: learner \d, its gradient \d+, loss .+,\ncomputed from weights (\d+), \d+ .+\n", where
     )
-    assert told
+    assert told, where
     assert any("--until 20" in line for line in then)
     for line in then:
         word, *arguments = shlex.split(line.replace("--until 20", f"--until {told[1]}"))

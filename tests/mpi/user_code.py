@@ -19,6 +19,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import rudra
 from rudra.compute import tasks
+from rudra.core.events import GRADIENT, Reduce
+from rudra.core.messages import Word
+from rudra.core.records import Gradient
 
 CLASSES = 10
 SHARED_MB = 96
@@ -92,6 +95,17 @@ def wrong_label() -> tuple[Digits, Digits]:
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, CLASSES))
+
+
+def alone() -> nn.Module:
+    """Rank 2 cannot share the memory of its buffers; the data it has shared by then."""
+    if os.environ.get("OMPI_COMM_WORLD_RANK") == "2":
+
+        def refuse(name: str, flags: int = 0) -> int:
+            raise OSError(28, "No space left on device")
+
+        os.memfd_create = refuse
+    return network()
 
 
 def broad() -> nn.Module:
@@ -357,6 +371,43 @@ def sharing(comm: Any, directory: Path, what: str) -> dict[str, Any]:
     return {"private_kb": shared["Private_Dirty"], "share_kb": shared["Pss"]}
 
 
+def neighbours(comm: Any, directory: Path, forbids: int | None) -> dict[str, Any]:
+    """Every rank makes two vectors, one before and one after all have met; what others see of them, and can do."""
+    from rudra.compute.executor import Buffer
+    from rudra.mpi.arena import Arena
+
+    arena = Arena()
+    if comm.rank == forbids:
+        os.memfd_create = lambda name, flags=0: -1  # type: ignore[assignment, misc]
+    size = 1000
+    first = Buffer(size, 0, memory=arena.allocate)
+    first.vector.fill_(comm.rank + 1)
+    failure = arena.meet(comm, comm.rank, 1 << 16)
+    if failure:
+        first.vector.fill_(7.0)
+        return {"failure": failure, "neighbours": len(arena.neighbours), "sum": float(first.vector.sum())}
+    second = Buffer(size, 0, memory=arena.allocate)
+    second.vector.fill_(10.0 * (comm.rank + 1))
+    places = comm.allgather([arena.offset(buffer.array) for buffer in (first, second)])
+    seen = [[float(arena.floats_at(rank, at, size * 4).mean()) for at in where] for rank, where in enumerate(places)]
+    comm.Barrier()
+    first.vector.fill_(-1.0)
+    comm.Barrier()
+    later = [float(arena.floats_at(rank, where[0], size * 4).mean()) for rank, where in enumerate(places)]
+    child = os.fork()
+    if not child:
+        arena.floats_at((comm.rank + 1) % comm.size, places[(comm.rank + 1) % comm.size][0], size * 4).fill_(5.0)
+        os._exit(0)
+    killed_by = os.waitpid(child, 0)[1]
+    try:
+        arena.allocate(1 << 20)
+        refused = ""
+    except MemoryError as error:
+        refused = str(error)
+    arena.close()
+    return {"seen": seen, "later": later, "killed_by": killed_by, "refused": refused}
+
+
 def train_as_needed(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
     """Runs several jobs, one after the other, each on as many of the ranks as it needs; names of files are the keys."""
     from rudra.mpi.session import run_all
@@ -375,3 +426,65 @@ class Together:
 
         servers = Role("parameter server", 0, 0), Role("statistics server", 0, 0, parent=0)
         return Plan((*servers, *(Role("learner", i, i, parent=0, node=node) for i, node in enumerate(nodes))))
+
+
+def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, Any]:
+    """Groups of any shape, whose ranks lie on pretended nodes, reduce gradients of noise; what came out wrong."""
+    from rudra.compute.executor import CHUNK, Executor, average
+    from rudra.mpi.arena import Arena
+    from rudra.mpi.reduction import GroupReduction
+
+    wrong = []
+    chance, pace = random.Random(seed), random.Random(seed * comm.size + comm.rank)
+    for case in range(cases):
+        members = {100 + i: chance.randrange(comm.size) for i in range(chance.randint(1, 2 * comm.size))}
+        nodes = [chance.randrange(chance.randint(1, 3)) for _ in range(comm.size)]
+        size = chance.choice([1, 15, 300, 5000, 100_000, CHUNK + 17])
+        samples, to_all = [chance.choice([4, 4, 4, 7]) for _ in members], chance.random() < 0.6
+        arena = Arena()
+        executors = {
+            role: Executor((), size, size, 1, memory=arena.allocate)
+            for role, rank in members.items()
+            if rank == comm.rank
+        }
+        for executor in executors.values():
+            executor.buffer(GRADIENT)
+        arena.meet(comm, comm.rank, 1 << 28)
+        arena.neighbours = frozenset(i for i in range(comm.size) if nodes[i] == nodes[comm.rank])
+        if chance.random() < 0.1:
+            arena.neighbours = frozenset()
+        if not executors:
+            continue
+        reduction = GroupReduction(comm, members, 10 + case, size, lambda: None, arena=arena)
+        for step in range(5):
+            made = [torch.randn(size, generator=torch.Generator().manual_seed(97 * step + role)) for role in members]
+            expected = torch.empty(size)
+            average(expected, made, samples)
+            for role in executors:
+                executors[role].renew(GRADIENT).vector.fill_(torch.nan)
+            pause(pace)
+            for role in pace.sample(sorted(executors), len(executors)):
+                place = list(members).index(role)
+                executors[role].buffer(GRADIENT).vector.copy_(made[place])
+                gradient = Gradient(-1, place, samples[place], step, 0, 0, 0, 1.0, 0.0, 0.0, 0)
+                reduction.begin(role, Reduce(GRADIENT, 0, step, gradient, to_all, Word(role)), executors[role])
+            while (reduced := reduction.test()) is None:
+                time.sleep(0)
+            if [word.digest for word in reduced.words] != list(members):
+                wrong.append(f"case {case}, step {step}: words {reduced.words}")
+            if [gradient.samples for gradient in reduced.gradients] != samples:
+                wrong.append(f"case {case}, step {step}: gradients {reduced.gradients}")
+            for role in executors:
+                if to_all or role == 100:
+                    pause(pace)
+                    if not torch.equal(executors[role].buffer(GRADIENT).vector, expected):
+                        wrong.append(f"case {case}, step {step}, role {role}: another sum")
+        reduction.abandon()
+        if any(executor.held("") for executor in executors.values()):
+            wrong.append(f"case {case}: still held")
+    return {"wrong": wrong}
+
+
+def pause(pace: random.Random) -> None:
+    """Lets the other ranks go ahead, or not."""
+    time.sleep(pace.choice([0.0, 0.0, 1e-3, 5e-3]))

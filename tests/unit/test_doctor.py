@@ -1,5 +1,7 @@
-"""What `rudra doctor` finds of SLURM and of GPUs, by stand-ins for both."""
+"""What `rudra doctor` finds of SLURM, GPUs and memory, by stand-ins for all three."""
 
+import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from rudra.cli import examination
+from rudra.machine import free_memory
 
 GIB = 2**30
 LIST = "echo 'MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4' >&2"
@@ -60,3 +63,38 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
     assert examination._gpus().found == "0: NVIDIA A, 80 GiB; 1: B, 24 GiB"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "failure", "limit", "state", "found", "advice"),
+    [
+        (2, "", -1, "ok", "ranks read each other's; 8.0 GiB are free", ""),
+        (2, "", 9 * GIB, "ok", "ranks read each other's; 8.0 GiB are free", ""),
+        (2, "", GIB, "warn", "8.0 GiB are free, but a rank may share at most 1.0 GiB", "ulimit -f unlimited"),
+        (1, "", -1, "ok", "not tried: the two ranks met on two nodes", ""),
+        (
+            2,
+            "rank 0: [Errno 27] File too large",
+            4096,
+            "warn",
+            "cannot read each other's: rank 0",
+            "ulimit -f unlimited",
+        ),
+        (2, f"rank 1: [Errno 13] {os.strerror(13)}: '/proc/9/fd/7'", -1, "warn", "rank 1: [Errno 13]", "in /proc"),
+        (2, "module 'os' has no attribute 'memfd_create'", -1, "warn", "memfd_create", "messages, which is slower"),
+    ],
+)
+def test_node_memory(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, failure: str, limit: int, state: str, found: str, advice: str
+) -> None:
+    monkeypatch.setattr(examination, "free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    said = examination._node_memory(ranks, failure)
+    assert said.state == state
+    assert found in said.found
+    assert advice in said.advice
+    assert bool(said.advice) == (state == "warn")
+
+
+def test_free_memory_is_some() -> None:
+    assert 0 < free_memory() < 2**50

@@ -93,7 +93,10 @@ def test_what_would_change_nothing_or_too_much_is_refused(tmp_path: Path, overri
 
 def test_what_may_change_does(tmp_path: Path) -> None:
     _, path = run(tmp_path)
-    job, _, output = resumable(path, ["training.epochs=5", "results.flush_s=0.5", "fault_tolerance.restarts=2"])
+    job, _, output = resumable(
+        path, ["training.epochs=5", "results.flush_s=0.5", "fault_tolerance.restarts=2", "cluster.node_memory=false"]
+    )
+    assert not job.cluster.node_memory
     assert (job.training.epochs, job.results.flush_s, job.fault_tolerance.restarts, output) == (5, 0.5, 2, path)
 
 

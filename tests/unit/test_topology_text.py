@@ -33,7 +33,8 @@ nodes:
   0  parameter server, statistics server, learners 0, 1
 
 4 ranks: 1 parameter server, 1 statistics server, 2 learners (λ); 2 workers of the protocol
-2 gradients per update (c); a message carries 1 gradient"""
+2 gradients per update (c); a message carries 1 gradient
+shared memory: ranks 0 to 3 on node 0"""
 
 STAR = """\
 topology adv* (fan_out = 2), protocol async
@@ -61,7 +62,8 @@ nodes:
   no role  rank 8
 
 8 ranks: 1 parameter server, 1 statistics server, 2 tree servers, 4 learners (λ); 4 workers of the protocol
-1 gradient per update (c); a message to the parameter server carries the mean of at least 1 gradient"""
+1 gradient per update (c); a message to the parameter server carries the mean of at least 1 gradient
+shared memory: ranks 0 to 4 on node 0; ranks 5 to 7 on node 1"""
 
 GROUPS = """\
 topology groups (groups = 2), protocol async
@@ -85,7 +87,8 @@ nodes:
 
 7 ranks: 1 parameter server, 1 statistics server, 5 learners (λ); 2 workers of the protocol, \
 groups of 2 to 3 learners (k)
-1 gradient per update (c); a message carries the mean over a group's 2 to 3 gradients"""
+1 gradient per update (c); a message carries the mean over a group's 2 to 3 gradients
+shared memory: ranks 0, 1 on a node of its own; ranks 2 to 4 on node 0; ranks 5, 6 on node 1"""
 
 ALLREDUCE = """\
 topology groups (reduction = mpi), protocol hardsync
@@ -102,7 +105,8 @@ nodes:
   0  statistics server, learners 0, 1
 
 3 ranks: 1 statistics server, 2 learners (λ); 1 worker of the protocol, a group of 2 learners (k)
-1 gradient per update (c); no gradient goes to a server"""
+1 gradient per update (c); no gradient goes to a server
+shared memory: ranks 0 to 2 on node 0"""
 
 
 def test_base() -> None:
@@ -120,6 +124,21 @@ def test_groups_in_a_simulation() -> None:
 
 def test_one_group_has_no_server() -> None:
     assert as_text(of_job(job(2, "groups", "hardsync", reduction="mpi"))) == ALLREDUCE
+
+
+@pytest.mark.parametrize(
+    ("sizes", "on", "shared"),
+    [
+        ([6], False, "none, as [cluster] node_memory = false says"),
+        ([1] * 6, True, "none, as each rank has a node to itself"),
+        ([1, 3, 2], True, "ranks 1 to 3 on node 1; ranks 4, 5 on node 2"),
+        ([2] * 5, True, "ranks 0, 1 on node 0; ranks 2, 3 on node 1; ranks 4, 5 on node 2; … ranks 8, 9 on node 4"),
+        ([2] * 20, True, "ranks 0, 1 on node 0; ranks 2, 3 on node 1; ranks 4, 5 on node 2; … ranks 38, 39 on node 19"),
+    ],
+)
+def test_who_shares_memory(sizes: list[int], on: bool, shared: str) -> None:
+    placed = job(None, "base").with_(cluster={"node_memory": on})
+    assert as_text(of_job(placed, None, sizes)).endswith(f"\nshared memory: {shared}")
 
 
 def test_servers_of_a_simulation_may_be_on_the_first_node() -> None:
@@ -209,6 +228,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith(f"{file}: topology base, protocol 2-softsync\n")
     assert "  0 (a)    parameter server, statistics server, learner 0\n" in said
     assert "  1 (b)    learner 1\n  no role  rank 4\n" in said
+    assert "shared memory: ranks 0 to 2 on node 0 (a)\n" in said
     write_run(tmp_path / "silent.h5", updates=1, epochs=0, staleness=0)
     assert main(["topology", str(tmp_path / "silent.h5")]) == 2
     assert "does not say who was who" in capsys.readouterr().err

@@ -4,11 +4,19 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rudra.compute.executor import Executor
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.errors import RunError
+from rudra.mpi import leases
+from rudra.mpi.arena import LEASES
 from rudra.mpi.failures import Losses
-from rudra.mpi.transfers import Going, Transfers, Wanted
+from rudra.mpi.leases import Going, Place
+from rudra.mpi.transfers import Transfers, Wanted
 
 FAILED, PENDING, IN_STATUS = 75, 76, 18
 ANYBODY = -1
@@ -41,7 +49,7 @@ class Request:
             raise Error(FAILED)
         self.void = self.state == "done"
         if status is not None:
-            status.cancelled = self.cancelled
+            status.cancelled, status.source = self.cancelled, self.source
         return self.void
 
     def Cancel(self) -> None:
@@ -53,7 +61,10 @@ class Request:
 
 
 class Status:
-    cancelled = False
+    cancelled, source = False, ANYBODY
+
+    def Get_source(self) -> int:
+        return self.source
 
     def Is_cancelled(self) -> bool:
         return self.cancelled
@@ -93,6 +104,11 @@ class Comm:
         self.posted.append(Request(source, wire))
         return self.posted[-1]
 
+    def Isend(self, data: bytes, to: int, tag: int) -> Request:
+        self.posted.append(Request(to, data))
+        self.posted[-1].state = "done"
+        return self.posted[-1]
+
     def Improbe(self, source: int, tag: int) -> Any:
         if not self.announced:
             return None
@@ -110,19 +126,55 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> Comm:
     return Comm()
 
 
+class Arena:
+    """Memory of this rank (0) and of others, of which one is a neighbour; what they say of each other's leases."""
+
+    def __init__(self, *neighbours: int) -> None:
+        self.neighbours = frozenset(neighbours)
+        self.own: list[Any] = []
+        self.there: dict[int, Any] = {}
+        self.words: dict[tuple[int, int], int] = {}  # owner or reader, place -> what was said
+        self.said_to: dict[tuple[int, int], int] = {}
+
+    def allocate(self, length: int) -> Any:
+        self.own.append(np.zeros(length, np.uint8))
+        return self.own[-1]
+
+    def offset(self, array: Any) -> int:
+        return next(
+            1000 * number + array.ctypes.data - memory.ctypes.data
+            for number, memory in enumerate(self.own)
+            if 0 <= array.ctypes.data - memory.ctypes.data < len(memory)
+        )
+
+    def bytes_at(self, rank: int, offset: int, length: int) -> torch.Tensor:
+        return torch.from_numpy(self.there[rank][offset : offset + length])
+
+    def floats_at(self, rank: int, offset: int, length: int) -> torch.Tensor:
+        return self.bytes_at(rank, offset, length).view(torch.float32)
+
+    def said(self, reader: int, number: int) -> int:
+        return self.words.get((reader, number % LEASES), 0)
+
+    def say(self, owner: int, number: int, *, done: bool) -> None:
+        self.said_to[owner, number % LEASES] = 2 * number + done
+
+
 class Server:
     """A server's transfers, and what it heard of."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.executor = Executor((), SIZE, SIZE, 1)
+    def __init__(self, comm: Comm, arena: Arena | None = None) -> None:
+        self.arena = arena or Arena()
+        self.executor = Executor((), SIZE, SIZE, 1, memory=arena.allocate if arena else None)
         self.losses = Losses(comm)  # type: ignore[arg-type]
         self.heard: list[str] = []
         self.transfers = Transfers(
             comm,  # type: ignore[arg-type]
             self.losses,
             {0: self.executor},
-            lambda wanted: self.heard.append(wanted.name),
+            lambda wanted, message: self.heard.append(wanted.name),
             lambda going: self.heard.append(going.name),
+            self.arena,  # type: ignore[arg-type]
         )
 
     def post(self, name: str, source: int | None = None) -> None:
@@ -270,3 +322,202 @@ def test_a_receive_is_withdrawn_unless_something_comes(comm: Comm, state: str, w
     assert server.transfers.withdraw(0, "a") is withdrawn
     assert server.heard == (["a"] if state == "done" else [])
     assert not server.transfers.withdraw(0, "other")
+
+
+# Neighbours, who tell where tensors lie.
+
+NEAR, TAG = 3, 7
+GIVEN = Gradient(-1, 0, 1, 0, 0, 0, -1, 1.0, 0.5, 1.0, 0)
+TAKEN, DONE = 0, 1
+
+
+class Neighbours(Server):
+    """A server beside rank `NEAR`, whose memory holds two vectors."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm, Arena(NEAR))
+        self.comm = comm
+        self.arena.there[NEAR] = np.arange(2 * SIZE, dtype=np.float32).view(np.uint8)
+
+    def want(self, *, reads: bool = True, near: bool = True) -> Request:
+        self.transfers.receive(Wanted(0, "a", None, TAG, halves=False, near=near, reads=reads))
+        return self.comm.posted[-1]
+
+    def tell(self, request: Request, number: int = 5, *, second: bool = False, copied: bool = False) -> None:
+        """A place comes."""
+        data = Place(SIZE * 4 * second, SIZE * 4, number, copied, self.checksum).encode() + MESSAGE.encode()
+        request.wire[: len(data)] = data if isinstance(request.wire, bytearray) else np.frombuffer(data, np.uint8)
+        request.source, request.state = NEAR, "done"
+
+    checksum = 0
+
+    def lend(self, name: str = "g", to: int = 1, most: int = 2) -> Place:
+        message = Message(Kind.GRADIENT, 0, gradients=(GIVEN,))
+        self.transfers.lend(Going(0, name, to), message, NEAR, TAG, halves=False, most=most)
+        return Place.decode(self.comm.posted[-1].wire)
+
+    def say(self, place: Place, what: int) -> None:
+        self.arena.words[NEAR, place.number % LEASES] = 2 * place.number + what
+
+    def was_told(self, number: int) -> int | None:
+        said = self.arena.said_to.get((NEAR, number % LEASES), -1)
+        return said & 1 if said >> 1 == number else None
+
+
+MESSAGE = Message(Kind.GRADIENT, 1, gradients=(GIVEN,))
+
+
+def test_what_a_neighbour_lends_is_read_there_and_given_back_when_the_next_may_come(comm: Comm) -> None:
+    server = Neighbours(comm)
+    server.tell(server.want(), second=True)
+    assert server.poll() == ["a"]
+    found = server.executor.buffer("a")
+    assert found.borrowed
+    assert found.vector.data_ptr() == server.arena.there[NEAR].ctypes.data + SIZE * 4
+    assert server.was_told(5) == TAKEN
+    server.tell(server.want(), 6)
+    assert server.was_told(5) == DONE
+    assert server.poll() == ["a"]
+    assert server.executor.buffer("a").vector.tolist() == [0, 1, 2, 3, 4]
+    assert not server.arena.own, "nothing needed memory of its own"
+
+
+@pytest.mark.parametrize(("reads", "copied"), [(False, False), (True, True), (False, True)])
+def test_who_makes_a_copy_is_done_at_once(comm: Comm, reads: bool, copied: bool) -> None:
+    server = Neighbours(comm)
+    server.tell(server.want(reads=reads), copied=copied)
+    assert server.poll() == ["a"]
+    assert server.was_told(5) == DONE
+    assert not server.executor.buffer("a").borrowed
+    assert server.executor.buffer("a").vector.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_where_others_may_send_too_a_place_comes_into_the_memory_for_a_tensor(comm: Comm) -> None:
+    server = Neighbours(comm)
+    server.executor = Executor((), 100, 100, 1)
+    server.transfers._executors[0] = server.executor  # type: ignore[index]
+    request = server.want(near=False)
+    memory = request.wire
+    server.tell(request)
+    assert server.poll() == ["a"]
+    assert server.executor.buffer("a").borrowed
+    assert server.want(near=False).wire is not None
+    assert len(memory) > 400
+
+
+def test_a_tensor_is_lent_until_its_reader_has_done_with_it(comm: Comm) -> None:
+    server = Neighbours(comm)
+    buffer = server.executor.buffer("g")
+    place = server.lend()
+    assert server.poll() == []
+    assert (buffer.held, server.executor.lent["g"]) == (1, 1)
+    server.say(place, TAKEN)
+    assert server.poll() == ["g"]
+    assert buffer.held == 1
+    assert server.executor.renew("g") is not buffer, "the next gradient goes elsewhere"
+    server.say(place, DONE)
+    assert server.poll() == []
+    assert buffer.held == 0
+    second = server.lend()
+    assert server.executor.renew("g") is buffer, "two generations take turns"
+    server.say(second, DONE)
+    assert server.poll() == ["g"]
+
+
+def test_readers_may_keep_so_many_generations_and_copy_the_next(comm: Comm) -> None:
+    server = Neighbours(comm)
+    places = []
+    for _ in range(4):
+        server.executor.renew("g")
+        places.append(server.lend())
+        server.say(places[-1], DONE if places[-1].copied else TAKEN)
+        server.poll()
+    assert [place.copied for place in places] == [False, False, True, True]
+    assert len(server.arena.own) == 3
+    for place in places[:2]:
+        server.say(place, DONE)
+    server.poll()
+    server.executor.renew("g")
+    assert not server.lend().copied
+
+
+def test_what_was_said_of_a_lease_long_ago_says_nothing_of_this_one(comm: Comm) -> None:
+    server = Neighbours(comm)
+    place = server.lend()
+    server.arena.words[NEAR, place.number % LEASES] = 2 * (place.number - LEASES) + DONE
+    assert server.poll() == []
+    assert server.executor.buffer("g").held == 1
+
+
+def test_leases_have_words_of_their_own_whoever_keeps_one_for_long(comm: Comm) -> None:
+    server = Neighbours(comm)
+    kept = server.lend("kept")
+    numbers = []
+    for _ in range(2 * LEASES):
+        place = server.lend()
+        numbers.append(place.number)
+        server.say(place, DONE)
+        assert server.poll() == ["g"]
+    assert kept.number % LEASES not in {number % LEASES for number in numbers}
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_the_leases_of_the_dead_are_over(comm: Comm, taken: bool) -> None:
+    server = Neighbours(comm)
+    place = server.lend()
+    if taken:
+        server.say(place, TAKEN)
+        assert server.poll() == ["g"]
+    server.heard.clear()
+    server.lose(NEAR)
+    assert server.heard == ([] if taken else ["g"]), "a send to the dead counts as sent, once"
+    assert server.executor.buffer("g").held == 0
+    assert server.poll() == []
+
+
+def test_what_a_dead_rank_has_lent_stays_whole(comm: Comm) -> None:
+    server = Neighbours(comm)
+    request = server.want()
+    server.tell(request)
+    server.lose(NEAR)
+    assert server.heard == ["a"], "it had been received completely"
+    assert server.executor.buffer("a").vector.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_leases_to_a_role_that_is_dropped_are_over_and_others_go_on(comm: Comm) -> None:
+    server = Neighbours(comm)
+    server.lend("one", to=1)
+    server.lend("two", to=2)
+    server.transfers.drop(1, NEAR)
+    assert server.heard == ["one"]
+    assert [server.executor.buffer(name).held for name in ("one", "two")] == [0, 1]
+
+
+def test_who_begins_anew_has_lent_nothing_but_to_the_statistics_server(comm: Comm) -> None:
+    server = Neighbours(comm)
+    server.lend("one", to=1)
+    snapshot = server.lend("two", to=2)
+    assert server.transfers.abandon({0}, but_to=2) == [Going(0, "two", 2)]
+    assert [server.executor.buffer(name).held for name in ("one", "two")] == [0, 1]
+    server.say(snapshot, DONE)
+    assert server.poll() == ["two"]
+
+
+@pytest.mark.parametrize("when", ["taken", "given back"])
+def test_a_checksum_tells_of_what_changes_while_it_is_read(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(leases, "CHECKED", True)
+    server = Neighbours(comm)
+    memory = server.arena.there[NEAR]
+    server.checksum = leases.zlib.crc32(memory[: SIZE * 4].data)
+    server.tell(server.want())
+    if when == "taken":
+        memory[0] += 1
+        with pytest.raises(RunError, match="has changed meanwhile"):
+            server.poll()
+        return
+    assert server.poll() == ["a"]
+    memory[0] += 1
+    with pytest.raises(RunError, match="has changed meanwhile"):
+        server.want()
