@@ -128,6 +128,7 @@ def drive(
     if job.cluster.node_memory:
         _meet(mine, arena, executor)
     Rank(mine, plan, machines, {role: executor}, recorder, spins=spins, arena=arena).run()
+    arena.close()
     del machines, executor, arena
     gc.collect()  # the next run needs the memory before Python finds the cycles that hold it
     rest(mine)

@@ -39,13 +39,16 @@ def start(*arguments: str | Path, before: str = "pass", **environment: str) -> s
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> tuple[int, str, str]:
     """Exit code, standard output and standard error."""
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:
         process.kill()
         process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
     return process.returncode, out, err
 
 
