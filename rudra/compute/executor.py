@@ -14,6 +14,7 @@ import torch
 
 from rudra import plugins
 from rudra.compute import models, tasks
+from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
 from rudra.compute.devices import CPU, Placing, Stage, finish, lock_pages, page_locked
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import BatchResult, GradientSource, check_gradient, evaluate
@@ -50,7 +51,6 @@ from rudra.job.job import Job
 from rudra.job.target import Target
 from topologies import Plan
 
-CACHE_LINE = 64
 EXPONENT = 2
 """Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
 
@@ -60,9 +60,6 @@ Memory = Callable[[int], npt.NDArray[np.uint8] | None]
 Take = Callable[[slice], torch.Tensor]
 """Gives a slice of a vector, float32, which is good until the next one is asked for; they are asked for in ascending
 order, at most `CHUNK` elements each, from a multiple of `CACHE_LINE` on."""
-
-CHUNK = 1 << 20
-"""Elements of a slice: few enough that a processor's cache has room for them, enough to hide what a call costs."""
 
 FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 """Gives the weights of a warm start: what a result file holds for a model of that layout, (size,) float32."""
@@ -380,7 +377,7 @@ class Executor:
         into = self._buffers.get(name)
         if into is None or into.held or into.borrowed or self.lent[name]:
             into = self.spare()
-        for part in _slices(0, self.size, CHUNK):
+        for part in slices(0, self.size, CHUNK):
             into.vector[part].copy_(deferred.take(part))
         into.version += 1
         self._replace(name, into)
@@ -696,7 +693,7 @@ class OwnerExecutor(Executor):
 
         sources = self._deferred[action.gradient].of if action.gradient in self._deferred else ()
         self._rule.step_in_slices(gradient, action.learning_rate, CHUNK - CACHE_LINE)
-        for part in _slices(self.parameters, self.size, CHUNK - CACHE_LINE):
+        for part in slices(self.parameters, self.size, CHUNK - CACHE_LINE):
             weights[part] = gradient(part)
         self._void(action.gradient)
         self._give_back(*sources)
@@ -818,42 +815,6 @@ class StatisticsExecutor(Executor):
                 else:
                     scores.append(score)
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
-
-
-def _slices(start: int, stop: int, most: int) -> Iterator[slice]:
-    """Of these elements, so many at most each."""
-    for first in range(start, stop, most):
-        yield slice(first, min(first + most, stop))
-
-
-def average(
-    into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int], total: torch.Tensor | None = None
-) -> None:
-    """The mean of gradients, weighted by samples, added in order.
-
-    Only operations on single elements that round in one way: a slice gives the bits that the whole gives.
-
-    Args:
-        into: (size,) float32; may be one of the gradients, the others are left as they are.
-        gradients: (size,) float32 each.
-        samples: of each.
-        total: (size,) float32, room for the sum, and none of the gradients; may be `into`.
-    """
-    if total is None:
-        total = torch.empty_like(into)
-    (first, *others), (count, *counts) = gradients, samples
-    alike = all(other == count for other in counts)
-    if not alike:
-        torch.mul(first, count, out=total)
-        for gradient, count in zip(others, counts, strict=True):
-            total.add_(gradient * count)
-    elif others:
-        torch.add(first, others[0], out=total)
-        for gradient in others[1:]:
-            total.add_(gradient)
-    else:
-        total = first
-    torch.mul(total, 1 / (len(samples) if alike else sum(samples)), out=into)
 
 
 def make_executors(

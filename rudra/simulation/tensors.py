@@ -16,6 +16,7 @@ import torch
 from msgspec import structs
 
 from rudra.compute import models
+from rudra.compute.averaging import average
 from rudra.compute.devices import CPU
 from rudra.compute.executor import (
     AveragingExecutor,
@@ -23,7 +24,6 @@ from rudra.compute.executor import (
     Executor,
     LearnerExecutor,
     OwnerExecutor,
-    average,
     make_executors,
 )
 from rudra.compute.flat import FlatModel

@@ -430,7 +430,8 @@ class Together:
 
 def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, Any]:
     """Groups of any shape, whose ranks lie on pretended nodes, reduce gradients of noise; what came out wrong."""
-    from rudra.compute.executor import CHUNK, Executor, average
+    from rudra.compute.averaging import CHUNK, average
+    from rudra.compute.executor import Executor
     from rudra.mpi.arena import Arena
     from rudra.mpi.reduction import GroupReduction
 
