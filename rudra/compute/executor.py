@@ -12,15 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import plugins
-from rudra.compute import models, tasks
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
-from rudra.compute.devices import CPU, Placing, Stage, finish, lock_pages, page_locked
+from rudra.compute.devices import CPU, Stage, finish, lock_pages, page_locked
 from rudra.compute.flat import FlatModel, sha256
-from rudra.compute.gradients import BatchResult, GradientSource, check_gradient, evaluate
+from rudra.compute.gradients import BatchResult, GradientSource, evaluate
 from rudra.compute.half import from_half, to_half
 from rudra.compute.optim import UpdateRule
-from rudra.compute.parts import cut
 from rudra.compute.statedict import StateEntry
 from rudra.core.digest import digest_of, sample
 from rudra.core.events import (
@@ -40,15 +37,12 @@ from rudra.core.events import (
     Update,
     Updated,
 )
-from rudra.core.hooks import RoleHooks, hooks_of
+from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
 from rudra.core.messages import PARTS, Kind, Message, tail_bytes
-from rudra.core.phases import parts
-from rudra.core.work import portion
-from rudra.data.load import Data, Samples
-from rudra.errors import CheckpointError, ConfigError
+from rudra.data.load import Samples
+from rudra.errors import CheckpointError
 from rudra.job.job import Job
-from rudra.job.target import Target
 from topologies import Plan
 
 EXPONENT = 2
@@ -815,96 +809,3 @@ class StatisticsExecutor(Executor):
                 else:
                     scores.append(score)
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
-
-
-def make_executors(
-    job: Job,
-    plan: Plan,
-    roles: tuple[int, ...],
-    data: Data,
-    *,
-    prefetch: bool,
-    device: torch.device = CPU,
-    placing: Placing = "device",
-    first_weights: FirstWeights | None = None,
-    memory: Memory | None = None,
-) -> dict[int, Executor]:
-    """Executors of some roles of one process, which share one model.
-
-    Args:
-        job: resolved.
-        plan: who is who.
-        roles: ids of the roles.
-        data: as far as roles here need it.
-        prefetch: whether each learner gets an input thread.
-        device: where to compute gradients and tests.
-        placing: where buffers are; servers and optimisers work where theirs are.
-        first_weights: gives those of a warm start; jobs without one need none.
-        memory: where buffers in main memory are to lie, of roles that send any.
-
-    Raises:
-        ConfigError: the model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
-            options are wrong, or there is no such hook.
-    """
-    task = tasks.make(job.task, data.info.classes)
-    kinds = [plan.about(role) for role in roles]
-    trains = any(kind.trains for kind in kinds)
-    compiled = job.training.compile and trains
-
-    def model(roles: int = 1) -> FlatModel:
-        module = models.build(job.model, data.info, job.training.seed).to(device)
-        return FlatModel(module, task, roles, job.training.precision, compiled=compiled)
-
-    flat = model(len(roles))
-    if not all(kind.serves for kind in kinds):
-        output = models.check_model_output(flat.module, task, data.info)
-        if job.training.target is not None and data.test is not None:
-            measured = tasks.measured(task, output, data.info.sample[1])
-            try:
-                Target.parse(job.training.target).check(measured, data.tests)
-            except ConfigError as error:
-                raise ConfigError(f"[training] {error}") from None
-    cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
-    owned = dict(zip(plan.owners, cuts, strict=False))
-    learners, all_parts = [role for role in roles if plan.about(role).trains], list(parts(job, plan))
-    portions = [
-        {role: portion(its_plan, role, its.training.minibatch_size, its.cluster.parts) for role in learners}
-        for _, its, its_plan in all_parts
-    ]
-    works = {role: first.work(0) for role, first in portions[0].items()}
-    alone = any(mine.count == 1 for of_part in portions for mine in of_part.values())
-    lonely = alone and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
-    if trains and (lonely or job.training.precision != "float32"):
-        check_gradient(job.training, model(), data.info.sample, alone=alone)
-    gradients = all_parts[0][2].max_gradients_per_message
-    made: dict[int, Executor] = {}
-    hooks = hooks_of(job, plan, roles, flat.layout)
-    for role in roles:
-        kind = plan.about(role)
-        computes = not kind.serves
-        stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
-        direct = placing == "direct" and computes
-        where = flat.device if placing == "device" or direct else CPU
-        part = owned.get(role)
-        length, parameters = flat.size, flat.parameter_count
-        if part is not None:
-            length, parameters = part.stop - part.start, min(part.stop, parameters) - part.start
-        about = (flat.layout, length, parameters, gradients, where, stage)
-        cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
-        assert isinstance(cls, type)
-        executor: Executor = cls(*about, direct=direct, memory=None if kind.tests else memory)
-        if part is None:
-            executor.parts = owned
-        if isinstance(executor, OwnerExecutor):
-            executor.own(job, plan, flat, first_weights, part)
-        if isinstance(executor, LearnerExecutor):
-            assert data.training is not None
-            source = GradientSource(job, plan.roles[role].index, works[role], flat, data.training, prefetch=prefetch)
-            executor.learn(source, pushes_at_once=kind.pushes_at_once)
-        if isinstance(executor, StatisticsExecutor):
-            executor.test(job, flat, data.tests)
-        if kind.tests:
-            executor.state_dict = flat.state_dict()
-        executor.hooks = hooks.get(role)
-        made[role] = executor
-    return made
