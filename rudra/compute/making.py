@@ -7,17 +7,11 @@ import torch
 from rudra import plugins
 from rudra.compute import models, tasks
 from rudra.compute.devices import CPU, Placing, Stage
-from rudra.compute.executor import (
-    Executor,
-    FirstWeights,
-    LearnerExecutor,
-    Memory,
-    OwnerExecutor,
-    StatisticsExecutor,
-)
+from rudra.compute.executor import Executor, FirstWeights, LearnerExecutor, OwnerExecutor, StatisticsExecutor
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.parts import cut
+from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.phases import parts
 from rudra.core.work import Portion, portion

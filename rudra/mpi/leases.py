@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from rudra.compute.executor import Buffer
+from rudra.compute.vectors import Buffer
 from rudra.errors import RunError
 from rudra.mpi.arena import LEASES, Arena
 

@@ -26,7 +26,8 @@ import torch
 from mpi4py import MPI
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, average
-from rudra.compute.executor import Buffer, Executor, Take
+from rudra.compute.executor import Executor
+from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce, Reduced
 from rudra.core.messages import WORD_BYTES, Kind, Message, Word, tail_bytes
 from rudra.core.records import Gradient

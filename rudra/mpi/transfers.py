@@ -7,7 +7,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from rudra.compute.executor import BorrowedBuffer, Buffer, Executor
+from rudra.compute.executor import Executor
+from rudra.compute.vectors import BorrowedBuffer, Buffer
 from rudra.core.events import GRADIENT
 from rudra.core.messages import PARTS, Message
 from rudra.mpi import leases

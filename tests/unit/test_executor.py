@@ -14,9 +14,10 @@ from test_optim import NO_DECAY, SIZE, SLOW, layout
 
 from rudra.compute import executor as module
 from rudra.compute.averaging import CACHE_LINE
-from rudra.compute.executor import BorrowedBuffer, Executor, ServerExecutor
+from rudra.compute.executor import Executor, ServerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import cut
+from rudra.compute.vectors import BorrowedBuffer
 from rudra.core.digest import digest_of, sample
 from rudra.core.events import Accumulate, Copy, Update
 from rudra.core.layout import Entry
