@@ -132,9 +132,8 @@ class Buffer:
     def read_half(self) -> Message:
         """Takes over what came as float16."""
         self.version += 1
-        numbers, exponent, tail = self._halves
-        from_half(numbers, int(exponent[0]), self.vector)
-        return Message.decode(tail)
+        self.take_half(torch.from_numpy(self.half))
+        return Message.decode(self._halves[2])
 
 
 class BorrowedBuffer(Buffer):

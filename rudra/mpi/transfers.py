@@ -169,7 +169,8 @@ class Transfers:
             else:
                 executor.renew(wanted.name).vector.copy_(self._arena.floats_at(*where))
             done()
-        executor.buffer(wanted.name).version += 1
+        if wanted.part_of is None:  # else who is told of the part counts it
+            executor.buffer(wanted.name).version += 1
         self._received(wanted, message)
 
     def _give_back(self, owner: int, place: Place, anew: int) -> None:
