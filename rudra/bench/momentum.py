@@ -29,7 +29,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from rudra.compute import models, networks
-from rudra.compute.executor import Executor, make_executors, torch_as_in
+from rudra.compute.executor import Executor, torch_as_in
+from rudra.compute.making import make_executors
 from rudra.core.events import Event, Finish, Keep, Local, Record, Update
 from rudra.data.load import DataInfo, Samples, load
 from rudra.findings import Goal, Report

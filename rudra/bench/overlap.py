@@ -23,7 +23,8 @@ import torch
 
 from rudra.bench.hosts import missing, two_hosts
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
-from rudra.compute.executor import LearnerExecutor, make_executors
+from rudra.compute.executor import LearnerExecutor
+from rudra.compute.making import make_executors
 from rudra.core.events import GRADIENT, WEIGHTS, Compute
 from rudra.core.records import TIMES
 from rudra.data.load import load

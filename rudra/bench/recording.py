@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from rudra.bench.ranks import SERVER, STATISTICS, lenet_job, on_ranks, step_s, train, write_images
-from rudra.compute.executor import Buffer, Executor, StatisticsExecutor
+from rudra.compute.executor import Executor, StatisticsExecutor
 from rudra.compute.optim import UpdateRule
+from rudra.compute.vectors import Buffer
 from rudra.core.messages import Kind
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.tables import OptimizerTable

@@ -13,7 +13,8 @@ import torch
 
 from rudra.bench.ranks import on_ranks
 from rudra.bench.stubs import StubLearner, StubStatistics, UpdatingServer, drive
-from rudra.compute.executor import Executor, Memory
+from rudra.compute.executor import Executor
+from rudra.compute.vectors import Memory
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores

@@ -12,7 +12,7 @@ from rudra.errors import ConfigError
 from topologies import Plan
 
 if TYPE_CHECKING:
-    from rudra.compute.executor import Buffer
+    from rudra.compute.vectors import Buffer
 
 CPU = torch.device("cpu")
 

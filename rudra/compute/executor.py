@@ -6,22 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra import plugins
-from rudra.compute import models, tasks
-from rudra.compute.devices import CPU, Placing, Stage, finish, lock_pages, page_locked
+from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
+from rudra.compute.devices import CPU, Stage, finish
 from rudra.compute.flat import FlatModel, sha256
-from rudra.compute.gradients import BatchResult, GradientSource, check_gradient, evaluate
-from rudra.compute.half import from_half, to_half
+from rudra.compute.gradients import BatchResult, GradientSource, evaluate
 from rudra.compute.optim import UpdateRule
-from rudra.compute.parts import cut
 from rudra.compute.statedict import StateEntry
-from rudra.core.digest import digest_of, sample
+from rudra.compute.vectors import BorrowedBuffer, Buffer, Deferred, DirectBuffer, Memory, Take
+from rudra.core.digest import sample
 from rudra.core.events import (
     DOWNCAST,
     SNAPSHOT,
@@ -39,30 +37,13 @@ from rudra.core.events import (
     Update,
     Updated,
 )
-from rudra.core.hooks import RoleHooks, hooks_of
+from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
 from rudra.core.messages import PARTS, Kind, Message, tail_bytes
-from rudra.core.phases import parts
-from rudra.core.work import portion
-from rudra.data.load import Data, Samples
-from rudra.errors import CheckpointError, ConfigError
+from rudra.data.load import Samples
+from rudra.errors import CheckpointError
 from rudra.job.job import Job
-from rudra.job.target import Target
 from topologies import Plan
-
-CACHE_LINE = 64
-EXPONENT = 2
-"""Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
-
-Memory = Callable[[int], npt.NDArray[np.uint8] | None]
-"""Gives so many bytes for a buffer, zeros that are written; None: it has none, and the buffer gets some of its own."""
-
-Take = Callable[[slice], torch.Tensor]
-"""Gives a slice of a vector, float32, which is good until the next one is asked for; they are asked for in ascending
-order, at most `CHUNK` elements each, from a multiple of `CACHE_LINE` on."""
-
-CHUNK = 1 << 20
-"""Elements of a slice: few enough that a processor's cache has room for them, enough to hide what a call costs."""
 
 FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 """Gives the weights of a warm start: what a result file holds for a model of that layout, (size,) float32."""
@@ -92,176 +73,6 @@ def arithmetic_of_thread() -> Callable[[], None]:
             torch.cuda.set_device(gpu)
 
     return adopt
-
-
-class Buffer:
-    """A vector and, behind it, room for a message's header and rows: one piece of memory, one transfer.
-
-    Args:
-        size: of the vector.
-        tail: bytes behind it.
-        device: where the vector is.
-        pinned: page-locked, so that a GPU copies it at full speed and beside other work.
-        memory: where it is to lie, if it is in main memory.
-
-    Attributes:
-        held: by so many readers, in other processes: until they are done it must not change.
-        borrowed: of another process, and only read.
-        wire: (size * 4 + tail,) uint8, what travels; empty on a GPU, where nothing does.
-        vector: (size,) float32, the tensor.
-        version: another one whenever the vector was received, averaged, updated or restored.
-    """
-
-    held = 0
-    borrowed = False
-
-    def __init__(
-        self,
-        size: int,
-        tail: int,
-        device: torch.device = CPU,
-        *,
-        pinned: bool = False,
-        memory: Memory | None = None,
-    ) -> None:
-        self.version = 0
-        self._memory = memory
-        if device.type != "cpu":
-            self.wire = np.empty(0, np.uint8)
-            self.vector = torch.zeros(size, device=device)
-            self._array: npt.NDArray[np.float32] | None = None
-            return
-        # NumPy asks for huge pages, which make transfers between processes a third faster than torch's memory does.
-        # Zeros that are written, not promised: transfers into untouched memory are many times slower.
-        self.wire = self._bytes(size * 4 + tail, pinned=pinned)
-        self._array = self.wire[: size * 4].view(np.float32)
-        self.vector = torch.from_numpy(self._array)
-        self._tail = self.wire[size * 4 :].data
-
-    def _bytes(self, length: int, *, pinned: bool = False) -> npt.NDArray[np.uint8]:
-        memory = None if self._memory is None else self._memory(length + CACHE_LINE)
-        if memory is None:
-            memory = page_locked(length + CACHE_LINE) if pinned else np.full(length + CACHE_LINE, 0, np.uint8)
-        elif pinned:
-            lock_pages(memory)
-        first = -memory.ctypes.data % CACHE_LINE
-        return memory[first : first + length]
-
-    @property
-    def array(self) -> npt.NDArray[np.float32]:
-        """The tensor in main memory: the same memory on a CPU, a copy from a GPU."""
-        return self.vector.numpy(force=True) if self._array is None else self._array
-
-    def sampled(self, which: slice) -> bytes:
-        """Some elements, float32."""
-        # NumPy where it will do: every microsecond counts here, and torch takes twice as many.
-        taken = self.vector[which].numpy(force=True) if self._array is None else self._array[which]
-        return taken.tobytes()
-
-    def digest(self, timestamp: int) -> int:
-        """64 bits that tell weights of one timestamp from others (`rudra.core.digest`)."""
-        return digest_of(self.sampled(sample(timestamp, len(self.vector))))
-
-    def write(self, message: Message) -> npt.NDArray[np.uint8]:
-        """Puts a message behind the tensor; returns what is to travel: no more of the tail than is used."""
-        data_ = message.encode()
-        self._tail[: len(data_)] = data_
-        return self.wire[: len(self.wire) - len(self._tail) + len(data_)]
-
-    def read(self) -> Message:
-        """The message behind a vector that has come."""
-        self.version += 1
-        return Message.decode(self._tail)
-
-    def take_half(self, half: torch.Tensor) -> None:
-        """Takes over a tensor that another buffer has as float16: (size * 2 + 2,) uint8."""
-        floats = len(self.vector) * 2
-        exponent = half[floats : floats + EXPONENT].view(torch.int16)
-        from_half(half[:floats].view(torch.float16), int(exponent[0]), self.vector)
-
-    @cached_property
-    def half(self) -> npt.NDArray[np.uint8]:
-        """Room for the tensor as float16, its exponent, and a message: (size * 2 + 2 + tail,) uint8."""
-        return self._bytes(len(self.vector) * 2 + EXPONENT + len(self._tail))
-
-    @cached_property
-    def _halves(self) -> tuple[torch.Tensor, npt.NDArray[np.int16], memoryview]:
-        """The three parts of `half`."""
-        floats = len(self.vector) * 2
-        numbers = torch.from_numpy(self.half[:floats].view(np.float16))
-        return numbers, self.half[floats : floats + EXPONENT].view(np.int16), self.half[floats + EXPONENT :].data
-
-    def write_half(self, message: Message) -> npt.NDArray[np.uint8]:
-        """As `write`, with the tensor as float16."""
-        (numbers, exponent, tail), data_ = self._halves, message.encode()
-        exponent[0] = to_half(self.vector, numbers)
-        tail[: len(data_)] = data_
-        return self.half[: len(self.half) - len(tail) + len(data_)]
-
-    def read_half(self) -> Message:
-        """Takes over what came as float16."""
-        self.version += 1
-        numbers, exponent, tail = self._halves
-        from_half(numbers, int(exponent[0]), self.vector)
-        return Message.decode(tail)
-
-
-class BorrowedBuffer(Buffer):
-    """A vector of another process, which lends it, and which is only read.
-
-    Args:
-        vector: (size,) float32.
-        give_back: is called when nobody here needs it any more.
-    """
-
-    borrowed = True
-
-    def __init__(self, vector: torch.Tensor, give_back: Callable[[], None]) -> None:
-        self.version = 0
-        self.vector = vector
-        self._array = vector.numpy()
-        self.give_back = give_back
-
-
-class DirectBuffer(Buffer):
-    """A buffer that lies where its role computes, on a GPU, and which MPI reads and writes there.
-
-    Attributes:
-        wire: (size * 4 + tail,) uint8, a tensor.
-    """
-
-    wire: torch.Tensor  # type: ignore[assignment]
-
-    def __init__(self, size: int, tail: int, device: torch.device) -> None:
-        self.version = 0
-        self.wire = torch.zeros(size * 4 + tail, dtype=torch.uint8, device=device)
-        self.vector = self.wire[: size * 4].view(torch.float32)
-        self._array = None
-
-    def write(self, message: Message) -> torch.Tensor:  # type: ignore[override]
-        data_ = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
-        first = len(self.vector) * 4
-        self.wire[first : first + len(data_)] = data_
-        finish(self.wire.device)
-        return self.wire[: first + len(data_)]
-
-    def read(self) -> Message:
-        self.version += 1
-        return Message.decode(self.wire[len(self.vector) * 4 :].numpy(force=True).data)
-
-
-class Deferred(NamedTuple):
-    """What a buffer is to hold once somebody needs it.
-
-    Attributes:
-        take: gives it, slice by slice.
-        of: names of the buffers that it is made of.
-        fill: puts all of it into the buffer, if there is a faster way than slice by slice.
-    """
-
-    take: Take
-    of: tuple[str, ...]
-    fill: Callable[[], None] | None
 
 
 class Executor:
@@ -380,7 +191,7 @@ class Executor:
         into = self._buffers.get(name)
         if into is None or into.held or into.borrowed or self.lent[name]:
             into = self.spare()
-        for part in _slices(0, self.size, CHUNK):
+        for part in slices(0, self.size, CHUNK):
             into.vector[part].copy_(deferred.take(part))
         into.version += 1
         self._replace(name, into)
@@ -696,7 +507,7 @@ class OwnerExecutor(Executor):
 
         sources = self._deferred[action.gradient].of if action.gradient in self._deferred else ()
         self._rule.step_in_slices(gradient, action.learning_rate, CHUNK - CACHE_LINE)
-        for part in _slices(self.parameters, self.size, CHUNK - CACHE_LINE):
+        for part in slices(self.parameters, self.size, CHUNK - CACHE_LINE):
             weights[part] = gradient(part)
         self._void(action.gradient)
         self._give_back(*sources)
@@ -818,132 +629,3 @@ class StatisticsExecutor(Executor):
                 else:
                     scores.append(score)
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
-
-
-def _slices(start: int, stop: int, most: int) -> Iterator[slice]:
-    """Of these elements, so many at most each."""
-    for first in range(start, stop, most):
-        yield slice(first, min(first + most, stop))
-
-
-def average(
-    into: torch.Tensor, gradients: Sequence[torch.Tensor], samples: Sequence[int], total: torch.Tensor | None = None
-) -> None:
-    """The mean of gradients, weighted by samples, added in order.
-
-    Only operations on single elements that round in one way: a slice gives the bits that the whole gives.
-
-    Args:
-        into: (size,) float32; may be one of the gradients, the others are left as they are.
-        gradients: (size,) float32 each.
-        samples: of each.
-        total: (size,) float32, room for the sum, and none of the gradients; may be `into`.
-    """
-    if total is None:
-        total = torch.empty_like(into)
-    (first, *others), (count, *counts) = gradients, samples
-    alike = all(other == count for other in counts)
-    if not alike:
-        torch.mul(first, count, out=total)
-        for gradient, count in zip(others, counts, strict=True):
-            total.add_(gradient * count)
-    elif others:
-        torch.add(first, others[0], out=total)
-        for gradient in others[1:]:
-            total.add_(gradient)
-    else:
-        total = first
-    torch.mul(total, 1 / (len(samples) if alike else sum(samples)), out=into)
-
-
-def make_executors(
-    job: Job,
-    plan: Plan,
-    roles: tuple[int, ...],
-    data: Data,
-    *,
-    prefetch: bool,
-    device: torch.device = CPU,
-    placing: Placing = "device",
-    first_weights: FirstWeights | None = None,
-    memory: Memory | None = None,
-) -> dict[int, Executor]:
-    """Executors of some roles of one process, which share one model.
-
-    Args:
-        job: resolved.
-        plan: who is who.
-        roles: ids of the roles.
-        data: as far as roles here need it.
-        prefetch: whether each learner gets an input thread.
-        device: where to compute gradients and tests.
-        placing: where buffers are; servers and optimisers work where theirs are.
-        first_weights: gives those of a warm start; jobs without one need none.
-        memory: where buffers in main memory are to lie, of roles that send any.
-
-    Raises:
-        ConfigError: the model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
-            options are wrong, or there is no such hook.
-    """
-    task = tasks.make(job.task, data.info.classes)
-    kinds = [plan.about(role) for role in roles]
-    trains = any(kind.trains for kind in kinds)
-    compiled = job.training.compile and trains
-
-    def model(roles: int = 1) -> FlatModel:
-        module = models.build(job.model, data.info, job.training.seed).to(device)
-        return FlatModel(module, task, roles, job.training.precision, compiled=compiled)
-
-    flat = model(len(roles))
-    if not all(kind.serves for kind in kinds):
-        output = models.check_model_output(flat.module, task, data.info)
-        if job.training.target is not None and data.test is not None:
-            measured = tasks.measured(task, output, data.info.sample[1])
-            try:
-                Target.parse(job.training.target).check(measured, data.tests)
-            except ConfigError as error:
-                raise ConfigError(f"[training] {error}") from None
-    cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
-    owned = dict(zip(plan.owners, cuts, strict=False))
-    learners, all_parts = [role for role in roles if plan.about(role).trains], list(parts(job, plan))
-    portions = [
-        {role: portion(its_plan, role, its.training.minibatch_size, its.cluster.parts) for role in learners}
-        for _, its, its_plan in all_parts
-    ]
-    works = {role: first.work(0) for role, first in portions[0].items()}
-    alone = any(mine.count == 1 for of_part in portions for mine in of_part.values())
-    lonely = alone and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
-    if trains and (lonely or job.training.precision != "float32"):
-        check_gradient(job.training, model(), data.info.sample, alone=alone)
-    gradients = all_parts[0][2].max_gradients_per_message
-    made: dict[int, Executor] = {}
-    hooks = hooks_of(job, plan, roles, flat.layout)
-    for role in roles:
-        kind = plan.about(role)
-        computes = not kind.serves
-        stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
-        direct = placing == "direct" and computes
-        where = flat.device if placing == "device" or direct else CPU
-        part = owned.get(role)
-        length, parameters = flat.size, flat.parameter_count
-        if part is not None:
-            length, parameters = part.stop - part.start, min(part.stop, parameters) - part.start
-        about = (flat.layout, length, parameters, gradients, where, stage)
-        cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
-        assert isinstance(cls, type)
-        executor: Executor = cls(*about, direct=direct, memory=None if kind.tests else memory)
-        if part is None:
-            executor.parts = owned
-        if isinstance(executor, OwnerExecutor):
-            executor.own(job, plan, flat, first_weights, part)
-        if isinstance(executor, LearnerExecutor):
-            assert data.training is not None
-            source = GradientSource(job, plan.roles[role].index, works[role], flat, data.training, prefetch=prefetch)
-            executor.learn(source, pushes_at_once=kind.pushes_at_once)
-        if isinstance(executor, StatisticsExecutor):
-            executor.test(job, flat, data.tests)
-        if kind.tests:
-            executor.state_dict = flat.state_dict()
-        executor.hooks = hooks.get(role)
-        made[role] = executor
-    return made

@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from rudra.compute.executor import Buffer
+from rudra.compute.vectors import Buffer
 from rudra.errors import RunError
 from rudra.mpi.arena import LEASES, Arena
 
@@ -106,9 +106,9 @@ class Leases:
         offset = self._arena.offset(array)
         assert offset is not None, going
         used = {lease.number % LEASES for lease in self._open if lease.reader == reader}
-        number = self._numbers[reader] + 1
-        while number % LEASES in used:
-            number += 1
+        first = self._numbers[reader] + 1
+        number = next((number for number in range(first, first + LEASES) if number % LEASES not in used), None)
+        assert number is not None, f"all {LEASES} leases to rank {reader} are open"
         self._numbers[reader] = number
         buffer.held += 1
         self._open.append(Lease(buffer, reader, number, going))

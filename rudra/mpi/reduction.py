@@ -25,7 +25,9 @@ import numpy.typing as npt
 import torch
 from mpi4py import MPI
 
-from rudra.compute.executor import CACHE_LINE, CHUNK, Buffer, Executor, Take, average
+from rudra.compute.averaging import CACHE_LINE, CHUNK, average
+from rudra.compute.executor import Executor
+from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce, Reduced
 from rudra.core.messages import WORD_BYTES, Kind, Message, Word, tail_bytes
 from rudra.core.records import Gradient

@@ -22,7 +22,9 @@ import torch
 from mpi4py import MPI
 
 from rudra.compute import devices
-from rudra.compute.executor import CHUNK, Executor, OwnerExecutor, make_executors
+from rudra.compute.averaging import CHUNK
+from rudra.compute.executor import Executor, OwnerExecutor
+from rudra.compute.making import make_executors
 from rudra.compute.parts import joined
 from rudra.compute.schedule import phases_of
 from rudra.core.events import WEIGHTS

@@ -7,7 +7,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from rudra.compute.executor import BorrowedBuffer, Buffer, Executor
+from rudra.compute.executor import Executor
+from rudra.compute.vectors import BorrowedBuffer, Buffer
 from rudra.core.events import GRADIENT
 from rudra.core.messages import PARTS, Message
 from rudra.mpi import leases
@@ -168,7 +169,8 @@ class Transfers:
             else:
                 executor.renew(wanted.name).vector.copy_(self._arena.floats_at(*where))
             done()
-        executor.buffer(wanted.name).version += 1
+        if wanted.part_of is None:  # else who is told of the part counts it
+            executor.buffer(wanted.name).version += 1
         self._received(wanted, message)
 
     def _give_back(self, owner: int, place: Place, anew: int) -> None:

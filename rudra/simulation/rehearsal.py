@@ -14,14 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra.compute.executor import (
-    Executor,
-    LearnerExecutor,
-    OwnerExecutor,
-    StatisticsExecutor,
-    make_executors,
-    torch_as_in,
-)
+from rudra.compute.executor import Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor, torch_as_in
+from rudra.compute.making import make_executors
 from rudra.core.events import GRADIENT, WEIGHTS, Compute, Computed, Event, Local, Reduce, Update
 from rudra.core.messages import tail_bytes
 from rudra.data.load import load

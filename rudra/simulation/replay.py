@@ -18,7 +18,8 @@ import torch
 from tqdm import tqdm
 
 from rudra.compute import models
-from rudra.compute.executor import Executor, make_executors, torch_as_in
+from rudra.compute.executor import Executor, torch_as_in
+from rudra.compute.making import make_executors
 from rudra.compute.schedule import phases_of
 from rudra.core.events import (
     GRADIENT,

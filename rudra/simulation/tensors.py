@@ -16,20 +16,15 @@ import torch
 from msgspec import structs
 
 from rudra.compute import models
+from rudra.compute.averaging import average
 from rudra.compute.devices import CPU
-from rudra.compute.executor import (
-    AveragingExecutor,
-    Buffer,
-    Executor,
-    LearnerExecutor,
-    OwnerExecutor,
-    average,
-    make_executors,
-)
+from rudra.compute.executor import AveragingExecutor, Executor, LearnerExecutor, OwnerExecutor
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
+from rudra.compute.making import make_executors
 from rudra.compute.statedict import StateEntry
+from rudra.compute.vectors import Buffer
 from rudra.core.events import (
     GRADIENT,
     SNAPSHOT,

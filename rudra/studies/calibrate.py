@@ -221,7 +221,8 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         sizes: the μ.
     """
     from rudra.compute.devices import placing
-    from rudra.compute.executor import LearnerExecutor, make_executors, torch_as_in
+    from rudra.compute.executor import LearnerExecutor, torch_as_in
+    from rudra.compute.making import make_executors
     from rudra.data.load import load
     from rudra.simulation.tensors import find_device
 

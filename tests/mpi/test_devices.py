@@ -11,7 +11,7 @@ import user_code
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.compute.devices import Stage
-from rudra.compute.executor import Buffer
+from rudra.compute.vectors import Buffer
 from rudra.core.messages import tail_bytes
 from rudra.errors import RudraError
 

@@ -197,7 +197,7 @@ def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> d
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
     """As `train_all`, with vectors that lie as on a GPU; how often learners and tests used a copy, and MPI theirs."""
     from rudra.compute.devices import Stage
-    from rudra.compute.executor import DirectBuffer
+    from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import session
 
     make, weights, read, copies, direct = session.make_executors, Stage.weights, DirectBuffer.read, [], []
@@ -227,7 +227,7 @@ def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:
 def left_behind(comm: Any, directory: Path, jobs: list[Any], rounds: int) -> dict[str, Any]:
     """Runs the same jobs again and again: threads, open files and vectors of this rank after each round."""
     from rudra.bench.ranks import rest, train
-    from rudra.compute.executor import Buffer
+    from rudra.compute.vectors import Buffer
 
     threads, files, vectors = [], [], []
     for _ in range(rounds):
@@ -373,7 +373,7 @@ def sharing(comm: Any, directory: Path, what: str) -> dict[str, Any]:
 
 def neighbours(comm: Any, directory: Path, forbids: int | None) -> dict[str, Any]:
     """Every rank makes two vectors, one before and one after all have met; what others see of them, and can do."""
-    from rudra.compute.executor import Buffer
+    from rudra.compute.vectors import Buffer
     from rudra.mpi.arena import Arena
 
     arena = Arena()
@@ -430,7 +430,8 @@ class Together:
 
 def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, Any]:
     """Groups of any shape, whose ranks lie on pretended nodes, reduce gradients of noise; what came out wrong."""
-    from rudra.compute.executor import CHUNK, Executor, average
+    from rudra.compute.averaging import CHUNK, average
+    from rudra.compute.executor import Executor
     from rudra.mpi.arena import Arena
     from rudra.mpi.reduction import GroupReduction
 

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rudra.compute.executor import Executor, OwnerExecutor, make_executors
+from rudra.compute.executor import Executor, OwnerExecutor
+from rudra.compute.making import make_executors
 from rudra.compute.parts import joined
 from rudra.core.events import Compute, Computed, Event, Finish, Keep, Local, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, TrainingState

@@ -16,7 +16,8 @@ from test_resume import ALONE, GROUPS, TREE, check_gradients, make_job
 
 from rudra import replay, simulate
 from rudra.cli.main import main
-from rudra.compute.executor import LearnerExecutor, OwnerExecutor, make_executors
+from rudra.compute.executor import LearnerExecutor, OwnerExecutor
+from rudra.compute.making import make_executors
 from rudra.core.events import Update
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError

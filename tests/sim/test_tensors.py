@@ -12,7 +12,8 @@ from torch import nn
 
 import rudra
 from protocols import Protocol
-from rudra.compute.executor import Executor, make_executors
+from rudra.compute.executor import Executor
+from rudra.compute.making import make_executors
 from rudra.core.events import Compute, Copy, Update
 from rudra.data.load import load
 from rudra.errors import ConfigError

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from rudra.compute.devices import CPU, Stage, agreed, of_rank
-from rudra.compute.executor import Buffer, make_executors
+from rudra.compute.making import make_executors
+from rudra.compute.vectors import Buffer
 from rudra.core.messages import Kind, Message, tail_bytes
 from rudra.errors import ConfigError
 from topologies import Plan

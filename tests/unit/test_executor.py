@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from test_optim import NO_DECAY, SIZE, SLOW, layout
 
 from rudra.compute import executor as module
-from rudra.compute.executor import BorrowedBuffer, Executor, ServerExecutor
+from rudra.compute.averaging import CACHE_LINE
+from rudra.compute.executor import Executor, ServerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import cut
+from rudra.compute.vectors import BorrowedBuffer
 from rudra.core.digest import digest_of, sample
 from rudra.core.events import Accumulate, Copy, Update
 from rudra.core.layout import Entry
@@ -182,7 +184,7 @@ def test_any_sizes_will_do(
                 executor.update(Update(A, "weights", 0.1, turn + 1))
             assert same(state(plain), state(fused))
     assert asked
-    assert all(part.start % module.CACHE_LINE == 0 and part.stop - part.start <= chunk for part in asked)
+    assert all(part.start % CACHE_LINE == 0 and part.stop - part.start <= chunk for part in asked)
 
 
 def ways_out() -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch
 
 import rudra
 from rudra.compute import tasks
-from rudra.compute.executor import Buffer
 from rudra.compute.half import from_half, to_half
+from rudra.compute.vectors import Buffer
 from rudra.core.messages import Kind, Message, tail_bytes
 from rudra.core.records import Gradient
 from rudra.job.job import Job

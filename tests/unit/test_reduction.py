@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.compute.executor import average
+from rudra.compute.averaging import average
 
 TENTHS = [0.1, 0.2, 0.3]
 

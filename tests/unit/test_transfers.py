@@ -461,6 +461,15 @@ def test_leases_have_words_of_their_own_whoever_keeps_one_for_long(comm: Comm) -
     assert kept.number % LEASES not in {number % LEASES for number in numbers}
 
 
+def test_no_more_leases_are_open_than_have_words(comm: Comm) -> None:
+    server = Neighbours(comm)
+    numbers = {server.lend().number for _ in range(LEASES)}
+    assert len({number % LEASES for number in numbers}) == LEASES
+    with pytest.raises(AssertionError, match=f"all {LEASES} leases to rank {NEAR} are open"):
+        server.lend()
+    assert server.executor.buffer("g").held == LEASES
+
+
 @pytest.mark.parametrize("taken", [False, True])
 def test_the_leases_of_the_dead_are_over(comm: Comm, taken: bool) -> None:
     server = Neighbours(comm)

@@ -1,0 +1,153 @@
+"""Makes the executors of a process's roles, which share one model, and sees whether the job can be computed."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from rudra import plugins
+from rudra.compute import models, tasks
+from rudra.compute.devices import CPU, Placing, Stage
+from rudra.compute.executor import Executor, FirstWeights, LearnerExecutor, OwnerExecutor, StatisticsExecutor
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import GradientSource, check_gradient
+from rudra.compute.parts import cut
+from rudra.compute.vectors import Memory
+from rudra.core.hooks import hooks_of
+from rudra.core.phases import parts
+from rudra.core.work import Portion, portion
+from rudra.data.load import Data
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+from rudra.job.target import Target
+from topologies import Plan
+from topologies.plan import RoleKind
+
+
+def make_executors(
+    job: Job,
+    plan: Plan,
+    roles: tuple[int, ...],
+    data: Data,
+    *,
+    prefetch: bool,
+    device: torch.device = CPU,
+    placing: Placing = "device",
+    first_weights: FirstWeights | None = None,
+    memory: Memory | None = None,
+) -> dict[int, Executor]:
+    """Executors of some roles of one process, which share one model.
+
+    Args:
+        job: resolved.
+        plan: who is who.
+        roles: ids of the roles.
+        data: as far as roles here need it.
+        prefetch: whether each learner gets an input thread.
+        device: where to compute gradients and tests.
+        placing: where buffers are; servers and optimisers work where theirs are.
+        first_weights: gives those of a warm start; jobs without one need none.
+        memory: where buffers in main memory are to lie, of roles that send any.
+
+    Raises:
+        ConfigError: the model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
+            options are wrong, or there is no such hook.
+    """
+    task = tasks.make(job.task, data.info.classes)
+    kinds = [plan.about(role) for role in roles]
+    compiled = job.training.compile and any(kind.trains for kind in kinds)
+
+    def model(roles: int = 1) -> FlatModel:
+        module = models.build(job.model, data.info, job.training.seed).to(device)
+        return FlatModel(module, task, roles, job.training.precision, compiled=compiled)
+
+    flat = model(len(roles))
+    if not all(kind.serves for kind in kinds):
+        _check_output(job, task, flat, data)
+    cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
+    owned = dict(zip(plan.owners, cuts, strict=False))
+    all_parts = list(parts(job, plan))
+    learners = [role for role in roles if plan.about(role).trains]
+    portions = [
+        {role: portion(its_plan, role, its.training.minibatch_size, its.cluster.parts) for role in learners}
+        for _, its, its_plan in all_parts
+    ]
+    if learners:
+        _check_gradient(job, flat, model, data, portions)
+    gradients = all_parts[0][2].max_gradients_per_message
+    hooks = hooks_of(job, plan, roles, flat.layout)
+    made: dict[int, Executor] = {}
+    for role in roles:
+        kind, part = plan.about(role), owned.get(role)
+        cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
+        assert isinstance(cls, type)
+        executor = _allocated(cls, kind, flat, part, gradients, placing, memory)
+        if part is None:
+            executor.parts = owned
+        if isinstance(executor, OwnerExecutor):
+            executor.own(job, plan, flat, first_weights, part)
+        if isinstance(executor, LearnerExecutor):
+            assert data.training is not None
+            work = portions[0][role].work(0)
+            source = GradientSource(job, plan.roles[role].index, work, flat, data.training, prefetch=prefetch)
+            executor.learn(source, pushes_at_once=kind.pushes_at_once)
+        if isinstance(executor, StatisticsExecutor):
+            executor.test(job, flat, data.tests)
+        if kind.tests:
+            executor.state_dict = flat.state_dict()
+        executor.hooks = hooks.get(role)
+        made[role] = executor
+    return made
+
+
+def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> None:
+    """That the model fits the task and the data, and that the target is of something that is measured."""
+    output = models.check_model_output(flat.module, task, data.info)
+    if job.training.target is not None and data.test is not None:
+        measured = tasks.measured(task, output, data.info.sample[1])
+        try:
+            Target.parse(job.training.target).check(measured, data.tests)
+        except ConfigError as error:
+            raise ConfigError(f"[training] {error}") from None
+
+
+def _check_gradient(
+    job: Job,
+    flat: FlatModel,
+    model: Callable[[], FlatModel],
+    data: Data,
+    portions: Sequence[Mapping[int, Portion]],
+) -> None:
+    """Computes one where that may fail, with another model.
+
+    Args:
+        job: resolved.
+        flat: the model.
+        model: makes another one.
+        data: what a sample looks like.
+        portions: of each part of the run, by learner.
+    """
+    alone = any(mine.count == 1 for of_part in portions for mine in of_part.values())
+    lonely = alone and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
+    if lonely or job.training.precision != "float32":
+        check_gradient(job.training, model(), data.info.sample, alone=alone)
+
+
+def _allocated(
+    cls: type[Executor],
+    kind: RoleKind,
+    flat: FlatModel,
+    part: slice | None,
+    gradients: int,
+    placing: Placing,
+    memory: Memory | None,
+) -> Executor:
+    """An executor of a role of that kind, with room for the whole vector, or for the part of it that the role owns."""
+    computes = not kind.serves
+    stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
+    direct = placing == "direct" and computes
+    where = flat.device if placing == "device" or direct else CPU
+    size, parameters = flat.size, flat.parameter_count
+    if part is not None:
+        size, parameters = part.stop - part.start, min(part.stop, parameters) - part.start
+    mine = None if kind.tests else memory
+    return cls(flat.layout, size, parameters, gradients, where, stage, direct=direct, memory=mine)

@@ -1,0 +1,194 @@
+"""Vectors that roles work with, and their memory: a buffer's own, that of another process, or not written yet."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rudra.compute.averaging import CACHE_LINE
+from rudra.compute.devices import CPU, finish, lock_pages, page_locked
+from rudra.compute.half import from_half, to_half
+from rudra.core.digest import digest_of, sample
+from rudra.core.messages import Message
+
+EXPONENT = 2
+"""Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
+
+Memory = Callable[[int], npt.NDArray[np.uint8] | None]
+"""Gives so many bytes for a buffer, zeros that are written; None: it has none, and the buffer gets some of its own."""
+
+Take = Callable[[slice], torch.Tensor]
+"""Gives a slice of a vector, float32, which is good until the next one is asked for; they are asked for in ascending
+order, at most `CHUNK` elements each, from a multiple of `CACHE_LINE` on."""
+
+
+class Buffer:
+    """A vector and, behind it, room for a message's header and rows: one piece of memory, one transfer.
+
+    Args:
+        size: of the vector.
+        tail: bytes behind it.
+        device: where the vector is.
+        pinned: page-locked, so that a GPU copies it at full speed and beside other work.
+        memory: where it is to lie, if it is in main memory.
+
+    Attributes:
+        held: by so many readers, in other processes: until they are done it must not change.
+        borrowed: of another process, and only read.
+        wire: (size * 4 + tail,) uint8, what travels; empty on a GPU, where nothing does.
+        vector: (size,) float32, the tensor.
+        version: another one whenever the vector was received, averaged, updated or restored.
+    """
+
+    held = 0
+    borrowed = False
+
+    def __init__(
+        self,
+        size: int,
+        tail: int,
+        device: torch.device = CPU,
+        *,
+        pinned: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        self.version = 0
+        self._memory = memory
+        if device.type != "cpu":
+            self.wire = np.empty(0, np.uint8)
+            self.vector = torch.zeros(size, device=device)
+            self._array: npt.NDArray[np.float32] | None = None
+            return
+        # NumPy asks for huge pages, which make transfers between processes a third faster than torch's memory does.
+        # Zeros that are written, not promised: transfers into untouched memory are many times slower.
+        self.wire = self._bytes(size * 4 + tail, pinned=pinned)
+        self._array = self.wire[: size * 4].view(np.float32)
+        self.vector = torch.from_numpy(self._array)
+        self._tail = self.wire[size * 4 :].data
+
+    def _bytes(self, length: int, *, pinned: bool = False) -> npt.NDArray[np.uint8]:
+        memory = None if self._memory is None else self._memory(length + CACHE_LINE)
+        if memory is None:
+            memory = page_locked(length + CACHE_LINE) if pinned else np.full(length + CACHE_LINE, 0, np.uint8)
+        elif pinned:
+            lock_pages(memory)
+        first = -memory.ctypes.data % CACHE_LINE
+        return memory[first : first + length]
+
+    @property
+    def array(self) -> npt.NDArray[np.float32]:
+        """The tensor in main memory: the same memory on a CPU, a copy from a GPU."""
+        return self.vector.numpy(force=True) if self._array is None else self._array
+
+    def sampled(self, which: slice) -> bytes:
+        """Some elements, float32."""
+        # NumPy where it will do: every microsecond counts here, and torch takes twice as many.
+        taken = self.vector[which].numpy(force=True) if self._array is None else self._array[which]
+        return taken.tobytes()
+
+    def digest(self, timestamp: int) -> int:
+        """64 bits that tell weights of one timestamp from others (`rudra.core.digest`)."""
+        return digest_of(self.sampled(sample(timestamp, len(self.vector))))
+
+    def write(self, message: Message) -> npt.NDArray[np.uint8]:
+        """Puts a message behind the tensor; returns what is to travel: no more of the tail than is used."""
+        data_ = message.encode()
+        self._tail[: len(data_)] = data_
+        return self.wire[: len(self.wire) - len(self._tail) + len(data_)]
+
+    def read(self) -> Message:
+        """The message behind a vector that has come."""
+        self.version += 1
+        return Message.decode(self._tail)
+
+    def take_half(self, half: torch.Tensor) -> None:
+        """Takes over a tensor that another buffer has as float16: (size * 2 + 2,) uint8."""
+        floats = len(self.vector) * 2
+        exponent = half[floats : floats + EXPONENT].view(torch.int16)
+        from_half(half[:floats].view(torch.float16), int(exponent[0]), self.vector)
+
+    @cached_property
+    def half(self) -> npt.NDArray[np.uint8]:
+        """Room for the tensor as float16, its exponent, and a message: (size * 2 + 2 + tail,) uint8."""
+        return self._bytes(len(self.vector) * 2 + EXPONENT + len(self._tail))
+
+    @cached_property
+    def _halves(self) -> tuple[torch.Tensor, npt.NDArray[np.int16], memoryview]:
+        """The three parts of `half`."""
+        floats = len(self.vector) * 2
+        numbers = torch.from_numpy(self.half[:floats].view(np.float16))
+        return numbers, self.half[floats : floats + EXPONENT].view(np.int16), self.half[floats + EXPONENT :].data
+
+    def write_half(self, message: Message) -> npt.NDArray[np.uint8]:
+        """As `write`, with the tensor as float16."""
+        (numbers, exponent, tail), data_ = self._halves, message.encode()
+        exponent[0] = to_half(self.vector, numbers)
+        tail[: len(data_)] = data_
+        return self.half[: len(self.half) - len(tail) + len(data_)]
+
+    def read_half(self) -> Message:
+        """Takes over what came as float16."""
+        self.version += 1
+        self.take_half(torch.from_numpy(self.half))
+        return Message.decode(self._halves[2])
+
+
+class BorrowedBuffer(Buffer):
+    """A vector of another process, which lends it, and which is only read.
+
+    Args:
+        vector: (size,) float32.
+        give_back: is called when nobody here needs it any more.
+    """
+
+    borrowed = True
+
+    def __init__(self, vector: torch.Tensor, give_back: Callable[[], None]) -> None:
+        self.version = 0
+        self.vector = vector
+        self._array = vector.numpy()
+        self.give_back = give_back
+
+
+class DirectBuffer(Buffer):
+    """A buffer that lies where its role computes, on a GPU, and which MPI reads and writes there.
+
+    Attributes:
+        wire: (size * 4 + tail,) uint8, a tensor.
+    """
+
+    wire: torch.Tensor  # type: ignore[assignment]
+
+    def __init__(self, size: int, tail: int, device: torch.device) -> None:
+        self.version = 0
+        self.wire = torch.zeros(size * 4 + tail, dtype=torch.uint8, device=device)
+        self.vector = self.wire[: size * 4].view(torch.float32)
+        self._array = None
+
+    def write(self, message: Message) -> torch.Tensor:  # type: ignore[override]
+        data_ = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
+        first = len(self.vector) * 4
+        self.wire[first : first + len(data_)] = data_
+        finish(self.wire.device)
+        return self.wire[: first + len(data_)]
+
+    def read(self) -> Message:
+        self.version += 1
+        return Message.decode(self.wire[len(self.vector) * 4 :].numpy(force=True).data)
+
+
+class Deferred(NamedTuple):
+    """What a buffer is to hold once somebody needs it.
+
+    Attributes:
+        take: gives it, slice by slice.
+        of: names of the buffers that it is made of.
+        fill: puts all of it into the buffer, if there is a faster way than slice by slice.
+    """
+
+    take: Take
+    of: tuple[str, ...]
+    fill: Callable[[], None] | None
