@@ -102,8 +102,14 @@ def test_sums_of_two_nodes_are_repeated_with_and_without_node_memory(tmp_path: P
     """Memory and messages lead to the same bits, which are not those of one order for all."""
     jobs = {
         str(tmp_path / f"{reduction}-{groups}-{each}-{memory}.h5"): make_job(4, {"name": "hardsync"}, SGD).with_(
-            topology={"name": "groups", "options": {"groups": groups, "reduction": reduction}},
-            cluster={"node_memory": memory, "learners_per_rank": each, "shares": (1, 2, 2, 3)},
+            topology={"name": "groups", "options": {"groups": groups, "reduction": reduction, "server": True}},
+            cluster={
+                "node_memory": memory,
+                "learners": 4 * each,
+                "learners_per_rank": each,
+                "shares": range(2, 4 * each + 2),
+            },
+            training={"minibatch_size": 8},
         )
         for reduction, groups, each in (("nodes", 1, 1), ("ordered", 1, 1), ("nodes", 2, 1), ("nodes", 1, 2))
         for memory in (True, False)
