@@ -6,6 +6,7 @@ parameter server: every learner updates weights of its own by the same sum, whic
 """
 
 from collections.abc import Sequence
+from typing import get_args
 
 from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Plan, Reduction, Role, group_tree
 from topologies.tree import whole
@@ -17,15 +18,16 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
     Args:
         nodes: of every learner.
         groups: g, 1 to λ.
-        reduction: "ordered": slices are exchanged and added in group_rank order, which a replay can repeat; "mpi": the
-            library's allreduce, which it cannot.
+        reduction: "ordered": slices are exchanged and added in group_rank order; "nodes": so on each node, and then the
+            sums of the nodes, one exchange for each; both of which a replay can repeat; "mpi": the library's allreduce,
+            which it cannot.
         server: that there is one with one group, too, as the paper has it; several always have one.
     """
     learners = len(nodes)
     if not whole(groups) or groups > learners:
         raise ValueError(f"[topology] options.groups = {groups!r}, with {learners} learners; valid: 1 to {learners}")
-    if reduction not in ("ordered", "mpi"):
-        raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: ordered, mpi")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: {', '.join(get_args(Reduction))}")
     if not isinstance(server, bool):
         raise ValueError(f"[topology] options.server = {server!r}; valid: true, false")
     served = server or groups > 1
@@ -37,4 +39,4 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
         tree = group_tree(range(first + begin, first + end), 0 if served else None)
         for i, (parent, source) in zip(range(begin, end), tree, strict=True):
             roles.append(Role(LEARNER, i, first + i, parent, source, nodes[i], group))
-    return Plan(tuple(roles), -(-learners // groups), replayable=reduction == "ordered", reduction=reduction)
+    return Plan(tuple(roles), -(-learners // groups), replayable=reduction != "mpi", reduction=reduction)

@@ -23,7 +23,7 @@ BINARY = 2
 ELSEWHERE = -1
 """The node of servers that need not be near a learner: of their own in a simulation, else the first with room."""
 
-Reduction = Literal["ordered", "mpi"]
+Reduction = Literal["ordered", "nodes", "mpi"]
 
 _RENAMED = {  # for topologies of yesterday
     "records": "max_gradients_per_message",
@@ -143,8 +143,8 @@ class Plan:
             a tree of their own (`Role.source`).
         outstanding: only with `overlapped`: number of a learner's own gradients that may be missing in its weights
             before the learner waits; None: it never waits.
-        reduction: how a compute group adds its gradients: `"ordered"`, in group_rank order, or `"mpi"`, as the MPI
-            library does.
+        reduction: how a compute group adds its gradients: `"ordered"`, in group_rank order; `"nodes"`, in that order on
+            each node, then the sums of the nodes; or `"mpi"`, as the MPI library does.
         gone: ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
     """
 
@@ -257,6 +257,26 @@ class Plan:
     @cached_property
     def _groups_of(self) -> dict[int, tuple[int, ...]]:
         return {role: members for members in self.groups for role in members}
+
+    def partial_sums(self, role: int) -> tuple[tuple[int, ...], ...]:
+        """The order in which the gradients of a learner's compute group are added.
+
+        Args:
+            role: id of the learner.
+
+        Returns:
+            Places in the group, of the gradients that each partial sum adds in this order; then those sums are added in
+            theirs. A rank is on one node, that of its first learner.
+        """
+        members = self.group_of(role)
+        if self.reduction != "nodes":
+            return (tuple(range(len(members))),)
+        node_of: dict[int, int] = {}
+        places: dict[int, list[int]] = {}
+        for place, member in enumerate(members):
+            node = node_of.setdefault(self.roles[member].world_rank, self.roles[member].node)
+            places.setdefault(node, []).append(place)
+        return tuple(map(tuple, places.values()))
 
     @cached_property
     def workers(self) -> int:

@@ -354,7 +354,7 @@ class Job(Table):
         if plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
             raise ValueError(
                 f"[topology] name: {self.topology.name} puts learners of several groups on a rank, whose gradients "
-                "the MPI library cannot add; valid there: reduction = 'ordered'"
+                "the MPI library cannot add; valid there: reduction = 'ordered' or 'nodes'"
             )
         if self.cluster.shares:
             self._check_shares(plan, protocol)
@@ -534,7 +534,7 @@ def _check_same_roles(before: topologies.Plan, after: topologies.Plan) -> None:
     if who[0] != who[1]:
         raise ValueError("[topology] options: roles must be those of before; valid: options that keep them")
     if after.reduction == "mpi":
-        raise ValueError("[topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered'")
+        raise ValueError("[topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered', 'nodes'")
 
 
 def _as_dict(table: Table) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """Averaging gradients over a compute group.
 
-In group_rank order: each rank gets its slice of all gradients, adds them up in that order, and hands the sum round
-(or to the first member's rank alone). Every element is added by the same operations in the same order whatever the
-slices are, so a replay, which has no slices, reaches the same bits, and so do learners that share ranks. Or by the MPI
-library's own allreduce, in whatever order it likes, on a communicator of the group's own.
+In the plan's order (`Plan.partial_sums`): each rank gets its slice of all gradients, adds them up in that order, and
+hands the sum round (or to the first member's rank alone). Every element is added by the same operations in the same
+order whatever the slices are, so a replay, which has no slices, reaches the same bits, and so do learners that share
+ranks. Or by the MPI library's own allreduce, in whatever order it likes, on a communicator of the group's own.
+
+Where the plan has partial sums, those of nodes, a rank gets its slice of these: of each other node, one rank adds it,
+sends it, and gets the finished slice for all its node. Ranks of a node take different slices of the others, so all of
+them add and send. With one partial sum there are no others, and who owns a slice is who adds it.
 
 Gradients of ranks on this node are read where they lie (`rudra.mpi.arena`), and so are the sums of their slices: a rank
 writes its sum over its own slice of its own gradient, which nobody else reads, and tells the others when it is there.
@@ -16,7 +20,7 @@ everything else.
 """
 
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +29,7 @@ import numpy.typing as npt
 import torch
 from mpi4py import MPI
 
-from rudra.compute.averaging import CACHE_LINE, CHUNK, average
+from rudra.compute.averaging import CACHE_LINE, CHUNK, Addends, added, average, factors_of, finish_mean
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce, Reduced
@@ -56,6 +60,8 @@ class GroupReduction:
         ring: wakes the other members' ranks, where they wait.
         library: communicator of these ranks, on which the MPI library adds; None: they add in group_rank order.
         arena: where their gradients lie, and those of the ranks here that are to be read there; None: none are.
+        sums: the order of addition (`Plan.partial_sums`), in which a rank has members in one partial sum; by default
+            all are added in one.
 
     Attributes:
         roles: the members here, in group_rank order.
@@ -70,6 +76,7 @@ class GroupReduction:
         ring: Callable[[], None],
         library: MPI.Comm | None = None,
         arena: Arena | None = None,
+        sums: Sequence[Sequence[int]] = (),
     ) -> None:
         self._comm, self._tag, self._ring, self._library, self._arena = comm, tag, ring, library, arena
         self._on_rank: dict[int, list[int]] = {}  # rank -> places of its members in the group
@@ -80,21 +87,38 @@ class GroupReduction:
         self._step, self._size = step, size
         self._slices = {rank: slice(min(i * step, size), min((i + 1) * step, size)) for i, rank in enumerate(ranks)}
         self._told = {rank: np.zeros((len(places), _ROW), np.uint8) for rank, places in self._on_rank.items()}
+        self._sums = sums or [range(len(members))]
+        by_place = list(members.values())
+        in_sum = [list(dict.fromkeys(by_place[place] for place in of)) for of in self._sums]  # ranks of each
+        self._home = next(number for number, its in enumerate(in_sum) if comm.rank in its)  # the partial sum made here
+        self._home_of_first = next(number for number, of in enumerate(self._sums) if 0 in of)
+        # For each partial sum: who adds which slice of it, by the slice's owner.
+        self._adders = [
+            {owner: owner if owner in its else its[place % len(its)] for place, owner in enumerate(ranks)}
+            for its in in_sum
+        ]
         self._mine = self._on_rank.pop(comm.rank)
+        mates = set(in_sum[self._home])
         self.roles = tuple(list(members)[place] for place in self._mine)
         self._has_first = 0 in self._mine  # who takes the sum where it goes to one alone
         shared = arena.neighbours if arena is not None and library is None else frozenset()
-        self._near = [rank for rank in self._on_rank if rank in shared]
-        self._far = [rank for rank in self._on_rank if rank not in shared and library is None]
-        self._alone = bool(self._near) and not self._far and len(ranks) == len(members) <= FEW
+        self._near = [rank for rank in self._on_rank if rank in mates & shared]
+        self._far = [rank for rank in self._on_rank if rank in mates - shared and library is None]
+        self._alone = len(mates) == len(members) <= FEW and len(self._near) == len(members) - 1 > 0
         mine = self._slices[comm.rank]
         # Touched, not only promised: transfers into untouched memory are slow.
         self._incoming = {
-            place: np.full(mine.stop - mine.start, 0.0, np.float32)
+            (place, owner): np.full(self._length(owner), 0.0, np.float32)
             for rank in self._far
             for place in self._on_rank[rank]
+            for owner in self._added_by(comm.rank)
         }
-        self._room = torch.zeros(min(CHUNK, mine.stop - mine.start))
+        self._sums_of_others = {
+            number: np.full(mine.stop - mine.start, 0.0, np.float32)
+            for number in range(len(in_sum))
+            if number != self._home
+        }
+        self._room = torch.zeros(min(CHUNK, step))
         self._nothing = np.empty(0, np.uint8)
         self._requests: list[MPI.Request] = []
         self._receives: list[MPI.Request] = []  # those of them that write
@@ -103,22 +127,32 @@ class GroupReduction:
         self._lent: list[Buffer] = []  # that others may read: of this reduction,
         self._lent_before: list[Buffer] = []  # and of the one before
         self._gradients: tuple[Gradient, ...] = ()
-        self._gathering = self._failed = False
+        self._course: Iterator[bool] | None = None  # of what follows when all have begun
+        self._failed = False
 
     @property
     def busy(self) -> bool:
         return bool(self._begun)
+
+    def _length(self, owner: int) -> int:
+        """Elements of a slice."""
+        return self._slices[owner].stop - self._slices[owner].start
+
+    def _added_by(self, rank: int) -> list[int]:
+        """Owners of the slices of the partial sum here that a rank adds."""
+        return [owner for owner, adder in self._adders[self._home].items() if adder == rank]
 
     def begin(self, role: int, action: Reduce, executor: Executor) -> None:
         """A member here starts a reduction; all start the same one, and none starts the next before it is over."""
         if self._failed:
             return
         if not self._begun:
-            self._gathering, self._handed_out = False, 0
+            self._course, self._handed_out = None, 0
             self._receives.clear()
             for rank, places in self._on_rank.items():
                 for place in places if rank in self._far else ():
-                    self._receive(self._incoming[place], rank)
+                    for owner in self._added_by(self._comm.rank):
+                        self._receive(self._incoming[place, owner], rank)
                 self._receive(self._told[rank], rank)
         buffer = executor.buffer(action.buffer)
         if self._near:
@@ -145,7 +179,8 @@ class GroupReduction:
         said = _OFFSET.pack(offset) + action.word.encode() + message
         row.data[: len(said)] = said
         for rank in self._far:
-            self._send(buffer.array[self._slices[rank]], rank)
+            for owner in self._added_by(rank):
+                self._send(buffer.array[self._slices[owner]], rank)
 
     def _send(self, what: npt.NDArray[Any], to: int) -> None:
         self._requests.append(self._comm.Isend(what, to, self._tag))
@@ -157,34 +192,47 @@ class GroupReduction:
 
     def test(self) -> Reduced | None:
         """Goes on as far as it can; the event for all members here, when it is over."""
-        while self._requests:
-            what = outcome(self._requests[-1])  # one after the other: none can be left out
-            if what == "failed":  # a member has died; all will regroup
-                self._begun.clear()
-                self._failed = True
-            if what != "done":
+        while True:
+            while self._requests:
+                what = outcome(self._requests[-1])  # one after the other: none can be left out
+                if what == "failed":  # a member has died; all will regroup
+                    self._begun.clear()
+                    self._failed = True
+                if what != "done":
+                    return None
+                self._requests.pop()
+            if len(self._begun) < len(self.roles):
                 return None
-            self._requests.pop()
-        if len(self._begun) < len(self.roles):
-            return None
-        buffers = [self._begun[role][2] for role in self.roles]
-        action = self._begun[self.roles[0]][0]
-        if not self._gathering:
-            self._gathering = True
-            self._take_in()
-            if self._library is not None:
-                self._allreduce(self._library, buffers)
-            elif not self._alone:
-                self._add(buffers, to_all=action.to_all)
-            if self._requests:
-                self._ring()
-                return self.test()
+            buffers = [self._begun[role][2] for role in self.roles]
+            action = self._begun[self.roles[0]][0]
+            if self._course is None:
+                self._course = self._go_on(buffers, to_all=action.to_all)
+            if not next(self._course, False):
+                break
+            self._ring()
         if self._near:
             self._defer(buffers, to_all=action.to_all)
         else:
             self._finish(buffers, to_all=action.to_all)
         self._begun.clear()
         return Reduced(action.sequence, self._gradients, self._words)
+
+    def _go_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool]:
+        """Adds, when what all have told is here; after each step what it has begun must come to its end."""
+        self._take_in()
+        if self._library is not None:
+            self._allreduce(self._library, buffers)
+            yield True
+        elif not self._alone:
+            if self._sums_of_others:
+                self._exchange_sums(buffers)
+                yield True
+            self._add(buffers)
+            if self._sums_of_others:
+                self._exchange_means(buffers, to_all=to_all)
+                yield True
+            self._hand_on(buffers, to_all=to_all)
+            yield True
 
     def _take_in(self) -> None:
         """What all members have told is here."""
@@ -194,6 +242,7 @@ class GroupReduction:
         ordered = [rows[place] for place in range(len(rows))]
         self._gradients = tuple(Message.decode(row[_MESSAGE:]).gradients[0] for row in ordered)
         self._words = tuple(Word.decode(row[_OFFSET.size :]) for row in ordered)
+        self._factors = factors_of([gradient.samples for gradient in self._gradients])
         self._offsets = [_OFFSET.unpack_from(row)[0] for row in ordered]
         self._give_back(self._lent_before)
         self._lent, self._lent_before = self._lent_before, self._lent
@@ -208,27 +257,66 @@ class GroupReduction:
         assert self._arena is not None
         return self._arena.floats_at(rank, self._offsets[place], self._size * 4)
 
-    def _in_order(self, buffers: Sequence[Buffer], part: slice) -> list[torch.Tensor]:
-        """That part of all gradients."""
-        parts = {place: buffer.vector[part] for place, buffer in zip(self._mine, buffers, strict=True)}
-        parts |= {place: self._there(rank, place)[part] for rank in self._near for place in self._on_rank[rank]}
-        parts |= {place: torch.from_numpy(came) for place, came in self._incoming.items()}
-        return [parts[place] for place in range(len(parts))]
+    def _addends(self, buffers: Sequence[Buffer], owner: int) -> Addends:
+        """What the partial sum here is made of, in a slice that this rank adds."""
+        part = self._slices[owner]
+        found = {place: buffer.vector[part] for place, buffer in zip(self._mine, buffers, strict=True)}
+        found |= {place: self._there(rank, place)[part] for rank in self._near for place in self._on_rank[rank]}
+        found |= {place: torch.from_numpy(came) for (place, of), came in self._incoming.items() if of == owner}
+        places = self._sums[self._home]
+        return [found[place] for place in places], [self._factors[place] for place in places]
 
-    def _add(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
-        """Adds this rank's slice, and starts to hand the sum on."""
-        mine = self._slices[self._comm.rank]
-        samples = [gradient.samples for gradient in self._gradients]
-        ordered = self._in_order(buffers, mine)
-        for part in (slice(start, start + CHUNK) for start in range(0, mine.stop - mine.start, CHUNK)):
-            into = buffers[0].vector[mine][part]
-            average(into, [gradient[part] for gradient in ordered], samples, self._room[: len(into)])
+    def _exchange_sums(self, buffers: Sequence[Buffer]) -> None:
+        """Adds slices that ranks of other nodes own, in this rank's gradient, and sends them; gets those of its own."""
+        for number, came in self._sums_of_others.items():
+            self._receive(came, self._adders[number][self._comm.rank])
+        for owner in self._added_by(self._comm.rank):
+            if owner == self._comm.rank:
+                continue
+            vectors, factors = self._addends(buffers, owner)
+            into = buffers[0].vector[self._slices[owner]]
+            for part in _chunks(len(into)):
+                into[part].copy_(added(([vector[part] for vector in vectors], factors), self._room[: len(into[part])]))
+            self._send(buffers[0].array[self._slices[owner]], owner)
+
+    def _add(self, buffers: Sequence[Buffer]) -> None:
+        """Makes the mean in this rank's own slice, in its own gradient."""
+        mine = self._comm.rank
+        into = buffers[0].vector[self._slices[mine]]
+        sums = {number: ([torch.from_numpy(came)], [1]) for number, came in self._sums_of_others.items()}
+        ordered: list[Addends] = [sums.get(i) or self._addends(buffers, mine) for i in range(len(self._sums))]
+        for part in _chunks(len(into)):
+            of_part = [([vector[part] for vector in vectors], factors) for vectors, factors in ordered]
+            finish_mean(into[part], of_part, sum(self._factors), self._room[: len(into[part])])
+
+    def _exchange_means(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
+        """Brings each finished slice to one rank of each node that needs it."""
+        array, me = buffers[0].array, self._comm.rank
+        for number in range(len(self._sums)) if to_all else (self._home_of_first,):
+            if number != self._home:
+                self._send(array[self._slices[me]], self._adders[number][me])
+                continue
+            for owner in self._added_by(me):
+                if owner != me:
+                    self._receive(array[self._slices[owner]], owner)
+
+    def _hand_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
+        """Lets the ranks of this node have the finished slices that are here."""
         array = buffers[0].array
-        for rank, places in self._on_rank.items():
-            if to_all or 0 in places:
-                self._send(array[mine] if rank in self._far else self._nothing, rank)
+        if not to_all and self._home != self._home_of_first:
+            return
+        for rank in (*self._near, *self._far):
+            far = rank in self._far
+            if to_all or 0 in self._on_rank[rank]:
+                for owner in self._added_by(self._comm.rank) if far else ():
+                    self._send(array[self._slices[owner]], rank)
+                if not far:
+                    self._send(self._nothing, rank)
             if to_all or self._has_first:
-                self._receive(array[self._slices[rank]] if rank in self._far else self._nothing, rank)
+                for owner in self._added_by(rank) if far else ():
+                    self._receive(array[self._slices[owner]], rank)
+                if not far:
+                    self._receive(self._nothing, rank)
 
     def _defer(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Lets those here who need the sum have it where it lies, or make it."""
@@ -236,12 +324,15 @@ class GroupReduction:
             return
         sources: list[torch.Tensor]
         if self._alone:
-            sources = self._in_order(buffers, slice(None))
+            parts = dict(zip(self._mine, (buffer.vector for buffer in buffers), strict=True))
+            parts |= {place: self._there(rank, place) for rank in self._near for place in self._on_rank[rank]}
+            sources = [parts[place] for place in range(len(parts))]
             samples = [gradient.samples for gradient in self._gradients]
         else:
             first = buffers[0].vector
             sources = [
-                self._there(rank, self._on_rank[rank][0]) if rank in self._near else first for rank in self._slices
+                self._there(rank, self._on_rank[rank][0]) if rank in self._near else first
+                for rank in self._adders[self._home].values()
             ]
         for role in self.roles if to_all else self.roles[:1]:
             action, executor, _ = self._begun[role]
@@ -277,6 +368,7 @@ class GroupReduction:
         Who has not heard of it may still read what was lent; but what comes of that will be dropped.
         """
         self._begun.clear()
+        self._course = None
         self._give_back(self._lent)
         self._give_back(self._lent_before)
         if not self.quiet:
@@ -291,6 +383,11 @@ class GroupReduction:
     def close(self) -> None:
         if self._library is not None:
             self._library.Free()
+
+
+def _chunks(length: int) -> Iterator[slice]:
+    """So few elements at a time that a processor's cache has room for them."""
+    return (slice(start, start + CHUNK) for start in range(0, length, CHUNK))
 
 
 def summed(gradients: Sequence[torch.Tensor], samples: Sequence[int], room: torch.Tensor, part: slice) -> torch.Tensor:
@@ -341,7 +438,7 @@ def make_reduction(
         for rank in others:
             doorbell.ring(rank)
 
-    return GroupReduction(comm, members, tag, size, ring, library, arena)
+    return GroupReduction(comm, members, tag, size, ring, library, arena, plan.partial_sums(role))
 
 
 def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:

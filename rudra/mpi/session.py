@@ -53,7 +53,7 @@ from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
 from rudra.results.reader import default_output, open_results
 from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
-from rudra.results.resume import Carried, Decision, carried, decide
+from rudra.results.resume import Carried, Decision, carried, decide, moved
 from rudra.results.summary import tests
 from rudra.results.warm_start import final_weights, shapes
 from rudra.roles import Machine, make_in_phase
@@ -414,7 +414,8 @@ class _Session:
             assert isinstance(statistics, StatisticsServer)
             found = tests(results, statistics.split, self._begin.position.epoch)
             statistics.recall(found, results.kept_epochs)
-            yield carried(results, self._begin.position, self._begin.replanned, self._begin.branched)
+            why = self._begin.replanned or moved(results.plan(), self._job, self._plan)
+            yield carried(results, self._begin.position, why, self._begin.branched)
 
     def _create(
         self,

@@ -14,7 +14,7 @@ from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
 from rudra.simulation import costs
 from topologies import Plan
-from topologies.plan import ELSEWHERE, TREE_SERVER
+from topologies.plan import ELSEWHERE, TREE_SERVER, Reduction
 
 _MOST_LINES = 40
 _MOST_NODES = 12
@@ -146,6 +146,13 @@ def as_text(cast: Cast, *, everything: bool = False) -> str:
     return "\n".join(parts)
 
 
+_ADDED: dict[Reduction, str] = {
+    "ordered": "in group_rank order",
+    "nodes": "in group_rank order on each node, and then the nodes' sums",
+    "mpi": "by the MPI library's allreduce (not replayable)",
+}
+
+
 def _way_of_gradients(plan: Plan) -> str:
     if plan.overlapped:
         return "gradients go up:"
@@ -153,8 +160,7 @@ def _way_of_gradients(plan: Plan) -> str:
         return f"each of {len(plan.owners)} servers takes a part of every gradient, and gives a part of the weights:"
     if not plan.groups:
         return "gradients go up, and weights come down:"
-    how = "in group_rank order" if plan.reduction == "ordered" else "by the MPI library's allreduce (not replayable)"
-    within = f"inside a group, which has a communicator of its own, gradients are added {how}"
+    within = f"inside a group, which has a communicator of its own, gradients are added {_ADDED[plan.reduction]}"
     if not plan.served:
         return f"{within};\nevery learner updates weights of its own:"
     return f"{within};\nits first learner pushes and pulls for all:"

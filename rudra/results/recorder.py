@@ -52,7 +52,7 @@ ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results
     "topology": "name of the topology",
     "records": "gradients that one message may stand for, at most",
     "overlapped": "whether learners push and pull beside computing",
-    "reduction": "how compute groups add gradients: `ordered` or `mpi`",
+    "reduction": "how compute groups add gradients: `ordered`, `nodes` or `mpi`",
     "learners": "λ: number of learners, at the start of the run",
     "momentum": "explicit momentum, after `momentum_correction`",
     "minibatch_size": "μ: samples of a mini-batch",

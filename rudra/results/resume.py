@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
-from rudra.core.phases import phase_at
+from rudra.core.phases import parts, phase_at
 from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError
@@ -23,6 +23,7 @@ from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
 from rudra.results.reader import Results, open_results
 from rudra.results.writer import checked_name
+from topologies import Plan
 
 DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
@@ -353,6 +354,23 @@ class Carried(NamedTuple):
     weights: Iterable[tuple[int, NDArray[np.float32]]]
     attributes: dict[str, Any]
     learners: Rows
+
+
+def moved(before: Plan, job: Job, plan: Plan) -> str:
+    """Why a run that goes on elsewhere cannot be replayed as a whole; or nothing.
+
+    Args:
+        before: who was who so far.
+        job: resolved.
+        plan: who is who now.
+    """
+    if all(its_plan.reduction != "nodes" for _, _, its_plan in parts(job, plan)):
+        return ""
+    then, now = ([of.roles[i].node for i in of.learners] for of in (before, plan))
+    together = [[nodes.index(node) for node in nodes] for nodes in (then, now)]
+    if together[0] == together[1]:
+        return ""
+    return "reduction = 'nodes', and learners were placed otherwise on nodes before the restart"
 
 
 def carried(results: Results, position: TrainingState, replanned: str = "", branched: bool = False) -> Carried:

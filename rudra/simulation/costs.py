@@ -151,19 +151,35 @@ class CostModel:
         return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver), blocking)
 
     def reduction_s(self, members: Sequence[int], size_bytes: int) -> float:
-        """Time in which a compute group adds up its gradients: slices are exchanged and added, then gathered."""
+        """Time in which a compute group adds up its gradients: slices are exchanged and added, then gathered.
+
+        By nodes, those of a node do so among themselves, and then each node once with the others.
+        """
         k = len(members)
         if k == 1:
             return 0.0
         on_node = Counter(self.node[role] for role in members)
-        links = [self.link(a, b) for a, b in itertools.pairwise(members)]
         share = (k - 1) / k  # of the vector that each member sends, and receives, in each of two phases
+        if self.plan.reduction == "nodes":
+            nodes, most = len(on_node), max(on_node.values())
+            within = [members[place] for place in max(self.plan.partial_sums(members[0]), key=len)]
+            first_of = {self.node[role]: role for role in reversed(members)}
+            # Through the link of a node of m go a sum for each slice of others, and its own slices for each other node.
+            between = max(max(k - count, count * (nodes - 1)) for count in on_node.values()) / k
+            seconds = self._exchange_s(within, (most - 1) / most, size_bytes)
+            seconds += self._exchange_s([*first_of.values()], between, size_bytes)
+            return seconds + self.local_seconds(Accumulate) * ((most - 1) / most + (nodes - 1) / k)
         if len(on_node) > 1:  # those of a node share its link
             share = max(count * (k - count) for count in on_node.values()) / k
-        adding_s = self.local_seconds(Accumulate) * (k - 1) / k
+        return self._exchange_s(members, share, size_bytes) + self.local_seconds(Accumulate) * (k - 1) / k
+
+    def _exchange_s(self, roles: Sequence[int], share: float, size_bytes: int) -> float:
+        """Time in which roles send, and get, such a share of a vector in each of two phases."""
+        links = [self.link(a, b) for a, b in itertools.pairwise(roles)]
+        if not links:
+            return 0.0
         slowest = max(links, key=lambda link: link.seconds_per_byte)
-        latency_s = max(link.latency_s for link in links)
-        return 2 * (latency_s + share * size_bytes * slowest.seconds_per_byte) + adding_s
+        return 2 * (max(link.latency_s for link in links) + share * size_bytes * slowest.seconds_per_byte)
 
 
 def shared(job: Job, plan: Plan) -> Job:

@@ -199,7 +199,7 @@ class Network:
 
     def _reduced(self, members: Sequence[int], reductions: dict[int, Reduce]) -> None:
         if self._reducer:
-            self._reducer(reductions)
+            self._reducer(reductions, self.plan.partial_sums(members[0]))
         actions = [reductions[role] for role in members]
         gradients, words = zip(*((action.gradient, action.word) for action in actions), strict=True)
         event = Reduced(actions[0].sequence, gradients, words)

@@ -7,7 +7,7 @@ again, which bounds memory by what is held at one moment.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -143,13 +143,18 @@ class RealTensors:
         self._forget_stale((role, action.weights))
         return computed
 
-    def reduce(self, reductions: Mapping[int, Reduce]) -> None:
-        """Members of one group, in group_rank order, average their gradients; the result is one vector for all."""
+    def reduce(self, reductions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:
+        """Members of one group average their gradients; the result is one vector for all.
+
+        Args:
+            reductions: of the members, in group_rank order.
+            sums: the order of addition (`Plan.partial_sums`).
+        """
         places = [(role, action.buffer) for role, action in reductions.items()]
         for place in places:
             self._make_own(place)
         vectors = [self._held(place).vector for place in places]
-        average(vectors[0], vectors, [action.gradient.samples for action in reductions.values()])
+        average(vectors[0], vectors, [action.gradient.samples for action in reductions.values()], sums=sums)
         for place, action in zip(places[1:], list(reductions.values())[1:], strict=True):
             if action.to_all:
                 self._share(places[0], place)

@@ -1,6 +1,6 @@
 """What the simulator needs done with tensors, and what it does where there are none."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from rudra.core.events import (
@@ -42,7 +42,7 @@ class Tensors(Protocol):
     @property
     def planned(self) -> Callable[[int, Local], None] | None: ...
     @property
-    def reduce(self) -> Callable[[Mapping[int, Reduce]], None] | None: ...
+    def reduce(self) -> Callable[[Mapping[int, Reduce], Sequence[Sequence[int]]], None] | None: ...
     @property
     def lost(self) -> Callable[[int], None] | None: ...
     @property
@@ -59,7 +59,7 @@ class TimingOnly:
     sent: Callable[[int, str], None] | None = None
     posted: Callable[[int, str], None] | None = None
     planned: Callable[[int, Local], None] | None = None
-    reduce: Callable[[Mapping[int, Reduce]], None] | None = None
+    reduce: Callable[[Mapping[int, Reduce], Sequence[Sequence[int]]], None] | None = None
     lost: Callable[[int], None] | None = None
     regroup: Callable[[int, int], None] | None = None
 

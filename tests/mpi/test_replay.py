@@ -98,6 +98,35 @@ def test_a_run_is_repeated_bit_for_bit(recorded: Callable[[str, int], Path], cas
         assert summary["max_staleness"] > 0, "nothing would be shown if nobody was late"
 
 
+def test_sums_of_two_nodes_are_repeated_with_and_without_node_memory(tmp_path: Path) -> None:
+    """Memory and messages lead to the same bits, which are not those of one order for all."""
+    jobs = {
+        str(tmp_path / f"{reduction}-{groups}-{each}-{memory}.h5"): make_job(4, {"name": "hardsync"}, SGD).with_(
+            topology={"name": "groups", "options": {"groups": groups, "reduction": reduction, "server": True}},
+            cluster={
+                "node_memory": memory,
+                "learners": 4 * each,
+                "learners_per_rank": each,
+                "shares": range(2, 4 * each + 2),
+            },
+            training={"minibatch_size": 8},
+        )
+        for reduction, groups, each in (("nodes", 1, 1), ("ordered", 1, 1), ("nodes", 2, 1), ("nodes", 1, 2))
+        for memory in (True, False)
+    }
+    on_ranks(user_code.train_on_two_nodes, 4, jobs=jobs)
+    found: dict[str, set[str]] = {}
+    for path in jobs:
+        with rudra.open_results(path) as results:
+            plan = results.plan()
+        assert {plan.roles[i].node for i in plan.learners} == {0, 1}
+        replayed = rudra.replay(path, quiet=True)
+        assert replayed.difference is None
+        found.setdefault(Path(path).stem.rpartition("-")[0], set()).add(replayed.weights_sha256)
+    assert {case: len(weights) for case, weights in found.items()} == dict.fromkeys(found, 1)
+    assert found["nodes-1-1"] != found["ordered-1-1"]
+
+
 def test_a_run_that_failed_on_its_ranks_is_repeated_as_far_as_it_came(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

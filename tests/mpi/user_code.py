@@ -194,6 +194,22 @@ def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> d
     return train_all(comm, directory, jobs)
 
 
+def train_on_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
+    """As `train_all`, where every other rank is on a second node, for MPI and all who ask it."""
+    from mpi4py import MPI
+
+    from rudra.bench.ranks import rest, train
+
+    class TwoNodes(MPI.Intracomm):
+        def Split_type(self, *_: Any, **__: Any) -> MPI.Intracomm:
+            return self.Split(self.rank % 2)
+
+    for path, job in jobs.items():
+        train(job, Path(path), TwoNodes(comm)).close()
+        rest(comm)
+    return {}
+
+
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
     """As `train_all`, with vectors that lie as on a GPU; how often learners and tests used a copy, and MPI theirs."""
     from rudra.compute.devices import Stage
@@ -442,6 +458,10 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
         nodes = [chance.randrange(chance.randint(1, 3)) for _ in range(comm.size)]
         size = chance.choice([1, 15, 300, 5000, 100_000, CHUNK + 17])
         samples, to_all = [chance.choice([4, 4, 4, 7]) for _ in members], chance.random() < 0.6
+        sums: list[list[int]] = []
+        if chance.random() < 0.6:
+            its = [nodes[rank] for rank in members.values()]
+            sums = [[place for place, node in enumerate(its) if node == of] for of in dict.fromkeys(its)]
         arena = Arena()
         executors = {
             role: Executor((), size, size, 1, memory=arena.allocate)
@@ -456,11 +476,11 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
             arena.neighbours = frozenset()
         if not executors:
             continue
-        reduction = GroupReduction(comm, members, 10 + case, size, lambda: None, arena=arena)
+        reduction = GroupReduction(comm, members, 10 + case, size, lambda: None, arena=arena, sums=sums)
         for step in range(5):
             made = [torch.randn(size, generator=torch.Generator().manual_seed(97 * step + role)) for role in members]
             expected = torch.empty(size)
-            average(expected, made, samples)
+            average(expected, made, samples, sums=sums)
             for role in executors:
                 executors[role].renew(GRADIENT).vector.fill_(torch.nan)
             pause(pace)

@@ -1,6 +1,6 @@
 """Small clusters in virtual time, for tests."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -183,10 +183,10 @@ class Guarded(RealTensors):
         self._computed[role] = self._digest(role, action.gradient)
         return computed
 
-    def reduce(self, reductions: Mapping[int, Reduce]) -> None:
+    def reduce(self, reductions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:
         for role, action in reductions.items():
             assert self._computed[role] == self._digest(role, action.buffer), f"gradient of role {role} changed"
-        super().reduce(reductions)
+        super().reduce(reductions, sums)
         first, *others = [
             self._digest(role, action.buffer) for role, action in reductions.items() if action.to_all
         ] or [0]

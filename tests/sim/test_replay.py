@@ -136,6 +136,7 @@ PAIRS = [
     *((topology, rule) for topology in (HIDDEN, {"name": "adv*"}) for rule in RULES),
     *((groups(1), {"name": name}) for name in ("softsync", "async", "hardsync")),
     ({"name": "groups", "options": {"groups": 1, "server": True}}, {"name": "hardsync"}),
+    *(({"name": "groups", "options": {"groups": g, "reduction": "nodes"}}, {"name": "hardsync"}) for g in (1, 2)),
 ]
 
 

@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 import torch
 from clusters import Guarded, Trained, train
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import rudra
 from protocols import Protocol
 from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
-from rudra.core.events import Compute, Copy, Update
+from rudra.core.events import GRADIENT, Compute, Copy, Reduce, Update
+from rudra.core.records import Gradient
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import tensors
 from rudra.simulation.tensors import BigBatchTensors, RealTensors, VmapTensors
+from topologies import load as load_topology
 
 BUSY = {"jitter": 0.9, "latency_jitter_s": 0.05, "message_s": 1e-3, "update_s": 5e-3}
 
@@ -98,6 +102,39 @@ class Unpoisoned(RealTensors):
 
 def executors(count: int) -> dict[int, Executor]:
     return {role: Executor((), 3, 3, 1) for role in range(count)}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=9),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_group_adds_on_each_node_and_then_the_nodes(members: list[tuple[int, int]], alike: bool, seed: int) -> None:
+    """The stated order, addition by addition; on one node it is the group's."""
+    generator = np.random.default_rng(seed)
+    nodes, samples = [node for node, _ in members], [4 if alike else count for _, count in members]
+    made = [generator.standard_normal(3, np.float32) * np.float32(10) ** i for i in range(len(members))]
+    sums: dict[int, Any] = {}
+    for node, count, gradient in zip(nodes, samples, made, strict=True):
+        weighed = gradient if len(set(samples)) == 1 else gradient * np.float32(count)
+        sums[node] = sums[node] + weighed if node in sums else weighed
+    first, *others = sums.values()
+    for other in others:
+        first = first + other
+    expected = first * np.float32(1 / (len(members) if len(set(samples)) == 1 else sum(samples)))
+    found = {}
+    for reduction in ("nodes", "ordered"):
+        plan = load_topology("groups", {"reduction": reduction}).plan(len(nodes), nodes)
+        roles = {role: Executor((), 3, 3, 1) for role in plan.learners}
+        reductions = {}
+        for role, gradient, count in zip(plan.learners, made, samples, strict=True):
+            roles[role].buffer(GRADIENT).vector.copy_(torch.from_numpy(gradient))
+            about = Gradient(-1, role, count, 0, 0, 0, 0, 1.0, 0.0, 0.0, 0)
+            reductions[role] = Reduce(GRADIENT, 0, 0, about, True)
+        RealTensors(roles).reduce(reductions, plan.partial_sums(plan.learners[0]))
+        found[reduction] = roles[plan.learners[-1]].buffer(GRADIENT).vector.numpy().tobytes()
+    assert found["nodes"] == expected.tobytes()
+    assert len(sums) > 1 or found["ordered"] == found["nodes"]
 
 
 def test_an_optimiser_steps_the_weights_that_its_role_holds() -> None:

@@ -161,7 +161,8 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
         (
             [{"at_epoch": 1, "training": {"minibatch_size": 3}}],
             {"topology": {"name": "groups", "options": {"groups": 2, "reduction": "mpi"}}},
-            "[[changes]] at_epoch = 1: [topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered'",
+            "[[changes]] at_epoch = 1: [topology] options.reduction = 'mpi' cannot begin anew; "
+            "valid: 'ordered', 'nodes'",
         ),
         (
             [{"at_epoch": 1, "protocol": {"name": "async"}}],

@@ -152,6 +152,27 @@ def test_seconds_for_a_reduction(learners: int, table: dict[str, Any], seconds: 
 
 
 @pytest.mark.parametrize(
+    ("learners", "nodes", "seconds"),
+    [
+        # On a node what `ordered` takes; where each has a node, too; else twice on the node, and twice a node's share.
+        (4, 1, 2 * (0.25 + 0.75 * 1.0) + 0.75),
+        (4, 4, 2 * (0.5 + 0.75 * 10.0) + 0.75),
+        (4, 2, 2 * (0.25 + 0.5 * 1.0) + 2 * (0.5 + 0.5 * 10.0) + 0.5 + 0.25),
+        (3, 2, 2 * (0.25 + 0.5 * 1.0) + 2 * (0.5 + 2 / 3 * 10.0) + 0.5 + 1 / 3),
+    ],
+)
+def test_seconds_for_a_reduction_by_nodes(learners: int, nodes: int, seconds: float) -> None:
+    table = {**LINK, **LOCAL, "nodes": nodes, "gradient_s": 1.0}
+    job = Job(
+        topology={"name": "groups", "options": {"reduction": "nodes"}},
+        cluster={"learners": learners},
+        simulation=table,
+    )
+    known = CostModel(job.simulation, job.plan(costs.places(job)), 4)
+    assert known.reduction_s(known.plan.groups[0], 100) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
     ("table", "means"),
     [
         ({}, [1.0, 1.0, 1.0]),

@@ -19,6 +19,7 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
     ("adv*", {"fan_out": 2, "weight_fan_out": 3}),
     ("groups", {}),
     ("groups", {"groups": 2, "reduction": "mpi"}),
+    ("groups", {"groups": 2, "reduction": "nodes"}),
 ]
 
 

@@ -14,7 +14,7 @@ from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.reader import open_results
-from rudra.results.resume import Decision, carried, decide, resumable
+from rudra.results.resume import Decision, carried, decide, moved, resumable
 
 REPLAYABLE = {"replayable": True, "not_replayable": "", "started": "then", "initial_weights_sha256": "a"}
 COSINE = {"optimizer": {"schedule": "cosine", "learning_rate": 0.1}}
@@ -124,6 +124,19 @@ def test_a_schedule_that_would_have_been_another_is_told_and_not_replayed(
     with open_results(path) as results:
         kept = carried(results, found.position, found.replanned).attributes
     assert kept.get("not_replayable", "") == found.replanned
+
+
+@pytest.mark.parametrize(
+    ("reduction", "nodes", "said"),
+    [("nodes", [3, 3, 5], ""), ("nodes", [0, 1, 1], "placed otherwise"), ("ordered", [0, 1, 1], "")],
+)
+def test_sums_of_other_nodes_than_before_the_restart_are_not_replayed(
+    reduction: str, nodes: list[int], said: str
+) -> None:
+    topology = {"name": "groups", "options": {"reduction": reduction}}
+    job = Job(protocol={"name": "hardsync"}, topology=topology, cluster={"learners": 3})
+    why = moved(job.plan([0, 0, 1]), job, job.plan(nodes))
+    assert (said in why) if said else not why
 
 
 def test_a_finished_run_without_a_checkpoint_says_why(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_whether_one_group_has_a_server_is_yes_or_no() -> None:
         drawn("groups", [0, 0], groups=1, server=1)
 
 
-@given(NODES, st.integers(1, 12), st.sampled_from(["ordered", "mpi"]))
+@given(NODES, st.integers(1, 12), st.sampled_from(["ordered", "nodes", "mpi"]))
 def test_groups_are_blocks_whose_first_members_stand_for_them(nodes: list[int], groups: int, reduction: str) -> None:
     groups = min(groups, len(nodes))
     plan = drawn("groups", nodes, groups=groups, reduction=reduction)
@@ -257,6 +257,13 @@ def test_groups_are_blocks_whose_first_members_stand_for_them(nodes: list[int], 
     sizes = [len(members) for members in plan.groups]
     assert max(sizes) - min(sizes) <= 1
     assert (len(plan.groups), plan.workers) == (groups, groups)
+    for members in plan.groups:
+        sums = plan.partial_sums(members[-1])
+        assert sorted(place for of in sums for place in of) == list(range(len(members)))
+        assert [of[0] for of in sums] == sorted(of[0] for of in sums), "in the order of first members"
+        on = [{plan.roles[members[place]].node for place in of} for of in sums]
+        assert len(on) == (len({plan.roles[i].node for i in members}) if reduction == "nodes" else 1)
+        assert reduction != "nodes" or all(len(its) == 1 for its in on)
     heads = [members[0] for members in plan.groups]
     assert [plan.roles[i].parent for i in heads] == [0 if groups > 1 else None] * groups
     for number, (head, *others) in enumerate(plan.groups):
@@ -265,7 +272,7 @@ def test_groups_are_blocks_whose_first_members_stand_for_them(nodes: list[int], 
         assert sorted(everybody_below(plan.receivers, head)) == others
         assert all(len(plan.receivers[i]) <= 2 for i in (head, *others))
         assert plan.learners_below(head) == 1 + len(others)
-    assert plan.replayable is (reduction == "ordered")
+    assert plan.replayable is (reduction != "mpi")
     assert sum(role.kind == PARAMETER_SERVER for role in plan.roles) == (groups > 1)
 
 
@@ -571,7 +578,7 @@ WHOLE = "must be a whole number >= 1"
             for value in (0, 5, -1, 1.5, "2", True, None, [2])
         ),
         *(
-            ("groups", {"reduction": value}, f"reduction = {value!r}; valid: ordered, mpi")
+            ("groups", {"reduction": value}, f"reduction = {value!r}; valid: ordered, nodes, mpi")
             for value in ("tree", None, ["mpi"])
         ),
     ],

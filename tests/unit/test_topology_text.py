@@ -117,6 +117,11 @@ def test_a_second_tree_of_the_weights_on_ranks_of_two_nodes() -> None:
     assert as_text(of_job(job(None, "adv*", "async", fan_out=2), None, [5, 4])) == STAR
 
 
+def test_the_sums_of_nodes_are_named() -> None:
+    added = "gradients are added in group_rank order on each node, and then the nodes' sums;"
+    assert added in as_text(of_job(job(4, "groups", "hardsync", reduction="nodes")))
+
+
 def test_groups_in_a_simulation() -> None:
     simulated = job(5, "groups", "async", groups=2).with_(simulation={"nodes": 2})
     assert as_text(of_job(simulated)) == GROUPS
