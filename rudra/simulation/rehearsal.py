@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +181,7 @@ class _Counted(TimingOnly):
         self.names[role] |= {getattr(action, field) for field in (*action.reads, *action.changes)}
         return super().perform(role, action, seconds)
 
-    def reduce(self, actions: Mapping[int, Reduce]) -> None:
+    def reduce(self, actions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:
         for role, action in actions.items():
             self.names[role].add(action.buffer)
 
