@@ -200,8 +200,12 @@ class Executor:
         """As `put`, and what had the name serves again, once nobody reads it."""
         before = self._buffers.get(name)
         self.put(name, buffer)
-        if before is not None and not before.borrowed and before not in self._buffers.values():
-            self._idle.append(before)
+        self._use_again(before)
+
+    def _use_again(self, buffer: Buffer | None) -> None:
+        """A buffer that has lost a name is spare, unless it has another one or is not ours."""
+        if buffer is not None and not buffer.borrowed and buffer not in self._buffers.values():
+            self._idle.append(buffer)
 
     def new_buffer(self) -> Buffer:
         """A buffer without a name."""
@@ -245,14 +249,19 @@ class Executor:
             if isinstance(self._buffers.get(name), BorrowedBuffer):
                 self.release(name)
 
-    def release(self, name: str) -> Buffer | None:
-        """Forgets a buffer, and frees it unless somebody else holds it; memory that others see serves again."""
+    def release(self, name: str, *, again: bool = False) -> Buffer | None:
+        """Forgets a buffer, and frees it unless somebody else holds it; memory that others see serves again.
+
+        Args:
+            name: of the buffer.
+            again: any memory serves again.
+        """
         self._void(name)
         buffer = self._buffers.pop(name, None)
         if isinstance(buffer, BorrowedBuffer):
             buffer.give_back()
-        elif buffer is not None and self._memory is not None and buffer not in self._buffers.values():
-            self._idle.append(buffer)
+        elif again or self._memory is not None:
+            self._use_again(buffer)
         return buffer
 
     def part(self, name: str, owner: int) -> torch.Tensor:
@@ -528,9 +537,7 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
         if not action.target.startswith(DOWNCAST):
             super().copy(action)
             return
-        before = self.release(action.target)
-        if before is not None and self._memory is None and before not in self._buffers.values():
-            self._idle.append(before)
+        self.release(action.target, again=True)
         self.put(action.target, self.buffer(action.source))
 
     def send(
