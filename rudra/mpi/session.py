@@ -69,7 +69,7 @@ GRACE_S = 5.0
 """How long a failing rank leaves the statistics server to save the results, an ending one all to stop in order."""
 
 PART_S = 1.0
-"""How long ranks have to end by themselves before those that may be stopped are ended."""
+"""How long ranks have to end by themselves, or to say why, before others end them."""
 
 SEEN_S = 60.0
 """How long a file that one rank has replaced may look as before to another."""
@@ -525,6 +525,8 @@ class _Session:
         self._arena.close()
         if rank.apart:
             self._part(code)
+        if rank.lost and code and not self._keeps_results:
+            time.sleep(PART_S)  # the first end with a code ends all, and who keeps the results has something to say
         if rank.lost or not self._depart(rank) or (self._launched and survivable()):
             outlive()
         return code
