@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from mpi4py import MPI
 
-from rudra.compute.averaging import CACHE_LINE, CHUNK, Addends, added, average, factors_of, finish_mean
+from rudra.compute.averaging import CACHE_LINE, CHUNK, Addends, added, average, factors_of, finish_mean, slices
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce, Reduced
@@ -257,11 +257,14 @@ class GroupReduction:
         assert self._arena is not None
         return self._arena.floats_at(rank, self._offsets[place], self._size * 4)
 
+    def _readable(self, buffers: Sequence[Buffer]) -> dict[int, torch.Tensor]:
+        """The gradients in memory that this rank reads, by place."""
+        found = {place: buffer.vector for place, buffer in zip(self._mine, buffers, strict=True)}
+        return found | {place: self._there(rank, place) for rank in self._near for place in self._on_rank[rank]}
+
     def _addends(self, buffers: Sequence[Buffer], owner: int) -> Addends:
         """What the partial sum here is made of, in a slice that this rank adds."""
-        part = self._slices[owner]
-        found = {place: buffer.vector[part] for place, buffer in zip(self._mine, buffers, strict=True)}
-        found |= {place: self._there(rank, place)[part] for rank in self._near for place in self._on_rank[rank]}
+        found = {place: vector[self._slices[owner]] for place, vector in self._readable(buffers).items()}
         found |= {place: torch.from_numpy(came) for (place, of), came in self._incoming.items() if of == owner}
         places = self._sums[self._home]
         return [found[place] for place in places], [self._factors[place] for place in places]
@@ -275,7 +278,7 @@ class GroupReduction:
                 continue
             vectors, factors = self._addends(buffers, owner)
             into = buffers[0].vector[self._slices[owner]]
-            for part in _chunks(len(into)):
+            for part in slices(0, len(into), CHUNK):
                 into[part].copy_(added(([vector[part] for vector in vectors], factors), self._room[: len(into[part])]))
             self._send(buffers[0].array[self._slices[owner]], owner)
 
@@ -285,7 +288,7 @@ class GroupReduction:
         into = buffers[0].vector[self._slices[mine]]
         sums = {number: ([torch.from_numpy(came)], [1]) for number, came in self._sums_of_others.items()}
         ordered: list[Addends] = [sums.get(i) or self._addends(buffers, mine) for i in range(len(self._sums))]
-        for part in _chunks(len(into)):
+        for part in slices(0, len(into), CHUNK):
             of_part = [([vector[part] for vector in vectors], factors) for vectors, factors in ordered]
             finish_mean(into[part], of_part, sum(self._factors), self._room[: len(into[part])])
 
@@ -302,21 +305,21 @@ class GroupReduction:
 
     def _hand_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Lets the ranks of this node have the finished slices that are here."""
-        array = buffers[0].array
         if not to_all and self._home != self._home_of_first:
             return
         for rank in (*self._near, *self._far):
-            far = rank in self._far
             if to_all or 0 in self._on_rank[rank]:
-                for owner in self._added_by(self._comm.rank) if far else ():
-                    self._send(array[self._slices[owner]], rank)
-                if not far:
-                    self._send(self._nothing, rank)
+                for what in self._handed(buffers, self._comm.rank, rank):
+                    self._send(what, rank)
             if to_all or self._has_first:
-                for owner in self._added_by(rank) if far else ():
-                    self._receive(array[self._slices[owner]], rank)
-                if not far:
-                    self._receive(self._nothing, rank)
+                for into in self._handed(buffers, rank, rank):
+                    self._receive(into, rank)
+
+    def _handed(self, buffers: Sequence[Buffer], adder: int, other: int) -> list[npt.NDArray[Any]]:
+        """What goes between this rank and another of finished slices that one of them has: if near, word of them."""
+        if other in self._near:
+            return [self._nothing]
+        return [buffers[0].array[self._slices[owner]] for owner in self._added_by(adder)]
 
     def _defer(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Lets those here who need the sum have it where it lies, or make it."""
@@ -324,9 +327,8 @@ class GroupReduction:
             return
         sources: list[torch.Tensor]
         if self._alone:
-            parts = dict(zip(self._mine, (buffer.vector for buffer in buffers), strict=True))
-            parts |= {place: self._there(rank, place) for rank in self._near for place in self._on_rank[rank]}
-            sources = [parts[place] for place in range(len(parts))]
+            readable = self._readable(buffers)
+            sources = [readable[place] for place in range(len(readable))]
             samples = [gradient.samples for gradient in self._gradients]
         else:
             first = buffers[0].vector
@@ -383,11 +385,6 @@ class GroupReduction:
     def close(self) -> None:
         if self._library is not None:
             self._library.Free()
-
-
-def _chunks(length: int) -> Iterator[slice]:
-    """So few elements at a time that a processor's cache has room for them."""
-    return (slice(start, start + CHUNK) for start in range(0, length, CHUNK))
 
 
 def summed(gradients: Sequence[torch.Tensor], samples: Sequence[int], room: torch.Tensor, part: slice) -> torch.Tensor:
