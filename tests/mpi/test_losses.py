@@ -69,12 +69,16 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
     assert replays(output)
 
 
+BY_NODES = 'options.reduction = "nodes"'
 ANEW = {
     "a tree server": ("hardsync", 'name = "adv"\noptions.fan_out = 2', 3, "tree server 1"),
     "a learner that others get weights from": ("async", 'name = "adv*"\noptions.outstanding = 1', 2, "learner 0"),
     "the first of a group": ("async", 'name = "groups"\noptions.groups = 2', 4, "learner 2"),
     "another of a group": ("softsync", 'name = "groups"\noptions = {groups = 2, reduction = "mpi"}', 3, "learner 1"),
     "a replica": ("hardsync", 'name = "groups"', 4, "learner 3"),
+    "the first of a node": ("hardsync", f'name = "groups"\n{BY_NODES}', 3, "learner 2"),
+    "another of a node": ("hardsync", f'name = "groups"\n{BY_NODES}', 2, "learner 1"),
+    "a node's only one of a group": ("async", f'name = "groups"\n{BY_NODES}\noptions.groups = 2', 3, "learner 1"),
 }
 
 
@@ -84,7 +88,8 @@ def test_where_one_cannot_be_missed_the_others_regroup(
 ) -> None:
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
     longer = ["--set", "cluster.learners=4", "--set", "training.epochs=12"]
-    process = start("run", job, "--output", output, *longer)
+    apart = "import user_code; user_code.launch_on_nodes([0, 0, 0, 1, 1, 1])" if BY_NODES in topology else "pass"
+    process = start("run", job, "--output", output, *longer, before=apart)
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process)
@@ -96,6 +101,7 @@ def test_where_one_cannot_be_missed_the_others_regroup(
         assert results.status == "finished"
         (lost,) = results.events[results.events["kind"] == b"lost"]
         assert results.roles[lost["role"]]["world_rank"] == rank
+        assert BY_NODES not in topology or {0, 1} <= {*results.roles["node"]}
         totals, gradients = results.totals[0], results.gradients
         assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
         dead = results.roles[lost["role"]]["index"] if left == 3 else -1

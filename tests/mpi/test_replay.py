@@ -98,33 +98,54 @@ def test_a_run_is_repeated_bit_for_bit(recorded: Callable[[str, int], Path], cas
         assert summary["max_staleness"] > 0, "nothing would be shown if nobody was late"
 
 
-def test_sums_of_two_nodes_are_repeated_with_and_without_node_memory(tmp_path: Path) -> None:
+# Node of each rank, learners on a rank, and options. The servers are on node 0; in a simulation nodes are alike as far
+# as can be, the first ones larger.
+ONE_AND_THREE = [0, 1, 0, 1, 0, 1]
+SUMS: dict[str, tuple[list[int], int, dict[str, Any]]] = {
+    "one and three": (ONE_AND_THREE, 1, {"server": True}),
+    "one and three, in order": (ONE_AND_THREE, 1, {"server": True, "reduction": "ordered"}),
+    "one and three, two groups": (ONE_AND_THREE, 1, {"groups": 2}),
+    "one and three ranks of two": (ONE_AND_THREE, 2, {"server": True}),
+    "three and two": ([0, 0, 0, 0, 1, 1], 1, {}),
+    "two and three": ([0, 0, 0, 1, 1, 1], 1, {}),
+    "four and three": ([0, 0, 0, 0, 0, 1, 1, 1], 1, {}),
+    "one, three and three": ([0, 0, 1, 1, 1, 2, 2, 2], 1, {}),
+    "four and two, two groups": ([0, 0, 0, 0, 0, 0, 1, 1], 1, {"groups": 2}),
+}
+SIMULATED = {"three and two": 2, "four and three": 2}
+
+
+def test_sums_of_nodes_are_repeated_and_foretold_with_and_without_node_memory(tmp_path: Path) -> None:
     """Memory and messages lead to the same bits, which are not those of one order for all."""
-    jobs = {
-        str(tmp_path / f"{reduction}-{groups}-{each}-{memory}.h5"): make_job(4, {"name": "hardsync"}, SGD).with_(
-            topology={"name": "groups", "options": {"groups": groups, "reduction": reduction, "server": True}},
-            cluster={
-                "node_memory": memory,
-                "learners": 4 * each,
-                "learners_per_rank": each,
-                "shares": range(2, 4 * each + 2),
-            },
+    jobs: dict[str, tuple[list[int], rudra.Job]] = {}
+    for case, (nodes, each, options) in SUMS.items():
+        served = "server" in options or "groups" in options
+        learners = each * (len(nodes) - 1 - served)
+        job = make_job(learners, {"name": "hardsync"}, SGD).with_(
+            topology={"name": "groups", "options": {"reduction": "nodes", **options}},
+            cluster={"learners_per_rank": each, "shares": range(2, learners + 2)},
             training={"minibatch_size": 8},
+            data={"name": user_code.prompt},
         )
-        for reduction, groups, each in (("nodes", 1, 1), ("ordered", 1, 1), ("nodes", 2, 1), ("nodes", 1, 2))
-        for memory in (True, False)
-    }
-    on_ranks(user_code.train_on_two_nodes, 4, jobs=jobs)
-    found: dict[str, set[str]] = {}
-    for path in jobs:
+        for memory in (True, False):
+            jobs[str(tmp_path / f"{case}-{memory}.h5")] = nodes, job.with_(cluster={"node_memory": memory})
+    on_ranks(user_code.train_on_nodes, 6, jobs=jobs)
+    found: dict[str, set[str | None]] = {}
+    for path, (nodes, job) in jobs.items():
         with rudra.open_results(path) as results:
             plan = results.plan()
-        assert {plan.roles[i].node for i in plan.learners} == {0, 1}
+        assert {plan.roles[i].node for i in plan.learners} == {*nodes}
         replayed = rudra.replay(path, quiet=True)
         assert replayed.difference is None
-        found.setdefault(Path(path).stem.rpartition("-")[0], set()).add(replayed.weights_sha256)
+        case = Path(path).stem.rpartition("-")[0]
+        found.setdefault(case, set()).add(replayed.weights_sha256)
+        if case in SIMULATED:
+            alike = job.with_(simulation={"nodes": SIMULATED[case]})
+            with rudra.simulate(alike, output=tmp_path / "simulated.h5", force=True, progress="quiet") as results:
+                found[case].add(results.summary()["weights_sha256"])
     assert {case: len(weights) for case, weights in found.items()} == dict.fromkeys(found, 1)
-    assert found["nodes-1-1"] != found["ordered-1-1"]
+    assert found["one and three"] != found["one and three, in order"]
+    assert found["three and two"] != found["two and three"]
 
 
 def test_a_run_that_failed_on_its_ranks_is_repeated_as_far_as_it_came(

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,20 +195,49 @@ def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> d
     return train_all(comm, directory, jobs)
 
 
-def train_on_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
-    """As `train_all`, where every other rank is on a second node, for MPI and all who ask it."""
+def train_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
+    """As `train_all`, each job on as many ranks as it names the node of, for MPI and all who ask it."""
     from mpi4py import MPI
 
     from rudra.bench.ranks import rest, train
 
-    class TwoNodes(MPI.Intracomm):
-        def Split_type(self, *_: Any, **__: Any) -> MPI.Intracomm:
-            return self.Split(self.rank % 2)
-
-    for path, job in jobs.items():
-        train(job, Path(path), TwoNodes(comm)).close()
+    for path, (nodes, job) in jobs.items():
+        part = comm.Split(0 if comm.rank < len(nodes) else MPI.UNDEFINED)
+        if part != MPI.COMM_NULL:
+            train(job, Path(path), on_nodes(part, nodes)).close()
         rest(comm)
     return {}
+
+
+def on_nodes(comm: Any, nodes: list[int]) -> Any:
+    """The communicator, as if its ranks were on these nodes."""
+    from mpi4py import MPI
+
+    class OnNodes(MPI.Intracomm):
+        def Split_type(self, *_: Any, **__: Any) -> MPI.Intracomm:
+            return self.Split(nodes[self.rank])
+
+    return OnNodes(comm)
+
+
+def launch_on_nodes(nodes: list[int]) -> None:
+    """Lets the ranks that this process launches be as if on these nodes."""
+    from rudra.mpi import launch
+
+    plain = launch.launch
+
+    def launched(*about: Any, payload: dict[str, Any], **more: Any) -> Any:
+        return plain(*about, payload=partial(run_on_nodes, nodes, payload), **more)
+
+    launch.launch = launched
+
+
+def run_on_nodes(nodes: list[int], payload: dict[str, Any]) -> int:
+    from mpi4py import MPI
+
+    from rudra.mpi.session import run_ranks
+
+    return run_ranks(**payload, comm=on_nodes(MPI.COMM_WORLD, nodes))[0]
 
 
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
