@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster
 
+import rudra
+
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(120)]
 
 RUN = ("-m", "rudra", "run", "digits", "--quiet", "--output", "out.h5")
@@ -55,6 +57,17 @@ def test_fewer_ranks_than_roles(cluster: Cluster, openmpi: Path, tmp_path: Path)
 def test_the_right_launch(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path, library: str) -> None:
     environment: Path = request.getfixturevalue(library)
     kind = "pmix" if library == "openmpi" else "pmi2"
-    small = ["--learners", "1", "--set", "training.epochs=1", "--set", "data.train_limit=64"]
-    done = cluster.run("srun", f"--mpi={kind}", "-n", "3", environment / "bin" / "python", *RUN, *small, cwd=tmp_path)
+    small = ["--set", "training.epochs=1", "--set", "data.train_limit=256", "--set", "cluster.threads_per_rank=1"]
+    group = ["--set", "protocol.name=hardsync", "--set", "topology.name=groups"]
+    group += ["--set", "topology.options.reduction=nodes"]
+    # Exclusive: else the first node gets as many as it holds.
+    ranks = ["srun", f"--mpi={kind}", "--exclusive", "-N", "2", "-n", "5", environment / "bin" / "python"]
+    done = cluster.run(*ranks, *RUN, *small, *group, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "out.h5\n"), done.stderr
+    with rudra.open_results(tmp_path / "out.h5") as results:
+        plan, weights = results.plan(), results.summary()["weights_sha256"]
+        job = rudra.Job(**results.job).with_(simulation={"nodes": 2})
+    assert [plan.roles[i].node for i in plan.learners] == [0, 0, 1, 1]
+    assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
+    with rudra.simulate(job, output=tmp_path / "simulated.h5", progress="quiet") as results:
+        assert results.summary()["weights_sha256"] == weights
