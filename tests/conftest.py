@@ -38,6 +38,16 @@ def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     monkeypatch.setattr(costs, "MEASURED", tmp_path_factory.getbasetemp() / "no such directory")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With --dist loadgroup, tests that share what their module has set up go to one process, which does so once."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+        shared = [name for name, (*_, definition) in fixtures.items() if definition.scope == "module"]
+        if shared:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}: {', '.join(sorted(shared))}"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -23,9 +23,9 @@ def rudra(before: str = "pass") -> list[str]:
     return [*_server(), before]
 
 
-def script(file: str) -> list[str]:
+def script(file: str, before: str = "pass") -> list[str]:
     """The command `python FILE`, in the same way."""
-    return rudra(f"import runpy; runpy.run_path({file!r}, run_name='__main__'); sys.exit()")
+    return rudra(f"{before}\nimport runpy; runpy.run_path({file!r}, run_name='__main__'); sys.exit()")
 
 
 @cache

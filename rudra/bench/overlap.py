@@ -56,7 +56,8 @@ class Direct:
 def run(*, quick: bool) -> Report:
     """Measures one and two learners of one torch thread each over shared memory, and one behind the link."""
     steps, rounds = (5, 1) if quick else (10, 7)
-    figures = {str(learners): _figures(learners, steps, rounds) for learners in ((1,) if quick else (1, 2))}
+    options = {"width": 64} if quick else {}
+    figures = {str(count): _figures(count, steps, rounds, options) for count in ((1,) if quick else (1, 2))}
     lacking = missing()
     if not quick and not lacking:
         figures[f"1, {GBIT_S} Gbit/s"] = _behind_a_link(steps, rounds)
@@ -92,9 +93,9 @@ def _percent(overlap: Spread) -> str:
     return f"{overlap.median:.2%} ({overlap.low:.2%}–{overlap.high:.2%})"
 
 
-def _figures(learners: int, steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def _figures(learners: int, steps: int, rounds: int, options: dict[str, int]) -> dict[str, dict[str, list[float]]]:
     """Topology -> name -> one figure for each round, of the slowest learner."""
-    ranks = on_ranks(measure, learners, count=learners, steps=steps, rounds=rounds)[LEARNER:]
+    ranks = on_ranks(measure, learners, count=learners, steps=steps, rounds=rounds, options=options)[LEARNER:]
     return {
         topology: {
             name: [
@@ -119,7 +120,9 @@ def _behind_a_link(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]
     return figures
 
 
-def measure(comm: "MPI.Comm", directory: Path, count: int, steps: int, rounds: int) -> dict[str, Any]:
+def measure(
+    comm: "MPI.Comm", directory: Path, count: int, steps: int, rounds: int, options: dict[str, int]
+) -> dict[str, Any]:
     """Takes turns; on learners: topology -> name -> one figure for each round but the first, if there are several."""
     torch.set_num_threads(1)
     ways: list[tuple[str, Any, bool]] = []
@@ -129,7 +132,7 @@ def measure(comm: "MPI.Comm", directory: Path, count: int, steps: int, rounds: i
     figures["alone"] = {"step_s": []}
     for turn in range(rounds):
         for name, topology, near in ways:
-            job = alexnet_job("softsync", count, 4, steps)
+            job = alexnet_job("softsync", count, 4, steps, **options)
             job = job.with_(topology={"name": topology}, cluster={"node_memory": near})
             with train(job, directory / "run.h5") as results:
                 rows, who = results.minibatches, comm.rank - LEARNER
@@ -138,7 +141,7 @@ def measure(comm: "MPI.Comm", directory: Path, count: int, steps: int, rounds: i
                     figures[name][key].append(value)
         rest(comm)
         if comm.rank >= LEARNER:
-            taken = _alone(alexnet_job("softsync", count, 4, steps), comm.rank - LEARNER, steps)
+            taken = _alone(alexnet_job("softsync", count, 4, steps, **options), comm.rank - LEARNER, steps)
             if turn or rounds == 1:
                 figures["alone"]["step_s"].append(taken)
         rest(comm)
@@ -179,4 +182,4 @@ def _alone(job: Job, learner: int, steps: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_figures(1, int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(_figures(1, int(sys.argv[1]), int(sys.argv[2]), {})))

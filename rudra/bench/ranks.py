@@ -126,11 +126,11 @@ def pictures(count: int = PICTURES) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(inputs, labels), TensorDataset(inputs[:4], labels[:4])
 
 
-def alexnet_job(protocol: str, learners: int, minibatch_size: int, steps: int) -> Job:
+def alexnet_job(protocol: str, learners: int, minibatch_size: int, steps: int, **options: int) -> Job:
     """The same of the network of 72 M parameters, 289 MB; without momentum, which is one pass less for everybody."""
     return Job(
         name="bench",
-        model={"name": "alexnet"},
+        model={"name": "alexnet", "options": options},
         data={"name": pictures, "classes": CLASSES, "options": {"count": learners * minibatch_size * steps}},
         training={"epochs": 1, "minibatch_size": minibatch_size, "evaluate": False},
         optimizer={"name": "sgd", "learning_rate": 1e-4},

@@ -24,7 +24,11 @@ TUTORIAL, PORT, MODEL, RULES = map(page, ("tutorial.md", "from-pytorch.md", "own
 SHORTER = {
     "README.md": {"epochs = 10": "epochs = 2", "--learners 30": "--learners 6"},
     "own-model.md": {"stop_at_target = true": 'stop_at_target = true\nevaluate = "always"'},
-    "tutorial.md": {"epochs = 10": "epochs = 5", "epochs=15": "epochs=6"},
+    "tutorial.md": {
+        "epochs = 10": "epochs = 5",
+        "epochs=15": "epochs=6",
+        "=0.005,0.02,0.08,0.2 --output": "=0.02,0.2 --set training.epochs=2 --output",
+    },
     "from-pytorch.md": {"= 12, ": "= 2, ", "{ learners = 1 }": "{ learners = 1, threads_per_rank = 1 }"},
 }
 """What is changed in a page, so that its runs take less time."""

@@ -277,9 +277,8 @@ def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_doctor_without_a_launcher_says_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to(sys.executable)
-    code = "import sys; sys.executable = sys.argv[1]; from rudra.cli.main import main; sys.exit(main(['doctor']))"
     env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, str(tmp_path / "python")]
+    command = [*forks.rudra(f"sys.executable = {str(tmp_path / 'python')!r}"), "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert (done.returncode, done.stderr) == (1, "")
     assert "FAIL launcher" in done.stdout
@@ -289,17 +288,7 @@ def test_doctor_without_a_launcher_says_how_to_get_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_simulation_that_is_told_to_end_says_so_in_its_file(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
-    line = [
-        sys.executable,
-        "-m",
-        "rudra",
-        "simulate",
-        "digits",
-        "--output",
-        str(output),
-        "--set",
-        "training.epochs=500",
-    ]
+    line = [*forks.rudra(), "simulate", "digits", "--output", str(output), "--set", "training.epochs=500"]
     process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 SKIPS = """
 import pytest
@@ -35,7 +36,8 @@ def test_skips(tmp_path: Path, ci: str, code: int, failed: set[str]) -> None:
     (tmp_path / "test_some.py").write_text(SKIPS)
     (tmp_path / "test_module.py").write_text(MODULE)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n gpu: x\n golden: x\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "."]
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "."]
+    command = [*forks.rudra("import pytest; sys.exit(pytest.main(sys.argv[1:]))"), *options]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "CI": ci}
     )

@@ -5,7 +5,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import h5py
@@ -22,6 +21,7 @@ from rudra.cli.main import main
 from rudra.compute.statedict import StateEntry
 from rudra.core.records import LEARNER, TOTALS
 from rudra.errors import ConfigError, ResultsError
+from tests import forks
 
 pytestmark = pytest.mark.slow
 
@@ -261,11 +261,12 @@ try:
     save({"large": torch.zeros(1 << 20)}, Path(sys.argv[1]))
 except ResultsError as error:
     print(error)
+sys.exit()
 """
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    line = [sys.executable, "-c", FILLING, str(tmp_path / "full.pt")]
+    line = [*forks.rudra(FILLING), str(tmp_path / "full.pt")]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert re.fullmatch(r".*full\.pt: cannot write: torch.save failed .*; is there room\?\n", done.stdout)
@@ -294,13 +295,10 @@ def test_the_examples_of_the_pages(tmp_path: Path) -> None:
     commands = re.findall(r"^rudra (export spirals\.h5 [^#\n]*)", text, re.MULTILINE)
     assert commands
 
-    def python(*arguments: str) -> None:
-        line = [sys.executable, "-W", "error", *arguments]
+    (tmp_path / "checks.py").write_text("\n".join([*others, CHECKS]))
+    strict = "import warnings; warnings.simplefilter('error')"
+    exports = [[*forks.rudra(strict), *command.split()] for command in commands]
+    for line in (forks.script("spirals.py", strict), *exports, forks.script("checks.py", strict)):
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=80, check=False, env=env)
         assert done.returncode == 0, done.stderr
-
-    python("spirals.py")
-    for command in commands:
-        python("-m", "rudra", *command.split())
-    python("-c", "\n".join([*others, CHECKS]))

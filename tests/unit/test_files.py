@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,35 +44,36 @@ def here(tmp_path: Path, recorded: bytes, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-@pytest.fixture(params=[0o027, 0o077, 0o002], ids=oct)
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
+@pytest.fixture
+def umask() -> Iterator[Callable[[int], int]]:
+    """Sets it for this test."""
+    before = os.umask(0)
+    yield os.umask
     os.umask(before)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.slow
-def test_what_a_command_writes_follows_the_umask(here: Path, umask: int, name: str) -> None:
-    line, files = COMMANDS[name]
-    assert main(line.split()) == 0
-    assert sorted(os.listdir(here)) == sorted(["run.h5", *files])
-    for file in files:
-        assert stat.S_IMODE((here / file).stat().st_mode) == 0o666 & ~umask, file
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_existing_file_is_only_replaced_with_force(
-    here: Path, name: str, capsys: pytest.CaptureFixture[str]
+def test_what_a_command_writes_follows_the_umask_and_replaces_a_file_only_with_force(
+    here: Path, umask: Callable[[int], int], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line, files = COMMANDS[name]
+    umask(0o002)
+    assert main(line.split()) == 0
+    assert sorted(os.listdir(here)) == sorted(["run.h5", *files])
+    assert {stat.S_IMODE((here / file).stat().st_mode) for file in files} == {0o664}
+    for file in files:
+        (here / file).unlink()
+    capsys.readouterr()
     (here / files[0]).write_text("mine")
     assert main(line.split()) == 2
     assert capsys.readouterr().err == f"rudra: {files[0]}: exists; give another name or --force\n"
     assert (here / files[0]).read_text() == "mine"
     assert sorted(os.listdir(here)) == sorted(["run.h5", files[0]])
+    umask(0o077)
     assert main([*line.split(), "--force"]) == 0
     assert (here / files[0]).read_bytes()[:4] != b"mine"
+    assert {stat.S_IMODE((here / file).stat().st_mode) for file in files} == {0o600}
 
 
 @pytest.mark.slow

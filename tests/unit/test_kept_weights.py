@@ -1,7 +1,6 @@
 """Weights of epochs, and what is not trained, in result files."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rudra.errors import ResultsError
 from rudra.results.reader import open_results
 from rudra.results.resume import carried
 from rudra.results.writer import ResultsWriter
+from tests import forks
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ writer.keep(3, weights(3))
 writer.keep(4, weights(4))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", child], cwd=ROOT, timeout=60, check=False).returncode == -9
+    assert subprocess.run(forks.rudra(child), cwd=ROOT, timeout=60, check=False).returncode == -9
     with open_results(path) as results:
         assert results.live
         assert results.kept_epochs == (1, 2)
@@ -189,7 +189,7 @@ def killed(now):
 writer._flush = killed
 writer.keep(4, weights(4), [3])
 """
-    assert subprocess.run([sys.executable, "-c", child], cwd=ROOT, timeout=60, check=False).returncode == -9
+    assert subprocess.run(forks.rudra(child), cwd=ROOT, timeout=60, check=False).returncode == -9
     with open_results(path) as results:
         assert results.kept_epochs == (3,)
         assert np.array_equal(results.weights_of(3), weights(3))
