@@ -2,7 +2,7 @@
 
 Source: rudra.txt §2, §3.1, §3.2 and, for the tree that weights come down, §3.3. The server is serial: one message
 after the other: a gradient is added, and what its sender asked is answered, before the next is. Weights that are being
-sent are lent out, and an update waits until they are back. Where learners overlap communication, nobody asks for
+sent are lent out, and an update waits until the driver says that they may change. Where learners overlap communication, nobody asks for
 weights: a copy goes down the weights' tree, on each edge as soon as it is idle and there are newer ones; updates do
 not wait for that.
 
