@@ -128,6 +128,7 @@ def drive(
     executor = make_executor(arena.allocate if job.cluster.node_memory else None)
     if job.cluster.node_memory:
         _meet(mine, arena, executor)
+    spins = spins and recorder is None  # as in a session
     Rank(mine, plan, machines, {role: executor}, recorder, spins=spins, arena=arena).run()
     arena.close()
     del machines, executor, arena

@@ -139,6 +139,10 @@ class Executor:
         done = getattr(self, type(action).__name__.lower())(action)
         return done if isinstance(done, Iterator) else iter((done,))
 
+    def moves(self, name: str) -> bool:
+        """Who changes this buffer does so in other memory while it is held."""
+        return False
+
     @property
     def names(self) -> tuple[str, ...]:
         """Of the buffers that are there."""
@@ -520,6 +524,9 @@ class OwnerExecutor(Executor):
             weights[part] = gradient(part)
         self._void(action.gradient)
         self._give_back(*sources)
+
+    def moves(self, name: str) -> bool:
+        return name == WEIGHTS
 
     def _is_read(self) -> bool:
         """Others read the weights that are about to change."""

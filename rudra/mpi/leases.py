@@ -79,14 +79,16 @@ class Lease:
         reader: world rank.
         number: of the lease, among those to this reader.
         going: the send.
-        taken: the reader has it.
+        moves: the owner changes the tensor elsewhere while it is read.
+        over: the send is: the reader has it, or the owner need not wait for that.
     """
 
     buffer: Buffer
     reader: int
     number: int
     going: Going
-    taken: bool = False
+    moves: bool
+    over: bool = False
 
 
 class Leases:
@@ -101,7 +103,9 @@ class Leases:
         self._open: list[Lease] = []
         self._numbers = dict.fromkeys(arena.neighbours, 0)
 
-    def lend(self, buffer: Buffer, array: npt.NDArray[Any], reader: int, going: Going, *, copied: bool) -> Place:
+    def lend(
+        self, buffer: Buffer, array: npt.NDArray[Any], reader: int, going: Going, *, copied: bool, moves: bool
+    ) -> Place:
         """Lends what is to travel of a buffer; where it lies."""
         offset = self._arena.offset(array)
         assert offset is not None, going
@@ -111,36 +115,51 @@ class Leases:
         assert number is not None, f"all {LEASES} leases to rank {reader} are open"
         self._numbers[reader] = number
         buffer.held += 1
-        self._open.append(Lease(buffer, reader, number, going))
+        self._open.append(Lease(buffer, reader, number, going, moves))
         checksum = zlib.crc32(array.data) if CHECKED else 0
         return Place(offset, array.nbytes, number, copied, checksum)
 
     def poll(self) -> list[Going]:
-        """Sends whose places were taken since; what is done with is free again."""
+        """Sends that are over since; what is done with is free again.
+
+        Who changes a tensor elsewhere makes the next generation while one is read, and waits if two are.
+        """
         if not self._open:
             return []
-        taken, open_ = [], []
+        over, open_ = [], []
         for lease in self._open:
             said = self._arena.said(lease.reader, lease.number)
             if said >> 1 == lease.number:
-                if not lease.taken:
-                    lease.taken = True
-                    taken.append(lease.going)
+                if not lease.over:
+                    lease.over = True
+                    over.append(lease.going)
                 if said & 1:
                     lease.buffer.held -= 1
                     continue
             open_.append(lease)
         self._open = open_
-        return taken
+        for lease in open_:
+            if lease.moves and not lease.over and not self._lends_another(lease):
+                lease.over = True
+                over.append(lease.going)
+        return over
+
+    def _lends_another(self, lease: Lease) -> bool:
+        """Whether another generation of the same tensor is read, too."""
+        role, name = lease.going.role, lease.going.name
+        return any(
+            other.buffer is not lease.buffer and (other.going.role, other.going.name) == (role, name)
+            for other in self._open
+        )
 
     def end(self, which: Callable[[Lease], bool]) -> list[Going]:
-        """Ends leases whose readers are no more, or are of no more interest; those sends that were not taken yet."""
+        """Ends leases whose readers are no more, or are of no more interest; those sends that were not over yet."""
         ended = [lease for lease in self._open if which(lease)]
         self._open = [lease for lease in self._open if not which(lease)]
         for lease in ended:
             lease.buffer.held -= 1
-        return [lease.going for lease in ended if not lease.taken]
+        return [lease.going for lease in ended if not lease.over]
 
     def to(self, role: int) -> list[Going]:
-        """Sends to a role that it has not taken yet."""
-        return [lease.going for lease in self._open if lease.going.to == role and not lease.taken]
+        """Sends to a role that are not over yet."""
+        return [lease.going for lease in self._open if lease.going.to == role and not lease.over]

@@ -494,7 +494,7 @@ class _Session:
     def _make_rank(self, recorder: Recorder | None) -> Rank:
         tolerance = self._job.fault_tolerance
         computes = not all(self._plan.roles[i].about.tests for i in self._roles)
-        busy = _sum_on_node(self._comm, int(computes))  # the statistics server gives way
+        busy = _sum_on_node(self._comm, int(computes))
         return Rank(
             self._comm,
             phase_at(self._phases, self._begin.position.epoch).plan,
@@ -506,7 +506,7 @@ class _Session:
             self._phases,
             stall_warning_s=tolerance.stall_warning_s,
             stall_limit_s=tolerance.stall_limit_s,
-            spins=busy <= cores(),
+            spins=busy + (not computes) <= cores(),  # the statistics server gives way
             halves=self._job.cluster.gradient_format == "float16",
             arena=self._arena,
         )

@@ -116,7 +116,8 @@ class Transfers:
         executor = self._executors[going.role]
         array = executor.send(going.name, message, going.to, halves=halves, near=True)
         copied = executor.held(going.name) >= most
-        place = self._leases.lend(executor.buffer(going.name), array, to, going, copied=copied)
+        moves = executor.moves(going.name)
+        place = self._leases.lend(executor.buffer(going.name), array, to, going, copied=copied, moves=moves)
         data = place.encode() + (b"" if message.kind in PARTS else message.encode())
         self._told.append((self._comm.Isend(data, to, tag), data))
 

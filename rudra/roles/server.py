@@ -1,10 +1,10 @@
 """The parameter server: sum gradients, update the weights when the protocol says so, answer pulls.
 
-Source: rudra.txt §2, §3.1, §3.2 and, for the tree that weights come down, §3.3. The server is serial: one message
-after the other: a gradient is added, and what its sender asked is answered, before the next is. Weights that are being
-sent are lent out, and an update waits until they are back. Where learners overlap communication, nobody asks for
-weights: a copy goes down the weights' tree, on each edge as soon as it is idle and there are newer ones; updates do
-not wait for that.
+Source: rudra.txt §2, §3.1, §3.2 and, for the tree that weights come down, §3.3. The server is serial: one message after
+the other: a gradient is added, and what its sender asked is answered, before the next is. Weights that are being sent
+are lent out, and an update waits until the driver says that they may change. Where learners overlap communication,
+nobody asks for weights: a copy goes down the weights' tree, on each edge as soon as it is idle and there are newer
+ones; updates do not wait for that.
 
     INITIALISING  weights sent, digests compared      -> TRAINING  start everybody
     TRAINING      an epoch ends after which the job changes, or a role died without which the others must regroup

@@ -441,6 +441,26 @@ def test_readers_may_keep_so_many_generations_and_copy_the_next(comm: Comm) -> N
     assert not server.lend().copied
 
 
+def test_who_changes_it_elsewhere_waits_for_readers_only_while_two_generations_are_read(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Neighbours(comm)
+    monkeypatch.setattr(server.executor, "moves", lambda name: name == "g")
+    first, same = server.lend(), server.lend()
+    assert server.poll() == ["g", "g"], "the next one is made elsewhere"
+    assert server.executor.renew("g").held == 0
+    second = server.lend()
+    assert server.poll() == [], "there is no room for a third"
+    server.say(first, DONE)
+    assert server.poll() == []
+    server.say(same, DONE)
+    assert server.poll() == ["g"]
+    server.say(second, DONE)
+    assert server.poll() == [], "it was heard of"
+    server.lend("kept")
+    assert server.poll() == [], "its owner waits until it is taken"
+
+
 def test_what_was_said_of_a_lease_long_ago_says_nothing_of_this_one(comm: Comm) -> None:
     server = Neighbours(comm)
     place = server.lend()
