@@ -470,7 +470,7 @@ class Rank:
         """Whether neighbours alone may send what is wanted, and whether it is read in their memory.
 
         Gradients are, and so are weights by who computes with them as they are until newer ones have come, and hands
-        them on to nobody meanwhile. Of several learners that pull each would hold another generation; they copy.
+        them on to nobody meanwhile.
         """
         if not (neighbours := self._arena.neighbours):
             return
@@ -478,9 +478,7 @@ class Rank:
         sources = {source} if source is not None else {self.plan.roles[i].world_rank for i in self.plan.children[role]}
         wanted.near = sources <= neighbours
         gradient = wanted.tag % CHANNELS == (FIRST_TAG + GRADIENTS) % CHANNELS
-        plan, about = self.plan, self.plan.about(role)
-        keeps = about.overlaps or (about.trains and len(plan.learners) == 1 and not plan.parted)
-        keeps = keeps and not plan.receivers[role]
+        keeps = self.plan.about(role).overlaps and not self.plan.receivers[role]
         wanted.reads = not wanted.halves if gradient else keeps and self._executors[role].computes_in_place
 
     def _withdraw(self, role: int, buffer: str) -> None:
