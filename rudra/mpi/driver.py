@@ -390,7 +390,7 @@ class Rank:
                 self._transfers.drop(action.role, self.plan.roles[action.role].world_rank)
                 self._events.append((role, Lost(action.role)))
             case Save():
-                self._save(role, action.position)
+                self._save(role, action)
             case Commit():
                 self._checkpoint(role, Committed, action.timestamp, action.keep)
             case Regroup():
@@ -486,13 +486,15 @@ class Rank:
         if self._transfers.withdraw(role, buffer):
             self._events.append((role, Withdrawn(buffer)))
 
-    def _save(self, role: int, position: TrainingState) -> None:
-        """Brings what all owners of the weights keep to the first one, who writes it."""
-        state = self._executors[role].state()
+    def _save(self, role: int, action: Save) -> None:
+        """Brings what all keep that a checkpoint needs to the owner of the weights, who writes it."""
+        state = self._executors[role].state(alone=action.alone)
         if role != self.plan.server:
             self._states.give(role, state)
+        elif action.alone:
+            self._checkpoint(role, Saved, action.position, [state])
         else:
-            self._states.gather(lambda states: self._checkpoint(role, Saved, position, [state, *states]))
+            self._states.gather(lambda states: self._checkpoint(role, Saved, action.position, [state, *states]))
 
     def _checkpoint(self, role: int, event: type[Saved] | type[Committed], *what: Any) -> None:
         """Lets the thread for checkpoints do one of its two steps; the disk may be slow."""

@@ -536,7 +536,7 @@ class _Session:
         states, found = States(self._comm, self._plan), list[NamedVectors]()
         results = self._job.results
         wanted = results.checkpoint_interval is not None or results.kept_interval is not None
-        owned = [role for role in self._plan.owners if role in self._executors] if wanted else []
+        owned = [role for role in self._plan.keepers if role in self._executors] if wanted else []
         for role in owned:
             executor = self._executors[role]
             assert isinstance(executor, OwnerExecutor)

@@ -1,4 +1,4 @@
-"""What several owners of the weights keep, on its way to the one that writes it into a checkpoint."""
+"""What roles keep that a checkpoint needs, on its way to the one that writes it."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class _Arriving:
 
 
 class States:
-    """Brings the states of all owners but the first to that one's rank. Nothing blocks: `poll` drives it.
+    """Brings the states of all `Plan.keepers` but the first to that one's rank. Nothing blocks: `poll` drives it.
 
     Args:
         comm: of all ranks of the job.
@@ -54,7 +54,7 @@ class States:
 
     def gather(self, done: Callable[[list[NamedVectors]], None]) -> None:
         """Begins to receive what the others keep; `done` is called with that, in the order of the parts."""
-        others = self._plan.owners[1:]
+        others = self._plan.keepers[1:]
         self._arriving = [_Arriving(self._plan.roles[role].world_rank, self._tag(role)) for role in others]
         self._done = done
         self.poll()

@@ -220,6 +220,8 @@ class ReplicaState(States):
     HASHING = auto()
     READY = auto()
     COMPUTING = auto()
+    STEPPING = auto()  # this one and the next are of learners that average alone
+    HOLDING = auto()
     REDUCING = auto()
     WAITING = auto()
     UPDATING = auto()
@@ -401,13 +403,19 @@ class Replica(Machine):
         if any(word.enough for word in event.words):
             ledger.enough()
         ledger.lower(max(word.lowered for word in event.words), now)
-        for gradient, word in zip(event.gradients, event.words, strict=True):
-            if word.digest != self._digest:
-                differ = f"differ from those of learner {gradient.learner}, although they must not"
-                return [Fail(f"its weights at timestamp {ledger.timestamp} {differ}")]
+        if fails := self._compare(event):
+            return fails
         ledger.count(event.gradients, 1.0)
         self._stops = any(word.stopped for word in event.words)
         return self._update(now)
+
+    def _compare(self, event: Reduced) -> list[Action]:
+        """Fails if the weights are not the same everywhere."""
+        for gradient, word in zip(event.gradients, event.words, strict=True):
+            if word.digest != self._digest:
+                differ = f"differ from those of learner {gradient.learner}, although they must not"
+                return [Fail(f"its weights at timestamp {self.ledger.timestamp} {differ}")]
+        return []
 
     def _update(self, now: float) -> list[Action]:
         """Updates the weights by what was added up, unless a test or a checkpoint of before is to be waited for."""
@@ -461,7 +469,7 @@ class Replica(Machine):
         if self._ended_training:
             return self.ledger.record_late_loss(role, now)
         regrouping, self.state = self.state is ReplicaState.REGROUPING, ReplicaState.REGROUPING
-        return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now)
+        return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now, alone=True)
 
     def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
         position, actions = self.cycle.saving, self.cycle.take(event, now)
@@ -474,7 +482,7 @@ class Replica(Machine):
             return actions
         assert position is not None
         if position.timestamp < self.ledger.timestamp:  # an earlier one, which was under way
-            return actions + self.cycle.save(now)
+            return actions + self.cycle.save(now, alone=True)
         return actions + self._regroup(position, now)
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
