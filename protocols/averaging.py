@@ -106,6 +106,17 @@ class Averaging(Protocol):
             )
 
     @property
+    def text(self) -> str:
+        """The rule in words, with what came of its defaults."""
+        often = f"every {self.period} mini-batches" if self.period > 1 else "every mini-batch"
+        towards = "before the step, beside the next one" if self.early else "after the step"
+        name, momentum, options = self.outer
+        more = f", momentum {momentum:g}" if momentum else ""
+        more += "".join(f", {key} = {value}" for key, value in options.items())
+        restart = "; replicas restart when the rate drops" if self.restart else ""
+        return f"{often}: α = {self.elasticity:.4g}, {towards}; outer {name}, rate {self.outer_rate:.4g}{more}{restart}"
+
+    @property
     def expected_staleness(self) -> float:
         return 0.0
 

@@ -17,4 +17,4 @@ def plan(nodes: Sequence[int], reduction: Reduction = "ordered") -> Plan:
         nodes: of every learner.
         reduction: how differences are added, as in `groups`.
     """
-    return replace(groups.plan(nodes, 1, reduction), averaging=True)
+    return replace(groups.plan(nodes, 1, reduction), max_gradients_per_message=1, averaging=True)

@@ -30,6 +30,7 @@ from rudra.core.events import (
     Approach,
     Computed,
     Hash,
+    Lost,
     Reduce,
     Reduced,
     Restart,
@@ -43,13 +44,12 @@ from rudra.core.messages import Kind, Word
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
-from rudra.roles.group import Replica, ReplicaState
+from rudra.roles.group import ALWAYS, AVERAGING, Replica, ReplicaState
 from rudra.roles.machine import Setup, States, To, staying
 from topologies import Plan
 
 COMPUTING, STEPPING, HOLDING = ReplicaState.COMPUTING, ReplicaState.STEPPING, ReplicaState.HOLDING
 REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING
-_AVERAGING = (COMPUTING, STEPPING, HOLDING, REDUCING)
 _NOT_HERE = (ReplicaState.WAITING, ReplicaState.UPDATING)
 
 
@@ -58,7 +58,9 @@ class Averager(Replica):
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
         **{key: to for key, to in Replica.TRANSITIONS.items() if key[0] not in _NOT_HERE},
-        **staying(_AVERAGING, {Reduced: "_reduced"}),
+        **staying(AVERAGING, ALWAYS),
+        **{(state, Lost): To("_lose", state, REGROUPING) for state in AVERAGING},
+        **staying((COMPUTING, STEPPING, HOLDING, REDUCING), {Reduced: "_reduced"}),
         (COMPUTING, Computed): To("_step", STEPPING, HOLDING),
         (STEPPING, Stepped): To("_stepped", COMPUTING, REDUCING),
         (COMPUTING, Updated): To("_updated", COMPUTING),

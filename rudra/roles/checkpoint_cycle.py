@@ -38,6 +38,7 @@ class CheckpointCycle:
 
     Attributes:
         saving: what is on its way to the disk.
+        alone: it has nothing of other roles.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class CheckpointCycle:
         self._name = ""  # of the one on its way, if it is kept
         self._last = position
         self.saving: TrainingState | None = None
+        self.alone = False
         self._kept = position.timestamp if position.steps else -1  # timestamp of the last one that is safe
         self._ending = False
 
@@ -99,7 +101,7 @@ class CheckpointCycle:
     def save(self, now: float, *, alone: bool = False) -> list[Action]:
         """Begins a checkpoint, `alone` without what other roles keep."""
         self.saving, self._name = self._ledger.position(now), ""
-        self._last = self.saving
+        self._last, self.alone = self.saving, alone
         return [Save(WEIGHTS, self.saving, alone)]
 
     def take(self, event: Saved | Received | Committed, now: float) -> list[Action]:

@@ -230,8 +230,20 @@ class ReplicaState(States):
     DONE = auto()
 
 
-ALIVE = [state for state in ReplicaState if state is not ReplicaState.DONE]
+AVERAGING = (ReplicaState.STEPPING, ReplicaState.HOLDING)
+ALIVE = [state for state in ReplicaState if state not in {ReplicaState.DONE, *AVERAGING}]
 TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, ReplicaState.STOPPED}]
+
+ALWAYS: Mapping[Any, str] = {
+    **dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint"),
+    Kind.ENOUGH: "_enough",
+    Kind.PLATEAU: "_plateau",
+    Stopped: "_stop",
+    Kind.CREDIT: "_credit",
+    Sent: "_returned",
+    Lost: "_lose",
+}
+"""What learners of the only group handle alike in all states; they are lost in two ways."""
 
 
 class Replica(Machine):
@@ -270,9 +282,7 @@ class Replica(Machine):
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **staying(ALIVE, dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint")),
-        **staying(ALIVE, {Kind.ENOUGH: "_enough", Kind.PLATEAU: "_plateau", Stopped: "_stop"}),
-        **staying(ALIVE, {Kind.CREDIT: "_credit", Sent: "_returned", Lost: "_lose"}),
+        **staying(ALIVE, ALWAYS),
         (ReplicaState.HASHING, Started): To("_start", ReplicaState.HASHING),
         (ReplicaState.HASHING, Hashed): To("_report_digest", ReplicaState.READY, ReplicaState.COMPUTING),
         (ReplicaState.HASHING, Kind.READY): To("_member_ready", ReplicaState.HASHING),
@@ -475,6 +485,8 @@ class Replica(Machine):
         position, actions = self.cycle.saving, self.cycle.take(event, now)
         if self.state is not ReplicaState.REGROUPING or isinstance(event, Received):
             return actions + self._go_on(now)
+        if event.error and not self.cycle.alone:  # for it was to have what the dead kept
+            return actions + self.cycle.save(now, alone=True)
         if event.error:
             why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
             return [*actions, Fail(why, lost=True)]
