@@ -8,7 +8,8 @@ protocol is a new file that answers them (`Protocol`):
 * what are a gradient's weight in the average and the update's learning rate (`Modulation`)?
 """
 
+from protocols.averaging import Averaging
 from protocols.base import Clock, Protocol, make, rule_of, shipped
 from protocols.modulation import MODULATIONS, Modulation
 
-__all__ = ["MODULATIONS", "Clock", "Modulation", "Protocol", "make", "rule_of", "shipped"]
+__all__ = ["MODULATIONS", "Averaging", "Clock", "Modulation", "Protocol", "make", "rule_of", "shipped"]

@@ -38,6 +38,7 @@ class Protocol:
         learners: λ, the number of learners.
         gradients_per_update: c, the number of gradients that make an update; at least 1.
         n: splitting parameter, by which modulation `n` divides the learning rate; λ unless a subclass sets it.
+        period: mini-batches of a learner that make one of its gradients; more than 1 only under `Averaging`.
         modulation: how the learning rate depends on staleness and learners; set when the job makes the protocol.
         ordered: class attribute. True: the server takes one gradient of each learner for an update, and adds them in
             learner order; `gradients_per_update` must then be λ.
@@ -55,6 +56,7 @@ class Protocol:
     default_modulation: ClassVar[str] = "n"
     modulations: ClassVar[tuple[str, ...]] = tuple(MODULATIONS)
     modulation: Modulation
+    period: int = 1
 
     def __init__(self, learners: int) -> None:
         self.learners = learners
@@ -197,5 +199,9 @@ def rule_of(name: str) -> type[Protocol]:
 @cache
 def shipped() -> dict[str, type[Protocol]]:
     """Name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
-    names = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in {"base", "modulation"})
+    names = (
+        m.name
+        for m in pkgutil.iter_modules([str(Path(__file__).parent)])
+        if m.name not in {"base", "modulation", "averaging"}
+    )
     return {name.rstrip("_"): importlib.import_module(f"protocols.{name}").PROTOCOL for name in sorted(names)}

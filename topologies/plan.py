@@ -91,6 +91,11 @@ GROUPED = KINDS[LEARNER]._replace(machine="rudra.roles.group:GroupLearner", push
 REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXECUTORS}:ReplicaExecutor", updates=True)
 """What `LEARNER` is in plans that overlap, with compute groups, and without a parameter server."""
 
+AVERAGER = REPLICA._replace(
+    machine="rudra.roles.averaging:Averager", executor="rudra.compute.replicas:AveragerExecutor"
+)
+"""What `LEARNER` is where learners average replicas of their own."""
+
 SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", pushes_at_once=False)
 FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
 """What `LEARNER` and `PARAMETER_SERVER` are where the weights lie in parts at several servers."""
@@ -145,6 +150,8 @@ class Plan:
             before the learner waits; None: it never waits.
         reduction: how a compute group adds its gradients: `"ordered"`, in group_rank order; `"nodes"`, in that order on
             each node, then the sums of the nodes; or `"mpi"`, as the MPI library does.
+        averaging: whether each learner trains a replica of its own, and they average these; the weights are then what
+            they agree on, and without a parameter server every learner has them, too.
         gone: ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
     """
 
@@ -154,6 +161,7 @@ class Plan:
     overlapped: bool = False
     outstanding: int | None = None
     reduction: Reduction = "ordered"
+    averaging: bool = False
     gone: frozenset[int] = frozenset()
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
@@ -170,7 +178,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:  # once: all roles ask for what was worked out of their plan
-        return hash((self.roles, self.overlapped, self.gone))
+        return hash((self.roles, self.overlapped, self.averaging, self.gone))
 
     @property
     def ranks(self) -> int:
@@ -192,6 +200,11 @@ class Plan:
         Where there is no parameter server, that is the first learner, which keeps the books of what all replicas are.
         """
         return self._parameter_servers or self.learners[:1]
+
+    @cached_property
+    def keepers(self) -> tuple[int, ...]:
+        """Ids of the roles that keep what a checkpoint needs, the server's first."""
+        return self.learners if self.averaging and not self.served else self.owners
 
     @cached_property
     def parted(self) -> bool:
@@ -280,8 +293,8 @@ class Plan:
 
     @cached_property
     def workers(self) -> int:
-        """Number of learners that a protocol sees: a compute group counts as one."""
-        return len(self.groups) or len(self.learners)
+        """Number of learners that a protocol sees: a compute group counts as one, unless its learners average."""
+        return len(self.learners) if self.averaging else len(self.groups) or len(self.learners)
 
     @cached_property
     def served(self) -> bool:
@@ -306,7 +319,7 @@ class Plan:
     @cached_property
     def _learner_kind(self) -> RoleKind:
         if not self.served:
-            return REPLICA
+            return AVERAGER if self.averaging else REPLICA
         if self.parted:
             return SHARDED
         return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]

@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    from protocols import Averaging
     from rudra.compute.schedule import planned
     from rudra.core.work import portion
     from rudra.report.topology import message, roles
@@ -77,6 +78,8 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     elif job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
+    if isinstance(protocol, Averaging):
+        lines["averaging"] = protocol.text
     if job.optimizer.warm_up:
         lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
     if job.optimizer.momentum:

@@ -317,8 +317,12 @@ class Executor:
     def copy(self, action: Copy) -> None:
         self.renew(action.target).vector.copy_(self.buffer(action.source).vector)
 
-    def state(self) -> dict[str, npt.NDArray[np.float32]]:
-        """A copy of all that a checkpoint needs of this role; it is good until the next one is asked for."""
+    def state(self, *, alone: bool = False) -> dict[str, npt.NDArray[np.float32]]:
+        """A copy of all that a checkpoint needs of this role; it is good until the next one is asked for.
+
+        Args:
+            alone: the checkpoint has nothing of other roles.
+        """
         return {}
 
     def prepare(self) -> None:
@@ -391,6 +395,7 @@ class OwnerExecutor(Executor):
         self,
         job: Job,
         plan: Plan,
+        role: int,
         flat: FlatModel,
         first_weights: FirstWeights | None = None,
         part: slice | None = None,
@@ -407,11 +412,15 @@ class OwnerExecutor(Executor):
         self._part, self._of = part, flat.size
         if part is not None:
             self._take_part(weights)
-        table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
-        self._rule = UpdateRule(table, own[: self.parameters], self.layout, part)
+        self._rule = self._rule_of(job, plan, own[: self.parameters])
         # At the end of the vector, and so in the last part.
         ends = part is None or part.stop == flat.size
         self._counters = sum(entry.kind == "counter" for entry in self.layout) if ends else 0
+
+    def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
+        """What updates the weights."""
+        table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
+        return UpdateRule(table, weights, self.layout, self._part)
 
     def _take_part(self, weights: torch.Tensor) -> None:
         """Begins with a part of these; only now can it tell their digest."""
@@ -439,8 +448,8 @@ class OwnerExecutor(Executor):
     def _copies(self) -> dict[str, npt.NDArray[np.float32]]:
         return {}
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint needs."""
+    def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
+        """All that a checkpoint needs, which has nothing of others if this one is alone."""
         state = {f"optimizer.{name}": value for name, value in self._rule.state().items()}
         return {WEIGHTS: self.buffer(WEIGHTS).vector, **state}
 
@@ -448,12 +457,13 @@ class OwnerExecutor(Executor):
         """All that a checkpoint needs, when nothing of it changes any more: not copied where it lies in main memory."""
         return {name: tensor.reshape(-1).to("cpu", torch.float32).numpy() for name, tensor in self._tensors().items()}
 
-    def state(self) -> dict[str, npt.NDArray[np.float32]]:
-        for name, tensor in self._tensors().items():
+    def state(self, *, alone: bool = False) -> dict[str, npt.NDArray[np.float32]]:
+        tensors = self._tensors(alone=alone)
+        for name, tensor in tensors.items():
             if name not in self._copies:
                 self._copies[name] = np.full(tensor.numel(), 0, np.float32)  # touched, as all large buffers
             torch.from_numpy(self._copies[name]).copy_(tensor.reshape(-1))
-        return self._copies
+        return {name: self._copies[name] for name in tensors}
 
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Takes over what `state` gave; after `prepare`.

@@ -84,7 +84,7 @@ def make_executors(
         if part is None:
             executor.parts = owned
         if isinstance(executor, OwnerExecutor):
-            executor.own(job, plan, flat, first_weights, part)
+            executor.own(job, plan, role, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             work = portions[0][role].work(0)

@@ -211,6 +211,11 @@ class UpdateRule:
         for parameter, part in self._places.items():
             parameter.data = weights[part]
 
+    def reset(self) -> None:
+        """Forgets all that the optimiser remembers."""
+        self.optimizer.state.clear()
+        self.prepare()
+
     def prepare(self) -> None:
         """Allocates and touches SGD's momentum, so that the first update takes no longer than the others.
 

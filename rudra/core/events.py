@@ -7,6 +7,7 @@ A simulation makes hundreds of millions of them, hence msgspec's structures, whi
 They hold no cycles (`gc=False`).
 """
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -19,11 +20,13 @@ from rudra.core.work import Work
 from topologies import Plan
 
 WEIGHTS, GRADIENT = "weights", "gradient"
+REPLICA, DIFFERENCE = "replica", "difference"
 SNAPSHOT, DOWNCAST = "snapshot", "downcast"
-"""Names of buffers, or how they begin, that mean something to executors, too: what a role trains, its gradients, copies
-for tests, and copies that go down the weights' tree."""
+"""Names of buffers, or how they begin, that mean something to executors, too: what a role trains, its gradients; where
+learners average, their own replica and by how much the weights differ from it; copies for tests, and copies that go
+down the weights' tree."""
 
-TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events"]
+TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events", "averages"]
 
 
 class Started(Struct, frozen=True, gc=False):
@@ -66,6 +69,13 @@ class Updated(Struct, frozen=True, gc=False):
     digest: int
     seconds: float
     sampled: bytes = b""
+
+
+class Stepped(Struct, frozen=True, gc=False):
+    """A `Step` is over: how long it took, and how far apart replica and weights are, where it looked at that."""
+
+    seconds: float
+    distance: float = math.nan
 
 
 class Computed(Struct, frozen=True, gc=False):
@@ -137,6 +147,7 @@ Event = (
     | Sent
     | Hashed
     | Updated
+    | Stepped
     | Computed
     | Reduced
     | Evaluated
@@ -259,6 +270,43 @@ class Update(Local, frozen=True, gc=False):
     time_s: float = 0.0
 
 
+class Step(Local, frozen=True, gc=False):
+    """Let a replica's own optimiser step it by a gradient; its end is `Stepped`.
+
+    Attributes:
+        difference: buffer for the parameters of the weights minus those of the replica, and the replica's model
+            buffers; empty: nobody asks.
+        elasticity: the difference is that of before the step, and so much of it is added after it; None: it is that of
+            after the step.
+    """
+
+    reads, changes = ("gradient", "weights"), ("replica", "difference")
+    gradient: str
+    replica: str
+    learning_rate: float
+    weights: str = WEIGHTS
+    difference: str = ""
+    elasticity: float | None = None
+
+
+class Approach(Local, frozen=True, gc=False):
+    """Move the parameters of a replica towards the weights, by such a part of the way."""
+
+    reads, changes = ("weights",), ("replica",)
+    replica: str
+    weights: str
+    elasticity: float
+
+
+class Restart(Local, frozen=True, gc=False):
+    """Let a replica be what the weights are, all optimisers as at the beginning; its own may keep its state."""
+
+    reads, changes = ("weights",), ("replica",)
+    replica: str
+    weights: str
+    keeps_momentum: bool = False
+
+
 class Copy(Local, frozen=True, gc=False):
     """Copy a tensor into a buffer that exists from now until it was sent."""
 
@@ -276,10 +324,15 @@ class Evaluate(Local, frozen=True, gc=False):
 
 
 class Save(Struct, frozen=True, gc=False):
-    """Copy weights and optimiser state now, and write them to a checkpoint meanwhile; its end is `Saved`."""
+    """Copy weights and optimiser state now, and write them to a checkpoint meanwhile; its end is `Saved`.
+
+    Attributes:
+        alone: the state of other roles, who keep something, too, is not to be had.
+    """
 
     weights: str
     position: TrainingState
+    alone: bool = False
 
 
 class Commit(Struct, frozen=True, gc=False):

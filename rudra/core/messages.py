@@ -53,6 +53,7 @@ class Kind(IntEnum):
     LEARNERS = auto()
     TOTALS = auto()
     EVENTS = auto()
+    AVERAGES = auto()
 
 
 ROWS = {
@@ -66,6 +67,7 @@ ROWS = {
     Kind.LEARNERS: records.LEARNER,
     Kind.TOTALS: records.TOTALS,
     Kind.EVENTS: records.EVENT,
+    Kind.AVERAGES: records.AVERAGE,
 }
 """Dtype of the rows that a kind carries; the others carry none."""
 
@@ -156,22 +158,26 @@ class Word(msgspec.Struct, frozen=True, gc=False):
         lowered: how often the rate has fallen, with the epoch under way at the latest.
         enough: training ends with the epoch under way.
         stopped: training ends with the update under way.
+        saves: a checkpoint is made after that update.
+        distance: of its replica from the weights, where it has one.
     """
 
     digest: int = 0
     lowered: int = 0
     enough: bool = False
     stopped: bool = False
+    saves: bool = False
+    distance: float = 0.0
 
     def encode(self) -> bytes:
-        return _WORD.pack(self.digest, self.lowered, self.enough, self.stopped)
+        return _WORD.pack(*msgspec.structs.astuple(self))
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> "Word":
         return cls(*_WORD.unpack_from(data))
 
 
-_WORD = struct.Struct("<Qi??2x")
+_WORD = struct.Struct("<Qi???xd")
 WORD_BYTES = _WORD.size
 
 

@@ -123,6 +123,15 @@ METRIC = table(
 )
 """What a test of the weights measured beside loss and error."""
 
+AVERAGE = table(
+    ("timestamp", "<i8", "timestamp of the weights after the update that the average made"),
+    ("learner", "<i4", "number of the learner"),
+    ("pad", "<i4", ""),
+    ("distance", "<f8", "Euclidean distance of the learner's replica from the weights, when it gave its difference"),
+    ("correction", "<f8", "by how much the replica was moved then; where it moves to the new weights, `distance`"),
+)
+"""What one learner brought to one average of replicas."""
+
 LOG = np.dtype(
     [
         ("what", "<i4"),
@@ -189,7 +198,8 @@ EVENT = table(
     (
         "kind",
         "S16",
-        "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience`, `plateau`, `change`, `branch`",
+        "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience`, `plateau`, `change`, `branch`, "
+        "`averaging`",
     ),
     ("role", "<i4", "row of `/roles` that the event is about; -1: none"),
     ("pad", "<i4", ""),

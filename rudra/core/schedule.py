@@ -34,6 +34,11 @@ class Schedule:
             table, starts, tuple(table.learning_rate * table.decay_factor**count for count in range(len(starts)))
         )
 
+    def drops(self, before: int, now: int) -> bool:
+        """Whether the rate has been multiplied by the table's factor after one of these epochs: from, and up to."""
+        steps = self.table.schedule in ("step", "plateau")
+        return steps and any(before < start <= now for start in self.starts)
+
     def rate(self, epoch: int, progress: float, update: int = 0) -> float:
         """The rate of an update.
 

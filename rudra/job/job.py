@@ -26,6 +26,7 @@ from rudra.job.simulation import PER_BYTE, SimulationTable
 from rudra.job.table import Named, Table, explain
 from rudra.job.tables import (
     AugmentTable,
+    AveragingTable,
     ClusterTable,
     DataTable,
     FaultToleranceTable,
@@ -59,6 +60,7 @@ class Job(Table):
         training: table `[training]`: epochs, mini-batch size, seed, tests, target.
         optimizer: table `[optimizer]`: the update rule and the learning rate.
         protocol: table `[protocol]`: how many gradients make an update, and the modulation of the learning rate.
+        averaging: table `[averaging]`: how learners average replicas of their own.
         topology: table `[topology]`: which roles exchange gradients and weights.
         cluster: table `[cluster]`: learners, threads and devices.
         simulation: table `[simulation]`: what takes how long in virtual time.
@@ -80,6 +82,7 @@ class Job(Table):
     training: TrainingTable = TrainingTable()
     optimizer: OptimizerTable = OptimizerTable()
     protocol: ProtocolTable = ProtocolTable()
+    averaging: AveragingTable = AveragingTable()
     topology: TopologyTable = TopologyTable()
     cluster: ClusterTable = ClusterTable()
     simulation: SimulationTable = SimulationTable()
@@ -345,6 +348,8 @@ class Job(Table):
     def _check_pair(self, plan: topologies.Plan) -> None:
         protocol = self.make_protocol(plan)
         _check_pair(protocol, plan, self.topology.name)
+        if plan.averaging:
+            self._check_averaging(plan)
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
             what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
@@ -367,6 +372,16 @@ class Job(Table):
             raise ValueError(
                 "[fault_tolerance] straggler_timeout_s: only a server that waits for each of its learners can drop one;"
                 " valid with protocol hardsync and topology base or adv"
+            )
+
+    def _check_averaging(self, plan: topologies.Plan) -> None:
+        """Raises ValueError for what has no sense where learners average replicas."""
+        if self.changes:
+            raise ValueError("[[changes]]: replicas that are averaged cannot begin anew; valid: no changes")
+        if self.simulation.batching == "big-batch":
+            raise ValueError(
+                "[simulation] batching = 'big-batch' is for learners that share one vector of weights, which replicas "
+                "do not; valid: none, vmap"
             )
 
     def _check_parts(self) -> None:
@@ -429,15 +444,21 @@ class Job(Table):
         table = self.protocol
         plan = self.plan() if plan is None else plan
         left = plan.workers - lost
+        factory = plugins.choose("[protocol] name", table.name, protocols.shipped())
+        averages = isinstance(factory, type) and issubclass(factory, protocols.Averaging)
+        if self.averaging.given and not averages:
+            raise ValueError(
+                f"[averaging] is for {', '.join(_averaging())}; valid with protocol {named(table.name)}: no keys"
+            )
         return protocols.make(
-            plugins.choose("[protocol] name", table.name, protocols.shipped()),
+            factory,
             learners=left,
             minibatch_size=self.training.minibatch_size * len(plan.learners) / plan.workers,
             n=min(table.n, left) if table.n and (lost or plan.gone) else table.n,
             modulation=table.modulation,
             reference_batch_size=table.reference_batch_size,
             scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,
-            options=table.options,
+            options=table.options | self.averaging.given,
         )
 
     def gradients_per_update(self, plan: topologies.Plan) -> int:
@@ -496,9 +517,18 @@ def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
     return True
 
 
+def _averaging() -> list[str]:
+    """Names of the shipped protocols by which learners average replicas."""
+    return [name for name, rule in protocols.shipped().items() if issubclass(rule, protocols.Averaging)]
+
+
 def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: Named) -> None:
     """Raises ValueError where a protocol cannot work on a topology."""
     name, on = type(protocol).__name__.lower(), f"[topology] name: {topology}"
+    if plan.averaging != isinstance(protocol, protocols.Averaging):
+        if plan.averaging:
+            raise ValueError(f"{on}: learners average replicas there; valid protocols: {', '.join(_averaging())}")
+        raise ValueError(f"{on}: protocol {name} averages replicas of the learners; valid: replicas")
     if plan.overlapped and protocol.waits:
         raise ValueError(
             f"{on}: its learners never wait for a server, but with protocol {name} they must; valid: softsync, async, "
@@ -510,7 +540,7 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
             f"{on}: options.outstanding = {plan.outstanding} lets {most} gradients be under way, but protocol {name} "
             f"wants {protocol.gradients_per_update} for an update"
         )
-    if not plan.served and protocol.gradients_per_update > 1:
+    if not plan.served and not plan.averaging and protocol.gradients_per_update > 1:
         raise ValueError(
             f"{on}: one compute group alone updates by each of its averages, but protocol {name} wants "
             f"{protocol.gradients_per_update} for an update; valid: more groups, or a protocol that takes one"

@@ -335,7 +335,11 @@ class OptimizerTable(Table):
 class ProtocolTable(Table):
     """Which gradients make an update, and how the protocol changes the learning rate."""
 
-    name: Named = Field("softsync", description="hardsync, softsync, async, or your own, package.module:class")
+    name: Named = Field(
+        "softsync",
+        description="hardsync, softsync, async; average, diloco, easgd, sma, with which learners average replicas; or "
+        "your own, package.module:class",
+    )
     n: int | None = Field(
         None,
         ge=1,
@@ -356,14 +360,72 @@ class ProtocolTable(Table):
     options: dict[str, Any] = Field({}, description="keyword arguments of your own protocol")
 
 
+class AveragingTable(Table):
+    """How learners average replicas of their own; keys that are left out are as the protocol has them."""
+
+    period: int | None = Field(
+        None,
+        ge=1,
+        lt=2**20,
+        description="τ: number of mini-batches of each learner from one average to the next; default: 1, diloco 50",
+    )
+    elasticity: float | None = Field(
+        None,
+        ge=0,
+        description="α: part of the way to the weights that a replica goes at each average; default: 1; easgd and sma: "
+        "1 / learners, or 1 / (learners + 1) where there is no outer momentum",
+    )
+    optimizer: str | None = Field(
+        None,
+        description="outer optimiser, which updates the weights by the mean difference of all replicas: sgd, adagrad, "
+        "adam, adamw, rmsprop; default: sgd",
+    )
+    learning_rate: float | None = Field(
+        None,
+        ge=0,
+        description="learning rate of the outer optimiser; default: average 1, diloco 0.7; easgd and sma: elasticity "
+        "times learners",
+    )
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="momentum of the outer optimiser; default: 0, diloco and sma 0.9"
+    )
+    options: dict[str, Any] = Field(
+        {},
+        description="further keyword arguments of the outer optimiser's torch.optim class; default: none, diloco "
+        "nesterov = true",
+    )
+    restart: bool | None = Field(
+        None,
+        description="let all replicas go on from the weights, without momentum, each time the learning rate drops "
+        "(schedules step and plateau); default: false, sma true",
+    )
+    keeps_momentum: bool | None = Field(
+        None, description="let replicas keep the momentum of their own optimiser at a restart; default: false"
+    )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value is not None and value not in OPTIMIZERS:
+            raise ValueError(unknown(value, OPTIMIZERS))
+        return value
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is not left to the protocol."""
+        return {key: value for key, value in self.model_dump(exclude_none=True).items() if value != {}}
+
+
 class TopologyTable(Table):
     """Which rank has which role, and which ranks exchange messages."""
 
-    name: Named = Field("base", description="base, sharded, adv, adv*, groups, or your own, package.module:object")
+    name: Named = Field(
+        "base", description="base, sharded, adv, adv*, groups, replicas, or your own, package.module:object"
+    )
     options: dict[str, Any] = Field(
         {},
         description="sharded: shards; adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, "
-        "reduction, server; or those of your own topology",
+        "reduction, server; replicas: reduction; or those of your own topology",
     )
 
 

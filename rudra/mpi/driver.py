@@ -50,6 +50,7 @@ from rudra.core.events import (
     Withdraw,
     Withdrawn,
 )
+from rudra.core.layout import NamedVectors
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import URGENT, Kind, Message
 from rudra.core.phases import Phases
@@ -67,7 +68,17 @@ from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
 from rudra.mpi.regroup import Regrouping
 from rudra.mpi.standstill import LEFT_S, Standstill
 from rudra.mpi.states import States
-from rudra.mpi.tags import CHANNELS, CONTROL, FAILURE_TAG, FIRST_TAG, GRADIENTS, REDUCTIONS, STANDSTILL_TAG, WEIGHTS
+from rudra.mpi.tags import (
+    CHANNELS,
+    CONTROL,
+    FAILURE_TAG,
+    FIRST_TAG,
+    GRADIENTS,
+    REDUCTIONS,
+    STANDSTILL_TAG,
+    STATES,
+    WEIGHTS,
+)
 from rudra.mpi.transfers import Transfers, Wanted
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.recorder import Recorder
@@ -111,6 +122,7 @@ class Rank:
         comm: of all ranks.
         phases: of the run.
         plan: who is who.
+        states: what roles keep that a checkpoint needs, on its way.
         apart: some rank may never end by itself.
         urgent: for a signal's handler: to be done as soon as possible.
         ended: set when the launcher is ending this rank.
@@ -159,7 +171,7 @@ class Rank:
         self._most = max(map(len, hosted.values()))
         self._arena = arena or Arena()
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent, self._arena)
-        self._states = States(comm, plan)
+        self.states = self._new_states()
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
         self._long: deque[tuple[int, Iterator[Event | None]]] = deque()  # local actions, a piece of each in turn
@@ -289,8 +301,8 @@ class Rank:
             while (found := ring.take()) is not None:
                 self._regrouping.hear(role, *found)
         self._transfers.poll()
-        if self._states.busy:
-            self._states.poll()
+        if self.states.busy:
+            self.states.poll()
         while self._sending and outcome(self._sending[0][0]) != "no":
             self._sending.popleft()
         if self._losses.active:
@@ -306,6 +318,7 @@ class Rank:
         ranks = self._losses.look()
         if ranks:
             self._transfers.lose(ranks)
+            self.states.lose(ranks)
             lost = [i for i, role in enumerate(self.plan.roles) if role.world_rank in ranks]
             self._events.extend((role, Lost(other)) for other in lost for role in self._machines)
 
@@ -313,6 +326,9 @@ class Rank:
         tag = self._tag(self.plan.group_of(role)[0], REDUCTIONS)
         size = self._executors[role].size
         return make_reduction(self.comm, self.plan, role, tag, size, self._doorbell, library, self._arena)
+
+    def _new_states(self) -> States:
+        return States(self.comm, self.plan, partial(self._tag, channel=STATES))
 
     def _tag(self, role: int, channel: int, place: int = 0) -> int:
         """Of tensors for a role, which are never taken for those of before, from one in that place on its rank."""
@@ -390,7 +406,7 @@ class Rank:
                 self._transfers.drop(action.role, self.plan.roles[action.role].world_rank)
                 self._events.append((role, Lost(action.role)))
             case Save():
-                self._save(role, action.position)
+                self._save(role, action)
             case Commit():
                 self._checkpoint(role, Committed, action.timestamp, action.keep)
             case Regroup():
@@ -486,13 +502,23 @@ class Rank:
         if self._transfers.withdraw(role, buffer):
             self._events.append((role, Withdrawn(buffer)))
 
-    def _save(self, role: int, position: TrainingState) -> None:
-        """Brings what all owners of the weights keep to the first one, who writes it."""
-        state = self._executors[role].state()
+    def _save(self, role: int, action: Save) -> None:
+        """Brings what all keep that a checkpoint needs to the owner of the weights, who writes it."""
+        state = self._executors[role].state(alone=action.alone)
         if role != self.plan.server:
-            self._states.give(role, state)
+            self.states.give(role, state)
+            return
+
+        def write(others: list[NamedVectors] | None) -> None:
+            if others is not None:
+                self._checkpoint(role, Saved, action.position, [state, *others])
+            else:
+                self._events.append((role, Saved(action.position.timestamp, "a rank died")))
+
+        if action.alone:
+            write([])
         else:
-            self._states.gather(lambda states: self._checkpoint(role, Saved, position, [state, *states]))
+            self.states.gather(write)
 
     def _checkpoint(self, role: int, event: type[Saved] | type[Committed], *what: Any) -> None:
         """Lets the thread for checkpoints do one of its two steps; the disk may be slow."""
@@ -556,6 +582,7 @@ class Rank:
     def abandon(self, plan: Plan) -> None:
         """Follows another plan: forgets what is under way between those who regroup by it."""
         self.plan = plan
+        self.states = self._new_states()
         roles = self._running - {plan.statistics}
         going = self._transfers.abandon(roles, plan.statistics)
         for role in roles:

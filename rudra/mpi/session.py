@@ -45,7 +45,6 @@ from rudra.mpi.forkserver import launcher
 from rudra.mpi.node_memory import share
 from rudra.mpi.relay import exit_line
 from rudra.mpi.start import gpu_aware
-from rudra.mpi.states import States
 from rudra.mpi.tags import FAILURE_TAG
 from rudra.mpi.trial import Trial
 from rudra.results import checkpoint
@@ -517,7 +516,7 @@ class _Session:
             rank.stop()
         code = rank.run()
         if not code:
-            self._keep_end()
+            self._keep_end(rank)
         if self._keeps_results and code:
             log.warning(f"{self._job.name}: stopped; {checkpoint.how_to_resume(self._begin.output)}")
         for executor in self._executors.values():
@@ -531,18 +530,18 @@ class _Session:
             outlive()
         return code
 
-    def _keep_end(self) -> None:
+    def _keep_end(self, rank: Rank) -> None:
         """Leaves a single checkpoint, that of the end, from which more epochs can be trained."""
-        states, found = States(self._comm, self._plan), list[NamedVectors]()
+        plan, states, found = rank.plan, rank.states, list[NamedVectors]()
         results = self._job.results
         wanted = results.checkpoint_interval is not None or results.kept_interval is not None
-        owned = [role for role in self._plan.owners if role in self._executors] if wanted else []
+        owned = [role for role in plan.keepers if role in self._executors] if wanted else []
         for role in owned:
             executor = self._executors[role]
             assert isinstance(executor, OwnerExecutor)
-            if role == self._plan.server:
+            if role == plan.server:
                 found.append(executor.last_state())
-                states.gather(found.extend)
+                states.gather(lambda others: found.extend(others or ()))
             else:
                 states.give(role, executor.last_state())
         states.finish()

@@ -1,7 +1,7 @@
-"""What several owners of the weights keep, on its way to the one that writes it into a checkpoint."""
+"""What roles keep that a checkpoint needs, on its way to the one that writes it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 import numpy as np
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from rudra.core.layout import NamedVectors
 from rudra.mpi.failures import outcome
-from rudra.mpi.tags import CHANNELS, FIRST_TAG, STATES
 from topologies import Plan
 
 
@@ -28,18 +27,19 @@ class _Arriving:
 
 
 class States:
-    """Brings the states of all owners but the first to that one's rank. Nothing blocks: `poll` drives it.
+    """Brings the states of all `Plan.keepers` but the first to that one's rank. Nothing blocks: `poll` drives it.
 
     Args:
         comm: of all ranks of the job.
         plan: who is who.
+        tag: of what a role gives.
     """
 
-    def __init__(self, comm: MPI.Comm, plan: Plan) -> None:
-        self._comm, self._plan = comm, plan
+    def __init__(self, comm: MPI.Comm, plan: Plan, tag: Callable[[int], int]) -> None:
+        self._comm, self._plan, self._tag = comm, plan, tag
         self._sends: list[tuple[MPI.Request, object]] = []  # and what they read
         self._arriving: list[_Arriving] = []
-        self._done: Callable[[list[NamedVectors]], None] | None = None
+        self._done: Callable[[list[NamedVectors] | None], None] | None = None
 
     @property
     def busy(self) -> bool:
@@ -50,11 +50,15 @@ class States:
         to, tag = self._plan.roles[self._plan.server].world_rank, self._tag(role)
         about = msgspec.msgpack.encode([(name, len(tensor)) for name, tensor in state.items()])
         for what in (about, *state.values()):
-            self._sends.append((self._comm.Isend(what, to, tag), what))
+            # Complete when it is being received: who ends before counts as dead, and so does what is on its way.
+            self._sends.append((self._comm.Issend(what, to, tag), what))
 
-    def gather(self, done: Callable[[list[NamedVectors]], None]) -> None:
-        """Begins to receive what the others keep; `done` is called with that, in the order of the parts."""
-        others = self._plan.owners[1:]
+    def gather(self, done: Callable[[list[NamedVectors] | None], None]) -> None:
+        """Begins to receive what the others keep; `done` is called with that, in the order of the parts.
+
+        Or with None, if one of them dies meanwhile.
+        """
+        others = self._plan.keepers[1:]
         self._arriving = [_Arriving(self._plan.roles[role].world_rank, self._tag(role)) for role in others]
         self._done = done
         self.poll()
@@ -87,12 +91,15 @@ class States:
         receive = self._comm.Irecv
         arriving.requests = [receive(tensor, arriving.rank, arriving.tag) for tensor in arriving.tensors.values()]
 
+    def lose(self, ranks: Collection[int]) -> None:
+        """These ranks are no more; with one of those that give something, others may not come to give theirs."""
+        done = self._done
+        if done is not None and any(each.rank in ranks for each in self._arriving):
+            self._done = None
+            done(None)
+
     def finish(self) -> None:
         """Waits for what is under way."""
         while self.busy:
             self.poll()
             time.sleep(1e-3)
-
-    @staticmethod
-    def _tag(role: int) -> int:
-        return FIRST_TAG + role * CHANNELS + STATES

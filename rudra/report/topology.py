@@ -160,6 +160,9 @@ def _way_of_gradients(plan: Plan) -> str:
         return f"each of {len(plan.owners)} servers takes a part of every gradient, and gives a part of the weights:"
     if not plan.groups:
         return "gradients go up, and weights come down:"
+    if plan.averaging:
+        added = _ADDED[plan.reduction]
+        return f"every learner trains a replica of its own; differences from the weights are added {added}:"
     within = f"inside a group, which has a communicator of its own, gradients are added {_ADDED[plan.reduction]}"
     if not plan.served:
         return f"{within};\nevery learner updates weights of its own:"
@@ -280,7 +283,7 @@ def _named(plan: Plan, roles: Sequence[int]) -> str:
 def summary(plan: Plan, per_update: int) -> list[str]:
     """What the plan comes to, in two lines: who there is, and what is sent; arguments as for `message`."""
     ranks = len({role.world_rank for role in plan.roles})
-    update = f"{per_update:,} gradient{_s(per_update)} per update (c)"
+    update = f"{per_update:,} {'replica' if plan.averaging else 'gradient'}{_s(per_update)} per update (c)"
     return [f"{ranks:,} ranks: {roles(plan)}", f"{update}; {message(plan, per_update)}"]
 
 
@@ -303,7 +306,7 @@ def message(plan: Plan, per_update: int) -> str:
         per_update: gradients in an update (c), of those that workers send.
     """
     if not plan.served:
-        return "no gradient goes to a server"
+        return "no gradient goes to a server" if not plan.averaging else "an average goes to all, and to no server"
     if plan.groups:
         return f"a message carries the mean over a group's {_either(map(len, plan.groups))} gradients"
     if plan.parted:

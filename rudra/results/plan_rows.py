@@ -23,7 +23,8 @@ def rows_of(plan: Plan) -> Rows:
 
 def about(plan: Plan) -> dict[str, Any]:
     """What the rows do not tell."""
-    return {"records": plan.max_gradients_per_message, "overlapped": plan.overlapped, "reduction": plan.reduction}
+    flags = {"overlapped": plan.overlapped, "averaging": plan.averaging}
+    return {"records": plan.max_gradients_per_message, **flags, "reduction": plan.reduction}
 
 
 def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
@@ -38,4 +39,5 @@ def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
         max_gradients_per_message=attributes["records"],
         overlapped=bool(attributes["overlapped"]),
         reduction=attributes["reduction"],
+        averaging=bool(attributes.get("averaging", False)),  # files up to format 7 do not have it
     )

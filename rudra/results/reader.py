@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rudra.compute.statedict import StateEntry
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
-from rudra.core.records import EVENT, METRIC
+from rudra.core.records import AVERAGE, EVENT, METRIC
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
 from rudra.results import plan_rows, validation
@@ -75,7 +75,7 @@ class LayoutEntry(NamedTuple):
     size: int
 
 
-READABLE = (5, 6, FORMAT_VERSION)
+READABLE = (5, 6, 7, FORMAT_VERSION)
 """Versions of the format."""
 
 
@@ -112,19 +112,20 @@ class Results:
         try:
             with self._reading():
                 self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in self._file.attrs.items()}
-                missing = [name for name in OBJECTS if name not in self._file]
             version = self.attributes.get("format_version")
             if version is None:
                 raise ResultsError(f"{path}: not a result file of Rudra")
             if version not in READABLE:
                 known = f"{READABLE[0]} to {READABLE[-1]}"
                 raise ResultsError(f"{path}: has format version {version}; this Rudra reads {known}")
-            if missing:
+            absent = validation.lacking(version)
+            if missing := [name for name in OBJECTS if name not in self._file and name not in absent]:
                 raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
             self.attributes = validation.attributes(self.attributes, path)
             self._job = validation.job(self.attributes.get("job", "{}"), path)
             with self._reading():
-                for name in DATASETS:
+                self._absent = absent
+                for name in (name for name in DATASETS if name not in absent):
                     if not isinstance(self._file.get(name, getlink=True), h5py.HardLink):
                         raise ValueError(f"/{name} is a link")
                     validation.dataset(self._file[name], name)
@@ -186,6 +187,11 @@ class Results:
     def events(self) -> Rows:
         """Table `/events`: one row for each checkpoint, restart, lost rank, …, in the order in which they happened."""
         return self._rows("events")
+
+    @property
+    def averages(self) -> Rows:
+        """Table `/averages`: one row for each learner and average of replicas; none unless learners average."""
+        return self._rows("averages")
 
     @property
     def roles(self) -> Rows:
@@ -355,8 +361,8 @@ class Results:
         """A table as a `pandas.DataFrame`, with bytes decoded to texts.
 
         Args:
-            table: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`, `"roles"` or
-                `"learners"`.
+            table: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`, `"averages"`,
+                `"roles"` or `"learners"`.
 
         Raises:
             ConfigError: there is no such table, or pandas is not installed.
@@ -402,7 +408,8 @@ class Results:
         """The rows of a table in pieces, for runs whose tables do not fit into memory.
 
         Args:
-            name: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"` or `"events"`.
+            name: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"` or
+                `"averages"`.
             rows: most rows of a piece.
             start: row to begin with.
         """
@@ -412,6 +419,8 @@ class Results:
             yield piece[_filled(piece)]
 
     def _length(self, name: TableName) -> int:
+        if name in self._absent:
+            return 0
         with self._reading():
             if self.live:
                 self._file[name].id.refresh()
@@ -425,6 +434,8 @@ class Results:
         return rows[: filled[-1] + 1 if filled.size else 0]
 
     def _read(self, name: str) -> NDArray[Any]:
+        if name in self._absent:
+            return np.zeros(0, validation.DTYPES[name])
         with self._reading():
             dataset = self._file[name]
             if self.live:
@@ -463,8 +474,8 @@ class Results:
 
 def _filled(rows: Rows) -> NDArray[np.bool_]:
     """Which rows have a content."""
-    told = {EVENT: "kind", METRIC: "name"}.get(rows.dtype)
-    filled: NDArray[np.bool_] = rows["samples"] > 0 if told is None else rows[told] != b""
+    told = {EVENT: "kind", METRIC: "name", AVERAGE: "timestamp"}.get(rows.dtype, "samples")
+    filled: NDArray[np.bool_] = rows[told] != np.zeros((), rows.dtype[told])
     return filled
 
 

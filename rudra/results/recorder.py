@@ -52,6 +52,7 @@ ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results
     "topology": "name of the topology",
     "records": "gradients that one message may stand for, at most",
     "overlapped": "whether learners push and pull beside computing",
+    "averaging": "whether each learner trains a replica of its own, and they average these",
     "reduction": "how compute groups add gradients: `ordered`, `nodes` or `mpi`",
     "learners": "λ: number of learners, at the start of the run",
     "momentum": "explicit momentum, after `momentum_correction`",

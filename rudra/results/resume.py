@@ -25,7 +25,7 @@ from rudra.results.reader import Results, open_results
 from rudra.results.writer import checked_name
 from topologies import Plan
 
-DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "topology", "cluster")
+DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "averaging", "topology", "cluster")
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 
 RESUME_MAY_CHANGE = (
@@ -441,6 +441,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         "epochs": upto("epochs"),
         "metrics": metrics(),
         "events": events(),
+        "averages": upto("averages"),
     }
     weights = ((epoch, results.weights_of(epoch)) for epoch in results.kept_epochs if epoch <= position.epoch)
     stay = KEPT if results.attributes["replayable"] else (*KEPT, "replayable", "not_replayable")

@@ -38,7 +38,7 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("not_replayable", "python_objects", "initial_weights_sha256", "processor"), str),
     **dict.fromkeys(("format_version", "learners", "minibatch_size", "n", "epochs", "gradients_per_update"), int),
     **dict.fromkeys(("records", "threads_per_rank", "training_samples", "classes"), int),
-    **dict.fromkeys(("overlapped", "flush_denormals"), (bool, int)),
+    **dict.fromkeys(("overlapped", "averaging", "flush_denormals"), (bool, int)),
     "hosts": list,
 }
 _STATUS = {"running", "finished", "failed", "interrupted"}
@@ -106,6 +106,15 @@ _NEWER = {
     "gradients": {"first", "stream"},  # up to format 6 every learner drew a stream of its own
 }
 """Columns that older files lack."""
+
+
+_ABSENT = {"averages": 8}
+"""Data sets that older files lack, and the format from which they are there."""
+
+
+def lacking(version: int) -> frozenset[str]:
+    """Data sets that files of a format do not have."""
+    return frozenset(name for name, since in _ABSENT.items() if version < since)
 
 
 def older(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:

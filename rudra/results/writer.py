@@ -19,12 +19,12 @@ from rudra.compute import statedict
 from rudra.compute.statedict import StateEntry
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
-from rudra.core.records import EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE, table
+from rudra.core.records import AVERAGE, EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE, table
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.results.checkpoint import sync_directory
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 Status = Literal["finished", "failed", "interrupted"]
 
@@ -35,6 +35,7 @@ GROWING: dict[TableName, np.dtype[np.void]] = {
     "epochs": EPOCH,
     "metrics": METRIC,
     "events": EVENT,
+    "averages": AVERAGE,
 }
 STATE = table(
     ("status", "S16", "`running`, `finished`, `failed` or `interrupted`; a killed writer leaves `running`"),
@@ -49,6 +50,7 @@ OBJECTS = {  # data set -> what there is a row of, and what it holds
     "epochs": ("epoch that has ended", "losses, errors, staleness and time of each epoch"),
     "metrics": ("metric, split and epoch", "what the tests measured beside loss and error"),
     "events": ("event", "checkpoints, restarts, lost ranks, stragglers, targets that were reached"),
+    "averages": ("learner and average", "how far replicas were from the weights; empty unless learners average"),
     "roles": ("role", "who was who: kind, rank, node and compute group"),
     "learners": ("learner", "where each learner's time went; empty until the run ends"),
     "totals": ("run", "how many gradients were pushed, applied and dropped; empty until the run ends"),

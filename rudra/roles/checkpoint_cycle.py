@@ -38,6 +38,7 @@ class CheckpointCycle:
 
     Attributes:
         saving: what is on its way to the disk.
+        alone: it has nothing of other roles.
     """
 
     def __init__(
@@ -52,23 +53,35 @@ class CheckpointCycle:
         self._name = ""  # of the one on its way, if it is kept
         self._last = position
         self.saving: TrainingState | None = None
+        self.alone = False
         self._kept = position.timestamp if position.steps else -1  # timestamp of the last one that is safe
         self._ending = False
 
     def updated(self, now: float) -> list[Action]:
         """An update was made; begins a checkpoint if one is due."""
-        name = "" if self._keep is None else self._kept_name(self._keep)
-        if self.saving is not None or not (name or (self._every is not None and self._due(now))):
-            return []
-        actions = self.save(now)
-        self._name = name
+        ledger = self._ledger
+        wanted = self.saving is None and self.wanted(ledger.timestamp, ledger.epoch, now)
+        actions = self.begin(now) if wanted else []
+        self._looked = ledger.epoch
         return actions
 
-    def _kept_name(self, keep: tuple[int, str]) -> str:
-        """What the checkpoint of this update is called if it is to be kept; else nothing."""
-        ledger, before = self._ledger, self._looked
-        self._looked = ledger.epoch
-        return "" if ledger.over else name_of(keep, before, ledger.epoch, ledger.timestamp)
+    def wanted(self, timestamp: int, epoch: int, now: float) -> bool:
+        """Whether one is due with the update of a timestamp, with which so many epochs are complete."""
+        if epoch >= self._ledger.epochs:
+            return False
+        due = self.saving is None and self._every is not None and self._due(self._every, timestamp, epoch, now)
+        return due or bool(self._kept_name(timestamp, epoch))
+
+    def begin(self, now: float) -> list[Action]:
+        """Begins the one of the last update, which is kept if it has a name."""
+        name = self._kept_name(self._ledger.timestamp, self._ledger.epoch)
+        actions = self.save(now)
+        self._name, self._looked = name, self._ledger.epoch
+        return actions
+
+    def _kept_name(self, timestamp: int, epoch: int) -> str:
+        """What the checkpoint of an update is called if it is to be kept; else nothing."""
+        return "" if self._keep is None else name_of(self._keep, self._looked, epoch, timestamp)
 
     @property
     def is_ahead(self) -> bool:
@@ -79,22 +92,17 @@ class CheckpointCycle:
         ledger = self._ledger
         return not (ledger.timestamp + 1) % count if unit == "update" else ledger.ends_epoch
 
-    def _due(self, now: float) -> bool:
-        ledger, last = self._ledger, self._last
-        assert self._every is not None
-        if ledger.over:
-            return False
-        count, unit = self._every
+    def _due(self, every: tuple[int, str], timestamp: int, epoch: int, now: float) -> bool:
+        (count, unit), last = every, self._last
         if unit == "s":
-            return now - ledger.began - last.time_s >= count
-        done = ledger.timestamp - last.timestamp if unit == "update" else ledger.epoch - last.epoch
-        return done >= count
+            return now - self._ledger.began - last.time_s >= count
+        return (timestamp - last.timestamp if unit == "update" else epoch - last.epoch) >= count
 
-    def save(self, now: float) -> list[Action]:
-        """Begins a checkpoint."""
+    def save(self, now: float, *, alone: bool = False) -> list[Action]:
+        """Begins a checkpoint, `alone` without what other roles keep."""
         self.saving, self._name = self._ledger.position(now), ""
-        self._last = self.saving
-        return [Save(WEIGHTS, self.saving)]
+        self._last, self.alone = self.saving, alone
+        return [Save(WEIGHTS, self.saving, alone)]
 
     def take(self, event: Saved | Received | Committed, now: float) -> list[Action]:
         """The next step: it is written, its rows are on the disk, or it has taken the last one's place."""

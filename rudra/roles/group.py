@@ -220,6 +220,8 @@ class ReplicaState(States):
     HASHING = auto()
     READY = auto()
     COMPUTING = auto()
+    STEPPING = auto()  # this one and the next are of learners that average alone
+    HOLDING = auto()
     REDUCING = auto()
     WAITING = auto()
     UPDATING = auto()
@@ -228,8 +230,20 @@ class ReplicaState(States):
     DONE = auto()
 
 
-ALIVE = [state for state in ReplicaState if state is not ReplicaState.DONE]
+AVERAGING = (ReplicaState.STEPPING, ReplicaState.HOLDING)
+ALIVE = [state for state in ReplicaState if state not in {ReplicaState.DONE, *AVERAGING}]
 TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, ReplicaState.STOPPED}]
+
+ALWAYS: Mapping[Any, str] = {
+    **dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint"),
+    Kind.ENOUGH: "_enough",
+    Kind.PLATEAU: "_plateau",
+    Stopped: "_stop",
+    Kind.CREDIT: "_credit",
+    Sent: "_returned",
+    Lost: "_lose",
+}
+"""What learners of the only group handle alike in all states; they are lost in two ways."""
 
 
 class Replica(Machine):
@@ -268,9 +282,7 @@ class Replica(Machine):
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **staying(ALIVE, dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint")),
-        **staying(ALIVE, {Kind.ENOUGH: "_enough", Kind.PLATEAU: "_plateau", Stopped: "_stop"}),
-        **staying(ALIVE, {Kind.CREDIT: "_credit", Sent: "_returned", Lost: "_lose"}),
+        **staying(ALIVE, ALWAYS),
         (ReplicaState.HASHING, Started): To("_start", ReplicaState.HASHING),
         (ReplicaState.HASHING, Hashed): To("_report_digest", ReplicaState.READY, ReplicaState.COMPUTING),
         (ReplicaState.HASHING, Kind.READY): To("_member_ready", ReplicaState.HASHING),
@@ -401,13 +413,19 @@ class Replica(Machine):
         if any(word.enough for word in event.words):
             ledger.enough()
         ledger.lower(max(word.lowered for word in event.words), now)
-        for gradient, word in zip(event.gradients, event.words, strict=True):
-            if word.digest != self._digest:
-                differ = f"differ from those of learner {gradient.learner}, although they must not"
-                return [Fail(f"its weights at timestamp {ledger.timestamp} {differ}")]
+        if fails := self._compare(event):
+            return fails
         ledger.count(event.gradients, 1.0)
         self._stops = any(word.stopped for word in event.words)
         return self._update(now)
+
+    def _compare(self, event: Reduced) -> list[Action]:
+        """Fails if the weights are not the same everywhere."""
+        for gradient, word in zip(event.gradients, event.words, strict=True):
+            if word.digest != self._digest:
+                differ = f"differ from those of learner {gradient.learner}, although they must not"
+                return [Fail(f"its weights at timestamp {self.ledger.timestamp} {differ}")]
+        return []
 
     def _update(self, now: float) -> list[Action]:
         """Updates the weights by what was added up, unless a test or a checkpoint of before is to be waited for."""
@@ -461,12 +479,14 @@ class Replica(Machine):
         if self._ended_training:
             return self.ledger.record_late_loss(role, now)
         regrouping, self.state = self.state is ReplicaState.REGROUPING, ReplicaState.REGROUPING
-        return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now)
+        return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now, alone=True)
 
     def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
         position, actions = self.cycle.saving, self.cycle.take(event, now)
         if self.state is not ReplicaState.REGROUPING or isinstance(event, Received):
             return actions + self._go_on(now)
+        if event.error and not self.cycle.alone:  # for it was to have what the dead kept
+            return actions + self.cycle.save(now, alone=True)
         if event.error:
             why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
             return [*actions, Fail(why, lost=True)]
@@ -474,7 +494,7 @@ class Replica(Machine):
             return actions
         assert position is not None
         if position.timestamp < self.ledger.timestamp:  # an earlier one, which was under way
-            return actions + self.cycle.save(now)
+            return actions + self.cycle.save(now, alone=True)
         return actions + self._regroup(position, now)
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:

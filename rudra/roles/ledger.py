@@ -233,8 +233,14 @@ class Ledger:
         """Whether the next update would end an epoch."""
         return self.samples + self._pending_samples >= (self.epoch + 1) * self._training_samples
 
-    def update(self, gradient: str, now: float) -> list[Action]:
-        """Updates the weights by an average of all that was counted."""
+    def update(self, gradient: str, now: float, outer_rate: float | None = None) -> list[Action]:
+        """Updates the weights by an average of all that was counted.
+
+        Args:
+            gradient: buffer that holds it.
+            now: seconds on the driver's clock.
+            outer_rate: the rate, where learners have stepped replicas at that of the schedule.
+        """
         gradients, samples, staleness = self._pending, self._pending_samples, self._pending_staleness
         count = len(gradients)
         mean_staleness = staleness / count
@@ -244,7 +250,8 @@ class Ledger:
         )
         self.timestamp += 1
         time_s = now - self.began
-        update = Update(gradient, WEIGHTS, rate, self.timestamp, self.epoch + 1, samples, time_s)
+        applied_rate = rate if outer_rate is None else outer_rate
+        update = Update(gradient, WEIGHTS, applied_rate, self.timestamp, self.epoch + 1, samples, time_s)
         actions: list[Action] = [update]
         self.samples += samples
         self.applied += count
@@ -396,7 +403,7 @@ class Ledger:
         """Where training stands, without what is pending."""
         steps, learned = list(self.steps), list(self.learned)
         for row in np.frombuffer(b"".join(self._pending), records.GRADIENT)[::-1]:
-            steps[row["learner"]] = int(row["step"])
+            steps[row["learner"]] = int(row["step"]) + 1 - self.protocol.period
             learned[row["learner"]] -= int(row["samples"])
         sums = (self._epoch_loss, self._epoch_errors)
         counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)

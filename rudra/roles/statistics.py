@@ -63,6 +63,7 @@ class StatisticsServer(Machine):
         (StatisticsState.GATHERING, Kind.GRADIENTS): To("_gradients", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.UPDATES): To("_updates", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.MINIBATCHES): To("_minibatches", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.AVERAGES): To("_averages", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.EPOCHS): To("_epoch", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.SNAPSHOT): To("_snapshot", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.WEIGHTS_PART): To("_snapshot_part", StatisticsState.GATHERING),
@@ -192,6 +193,9 @@ class StatisticsServer(Machine):
 
     def _minibatches(self, event: Received, now: float) -> list[Action]:
         return [Record("minibatches", _rows(event))]
+
+    def _averages(self, event: Received, now: float) -> list[Action]:
+        return [Record("averages", _rows(event))]
 
     def _epoch(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)

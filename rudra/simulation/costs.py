@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rudra.core.events import Accumulate, Copy, Evaluate, Local, Update
+from rudra.core.events import Accumulate, Approach, Copy, Evaluate, Local, Step, Update
 from rudra.core.work import by_speed, portion, speeds_text
 from rudra.errors import ConfigError, meant
 from rudra.job.job import Job, named
@@ -89,6 +89,8 @@ class CostModel:
         self._local_s: dict[type[Local], tuple[float, float]] = {
             Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
             Update: _affine(table.update_s, table.update_s_per_byte),
+            Step: _affine(table.update_s, table.update_s_per_byte),
+            Approach: _affine(0.0, table.copy_s_per_byte),
             Copy: _affine(0.0, table.copy_s_per_byte),
             Evaluate: _affine(table.evaluation_s, None),
         }

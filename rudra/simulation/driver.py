@@ -324,7 +324,7 @@ class Simulation:
     def _save(self, actor: Actor, action: Save, time: float) -> None:
         if self._saver is not None:
             self._saver(actor.role, action)
-        if actor.role == self.plan.server:  # which writes what all owners keep
+        if actor.role == self.plan.server:  # which writes what all that keep something have
             self._soon(actor, Saved(action.position.timestamp))
 
     def _soon(self, actor: Actor, event: Event) -> None:

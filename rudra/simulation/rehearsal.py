@@ -178,7 +178,7 @@ class _Counted(TimingOnly):
         self.names[to].add(to_buffer)
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
-        self.names[role] |= {getattr(action, field) for field in (*action.reads, *action.changes)}
+        self.names[role] |= {getattr(action, field) for field in (*action.reads, *action.changes)} - {""}
         return super().perform(role, action, seconds)
 
     def reduce(self, actions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:

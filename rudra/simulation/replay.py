@@ -415,7 +415,8 @@ def _restored(results: Results, overrides: Sequence[str]) -> Job:
             f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
             "from Python, rudra.replay(file, job=job) takes the job that has it"
         )
-    tables = {table: results.job[table] for table in ("name", *DECISIVE)} | {"changes": results.job.get("changes", [])}
+    tables = {"name": results.job["name"], "changes": results.job.get("changes", [])}
+    tables |= {table: results.job.get(table, {}) for table in DECISIVE}
     for override in overrides:
         target, equals, value = (part.strip() for part in override.partition("="))
         if target not in REPLAY_MAY_CHANGE or not equals:

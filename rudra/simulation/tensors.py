@@ -132,7 +132,8 @@ class RealTensors:
             case Compute():
                 return self.compute(role, action)
         for field_ in action.changes:
-            self._make_own((role, getattr(action, field_)))
+            if name := getattr(action, field_):
+                self._make_own((role, name))
         event = next((e for e in self._executors[role].perform(action) if e is not None), None)
         return structs.replace(event, seconds=seconds) if event is not None and hasattr(event, "seconds") else event
 
@@ -177,7 +178,7 @@ class RealTensors:
         if isinstance(executor, OwnerExecutor):
             assert isinstance(owns, OwnerExecutor)
             self._make_own((role, WEIGHTS))
-            executor.restore(owns.state())
+            executor.restore(owns.state(alone=True))
 
     def _learner(self, role: int) -> LearnerExecutor:
         executor = self._executors[role]

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from rudra.core.events import (
     Accumulate,
+    Approach,
     Compute,
     Computed,
     Copy,
@@ -15,6 +16,9 @@ from rudra.core.events import (
     Hashed,
     Local,
     Reduce,
+    Restart,
+    Step,
+    Stepped,
     Update,
     Updated,
 )
@@ -63,7 +67,7 @@ class TimingOnly:
     lost: Callable[[int], None] | None = None
     regroup: Callable[[int, int], None] | None = None
 
-    idle: Collection[type[Local]] = (Accumulate, Copy)
+    idle: Collection[type[Local]] = (Accumulate, Approach, Copy, Restart)
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
         match action:
@@ -71,6 +75,8 @@ class TimingOnly:
                 return Computed(action.step, 0.0, 0.0, action.work.count)
             case Update():
                 return Updated(action.timestamp, 0, seconds)
+            case Step():
+                return Stepped(seconds)
             case Evaluate():
                 return Evaluated(action.buffer, (), seconds)
             case Hash():

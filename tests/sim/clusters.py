@@ -12,7 +12,7 @@ import torch
 from rudra.compute.executor import Executor, OwnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.parts import joined
-from rudra.core.events import Compute, Computed, Event, Finish, Keep, Local, Record, Reduce, Save
+from rudra.core.events import GRADIENT, Compute, Computed, Event, Finish, Keep, Local, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
@@ -87,7 +87,7 @@ def check_updates(run: Job, rows: Rows) -> None:
             assert all(len(set(unit[name])) == 1 for name in ("update", "step", "timestamp"))
             units[unit["update"][0] - 1] += 1
             place += len(group)
-        assert (units == c).all()
+        assert (units == (1 if plan.averaging else c)).all()
     else:
         assert (sizes >= c).all()
         assert (sizes < c + max(carried(plan, child, c) for child in plan.children[plan.server])).all()
@@ -184,7 +184,7 @@ class Guarded(RealTensors):
         return computed
 
     def reduce(self, reductions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:
-        for role, action in reductions.items():
+        for role, action in reductions.items() if next(iter(reductions.values())).buffer == GRADIENT else ():
             assert self._computed[role] == self._digest(role, action.buffer), f"gradient of role {role} changed"
         super().reduce(reductions, sums)
         first, *others = [
@@ -248,12 +248,17 @@ def train(
                 executor.restore(resumed.tensors)
     rows, tensors = Rows(), kind(executors)
     positions: list[TrainingState] = []
-    states: dict[int, list[dict[str, npt.NDArray[np.float32]]]] = {owner: [] for owner in plan.owners}
+    kept: list[list[dict[str, npt.NDArray[np.float32]]]] = []
+    begun: list[int] = [0] * len(plan.roles)
 
     def save(role: int, action: Save) -> None:
         executor = executors[role]
         assert isinstance(executor, OwnerExecutor)
-        states[role].append({name: copy.copy() for name, copy in executor.state().items()})
+        kept.extend([] for _ in range(begun[role] + 1 - len(kept)))
+        kept[begun[role]].append({name: copy.copy() for name, copy in executor.state(alone=action.alone).items()})
+        begun[role] += 1
+        if action.alone:
+            begun[:] = [len(kept)] * len(begun)
         if role == plan.server:
             positions.append(action.position)
 
@@ -272,6 +277,5 @@ def train(
         simulation.stop_at(stop_at)
     rows.time_s = simulation.run()
     rows.code = simulation.code
-    kept = zip(positions, *states.values(), strict=True)
-    saved = [Saved(position, joined(parts)) for position, *parts in kept]
+    saved = [Saved(position, joined(parts)) for position, parts in zip(positions, kept, strict=True)]
     return Trained(job_, rows, executors, plan, tensors, saved)

@@ -20,7 +20,7 @@ from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
 from rudra.simulation.costs import places
 from rudra.simulation.timing_only import TimingOnly
-from topologies.plan import FIRST_SHARD, GROUPED, KINDS, OVERLAPPED, REPLICA, SHARDED, RoleKind
+from topologies.plan import AVERAGER, FIRST_SHARD, GROUPED, KINDS, OVERLAPPED, REPLICA, SHARDED, RoleKind
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def machine(kind: RoleKind) -> Any:
 
 NAMED = {
     change(kind, state, after)
-    for kind in map(machine, [*KINDS.values(), OVERLAPPED, GROUPED, REPLICA, SHARDED, FIRST_SHARD])
+    for kind in map(machine, [*KINDS.values(), OVERLAPPED, GROUPED, REPLICA, AVERAGER, SHARDED, FIRST_SHARD])
     for (state, _), to in kind.TRANSITIONS.items()
     for after in to.states
     if after is not state
@@ -59,7 +59,11 @@ WIDE = {
         "servers that share the weights never begin anew: a learner can be missed, and the job does not change",
     ),
     **dict.fromkeys(
-        [("Replica", state, "REGROUPING") for state in ("HASHING", "READY", "WAITING")],
+        [
+            (kind, state, "REGROUPING")
+            for kind, states in {"Replica": ("HASHING", "READY", "WAITING"), "Averager": ("HASHING", "READY")}.items()
+            for state in states
+        ],
         "a checkpoint is written in no time here",
     ),
 }
@@ -141,10 +145,15 @@ def alike(topology: str, slow: dict[str, float], *faults: dict[str, float], **op
 
 def test_every_change_of_state_that_the_tables_name_happens() -> None:
     seen: set[Change] = set()
+    replicas = {"name": "replicas", "options": {}}
+    follow(job("sma", 1, topology=replicas), 60, seen, 0)
     follow(alike("groups", {"evaluation_s": 10.0}, groups=1), 6, seen, 0)
     for tenths in range(5, 60, 3):  # it dies while all compute, add up and update
         slow = {"compute_s": 1.0, "bandwidth_bytes_per_s": 1e6, "update_s": 1.0, "detection_s": 0.1}
-        follow(alike("groups", slow, {"learner": 1, "dies_at_s": tenths / 10}, groups=1), 60, seen, 0)
+        dying_ = alike("groups", slow, {"learner": 1, "dies_at_s": tenths / 10}, groups=1)
+        follow(dying_, 60, seen, 0)
+        for rule in ("easgd", "average"):
+            follow(dying_.with_(protocol={"name": rule}, topology=replicas), 60, seen, 0)
     follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2), 60, seen, 0)
 
     @seed(0)

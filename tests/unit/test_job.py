@@ -20,8 +20,8 @@ TRAINING = (
     "target_window, stop_at_target, patience"
 )
 TABLES = (
-    "model, data, augment, task, training, optimizer, protocol, topology, cluster, simulation, fault_tolerance, "
-    "results, hooks, changes, study"
+    "model, data, augment, task, training, optimizer, protocol, averaging, topology, cluster, simulation, "
+    "fault_tolerance, results, hooks, changes, study"
 )
 FOUR = {"learners": 4}
 
@@ -149,8 +149,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, f"[protocol] hardsync takes no n{AWAY}"),
     (
         {"protocol": {"name": "sync"}, "cluster": FOUR},
-        "[protocol] name: 'sync' is unknown; valid: async, hardsync, softsync, package.module:callable"
-        "; did you mean async?",
+        "[protocol] name: 'sync' is unknown; valid: async, average, diloco, easgd, hardsync, sma, softsync, "
+        "package.module:callable; did you mean async?",
     ),
     (
         {"protocol": {"name": "no_such_module:Rule"}, "cluster": FOUR},
@@ -167,7 +167,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"topology": {"name": "tree"}},
-        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups, sharded, package.module:callable",
+        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups, replicas, sharded, "
+        "package.module:callable",
     ),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
     (

@@ -40,6 +40,7 @@ from rudra.core.events import (
     Send,
     Sent,
     Started,
+    Stepped,
     Stopped,
     Tick,
     Updated,
@@ -50,6 +51,7 @@ from rudra.errors import ProtocolError
 from rudra.job.job import Job
 from rudra.job.tables import FaultToleranceTable
 from rudra.roles import Machine
+from rudra.roles import averaging as averaging_
 from rudra.roles import group as group_
 from rudra.roles import learner as learner_
 from rudra.roles import overlapped as overlapped_
@@ -316,7 +318,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "replica": (
         REPLICAS,
         1,
-        {*group_.ReplicaState},
+        {*group_.ReplicaState} - {*group_.AVERAGING},
         [
             *(Started(), HASHED, *(from_(i, Kind.READY, value=DIGEST) for i in (2, 3))),
             *(Lost(3), Saved(0), from_(0, Kind.SAFE), Committed(0), Started(), HASHED),
@@ -393,6 +395,7 @@ def any_event(trigger: Any) -> Event:
         Hashed: HASHED,
         Updated: updated(1),
         Computed: computed(0),
+        Stepped: Stepped(0.0),
         Reduced: reduced(0),
         Evaluated: Evaluated("snapshot 0", (), 0.0),
         Withdrawn: Withdrawn("gradient 0"),
@@ -432,6 +435,7 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
         overlapped_.OverlappedLearner,
         group_.GroupLearner,
         group_.Replica,
+        averaging_.Averager,
         server_.ParameterServer,
         tree_.TreeServer,
         statistics_.StatisticsServer,

@@ -1,0 +1,124 @@
+"""Weights at the learners: each trains a replica of its own, and now and then all agree on a central model z.
+
+Source: crossbow.txt §3.2 (Algorithm 1: SMA); Zhang et al. 2015 (elastic averaging); McMahan et al. 2017, Stich 2019
+(averaging after local steps); Douillard et al. 2023 (DiLoCo). They are rows of one table. Every `period` mini-batches
+the outer optimiser steps z by the mean of z - w_j over the replicas w_j, a pseudo-gradient, and each replica moves
+towards z by its `elasticity`:
+
+* `early`: by α (z - w_j), of w_j before the mini-batch's step and z before its own. Its outer rate is αk as a rule, for
+  then z gets the sum of what the replicas give up. Nobody waits for the new z but who corrects by it next.
+* else: towards the new z. With elasticity 1 all replicas go on from there.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+from protocols.base import Clock, Protocol
+
+
+class Outer(NamedTuple):
+    """The optimiser of the central model: a name that `[optimizer]` knows, its momentum and further options."""
+
+    optimizer: str
+    momentum: float
+    options: dict[str, Any]
+
+
+class Averaging(Protocol):
+    """Base class of all rules by which learners average their replicas; a subclass sets what it has for defaults.
+
+    Its keyword arguments are the job's table `[averaging]`.
+
+    Args:
+        learners: k, the number of replicas.
+        period: τ, mini-batches of each learner from one average to the next.
+        elasticity: α; None: 1/k, or 1/(k + 1) where there is no outer momentum, if the rule is early; else 1.
+        optimizer: name of the outer optimiser.
+        learning_rate: of the outer optimiser; None: αk if the rule is early, else the rule's own.
+        momentum: of the outer optimiser.
+        options: further keyword arguments of the outer optimiser.
+        restart: whether all replicas go on from z, without momentum, when the learning rate has dropped.
+        keeps_momentum: whether they keep the momentum of their own optimiser then.
+
+    Attributes:
+        early: class attribute. Replicas are corrected before they step, by the z of before (CROSSBOW); else after.
+        served_too: class attribute. Whether each learner may also exchange with z alone, at a parameter server.
+        elasticity: α.
+        outer: the optimiser of z.
+        outer_rate: its learning rate.
+
+    Raises:
+        ValueError: a value that is out of range, or with which replicas and z would run away from each other.
+    """
+
+    early: ClassVar[bool] = False
+    served_too: ClassVar[bool] = False
+    default_modulation = "none"
+    modulations = ("none",)
+    ordered = True
+    grants_on_push = False
+
+    PERIOD: ClassVar[int] = 1
+    OPTIMIZER: ClassVar[str] = "sgd"
+    LEARNING_RATE: ClassVar[float] = 1.0
+    MOMENTUM: ClassVar[float] = 0.0
+    OPTIONS: ClassVar[dict[str, Any]] = {}
+    RESTART: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        learners: int,
+        period: int | None = None,
+        elasticity: float | None = None,
+        optimizer: str | None = None,
+        learning_rate: float | None = None,
+        momentum: float | None = None,
+        options: dict[str, Any] | None = None,
+        restart: bool | None = None,
+        keeps_momentum: bool = False,
+    ) -> None:
+        super().__init__(learners)
+        self.period = self.PERIOD if period is None else period
+        self.gradients_per_update = learners
+        name = self.OPTIMIZER if optimizer is None else optimizer
+        momentum = (self.MOMENTUM if name == self.OPTIMIZER else 0.0) if momentum is None else momentum
+        given = dict(options or (self.OPTIONS if name == self.OPTIMIZER and momentum else {}))
+        self.outer = Outer(name, momentum, given)
+        self.restart = self.RESTART if restart is None else restart
+        self.keeps_momentum = keeps_momentum
+        usual = (1 / (learners if momentum else learners + 1)) if self.early else 1.0
+        self.elasticity = α = usual if elasticity is None else elasticity
+        rate = α * learners if self.early else self.LEARNING_RATE
+        self.outer_rate = rate if learning_rate is None else learning_rate
+        self._check_stable()
+
+    def _check_stable(self) -> None:
+        """Raises ValueError where the gap between z and the replicas' mean would grow (crossbow-facts, ambiguity 2)."""
+        α, k, μ = self.elasticity, self.learners, self.outer.momentum
+        if not self.early:
+            if not 0 <= α <= 1:
+                raise ValueError(f"[averaging] elasticity = {α:g}; valid: 0 to 1")
+            return
+        if α and not (α > 0 and α * (k + 1 + μ) < 2 * (1 + μ)):
+            most = 2 * (1 + μ) / (k + 1 + μ)
+            raise ValueError(
+                f"[averaging] elasticity = {α:g}, with {k} replicas and outer momentum {μ:g}; valid: 0 to less than "
+                f"2(1 + momentum) / (replicas + 1 + momentum) = {most:.4g}"
+            )
+
+    @property
+    def text(self) -> str:
+        """The rule in words, with what came of its defaults."""
+        often = f"every {self.period} mini-batches" if self.period > 1 else "every mini-batch"
+        towards = "before the step, beside the next one" if self.early else "after the step"
+        name, momentum, options = self.outer
+        more = f", momentum {momentum:g}" if momentum else ""
+        more += "".join(f", {key} = {value}" for key, value in options.items())
+        restart = "; replicas restart when the rate drops" if self.restart else ""
+        return f"{often}: α = {self.elasticity:.4g}, {towards}; outer {name}, rate {self.outer_rate:.4g}{more}{restart}"
+
+    @property
+    def expected_staleness(self) -> float:
+        return 0.0
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        return clock.timestamp > timestamp

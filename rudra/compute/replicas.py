@@ -1,0 +1,147 @@
+"""What a learner works with that averages: a replica of its own, and the weights on which all agree."""
+
+import math
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protocols import Averaging
+from rudra.compute.averaging import CHUNK, slices
+from rudra.compute.executor import FirstWeights, ReplicaExecutor
+from rudra.compute.flat import FlatModel
+from rudra.compute.optim import UpdateRule
+from rudra.compute.vectors import Buffer
+from rudra.core.events import REPLICA, WEIGHTS, Approach, Restart, Step, Stepped
+from rudra.errors import CheckpointError, ConfigError
+from rudra.job.job import Job
+from rudra.job.tables import OptimizerTable
+from topologies import Plan
+
+
+def outer_rule(job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
+    """The optimiser of the weights on which replicas agree, as `[averaging]` has it.
+
+    Raises:
+        ConfigError: it does not take its options.
+    """
+    averaging = job.make_protocol(plan)
+    assert isinstance(averaging, Averaging)
+    name, momentum, options = averaging.outer
+    try:
+        table = OptimizerTable(name=name, momentum=momentum, options=options)
+        return UpdateRule(table, weights)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(str(error).replace("[optimizer]", "[averaging] optimizer")) from None
+
+
+class AveragerExecutor(ReplicaExecutor):
+    """Steps a replica, and the weights by the mean of the differences between them and all replicas.
+
+    Differences are of parameters. In place of differences of model buffers stand those themselves (BatchNorm's
+    statistics): their mean, by samples, is the weights', and each replica keeps its own.
+    """
+
+    def own(
+        self,
+        job: Job,
+        plan: Plan,
+        role: int,
+        flat: FlatModel,
+        first_weights: FirstWeights | None = None,
+        part: slice | None = None,
+    ) -> None:
+        super().own(job, plan, role, flat, first_weights, part)
+        self._leads, self._prefix = role == plan.server, f"{REPLICA}{plan.roles[role].index}."
+        replica = self.buffer(REPLICA).vector
+        replica.copy_(self.buffer(WEIGHTS).vector)
+        self._inner = UpdateRule(job.optimizer, replica[: self.parameters], self.layout)
+
+    def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
+        return outer_rule(job, plan, weights)
+
+    def put(self, name: str, buffer: Buffer) -> None:
+        super().put(name, buffer)
+        if name == REPLICA:
+            self._inner.move(buffer.vector[: self.parameters])
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._inner.prepare()
+
+    def state_bytes(self) -> int:
+        return super().state_bytes() + self._inner.state_bytes()
+
+    def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
+        shared = super()._tensors() if self._leads else {}
+        if alone:
+            return shared
+        own = {WEIGHTS: self.buffer(REPLICA).vector, **self._inner.state()}
+        return shared | {self._prefix + name: tensor for name, tensor in own.items()}
+
+    def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Takes over the weights, and the replica if that is there; else it begins from the weights.
+
+        Raises:
+            CheckpointError: the tensors are not those of this model and these optimisers.
+        """
+        super().restore({name: tensor for name, tensor in tensors.items() if not name.startswith(REPLICA)})
+        own = {
+            name.removeprefix(self._prefix): torch.from_numpy(tensor)
+            for name, tensor in tensors.items()
+            if name.startswith(self._prefix)
+        }
+        if not own:
+            self.restart(Restart(REPLICA, WEIGHTS))
+            return
+        try:
+            self.renew(REPLICA).vector.copy_(own.pop(WEIGHTS))
+            self._inner.restore(own)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint does not fit: {error}") from None
+        self.buffer(REPLICA).version += 1
+
+    def step(self, action: Step) -> Stepped:
+        began = time.perf_counter()
+        gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
+        replica, parameters = buffer.vector, self.parameters
+        distance, early = math.nan, action.elasticity is not None
+        difference = self.renew(action.difference).vector if action.difference else None
+        if difference is not None and early:
+            distance = self._differ(action, difference)
+        self._inner.step(gradient[:parameters], action.learning_rate)
+        if self.size > parameters:
+            replica[parameters:] = gradient[parameters:]
+        if difference is not None:
+            if not early:
+                distance = self._differ(action, difference)
+            elif action.elasticity:
+                replica[:parameters].add_(difference[:parameters], alpha=action.elasticity)
+            difference[parameters:] = replica[parameters:]
+        buffer.version += 1
+        return Stepped(time.perf_counter() - began, distance)
+
+    def _differ(self, action: Step, difference: torch.Tensor) -> float:
+        """Makes the difference of the parameters; its Euclidean norm."""
+        weights, replica = self.buffer(action.weights).vector, self.buffer(action.replica).vector
+        squares = 0.0
+        for part in slices(0, self.parameters, CHUNK):
+            torch.sub(weights[part], replica[part], out=difference[part])
+            squares += float(torch.dot(difference[part], difference[part]))
+        return math.sqrt(squares)
+
+    def approach(self, action: Approach) -> None:
+        replica, weights = self.buffer(action.replica), self.buffer(action.weights).vector
+        head = slice(0, self.parameters)
+        torch.lerp(replica.vector[head], weights[head], action.elasticity, out=replica.vector[head])
+        replica.version += 1
+
+    def restart(self, action: Restart) -> None:
+        self._rule.reset()
+        if not action.keeps_momentum:
+            self._inner.reset()
+        replica = self.renew(action.replica)
+        replica.vector.copy_(self.buffer(action.weights).vector)
+        replica.version += 1

@@ -1,0 +1,245 @@
+"""Learners that average: each trains a replica of its own, and all agree on the weights now and then.
+
+Source: crossbow.txt §3.2 (Algorithm 1) and §4.2, figure 8: a learner's next mini-batch waits for the correction of its
+own replica alone, and the average of all is made meanwhile. Which rules there are: `protocols.averaging`.
+
+    COMPUTING  gradient ready   -> STEPPING, or HOLDING: the correction needs weights that are still being updated
+    HOLDING    they are updated -> STEPPING
+    STEPPING   stepped          -> COMPUTING; after a period its difference goes into an average, beside that
+                                -> REDUCING, if nothing goes on before the weights are updated by it
+    REDUCING   they are         -> COMPUTING, or after the last epoch -> STOPPED
+
+Nothing goes on where the replica is to move towards the new weights, and, under early rules too, where an epoch ends.
+There replicas restart, and whatever somebody asks for is done: a checkpoint, which is of all replicas after the same
+mini-batch, or the end. Whoever asks says so with an average; if that one is made beside computing, the next one is not.
+
+What is counted as a gradient is a replica's difference: of all its mini-batches since the last one.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from protocols import Averaging
+from rudra.core.events import (
+    DIFFERENCE,
+    GRADIENT,
+    REPLICA,
+    WEIGHTS,
+    Action,
+    Approach,
+    Computed,
+    Hash,
+    Lost,
+    Reduce,
+    Reduced,
+    Restart,
+    Save,
+    Started,
+    Step,
+    Stepped,
+    Updated,
+)
+from rudra.core.messages import Kind, Word
+from rudra.core.records import Gradient
+from rudra.core.training_state import TrainingState
+from rudra.core.work import portion
+from rudra.roles.group import ALWAYS, AVERAGING, Replica, ReplicaState
+from rudra.roles.machine import Setup, States, To, staying
+from topologies import Plan
+
+COMPUTING, STEPPING, HOLDING = ReplicaState.COMPUTING, ReplicaState.STEPPING, ReplicaState.HOLDING
+REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING
+_NOT_HERE = (ReplicaState.WAITING, ReplicaState.UPDATING)
+
+
+class Averager(Replica):
+    """One learner and its replica; arguments as for `Replica`, whose beginning, end and losses are its own, too."""
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **{key: to for key, to in Replica.TRANSITIONS.items() if key[0] not in _NOT_HERE},
+        **staying(AVERAGING, ALWAYS),
+        **{(state, Lost): To("_lose", state, REGROUPING) for state in AVERAGING},
+        **staying((COMPUTING, STEPPING, HOLDING, REDUCING), {Reduced: "_reduced"}),
+        (COMPUTING, Computed): To("_step", STEPPING, HOLDING),
+        (STEPPING, Stepped): To("_stepped", COMPUTING, REDUCING),
+        (COMPUTING, Updated): To("_updated", COMPUTING),
+        (STEPPING, Updated): To("_updated", STEPPING),
+        (HOLDING, Updated): To("_updated", STEPPING),
+        (REDUCING, Updated): To("_updated", COMPUTING, STOPPED),
+        (REGROUPING, Stepped): To("_in_vain", REGROUPING),
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        self._training_samples = setup.training_samples
+        self._restarting = False
+        super().__init__(role, setup)
+
+    def _follow(self, plan: Plan) -> None:
+        super()._follow(plan)
+        ledger, job = self.ledger, self.ledger.job
+        assert isinstance(ledger.protocol, Averaging)
+        self.rule = ledger.protocol
+        size, parts = job.training.minibatch_size, job.cluster.parts
+        self._together = sum(portion(plan, i, size, parts).count for i in plan.learners)  # samples of all at once
+        self._period = ledger.timestamp  # averages begun
+        self._samples = ledger.samples  # of all learners, in these
+        self._made: list[Gradient] = []  # by this replica's steps since the last average
+        self._under_way = self._quiet = self._quiet_next = False
+        self._waits = self._saves = self._stops = self._drops = False
+        self._distance = math.nan
+        self._held_s = 0.0
+
+    @property
+    def waiting_for(self) -> str:
+        if self.state in {REDUCING, HOLDING} and self._waits:
+            return "a checkpoint to be written" if self.cycle.is_ahead else "the statistics server to test the weights"
+        if self.state in {REDUCING, HOLDING}:
+            return "the replicas of all learners"
+        return super().waiting_for
+
+    def validate(self) -> None:
+        self.ledger.validate()
+        assert self.ledger.timestamp <= self._period <= self.ledger.timestamp + 1
+        assert len(self._made) <= self.rule.period
+
+    def _start(self, event: Started, now: float) -> list[Action]:
+        restart: list[Action] = [Restart(REPLICA, WEIGHTS)] if self._restarting else []
+        self._restarting = False
+        return [*restart, Hash(WEIGHTS)]
+
+    # Mini-batches.
+
+    def _next(self, now: float) -> list[Action]:
+        self.state, self._held_s = COMPUTING, 0.0
+        return [self.log.begin(REPLICA, GRADIENT, self._period, now)]
+
+    def _step(self, event: Computed, now: float) -> list[Action]:
+        self._ready_at = now
+        actions, fails = self.log.enter(event, self._period, now)
+        if fails:
+            return actions
+        self._made.append(self.log.describe(event, self._period))
+        if self.rule.early and self._completes_period and self._under_way:
+            self.state = HOLDING
+            return actions
+        return [self._step_replica(now), *actions]
+
+    @property
+    def _completes_period(self) -> bool:
+        return len(self._made) == self.rule.period
+
+    def _step_replica(self, now: float) -> Action:
+        self.state = STEPPING
+        self._held_s = now - self._ready_at
+        samples, of_epoch = self._samples, self._training_samples
+        progress = (samples + self._together * len(self._made)) / of_epoch
+        rate = self.ledger.schedule.rate(samples // of_epoch, progress, self._period)
+        if not self._completes_period:
+            return Step(GRADIENT, REPLICA, rate)
+        return Step(GRADIENT, REPLICA, rate, WEIGHTS, DIFFERENCE, self.rule.elasticity if self.rule.early else None)
+
+    def _stepped(self, event: Stepped, now: float) -> list[Action]:
+        self._stepped_at, self._step_s = now, event.seconds
+        if not self._completes_period:
+            return self._go_on_computing(now)
+        samples, self._samples = self._samples, self._samples + self._together * self.rule.period
+        ends_epoch = self._samples // self._training_samples > samples // self._training_samples
+        self._quiet = not self.rule.early or self._quiet_next or ends_epoch
+        self._quiet_next = False
+        reduce = Reduce(DIFFERENCE, 0, self._period, joined(self._made), True, self._word(event.distance, now))
+        self._made = []
+        self._period += 1
+        self._under_way = True
+        if self._quiet:
+            self.state = REDUCING
+            return [reduce]
+        return [reduce, *self._go_on_computing(now)]
+
+    def _word(self, distance: float, now: float) -> Word:
+        ledger, saves = self.ledger, False
+        if self._leads:
+            ahead = 1 if self._quiet else 2
+            epoch = (ledger.samples + ahead * self._together * self.rule.period) // self._training_samples
+            saves = ledger.stopped or self.cycle.wanted(ledger.timestamp + ahead, epoch, now)
+        told = (self._told_lowered, self._told_enough, ledger.stopped)
+        return Word(self._digest, *told, saves, distance)
+
+    def _go_on_computing(self, now: float) -> list[Action]:
+        waited_s = self._held_s + now - self._stepped_at
+        self.log.spend(waited_s, 0.0, 0.0, 0.0, self._step_s)
+        return self._next(now) + self.log.due(now)
+
+    # Averages.
+
+    def _reduced(self, event: Reduced, now: float) -> list[Action]:
+        ledger, words = self.ledger, event.words
+        if any(word.enough for word in words):
+            ledger.enough()
+        ledger.lower(max(word.lowered for word in words), now)
+        if fails := self._compare(event):
+            return fails
+        ledger.count(event.gradients, 1.0)
+        stops, saves = any(word.stopped for word in words), any(word.saves for word in words)
+        self._stops, self._saves = self._quiet and stops, self._quiet and saves
+        self._quiet_next = not self._quiet and (stops or saves)
+        self._distances = [word.distance for word in words]
+        return self._update(now)
+
+    def _update(self, now: float) -> list[Action]:
+        ledger = self.ledger
+        writes = self._saves and self.cycle.saving is not None
+        self._waits = self._leads and (ledger.is_ahead or self.cycle.is_ahead or writes)
+        if self._waits:
+            return []
+        epochs = ledger.epoch
+        actions = ledger.update(DIFFERENCE, now, self.rule.outer_rate)
+        self._ended_training = ledger.over or self._stops
+        self._drops = self.rule.restart and ledger.schedule.drops(epochs, ledger.epoch)
+        for gradient, distance in zip(self.plan.learners, self._distances, strict=True):
+            row = (self._period, self.plan.roles[gradient].index, 0, distance, self.rule.elasticity * distance)
+            ledger.outbox.add(Kind.AVERAGES, *row)
+        return actions
+
+    def _go_on(self, now: float) -> list[Action]:
+        return self._update(now) if self._waits else []
+
+    def _updated(self, event: Updated, now: float) -> list[Action]:
+        self._digest, self._under_way = event.digest, False
+        actions = self.ledger.note(event, now)
+        if self.state is HOLDING:
+            return [self._step_replica(now), *actions]
+        if self.state is not REDUCING:
+            return actions
+        move: list[Action] = []
+        if self._drops and not self._ended_training:
+            move.append(Restart(REPLICA, WEIGHTS, self.rule.keeps_momentum))
+            time_s = now - self.ledger.began
+            self.ledger.tell("averaging", self.ledger.timestamp, time_s, "the rate has dropped: all replicas restart")
+        elif not self.rule.early:
+            move.append(Approach(REPLICA, WEIGHTS, self.rule.elasticity))
+        if self._saves and not self.ledger.over:
+            move += self.cycle.begin(now) if self._leads else [Save(WEIGHTS, self.ledger.position(now))]
+        if not self._ended_training:
+            return [*move, *self._go_on_computing(now), *actions]
+        self.state = STOPPED
+        self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
+        account = self.log.close(now, self.ledger.timestamp) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
+        end = self.cycle.end(now) if self._leads and not self.ledger.over else []
+        return [*move, *actions, *account, *end]
+
+    def _regroup(self, position: TrainingState, now: float) -> list[Action]:
+        self._restarting = True
+        return super()._regroup(position, now)
+
+
+def joined(made: list[Gradient]) -> Gradient:
+    """What a replica's mini-batches of a period come to: counted as the last one, with the samples of all."""
+    if len(made) == 1:
+        return made[0]
+    last, samples = made[-1], sum(g.samples for g in made)
+    loss = sum(g.loss * g.samples for g in made) / samples
+    errors = sum(g.errors for g in made)
+    first = last.first + last.samples - samples
+    timestamp, stream = last.timestamp, last.stream
+    return Gradient(-1, last.learner, samples, last.step, first, timestamp, -1, 1.0, loss, errors, stream)

@@ -1,0 +1,139 @@
+"""Averages of replicas on real ranks: the bits of virtual time, and what is left when ranks die or all are stopped."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import user_code
+from processes import finish, ranks_of, replays, start, wait_for_updates
+
+import rudra
+from rudra.bench.ranks import on_ranks
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+CASES: dict[str, dict[str, Any]] = {
+    "sma": {"protocol": {"name": "sma"}, "optimizer": {"momentum": 0.9, "milestones": [1]}},
+    "sma, period 2": {"protocol": {"name": "sma"}, "averaging": {"period": 2}},
+    "easgd, by messages": {"protocol": {"name": "easgd"}, "cluster": {"node_memory": False}},
+    "average, shares": {"protocol": {"name": "average"}, "averaging": {"period": 3}, "cluster": {"shares": True}},
+    "diloco": {
+        "protocol": {"name": "diloco"},
+        "averaging": {"period": 4},
+        "optimizer": {"name": "adamw", "learning_rate": 0.005},
+    },
+}
+
+
+def make_job(learners: int, **tables: dict[str, Any]) -> rudra.Job:
+    cluster = {"learners": learners, "threads_per_rank": 1, **tables.pop("cluster", {})}
+    if cluster.get("shares"):
+        cluster["shares"] = range(2, learners + 2)
+    return rudra.Job(
+        model={"name": user_code.everything},
+        data={"name": user_code.delayed},
+        training={"epochs": 2, "minibatch_size": 4, "seed": learners},
+        optimizer={"learning_rate": 0.02, **tables.pop("optimizer", {})},
+        topology={"name": "replicas"},
+        cluster=cluster,
+        **tables,
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Gives the result file of a case; all jobs of so many learners run on the same ranks, one after the other."""
+
+    @cache
+    def runs(learners: int) -> Path:
+        directory = tmp_path_factory.mktemp("averages")
+        jobs = {str(directory / f"{case}.h5"): make_job(learners, **CASES[case]) for case in CASES}
+        on_ranks(user_code.train_all, learners - 1, jobs=jobs)  # and one less, for there is no server
+        return directory
+
+    return lambda case, learners: runs(learners) / f"{case}.h5"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("learners", [3, 5])
+def test_ranks_and_virtual_time_and_the_replay_have_the_same_bits(
+    recorded: Callable[[str, int], Path], tmp_path: Path, case: str, learners: int
+) -> None:
+    path = recorded(case, learners)
+    slow = {"latency_jitter_s": 0.5, "slowdown": {1: 3.0}}
+    job = make_job(learners, **CASES[case]).with_(simulation=slow)
+    with (
+        rudra.open_results(path) as measured,
+        rudra.simulate(job, output=tmp_path / "simulated.h5", progress="quiet") as simulated,
+    ):
+        assert measured.status == "finished"
+        assert measured.state["weights_sha256"] == simulated.state["weights_sha256"] != ""
+        assert np.array_equal(measured.averages, simulated.averages)
+        assert np.array_equal(measured.gradients, simulated.gradients)
+        assert len(measured.averages) == len(measured.updates) * learners == len(measured.gradients)
+        assert (measured.averages["distance"][-learners:] > 0).all()
+    assert rudra.replay(path, quiet=True).identical
+
+
+def job_file(directory: Path, protocol: str, more: str = "") -> Path:
+    path = directory / "job.toml"
+    path.write_text(
+        '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
+        "[training]\nepochs = 5\nminibatch_size = 2\nseed = 7\n"
+        "[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\nmilestones = [2]\n"
+        f'[protocol]\nname = "{protocol}"\n[topology]\nname = "replicas"\n'
+        f"[cluster]\nlearners = 4\nthreads_per_rank = 1\n[results]\nflush_s = 0.1\nreport_s = 0.0\n{more}"
+    )
+    return path
+
+
+@pytest.mark.parametrize("protocol", ["sma", "average"])
+def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(tmp_path: Path, protocol: str) -> None:
+    """A checkpoint has all replicas, of the same mini-batch, also where averages are made beside computing."""
+    job, output = job_file(tmp_path, protocol, 'checkpoint_every = "7 updates"\n'), tmp_path / "out.h5"
+    for number, update in ((signal.SIGKILL, 20), (signal.SIGTERM, 60)):
+        process = start("run", job, "--output", output, "--resume")
+        wait_for_updates(process, output, update)
+        process.send_signal(number)
+        code, _, err = finish(process)
+        assert code == (-9 if number == signal.SIGKILL else 3), err
+    code, _, err = finish(start("run", job, "--output", output, "--resume"))
+    assert code == 0, err
+    code, _, err = finish(start("resume", output, "--set", "training.epochs=6"))
+    assert code == 0, err
+    longer = rudra.Job.load(job, ["training.epochs=6"])
+    with (
+        rudra.simulate(longer, output=tmp_path / "whole.h5", progress="quiet") as whole,
+        rudra.open_results(output) as results,
+    ):
+        assert results.state["weights_sha256"] == whole.state["weights_sha256"] != ""
+        assert np.array_equal(results.averages, whole.averages)
+        kinds = results.events["kind"].tolist()
+        assert kinds.count(b"restart") == 3
+        assert kinds.count(b"averaging") == (protocol == "sma")
+    assert replays(output)
+
+
+@pytest.mark.parametrize("protocol", ["sma", "average"])
+def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, protocol: str) -> None:
+    job, output = job_file(tmp_path, protocol), tmp_path / "out.h5"
+    process = start("run", job, "--output", output)
+    wait_for_updates(process, output, 20)
+    os.kill(ranks_of(process)[4], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "learner 3 (rank 4) died; 3 learners are left, who go on from update " in err
+    with rudra.open_results(output) as results:
+        (lost,) = results.events[results.events["kind"] == b"lost"]
+        after = results.averages[results.averages["timestamp"] > lost["timestamp"] + 1]
+        assert set(after["learner"]) == {0, 1, 2}
+        first = results.averages[results.averages["timestamp"] == lost["timestamp"] + 1]
+        assert (first["distance"] == 0).all() == (protocol == "sma")  # an early difference is of before the step
+        assert np.isfinite(results.summary()["final_test_error"])
+        assert results.summary()["pushed"] == results.summary()["applied"]
+    assert replays(output)

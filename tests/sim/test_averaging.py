@@ -1,0 +1,310 @@
+"""Averages of replicas against plain torch, against each other, and against hardsync."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clusters import Saved, Trained, job, timing, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import rudra
+from rudra.compute import models
+from rudra.compute.flat import FlatModel
+from rudra.core.events import REPLICA
+from rudra.data.load import load
+from rudra.data.sampling import Sampler
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+
+MU = 8
+DELAYS = {"jitter": 0.9, "latency_jitter_s": 0.05, "slowdown": {0: 3.0}}
+
+
+def softmax_regression() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def averaged(name: str, k: int, averages: int, model: Any = softmax_regression, epochs: int = 1, **tables: Any) -> Job:
+    """A job of so many averages."""
+    averaging = tables.pop("averaging", {})
+    run = Job(
+        model={"name": model},
+        training={"minibatch_size": MU, "seed": 3, "evaluate": False, "epochs": epochs, **tables.pop("training", {})},
+        optimizer={"learning_rate": 0.02, **tables.pop("optimizer", {})},
+        protocol={"name": name},
+        averaging=averaging,
+        topology={"name": "replicas"},
+        cluster={"learners": k, "threads_per_rank": 1},
+        simulation={**DELAYS, **tables.pop("simulation", {})},
+        **tables,
+    )
+    samples = averages // epochs * k * MU * run.make_protocol().period
+    assert samples <= 1437
+    return run.with_(data={"train_limit": samples})
+
+
+def replica(trained: Trained, learner: int) -> torch.Tensor:
+    return trained.executors[trained.plan.learners[learner]].buffer(REPLICA).vector
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    weights = torch.empty((model := FlatModel(module)).size)
+    model.read_into(weights)
+    return weights
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def reference(run: Job, averages: int, inner: Make, outer: Make, alpha: float | None) -> Iterator[list[torch.Tensor]]:
+    """Plain torch: z and all replicas after each average; alpha: replicas are corrected early, else they become z."""
+    split, _, info, _ = load(run.data, test=False)
+    assert split is not None
+    k, period = run.learners, run.make_protocol().period
+    z, *replicas = [models.build(run.model, info, run.training.seed) for _ in range(k + 1)]
+    steppers, outer_stepper = [inner(each.parameters()) for each in replicas], outer(z.parameters())
+    samplers = [Sampler(run.training.seed, j, run.data.train_limit or 0) for j in range(k)]
+    for step in range(averages * period):
+        last = step % period == period - 1
+        given_up = [torch.zeros_like(p) for p in z.parameters()]  # by all replicas
+        for each, stepper, sampler in zip(replicas, steppers, samplers, strict=True):
+            inputs, labels = split.batch(sampler.indices(step * MU, MU))
+            stepper.zero_grad()
+            functional.cross_entropy(each(inputs), labels).backward()
+            before = [(w - p).detach() for w, p in zip(each.parameters(), z.parameters(), strict=True)]
+            stepper.step()
+            after = [(w - p).detach() for w, p in zip(each.parameters(), z.parameters(), strict=True)]
+            for w, total, apart in zip(
+                each.parameters(), given_up, before if alpha is not None else after, strict=True
+            ):
+                total += apart
+                w.data -= apart * (alpha or 0.0) if last else 0.0
+        if not last:
+            continue
+        for p, total in zip(z.parameters(), given_up, strict=True):
+            p.grad = -total / k
+        outer_stepper.step()
+        for each in replicas if alpha is None else []:
+            each.load_state_dict(z.state_dict())
+        yield [flat(z), *map(flat, replicas)]
+
+
+def sgd(rate: float, momentum: float = 0.0, *, nesterov: bool = False) -> Make:
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=nesterov)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sma_is_its_algorithm(period: int, momentum: float) -> None:
+    """Every step of z and of all replicas, up to the rounding of float32."""
+    k = 3
+    for averages in (1, 2, 7, 25):
+        run = averaged(
+            "sma", k, averages, averaging={"period": period, "momentum": momentum}, optimizer={"momentum": 0.5}
+        )
+        alpha = 1 / k if momentum else 1 / (k + 1)
+        *_, expected = reference(run, averages, sgd(0.02, 0.5), sgd(alpha * k, momentum), alpha)
+        trained = train(run)
+        found = [trained.weights, *(replica(trained, learner) for learner in range(k))]
+        assert max((a - b).abs().max() for a, b in zip(expected, found, strict=True)) <= 1e-6
+        assert len(trained.rows["averages"]) == averages * k
+
+
+@pytest.mark.parametrize("name", ["average", "diloco"])
+def test_averages_after_the_step_are_those_of_plain_torch(name: str) -> None:
+    """DiLoCo with AdamW inside: the pseudo-gradient points from z to the replicas, not away from them."""
+    outer = {"average": sgd(1.0), "diloco": sgd(0.7, 0.9, nesterov=True)}[name]
+    run = averaged(
+        name, 3, 8, averaging={"period": 5}, optimizer={"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1}
+    )
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+
+    *_, expected = reference(run, 8, adamw, outer, None)
+    trained = train(run)
+    assert (trained.weights - expected[0]).abs().max() <= 1e-6
+    assert all(torch.equal(replica(trained, learner), trained.weights) for learner in range(3))
+    losses = trained.rows["minibatches"]["loss"]
+    assert losses[-9:].mean() < losses[:9].mean()
+
+
+@pytest.mark.parametrize(("model", "averages", "most"), [(softmax_regression, 100, 1e-5), ("lenet", 20, 1e-4)])
+def test_averaging_after_each_step_is_hardsync_with_momentum(model: Any, averages: int, most: float) -> None:
+    epochs = 4 if averages == 100 else 1
+    run = averaged("average", 3, averages, model, epochs, averaging={"momentum": 0.9})
+    hardsync = run.with_(
+        protocol={"name": "hardsync", "modulation": "none"},
+        averaging={"momentum": None},
+        topology={"name": "groups"},
+        optimizer={"momentum": 0.9},
+    )
+    ours, other = train(run), train(hardsync)
+    assert ours.rows.totals["timestamp"] == other.rows.totals["timestamp"] == averages
+    assert (ours.weights - other.weights).abs().max() <= most
+
+
+def test_without_elasticity_replicas_are_independent() -> None:
+    """Bit for bit what each learner comes to with any others, averaged as often as may be."""
+    often = averaged("easgd", 2, 30, averaging={"elasticity": 0.0})
+    limit = {"train_limit": often.data.train_limit}
+    seldom = averaged("sma", 2, 10, averaging={"elasticity": 0.0, "period": 3}).with_(data=limit)
+    more = averaged("easgd", 5, 12, averaging={"elasticity": 0.0}).with_(data=limit)
+    runs = [train(run.with_(training={"epochs": n})) for run, n in ((often, 2), (seldom, 2), (more, 5))]
+    for other in runs[1:]:
+        assert torch.equal(runs[0].weights, other.weights)  # which never move
+        for learner in range(2):
+            assert torch.equal(replica(runs[0], learner), replica(other, learner))
+    assert not torch.equal(replica(runs[0], 0), replica(runs[0], 1))
+
+
+def test_easgd_is_sma_without_momentum() -> None:
+    ours = train(averaged("easgd", 4, 20))
+    other = train(averaged("sma", 4, 20, averaging={"momentum": 0.0, "restart": False}))
+    assert torch.equal(ours.weights, other.weights)
+    assert all(torch.equal(replica(ours, learner), replica(other, learner)) for learner in range(4))
+
+
+RULES = [
+    ("average", {}),
+    ("average", {"period": 3}),
+    ("diloco", {"period": 4}),
+    ("easgd", {}),
+    ("sma", {}),
+    ("sma", {"period": 2}),
+]
+
+
+def interleaved(seed: int) -> dict[str, Any]:
+    return {"jitter": 0.9, "latency_jitter_s": 0.2, "slowdown": {seed % 3: 1.0 + seed % 7}, "compute_s": 0.05}
+
+
+@pytest.fixture(scope="module", params=RULES, ids=str)
+def calm(request: pytest.FixtureRequest) -> tuple[Job, Trained]:
+    name, averaging = request.param
+    run = averaged(name, 3, 8, averaging=averaging, epochs=2, optimizer={"momentum": 0.9})
+    run = run.with_(simulation={"jitter": 0.0, "latency_jitter_s": 0.0, "slowdown": {}})
+    return run, train(run)
+
+
+def test_interleavings_change_no_bit(calm: tuple[Job, Trained]) -> None:
+    run, undisturbed = calm
+
+    @settings(max_examples=12, deadline=None)
+    @given(seed=st.integers(0, 10**6))
+    def check(seed: int) -> None:
+        # What is drawn at random is so by the seed of the training; slow learners and latencies are as good.
+        other = train(run.with_(simulation=interleaved(seed)))
+        assert torch.equal(other.weights, undisturbed.weights)
+        assert np.array_equal(other.rows["gradients"], undisturbed.rows["gradients"])
+        for learner in range(3):
+            assert torch.equal(replica(other, learner), replica(undisturbed, learner))
+
+    check()
+
+
+def test_resumed_runs_have_the_bits_of_one_that_went_on(calm: tuple[Job, Trained]) -> None:
+    """From every checkpoint, which has all replicas."""
+    run, undisturbed = calm
+    saving = train(run.with_(results={"checkpoint_every": "1 update"}))
+    assert torch.equal(saving.weights, undisturbed.weights)
+    assert len(saving.saved) > 1
+    for saved in saving.saved:
+        resumed = train(run, resumed=saved)
+        assert torch.equal(resumed.weights, undisturbed.weights)
+        for learner in range(3):
+            assert torch.equal(replica(resumed, learner), replica(undisturbed, learner))
+
+
+def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, Trained]) -> None:
+    run, undisturbed = calm
+    for share in (0.1, 0.3, 0.5):
+        stopped = train(run, stop_at=share * undisturbed.rows.time_s)
+        assert stopped.rows.totals["timestamp"] < undisturbed.rows.totals["timestamp"] or share == 0.5
+        if not stopped.saved:  # it was at its end when all had heard of it
+            assert torch.equal(stopped.weights, undisturbed.weights)
+            continue
+        resumed = train(run, resumed=stopped.saved[-1])
+        assert torch.equal(resumed.weights, undisturbed.weights)
+
+
+def test_replicas_restart_where_the_rate_drops() -> None:
+    """As if a run began there, with other weights and the lower rate."""
+    run = averaged("sma", 3, 12, epochs=3, optimizer={"momentum": 0.9, "milestones": [1]})
+    trained = train(run)
+    events = trained.rows["events"]
+    assert [int(t) for t in events["timestamp"][events["kind"] == b"averaging"]] == [4]
+    first = train(run.with_(results={"checkpoint_every": "1 epoch"})).saved[0]
+    alone = Saved(first.position, {k: v for k, v in first.tensors.items() if k == "weights"})
+    assert torch.equal(train(run, resumed=alone).weights, trained.weights)
+    kept = train(run.with_(averaging={"keeps_momentum": True}))
+    never = train(run.with_(averaging={"restart": False}))
+    assert not torch.equal(kept.weights, trained.weights)
+    assert not torch.equal(never.weights, kept.weights)
+    assert "events" not in never.rows.tables
+
+
+def test_averages_are_made_beside_the_next_minibatch_where_the_rule_allows_it() -> None:
+    slow = {"bandwidth_bytes_per_s": 1e6, "latency_jitter_s": 0.0, "jitter": 0.0, "slowdown": {}, "compute_s": 1.0}
+    times = {
+        name: timing(averaged(name, 4, 10, simulation=slow), 320).totals["time_s"] for name in ("easgd", "average")
+    }
+    exposed_s = 2 * 3 / 4 * 350_000 / 1e6
+    assert times["average"] == pytest.approx(10 * (1 + exposed_s), rel=0.1)
+    assert times["easgd"] == pytest.approx(10 + exposed_s, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["average", "sma"])
+def test_when_a_learner_dies_the_others_go_on_from_the_weights(name: str) -> None:
+    faults = [{"dies_at_s": 0.4, "learner": 2}]
+    run = averaged(name, 4, 10, epochs=2, simulation={"faults": faults, "compute_s": 0.1, "jitter": 0.3})
+    trained = train(run)
+    rows = trained.rows
+    lost = rows["events"]["text"][rows["events"]["kind"] == b"lost"]
+    assert len(lost) == 1
+    assert len(trained.plan.learners) == 4
+    assert rows.totals["samples"] >= 2 * (run.data.train_limit or 0)
+    last = rows["gradients"][rows["gradients"]["update"] == rows["gradients"]["update"].max()]
+    assert sorted(last["learner"]) == [0, 1, 3]
+    assert torch.isfinite(trained.weights).all()
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"averaging": {"elasticity": 0.9}}, r"elasticity = 0.9, with 4 replicas .* valid: 0 to less than .* 0.6441"),
+        ({"topology": {"name": "base"}}, "protocol sma averages replicas of the learners; valid: replicas"),
+        ({"protocol": {"name": "hardsync"}}, "learners average replicas there; valid protocols: average, diloco"),
+        ({"averaging": {"optimizer": "sdg"}}, "unknown 'sdg'|did you mean"),
+        ({"simulation": {"batching": "big-batch"}}, "learners that share one vector of weights, which replicas do not"),
+        ({"protocol": {"modulation": "sqrt"}}, "modulation 'sqrt' does not fit sma; valid: none"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(tables: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as raised:
+        averaged("sma", 4, 4).with_(**tables)
+    assert "\n" not in str(raised.value)
+
+
+def test_averaging_is_refused_with_other_protocols() -> None:
+    with pytest.raises(ConfigError, match=r"\[averaging\] is for average, diloco, easgd, sma"):
+        Job(averaging={"period": 2}, cluster={"learners": 2})
+
+
+def test_an_outer_optimiser_is_refused_with_options_that_it_does_not_take() -> None:
+    run = averaged("average", 2, 4, averaging={"optimizer": "adam", "options": {"nesterov": True}})
+    with pytest.raises(ConfigError, match=r"\[averaging\] optimizer unknown option 'nesterov' of adam"):
+        train(run)
+
+
+def test_a_simulation_replays_identical(tmp_path: Any) -> None:
+    run = job("sma", 3, topology={"name": "replicas"}, data={"train_limit": 120}, optimizer={"momentum": 0.9})
+    results = rudra.simulate(run, output=tmp_path / "sma.h5")
+    assert results.averages["learner"].tolist()[:3] == [0, 1, 2]
+    replayed = rudra.replay(tmp_path / "sma.h5")
+    assert replayed.identical, str(replayed)
