@@ -112,6 +112,7 @@ class Results:
         try:
             with self._reading():
                 self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in self._file.attrs.items()}
+                missing = [name for name in OBJECTS if name not in self._file]
             version = self.attributes.get("format_version")
             if version is None:
                 raise ResultsError(f"{path}: not a result file of Rudra")
@@ -119,7 +120,7 @@ class Results:
                 known = f"{READABLE[0]} to {READABLE[-1]}"
                 raise ResultsError(f"{path}: has format version {version}; this Rudra reads {known}")
             absent = validation.lacking(version)
-            if missing := [name for name in OBJECTS if name not in self._file and name not in absent]:
+            if missing := [name for name in missing if name not in absent]:
                 raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
             self.attributes = validation.attributes(self.attributes, path)
             self._job = validation.job(self.attributes.get("job", "{}"), path)
