@@ -38,6 +38,7 @@ class Averaging(Protocol):
         options: further keyword arguments of the outer optimiser.
         restart: whether all replicas go on from z, without momentum, when the learning rate has dropped.
         keeps_momentum: whether they keep the momentum of their own optimiser then.
+        served: whether each learner exchanges with z alone, at a parameter server, in whatever order they come.
 
     Attributes:
         early: class attribute. Replicas are corrected before they step, by the z of before (CROSSBOW); else after.
@@ -54,7 +55,6 @@ class Averaging(Protocol):
     served_too: ClassVar[bool] = False
     default_modulation = "none"
     modulations = ("none",)
-    ordered = True
     grants_on_push = False
 
     PERIOD: ClassVar[int] = 1
@@ -75,10 +75,12 @@ class Averaging(Protocol):
         options: dict[str, Any] | None = None,
         restart: bool | None = None,
         keeps_momentum: bool = False,
+        served: bool = False,
     ) -> None:
         super().__init__(learners)
         self.period = self.PERIOD if period is None else period
-        self.gradients_per_update = learners
+        self.served = served
+        self.gradients_per_update = 1 if served else learners
         name = self.OPTIMIZER if optimizer is None else optimizer
         momentum = (self.MOMENTUM if name == self.OPTIMIZER else 0.0) if momentum is None else momentum
         given = dict(options or (self.OPTIONS if name == self.OPTIMIZER and momentum else {}))
@@ -87,9 +89,11 @@ class Averaging(Protocol):
         self.keeps_momentum = keeps_momentum
         usual = (1 / (learners if momentum else learners + 1)) if self.early else 1.0
         self.elasticity = α = usual if elasticity is None else elasticity
-        rate = α * learners if self.early else self.LEARNING_RATE
+        rate = α * self.gradients_per_update if self.early else self.LEARNING_RATE
         self.outer_rate = rate if learning_rate is None else learning_rate
         self._check_stable()
+        if served:
+            self._check_served(plain=learning_rate is None and self.outer == Outer("sgd", 0.0, {}))
 
     def _check_stable(self) -> None:
         """Raises ValueError where the gap between z and the replicas' mean would grow (crossbow-facts, ambiguity 2)."""
@@ -105,11 +109,29 @@ class Averaging(Protocol):
                 f"2(1 + momentum) / (replicas + 1 + momentum) = {most:.4g}"
             )
 
+    def _check_served(self, *, plain: bool) -> None:
+        """Raises ValueError for what needs all replicas at once."""
+        where = "[topology] options.server = true lets each replica exchange with the weights alone"
+        if not self.served_too:
+            raise ValueError(f"{where}; valid with protocol easgd")
+        if not plain or self.restart:
+            raise ValueError(f"{where}, by its elasticity; valid: no other outer optimiser, rate, momentum or restart")
+
+    @property
+    def answered_elasticity(self) -> float:
+        """α towards weights that have been moved by α towards the replica already, which comes to the same."""
+        return self.elasticity / (1 - self.elasticity)
+
+    @property
+    def waits(self) -> bool:
+        return not self.served
+
     @property
     def text(self) -> str:
         """The rule in words, with what came of its defaults."""
         often = f"every {self.period} mini-batches" if self.period > 1 else "every mini-batch"
-        towards = "before the step, beside the next one" if self.early else "after the step"
+        beside = "each learner with the server alone" if self.served else "beside the next one"
+        towards = f"before the step, {beside}" if self.early else "after the step"
         name, momentum, options = self.outer
         more = f", momentum {momentum:g}" if momentum else ""
         more += "".join(f", {key} = {value}" for key, value in options.items())
@@ -118,7 +140,7 @@ class Averaging(Protocol):
 
     @property
     def expected_staleness(self) -> float:
-        return 0.0
+        return super().expected_staleness if self.served else 0.0
 
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
-        return clock.timestamp > timestamp
+        return self.served or clock.timestamp > timestamp

@@ -38,6 +38,8 @@ class Protocol:
         learners: λ, the number of learners.
         gradients_per_update: c, the number of gradients that make an update; at least 1.
         n: splitting parameter, by which modulation `n` divides the learning rate; λ unless a subclass sets it.
+        outer_rate: rate at which the weights are updated by the mean of replicas' differences; None: gradients make
+            updates, at the rate of the schedule.
         period: mini-batches of a learner that make one of its gradients; more than 1 only under `Averaging`.
         modulation: how the learning rate depends on staleness and learners; set when the job makes the protocol.
         ordered: class attribute. True: the server takes one gradient of each learner for an update, and adds them in
@@ -57,6 +59,7 @@ class Protocol:
     modulations: ClassVar[tuple[str, ...]] = tuple(MODULATIONS)
     modulation: Modulation
     period: int = 1
+    outer_rate: float | None = None
 
     def __init__(self, learners: int) -> None:
         self.learners = learners

@@ -91,10 +91,11 @@ GROUPED = KINDS[LEARNER]._replace(machine="rudra.roles.group:GroupLearner", push
 REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXECUTORS}:ReplicaExecutor", updates=True)
 """What `LEARNER` is in plans that overlap, with compute groups, and without a parameter server."""
 
-AVERAGER = REPLICA._replace(
-    machine="rudra.roles.averaging:Averager", executor="rudra.compute.replicas:AveragerExecutor"
-)
-"""What `LEARNER` is where learners average replicas of their own."""
+_REPLICAS = "rudra.compute.replicas"
+AVERAGER = REPLICA._replace(machine="rudra.roles.averaging:Averager", executor=f"{_REPLICAS}:AveragerExecutor")
+ELASTIC = GROUPED._replace(machine="rudra.roles.elastic:ElasticLearner", executor=f"{_REPLICAS}:ElasticExecutor")
+CENTRAL = KINDS[PARAMETER_SERVER]._replace(executor=f"{_REPLICAS}:CentralExecutor")
+"""What `LEARNER` is where learners average replicas of their own, without a server and with one, and what that is."""
 
 SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", pushes_at_once=False)
 FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
@@ -314,12 +315,16 @@ class Plan:
         kind = self.roles[role].kind
         if kind == LEARNER:
             return self._learner_kind
-        return FIRST_SHARD if self.parted and kind == PARAMETER_SERVER else self.roles[role].about
+        if kind == PARAMETER_SERVER:
+            return FIRST_SHARD if self.parted else CENTRAL if self.averaging else self.roles[role].about
+        return self.roles[role].about
 
     @cached_property
     def _learner_kind(self) -> RoleKind:
         if not self.served:
             return AVERAGER if self.averaging else REPLICA
+        if self.averaging:
+            return ELASTIC
         if self.parted:
             return SHARDED
         return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]

@@ -11,6 +11,7 @@ from rudra.compute.executor import Executor, FirstWeights, LearnerExecutor, Owne
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.parts import cut
+from rudra.compute.replicas import ElasticExecutor
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.phases import parts
@@ -90,6 +91,8 @@ def make_executors(
             work = portions[0][role].work(0)
             source = GradientSource(job, plan.roles[role].index, work, flat, data.training, prefetch=prefetch)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
+        if isinstance(executor, ElasticExecutor) and not kind.updates:
+            executor.train_alone(job)
         if isinstance(executor, StatisticsExecutor):
             executor.test(job, flat, data.tests)
         if kind.tests:

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
-from rudra.compute.executor import FirstWeights, ReplicaExecutor
+from rudra.compute.executor import FirstWeights, LearnerExecutor, OwnerExecutor, ServerExecutor
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer
-from rudra.core.events import REPLICA, WEIGHTS, Approach, Restart, Step, Stepped
+from rudra.core.events import DIFFERENCE, REPLICA, WEIGHTS, Approach, Restart, Step, Stepped, Update, Updated
 from rudra.errors import CheckpointError, ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
@@ -37,12 +38,66 @@ def outer_rule(job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         raise ConfigError(str(error).replace("[optimizer]", "[averaging] optimizer")) from None
 
 
-class AveragerExecutor(ReplicaExecutor):
-    """Steps a replica, and the weights by the mean of the differences between them and all replicas.
+class ElasticExecutor(LearnerExecutor):
+    """Steps a replica, which is corrected by weights that have come from elsewhere.
 
-    Differences are of parameters. In place of differences of model buffers stand those themselves (BatchNorm's
-    statistics): their mean, by samples, is the weights', and each replica keeps its own.
+    Differences are of parameters. In place of differences of model buffers stand those of the replica itself
+    (BatchNorm's statistics): their mean, by samples, is the weights', and each replica keeps its own.
     """
+
+    def train_alone(self, job: Job) -> None:
+        """Has a replica of its own, and the job's optimiser for it."""
+        replica = self.buffer(REPLICA).vector
+        self._inner = UpdateRule(job.optimizer, replica[: self.parameters], self.layout)
+
+    def put(self, name: str, buffer: Buffer) -> None:
+        super().put(name, buffer)
+        if name == REPLICA:
+            self._inner.move(buffer.vector[: self.parameters])
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._inner.prepare()
+
+    def step(self, action: Step) -> Stepped:
+        began = time.perf_counter()
+        gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
+        replica, parameters = buffer.vector, self.parameters
+        distance, early = math.nan, action.elasticity is not None
+        difference = self.renew(action.difference).vector if action.difference else None
+        if difference is not None and early:
+            distance = self._differ(action, difference)
+        self._inner.step(gradient[:parameters], action.learning_rate)
+        if self.size > parameters:
+            replica[parameters:] = gradient[parameters:]
+        if difference is not None:
+            if not early:
+                distance = self._differ(action, difference)
+            elif action.elasticity:
+                replica[:parameters].add_(difference[:parameters], alpha=action.elasticity)
+            difference[parameters:] = replica[parameters:]
+        buffer.version += 1
+        return Stepped(time.perf_counter() - began, distance)
+
+    def _differ(self, action: Step, difference: torch.Tensor) -> float:
+        """Makes the difference of the parameters; its Euclidean norm."""
+        weights, replica = self.buffer(action.weights).vector, self.buffer(action.replica).vector
+        squares = 0.0
+        for part in slices(0, self.parameters, CHUNK):
+            torch.sub(weights[part], replica[part], out=difference[part])
+            squares += float(torch.dot(difference[part], difference[part]))
+        return math.sqrt(squares)
+
+    def restart(self, action: Restart) -> None:
+        if not action.keeps_momentum:
+            self._inner.reset()
+        replica = self.renew(action.replica)
+        replica.vector.copy_(self.buffer(action.weights).vector)
+        replica.version += 1
+
+
+class AveragerExecutor(ElasticExecutor, OwnerExecutor):
+    """Steps a replica, and the weights by the mean of the differences between them and all replicas."""
 
     def own(
         self,
@@ -55,21 +110,11 @@ class AveragerExecutor(ReplicaExecutor):
     ) -> None:
         super().own(job, plan, role, flat, first_weights, part)
         self._leads, self._prefix = role == plan.server, f"{REPLICA}{plan.roles[role].index}."
-        replica = self.buffer(REPLICA).vector
-        replica.copy_(self.buffer(WEIGHTS).vector)
-        self._inner = UpdateRule(job.optimizer, replica[: self.parameters], self.layout)
+        self.train_alone(job)
+        self.buffer(REPLICA).vector.copy_(self.buffer(WEIGHTS).vector)
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         return outer_rule(job, plan, weights)
-
-    def put(self, name: str, buffer: Buffer) -> None:
-        super().put(name, buffer)
-        if name == REPLICA:
-            self._inner.move(buffer.vector[: self.parameters])
-
-    def prepare(self) -> None:
-        super().prepare()
-        self._inner.prepare()
 
     def state_bytes(self) -> int:
         return super().state_bytes() + self._inner.state_bytes()
@@ -103,35 +148,6 @@ class AveragerExecutor(ReplicaExecutor):
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
         self.buffer(REPLICA).version += 1
 
-    def step(self, action: Step) -> Stepped:
-        began = time.perf_counter()
-        gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
-        replica, parameters = buffer.vector, self.parameters
-        distance, early = math.nan, action.elasticity is not None
-        difference = self.renew(action.difference).vector if action.difference else None
-        if difference is not None and early:
-            distance = self._differ(action, difference)
-        self._inner.step(gradient[:parameters], action.learning_rate)
-        if self.size > parameters:
-            replica[parameters:] = gradient[parameters:]
-        if difference is not None:
-            if not early:
-                distance = self._differ(action, difference)
-            elif action.elasticity:
-                replica[:parameters].add_(difference[:parameters], alpha=action.elasticity)
-            difference[parameters:] = replica[parameters:]
-        buffer.version += 1
-        return Stepped(time.perf_counter() - began, distance)
-
-    def _differ(self, action: Step, difference: torch.Tensor) -> float:
-        """Makes the difference of the parameters; its Euclidean norm."""
-        weights, replica = self.buffer(action.weights).vector, self.buffer(action.replica).vector
-        squares = 0.0
-        for part in slices(0, self.parameters, CHUNK):
-            torch.sub(weights[part], replica[part], out=difference[part])
-            squares += float(torch.dot(difference[part], difference[part]))
-        return math.sqrt(squares)
-
     def approach(self, action: Approach) -> None:
         replica, weights = self.buffer(action.replica), self.buffer(action.weights).vector
         head = slice(0, self.parameters)
@@ -140,8 +156,19 @@ class AveragerExecutor(ReplicaExecutor):
 
     def restart(self, action: Restart) -> None:
         self._rule.reset()
-        if not action.keeps_momentum:
-            self._inner.reset()
-        replica = self.renew(action.replica)
-        replica.vector.copy_(self.buffer(action.weights).vector)
-        replica.version += 1
+        super().restart(action)
+
+
+class CentralExecutor(ServerExecutor):
+    """Has weights with which replicas exchange one by one: what comes for a gradient is a replica."""
+
+    def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
+        return outer_rule(job, plan, weights)
+
+    def update(self, action: Update) -> Updated:
+        replica, weights = self.buffer(action.gradient).vector, self.buffer(action.weights).vector
+        difference, parameters = self.renew(DIFFERENCE).vector, self.parameters
+        torch.sub(weights[:parameters], replica[:parameters], out=difference[:parameters])
+        torch.lerp(weights[parameters:], replica[parameters:], action.learning_rate, out=difference[parameters:])
+        self._give_back(action.gradient)
+        return super().update(structs.replace(action, gradient=DIFFERENCE))

@@ -376,6 +376,13 @@ class Job(Table):
 
     def _check_averaging(self, plan: topologies.Plan) -> None:
         """Raises ValueError for what has no sense where learners average replicas."""
+        if plan.served and self.optimizer.plateau is not None:
+            raise ValueError(
+                "[optimizer] schedule = 'plateau': learners that exchange with a server alone do not hear of tests; "
+                "valid there: other schedules"
+            )
+        if plan.served and self.cluster.gradient_format != "float32":
+            raise ValueError("[cluster] gradient_format = 'float16' is for gradients, not replicas; valid: float32")
         if self.changes:
             raise ValueError("[[changes]]: replicas that are averaged cannot begin anew; valid: no changes")
         if self.simulation.batching == "big-batch":
@@ -458,7 +465,9 @@ class Job(Table):
             modulation=table.modulation,
             reference_batch_size=table.reference_batch_size,
             scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,
-            options=table.options | self.averaging.given,
+            options=table.options
+            | self.averaging.given
+            | ({"served": plan.averaging and plan.served} if averages else {}),
         )
 
     def gradients_per_update(self, plan: topologies.Plan) -> int:

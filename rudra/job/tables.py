@@ -425,7 +425,7 @@ class TopologyTable(Table):
     options: dict[str, Any] = Field(
         {},
         description="sharded: shards; adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, "
-        "reduction, server; replicas: reduction; or those of your own topology",
+        "reduction, server; replicas: reduction, server; or those of your own topology",
     )
 
 

@@ -158,6 +158,8 @@ def _way_of_gradients(plan: Plan) -> str:
         return "gradients go up:"
     if plan.parted:
         return f"each of {len(plan.owners)} servers takes a part of every gradient, and gives a part of the weights:"
+    if plan.averaging and plan.served:
+        return "every learner trains a replica of its own; replicas go up one by one, and weights come back:"
     if not plan.groups:
         return "gradients go up, and weights come down:"
     if plan.averaging:
@@ -311,6 +313,8 @@ def message(plan: Plan, per_update: int) -> str:
         return f"a message carries the mean over a group's {_either(map(len, plan.groups))} gradients"
     if plan.parted:
         return f"of a gradient, each of {len(plan.owners)} servers gets its part"
+    if plan.averaging:
+        return "a message carries a replica"
     relays = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER and role.parent == plan.server]
     if not relays:
         return "a message carries 1 gradient"

@@ -147,7 +147,9 @@ class Averager(Replica):
         ends_epoch = self._samples // self._training_samples > samples // self._training_samples
         self._quiet = not self.rule.early or self._quiet_next or ends_epoch
         self._quiet_next = False
-        reduce = Reduce(DIFFERENCE, 0, self._period, joined(self._made), True, self._word(event.distance, now))
+        reduce = Reduce(
+            DIFFERENCE, 0, self._period, joined(self._made, self._period), True, self._word(event.distance, now)
+        )
         self._made = []
         self._period += 1
         self._under_way = True
@@ -193,7 +195,7 @@ class Averager(Replica):
         if self._waits:
             return []
         epochs = ledger.epoch
-        actions = ledger.update(DIFFERENCE, now, self.rule.outer_rate)
+        actions = ledger.update(DIFFERENCE, now)
         self._ended_training = ledger.over or self._stops
         self._drops = self.rule.restart and ledger.schedule.drops(epochs, ledger.epoch)
         for gradient, distance in zip(self.plan.learners, self._distances, strict=True):
@@ -233,13 +235,16 @@ class Averager(Replica):
         return super()._regroup(position, now)
 
 
-def joined(made: list[Gradient]) -> Gradient:
-    """What a replica's mini-batches of a period come to: counted as the last one, with the samples of all."""
-    if len(made) == 1:
-        return made[0]
+def joined(made: list[Gradient], timestamp: int) -> Gradient:
+    """What a replica's mini-batches of a period come to: counted as the last one, with the samples of all.
+
+    Args:
+        made: one for each mini-batch.
+        timestamp: of the weights that the replica was corrected by last.
+    """
     last, samples = made[-1], sum(g.samples for g in made)
     loss = sum(g.loss * g.samples for g in made) / samples
     errors = sum(g.errors for g in made)
     first = last.first + last.samples - samples
-    timestamp, stream = last.timestamp, last.stream
+    stream = last.stream
     return Gradient(-1, last.learner, samples, last.step, first, timestamp, -1, 1.0, loss, errors, stream)

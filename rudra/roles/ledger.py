@@ -233,13 +233,10 @@ class Ledger:
         """Whether the next update would end an epoch."""
         return self.samples + self._pending_samples >= (self.epoch + 1) * self._training_samples
 
-    def update(self, gradient: str, now: float, outer_rate: float | None = None) -> list[Action]:
+    def update(self, gradient: str, now: float) -> list[Action]:
         """Updates the weights by an average of all that was counted.
 
-        Args:
-            gradient: buffer that holds it.
-            now: seconds on the driver's clock.
-            outer_rate: the rate, where learners have stepped replicas at that of the schedule.
+        Where learners have stepped replicas, that was at the rate of the schedule, and the weights have another one.
         """
         gradients, samples, staleness = self._pending, self._pending_samples, self._pending_staleness
         count = len(gradients)
@@ -250,8 +247,9 @@ class Ledger:
         )
         self.timestamp += 1
         time_s = now - self.began
-        applied_rate = rate if outer_rate is None else outer_rate
-        update = Update(gradient, WEIGHTS, applied_rate, self.timestamp, self.epoch + 1, samples, time_s)
+        own_rate = self.protocol.outer_rate
+        about = (self.timestamp, self.epoch + 1, samples, time_s)
+        update = Update(gradient, WEIGHTS, rate if own_rate is None else own_rate, *about)
         actions: list[Action] = [update]
         self.samples += samples
         self.applied += count

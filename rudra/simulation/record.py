@@ -35,6 +35,7 @@ class RecordedRun:
     Attributes:
         plan: that a replay follows.
         losses: events of roles that died, which are named as in that plan.
+        restarts: how many gradients had been applied when the run went on from a checkpoint.
     """
 
     def __init__(self, results: Results) -> None:
@@ -53,6 +54,7 @@ class RecordedRun:
         events = results.events
         self.changes = events[events["kind"] == b"change"]
         self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
+        self.restarts = frozenset(events["gradients"][np.isin(events["kind"], [b"restart", b"branch"])].tolist())
         self.note = ""
         # The parts of weights at several servers are, together, what one server would have.
         self.plan, there = results.plan().unparted()

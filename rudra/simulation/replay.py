@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec import structs
 from tqdm import tqdm
 
 from rudra.compute import models
@@ -23,15 +24,18 @@ from rudra.compute.making import make_executors
 from rudra.compute.schedule import phases_of
 from rudra.core.events import (
     GRADIENT,
+    REPLICA,
     WEIGHTS,
     Action,
     Compute,
+    Computed,
     Copy,
     Event,
     Lost,
     Receive,
     Received,
     Reduce,
+    Restart,
     Send,
     Started,
 )
@@ -53,8 +57,10 @@ from rudra.results.recorder import arithmetic
 from rudra.results.resume import DECISIVE, decisive
 from rudra.results.warm_start import final_weights
 from rudra.roles import Machine
+from rudra.roles.averaging import joined
+from rudra.roles.elastic import Steps
 from rudra.roles.ledger import Owner
-from rudra.roles.machine import States, short_digest
+from rudra.roles.machine import Setup, States, short_digest
 from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
@@ -245,6 +251,12 @@ class _Replay:
         owner = machines[plan.server]
         assert isinstance(owner, Owner)
         self._ledger = owner.ledger
+        self._exchanged: set[int] = set()  # learners whose replica is not what the weights are
+        self._restarts = record.restarts  # places of rows before which all replicas are
+        first = phases[0]
+        setup = Setup(first.job, plan, training_samples, first.schedule)
+        self._replicas = Steps(setup) if plan.averaging and plan.served else None
+        self._period = 1 if self._replicas is None else self._replicas.rule.period
 
     def _make(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """A role that begins at a position: learners that have a server compute what the record says from there on."""
@@ -285,6 +297,8 @@ class _Replay:
 
     def _apply(self, place: int) -> int:
         """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""
+        if place in self._restarts:
+            self._exchanged.clear()
         members = self._together(self._rows[place])
         rows = self._rows[place : place + len(members)]
         computed = [self._compute_row(row, role) for row, role in zip(rows, members, strict=False)]
@@ -299,7 +313,8 @@ class _Replay:
         message = Message(Kind.GRADIENT, sender, int(rows[0]["timestamp"]), -1, None, tuple(computed))
         before = self._ledger.timestamp
         simulation = self._simulation
-        simulation.network.send(simulation.actors[sender], Send(parent, message, GRADIENT), simulation.now)
+        buffer = GRADIENT if self._replicas is None else REPLICA
+        simulation.network.send(simulation.actors[sender], Send(parent, message, buffer), simulation.now)
         simulation.queue.run()
         if self._ledger.timestamp > before:
             self._keep()
@@ -331,26 +346,48 @@ class _Replay:
             differs(update, f"{who}: update", row["update"], update)
         if self._role.get(learner) != role:
             differs(update, "gradient of learner", learner, self._simulation.plan.roles[role].index)
-        if step != self._steps[role]:
-            differs(update, f"gradient of learner {learner}, step", step, self._steps[role])
-        work = self._works[role]
-        for name, value in (("stream", work.stream), ("first", work.first), ("samples", work.count)):
+        works = [self._works[role].after(i) for i in range(self._period)]
+        if step != self._steps[role] + self._period - 1:
+            differs(update, f"gradient of learner {learner}, step", step, self._steps[role] + self._period - 1)
+        work, samples = works[-1], sum(work.count for work in works)
+        first = work.first + work.count - samples
+        for name, value in (("stream", work.stream), ("first", first), ("samples", samples)):
             if row[name] != value:
                 differs(update, f"{who}: {name}", row[name], value)
         if timestamp not in self._kept:
             raise Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
-        self._steps[role] += 1
-        self._works[role] = work.after(1)
         tensors, server = self._tensors, self._simulation.plan.server
         tensors.transfer(server, _version(timestamp), role, WEIGHTS)
-        computed = tensors.compute(role, Compute(step, work, WEIGHTS, GRADIENT))
+        made = [
+            self._compute(role, Compute(self._steps[role] + i, each, WEIGHTS, GRADIENT), timestamp, i + 1)
+            for i, each in enumerate(works)
+        ]
+        self._steps[role] += self._period
+        self._works[role] = work.after(1)
+        self._exchanged.add(role)
         tensors.posted(role, WEIGHTS)
         self._needed[timestamp] -= 1
         if not self._needed[timestamp]:
             self._kept.discard(timestamp)
             tensors.posted(server, _version(timestamp))
-        samples, loss, errors = computed.samples, computed.loss, computed.errors
-        return Gradient(-1, learner, samples, step, work.first, timestamp, -1, 1.0, loss, errors, work.stream)
+        rows = [
+            Gradient(-1, learner, c.samples, c.step, w.first, timestamp, -1, 1.0, c.loss, c.errors, w.stream)
+            for c, w in zip(made, works, strict=True)
+        ]
+        return joined(rows, timestamp)
+
+    def _compute(self, role: int, action: Compute, timestamp: int, number: int) -> Computed:
+        """Computes a gradient, and has a replica that a learner may have make its step."""
+        tensors, replicas = self._tensors, self._replicas
+        if replicas is None:
+            return tensors.compute(role, action)
+        begins = number == 1
+        if begins and role not in self._exchanged:
+            tensors.perform(role, Restart(REPLICA, WEIGHTS), 0.0)
+        computed = tensors.compute(role, structs.replace(action, weights=REPLICA))
+        corrects = begins and role in self._exchanged
+        tensors.perform(role, replicas.step(timestamp, number, corrects=corrects), 0.0)
+        return computed
 
     def _keep(self) -> None:
         """Keeps the weights of this moment, if the record still needs them."""

@@ -137,3 +137,22 @@ def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, 
         assert np.isfinite(results.summary()["final_test_error"])
         assert results.summary()["pushed"] == results.summary()["applied"]
     assert replays(output)
+
+
+def test_replicas_that_exchange_with_a_server_are_repeated_also_without_one_of_them(tmp_path: Path) -> None:
+    job, output = job_file(tmp_path, "easgd"), tmp_path / "out.h5"
+    served = ["--set", "topology.options.server=true", "--set", "averaging.period=2"]
+    process = start("run", job, "--output", output, *served)
+    wait_for_updates(process, output, 20)
+    os.kill(ranks_of(process)[4], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "learner 2 (rank 4) died; 3 learners are left" in err
+    with rudra.open_results(output) as results:
+        (lost,) = results.events[results.events["kind"] == b"lost"]
+        after = results.gradients[results.gradients["update"] > lost["timestamp"] + 1]
+        assert set(after["learner"]) == {0, 1, 3}
+        assert set(results.averages["learner"]) == {0, 1, 2, 3}
+        assert (results.averages["distance"] > 0).all()
+        assert np.isfinite(results.summary()["final_test_error"])
+    assert replays(output)

@@ -308,3 +308,72 @@ def test_a_simulation_replays_identical(tmp_path: Any) -> None:
     assert results.averages["learner"].tolist()[:3] == [0, 1, 2]
     replayed = rudra.replay(tmp_path / "sma.h5")
     assert replayed.identical, str(replayed)
+
+
+# Each learner with a server alone.
+
+ALONE = {"name": "replicas", "options": {"server": True}}
+
+
+def exchanging(k: int, period: int, updates: int, epochs: int = 1, **tables: Any) -> Job:
+    run = averaged("easgd", k, updates // k, averaging={"period": period}, epochs=epochs, **tables)
+    return run.with_(topology=ALONE)
+
+
+def test_a_replica_and_a_server_come_to_what_both_are_in_one_place() -> None:
+    """Of one learner: what the server is told is what an average finds a mini-batch later; the first finds nothing."""
+    momentum = {"momentum": 0.5}
+    together, alone = (
+        train(run).rows["averages"]["distance"]
+        for run in (averaged("easgd", 1, 30, optimizer=momentum), exchanging(1, 1, 30, optimizer=momentum))
+    )
+    assert together[0] == 0
+    assert alone[:29] == pytest.approx(together[1:30], rel=1e-4)
+
+
+@pytest.mark.parametrize(("k", "period"), [(1, 1), (3, 1), (3, 2), (4, 3)])
+def test_exchanges_in_any_order_are_repeated(tmp_path: Any, k: int, period: int) -> None:
+    for seed in range(3):
+        slow = {"slowdown": {seed % k: 3.0}, "jitter": 0.9, "latency_jitter_s": 0.1, "compute_s": 0.05}
+        run = exchanging(k, period, 12, epochs=2, simulation=slow, optimizer={"momentum": 0.9, "milestones": [1]})
+        path = tmp_path / f"{seed}.h5"
+        # A callable cannot be read from a file.
+        named = run.with_(model={"name": "mlp"}, training={"seed": seed})
+        rudra.simulate(named, output=path, progress="quiet").close()
+        assert rudra.replay(path, quiet=True).identical
+
+
+def test_exchanges_are_counted_and_end() -> None:
+    for stop_at in (None, 0.9):
+        run = exchanging(4, 2, 24, epochs=2, simulation={"compute_s": 0.1, "jitter": 0.9})
+        trained = train(run, stop_at=stop_at)
+        totals = trained.rows.totals
+        assert totals["pushed"] == totals["applied"] + totals["discarded"]
+        assert totals["timestamp"] == totals["applied"]
+        assert set(trained.rows["gradients"]["samples"]) == {2 * MU}
+        assert trained.rows.learners is not None
+        assert trained.rows.learners["samples"].sum() == 2 * MU * totals["pushed"]
+
+
+def test_when_a_learner_of_a_server_dies_the_others_go_on() -> None:
+    faults = [{"dies_at_s": 0.55, "learner": 2}]
+    run = exchanging(4, 2, 24, epochs=2, simulation={"faults": faults, "compute_s": 0.1, "jitter": 0.3})
+    rows = train(run).rows
+    (lost,) = rows["events"][rows["events"]["kind"] == b"lost"]
+    after = rows["gradients"][rows["gradients"]["update"] > lost["timestamp"] + 1]
+    assert set(after["learner"]) == {0, 1, 3}
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"protocol": {"name": "sma"}}, "lets each replica exchange with the weights alone; valid with protocol easgd"),
+        ({"averaging": {"momentum": 0.5}}, "by its elasticity; valid: no other outer optimiser, rate, momentum"),
+        ({"averaging": {"restart": True}}, "by its elasticity; valid: no other outer optimiser, rate, momentum"),
+        ({"optimizer": {"schedule": "plateau"}, "training": {"evaluate": True}}, "do not hear of tests"),
+        ({"cluster": {"gradient_format": "float16"}}, "is for gradients, not replicas"),
+    ],
+)
+def test_what_makes_no_sense_with_a_server_is_refused(tables: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        exchanging(2, 1, 4).with_(**tables)

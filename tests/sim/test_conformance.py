@@ -46,10 +46,11 @@ TOPOLOGIES: list[dict[str, Any]] = [
     {"name": "adv", "options": {"fan_out": [1, 2]}},
     {"name": "adv*", "options": {"fan_out": [2, 3], "weight_fan_out": 1}},
     {"name": "groups", "options": {"groups": 3}},
+    {"name": "replicas", "options": {"server": True}},
     {"name": Racks},
 ]
 ASYNC, DILOCO = {"name": "async"}, {"name": "diloco"}  # whose first average ends the training here
-SUITS = {"replicas": {"name": "average"}}
+SUITS = {"replicas": {"name": "easgd"}}
 """A protocol that a topology takes, if not `ASYNC`."""
 
 NOISY = {
@@ -142,6 +143,8 @@ def refused(rule: dict[str, Any], topology: dict[str, Any], tree: bool) -> str:
     """Why a protocol cannot work on a topology; empty if it can."""
     if averages(rule) != (topology["name"] == "replicas"):
         return "averages replicas of the learners" if averages(rule) else "learners average replicas there"
+    if averages(rule) and "options" in topology and rule["name"] != "easgd":
+        return "lets each replica exchange with the weights alone; valid with protocol easgd"
     waits = rule["name"] in {"hardsync", Bounded}
     if topology["name"] == "groups" and "options" not in topology:
         if rule.get("n", 1) > 1:

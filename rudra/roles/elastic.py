@@ -1,0 +1,162 @@
+"""A learner that exchanges its replica with a server alone: elastic averaging, asynchronously.
+
+Source: Zhang et al. 2015, Algorithm 1. Every period the replica goes to the server, of before the mini-batch that is
+computed meanwhile, and the weights come back. The server has moved them by α towards the replica then, so the replica
+goes α/(1 - α) of what is left.
+
+    COMPUTING  gradient ready               -> STEPPING, or EXCHANGING: the exchange is not over
+    EXCHANGING the weights are here         -> STEPPING
+    STEPPING   stepped, and corrected       -> COMPUTING
+    any        stop                         -> STOPPED    as soon as no transfer is under way
+"""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any, ClassVar
+
+from protocols import Averaging
+from rudra.core.events import (
+    DIFFERENCE,
+    GRADIENT,
+    REPLICA,
+    WEIGHTS,
+    Action,
+    Computed,
+    Received,
+    Restart,
+    Send,
+    Sent,
+    Step,
+    Stepped,
+)
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.roles.averaging import joined
+from rudra.roles.learner import DROPPED, Learner, LearnerState
+from rudra.roles.machine import Setup, States, To, staying
+
+COMPUTING, EXCHANGING, STEPPING = LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STEPPING
+STOPPED = LearnerState.STOPPED
+
+
+class Steps:
+    """The steps of replicas that are corrected by a server alone.
+
+    Args:
+        setup: what a role is made from.
+
+    Attributes:
+        rule: by which they are.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        rule = setup.job.make_protocol(setup.plan)
+        assert isinstance(rule, Averaging)
+        self.rule, self._samples = rule, setup.job.training.minibatch_size
+        self._schedule, self._training_samples = setup.schedule, setup.training_samples
+
+    def step(self, timestamp: int, made: int, *, corrects: bool) -> Step:
+        """A step.
+
+        Args:
+            timestamp: of the weights that the replica was corrected by last, or is with this step.
+            made: mini-batches since then, with this one.
+            corrects: it is corrected now.
+        """
+        before = timestamp * self.rule.period * self._samples  # as if every update had been as large
+        epoch, progress = before // self._training_samples, (before + made * self._samples) / self._training_samples
+        rate = self._schedule.rate(epoch, progress, timestamp)
+        if not corrects:
+            return Step(GRADIENT, REPLICA, rate)
+        return Step(GRADIENT, REPLICA, rate, WEIGHTS, DIFFERENCE, self.rule.answered_elasticity)
+
+
+class ElasticLearner(Learner):
+    """One learner and its replica; arguments as for `Learner`."""
+
+    __slots__ = ("_exchanging", "_made", "_moved", "_period", "_step_began_at", "_steps")
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **Learner.TRANSITIONS,
+        (COMPUTING, Computed): To("_push", EXCHANGING, STEPPING, STOPPED),
+        **staying([COMPUTING], {Sent: "_delivered", Kind.TIMESTAMP: "_answered", Kind.WEIGHTS: "_pulled"}),
+        (EXCHANGING, Sent): To("_delivered", EXCHANGING, STEPPING, STOPPED),
+        (EXCHANGING, Kind.TIMESTAMP): To("_answered", EXCHANGING),
+        (EXCHANGING, Kind.WEIGHTS): To("_pulled", EXCHANGING, STEPPING, STOPPED),
+        (STEPPING, Stepped): To("_stepped", COMPUTING, STOPPED),
+        (STEPPING, Kind.STOP): To("_stop_soon", STEPPING),
+        (STEPPING, Kind.DONE): To("_finish", LearnerState.DONE),
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._steps = Steps(setup)
+        self._period = self._steps.rule.period
+        self._made: list[Gradient] = []  # by steps since the last exchange
+        self._exchanging = self._moved = False
+
+    def _first_weights(self, event: Received, now: float) -> list[Action]:
+        return [Restart(REPLICA, WEIGHTS), *super()._first_weights(event, now)]
+
+    def _next(self, now: float) -> list[Action]:
+        self.state = COMPUTING
+        compute = self.log.begin(REPLICA, GRADIENT, self.timestamp, now)
+        if len(self._made) < self._period:
+            return [compute]
+        gradient, self._made = joined(self._made, self.timestamp), []
+        self.pushed += 1
+        self._pushed_at, self._delivered_at, self._answered_at = now, None, None
+        self._exchanging, self._moved = True, True
+        message = Message(Kind.GRADIENT, self.id, self.timestamp, self.timestamp, None, (gradient,))
+        return [Send(self.server, message, REPLICA), compute]
+
+    def _push(self, event: Computed, now: float) -> list[Action]:
+        self._computed_at = now
+        actions, fails = self.log.enter(event, self.timestamp, now)
+        if fails:
+            return actions
+        if self._stopping:
+            self.state = EXCHANGING
+            return [*actions, *self._advance(now)]
+        self._made.append(self.log.describe(event, self.timestamp))
+        if self._exchanging:
+            self.state = EXCHANGING
+            return actions
+        return [self._step(now), *actions]
+
+    def _step(self, now: float) -> Action:
+        self.state, self._step_began_at = STEPPING, now
+        moved, self._moved = self._moved, False
+        return self._steps.step(self.timestamp, len(self._made), corrects=moved)
+
+    def _stepped(self, event: Stepped, now: float) -> list[Action]:
+        if isfinite(event.distance):
+            distance = event.distance / (1 - self._steps.rule.elasticity)  # before the weights had moved
+            about = (self.timestamp, self.log.learner, 0)
+            self.log.diary.add(Kind.AVERAGES, *about, distance, self._steps.rule.elasticity * distance)
+        self.log.spend(0.0, 0.0, self._step_began_at - self._computed_at, 0.0, now - self._step_began_at)
+        due = self.log.due(now)
+        return due + (self._leave(now) if self._stopping else self._next(now))
+
+    def _advance(self, now: float) -> list[Action]:
+        """Goes on when the exchange is over."""
+        under_way = self._delivered_at is None or self._expects_weights
+        if self._exchanging and (under_way or (self._answered_at is None and not self._stopping)):
+            return []
+        self._exchanging = False
+        if self.state is not EXCHANGING:
+            return []
+        return self._leave(now) if self._stopping else [self._step(now)]
+
+    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+        self._stopping = True
+        if event.message.value == DROPPED and self.state is EXCHANGING:
+            return self._leave(now)
+        return self._advance(now)
+
+    def _leave(self, now: float) -> list[Action]:
+        if self.state is EXCHANGING:  # with a gradient that makes no step
+            self.log.report_unused()
+        for _ in self._made:  # nobody will hear of these
+            self.log.take_back()
+        return super()._leave(now)
