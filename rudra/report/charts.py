@@ -18,6 +18,7 @@ from rudra.report.analysis import (
     time_unit,
 )
 from rudra.report.curves import curves
+from rudra.report.distances import distances
 from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import (
     AfterLayout,
@@ -51,6 +52,7 @@ def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> li
     made = [
         *curves(study, lines, log=log),
         *_staleness(lines),
+        *distances(lines),
         *_tradeoff(study, everything),
         *_speed_up(study),
         *_roles(study),

@@ -16,7 +16,7 @@ from rudra.errors import ConfigError, ResultsError
 from rudra.files import SWEEP_INDEX
 from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.report.topology import Cast, of_results
-from rudra.results.reader import open_results
+from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
 
 _MOST_BLOCKS = 2000
@@ -46,6 +46,8 @@ class Run:
         metrics: what else the tests measured: name -> values.
         rate: the learning rate over epochs.
         staleness: over updates.
+        distance: of replicas from the weights, over updates; None: learners have none.
+        bytes_per_sample: that a learner sends of replicas; 0: it has none.
         update_s: time in the optimiser's steps.
         evaluation_s: time in tests.
         cast: who was who, where the file says so.
@@ -69,6 +71,8 @@ class Run:
     metrics: Mapping[str, Numbers] = field(default_factory=dict)
     rate: Course = field(default_factory=lambda: Course(np.zeros(0), np.zeros(0), np.zeros(0)))
     staleness: Blocks | None = None
+    distance: Blocks | None = None
+    bytes_per_sample: float = 0.0
     update_s: float = 0.0
     evaluation_s: float = 0.0
     cast: Cast | None = None
@@ -315,10 +319,23 @@ def read(path: Path) -> Run:
             {name: where(learned, found) for name, found in metrics.items()},
             Course(np.zeros(0), np.zeros(0), np.zeros(0)) if timing_only else rate_of(results),
             blocks_of(updates["timestamp"], updates["mean_staleness"], _MOST_BLOCKS),
+            *_replicas(results),
             float(updates["update_s"].sum()),
             float(ran[np.isfinite(ran)].sum()),
             of_results(results),
         )
+
+
+def _replicas(results: Results) -> tuple[Blocks | None, float]:
+    """How far replicas are from the weights, and the bytes that a learner sends of them for a sample."""
+    rows, gradients = results.averages, results.gradients
+    rows = rows[np.isfinite(rows["distance"])]
+    if not len(rows) or not len(gradients):
+        return None, 0.0
+    rows = rows[np.argsort(rows["timestamp"], kind="stable")]
+    size = results.layout[-1].offset + results.layout[-1].size
+    sent = 4.0 * size / float(gradients["samples"].mean())
+    return blocks_of(rows["timestamp"], rows["distance"], _MOST_BLOCKS), sent
 
 
 def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:

@@ -555,3 +555,20 @@ def test_the_line_of_theory_is_that_of_the_gradients_under_way(tmp_path: Path, l
     assert [line.get_ydata()[0] for line in over_updates.lines if line.get_linestyle() == "--"] == [mean]
     marks = {line.get_linestyle(): line.get_xdata()[0] for line in histogram.lines if len(line.get_xdata()) == 2}
     assert marks == {"--": mean, ":": 2 * n}
+
+
+def test_how_far_replicas_are_is_drawn_where_there_are_any(tmp_path: Path) -> None:
+    cluster = {"learners": 2, "threads_per_rank": 1}
+    tables = {"model": {"name": "mlp"}, "data": {"train_limit": 64}, "training": {"epochs": 2}, "cluster": cluster}
+    for name, topology in (("easgd", "replicas"), ("async", "base")):
+        job = rudra.Job(protocol={"name": name}, topology={"name": topology}, **tables)
+        rudra.simulate(job, output=tmp_path / f"{name}.h5", progress="quiet").close()
+    runs = [read(tmp_path / f"{name}.h5") for name in ("easgd", "async")]
+    drawn = {figure.name: figure for figure in figures(Study("x", tuple(runs)), runs)}
+    figure = drawn["distance-over-updates"]
+    assert figure.left_out == {"no replicas": [runs[1].label]}
+    with rudra.open_results(tmp_path / "easgd.h5") as results:
+        assert len(figure.table.rows) == len(results.updates)
+        size = results.layout[-1].offset + results.layout[-1].size
+    assert f"{4 * size / 16:,.0f}" in figure.caption
+    assert "distance-over-updates" not in {figure.name for figure in figures(Study("x", tuple(runs[1:])), runs[1:])}
