@@ -332,10 +332,11 @@ def _replicas(results: Results) -> tuple[Blocks | None, float]:
     rows = rows[np.isfinite(rows["distance"])]
     if not len(rows) or not len(gradients):
         return None, 0.0
-    rows = rows[np.argsort(rows["timestamp"], kind="stable")]
+    timestamps, places, counts = np.unique(rows["timestamp"], return_inverse=True, return_counts=True)
+    means = np.bincount(places, rows["distance"]) / counts  # over learners
     size = results.layout[-1].offset + results.layout[-1].size
     sent = 4.0 * size / float(gradients["samples"].mean())
-    return blocks_of(rows["timestamp"], rows["distance"], _MOST_BLOCKS), sent
+    return blocks_of(timestamps, means, _MOST_BLOCKS), sent
 
 
 def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
