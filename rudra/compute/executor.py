@@ -512,7 +512,7 @@ class OwnerExecutor(Executor):
         else:
             sampled = buffer.sampled(sample(action.timestamp, self._of, self._part.start))
         if self.hooks is not None:
-            self.hooks.updated(action, lambda: buffer.array)
+            self.hooks.updated(action, lambda: buffer.array, self._replica())
         return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
 
     def _update_in_slices(self, action: Update, before: torch.Tensor, weights: torch.Tensor) -> None:
@@ -537,6 +537,10 @@ class OwnerExecutor(Executor):
 
     def moves(self, name: str) -> bool:
         return name == WEIGHTS
+
+    def _replica(self) -> Callable[[], npt.NDArray[np.float32]] | None:
+        """Gives the floats of a replica beside the weights, where there is one."""
+        return None
 
     def _is_read(self) -> bool:
         """Others read the weights that are about to change."""

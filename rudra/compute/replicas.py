@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -153,6 +153,9 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         head = slice(0, self.parameters)
         torch.lerp(replica.vector[head], weights[head], action.elasticity, out=replica.vector[head])
         replica.version += 1
+
+    def _replica(self) -> Callable[[], npt.NDArray[np.float32]]:
+        return lambda: self.buffer(REPLICA).array
 
     def restart(self, action: Restart) -> None:
         self._rule.reset()

@@ -99,12 +99,13 @@ class Moment:
 
 
 class Called(NamedTuple):
-    """One hook: what errors call it, and when what is called."""
+    """One hook: what errors call it, when what is called, and whether the job names the role whose moments count."""
 
     name: str
     at: At
     every: int
     function: Callable[[Moment], object]
+    named: bool = False
 
 
 class RoleHooks:
@@ -129,12 +130,12 @@ class RoleHooks:
         self._last: dict[str, Any] = {}  # what is known of the run so far, for its end
         self._source: ReadFloats | None = None  # of the weights that the role holds at the end
 
-    def updated(self, action: Update, source: ReadFloats) -> None:
-        """The role, which owns weights, has updated them."""
+    def updated(self, action: Update, source: ReadFloats, replica: ReadFloats | None = None) -> None:
+        """The role, which owns weights, has updated them; who names it may want its replica, if it has one."""
         self._last, self._source = {"timestamp": action.timestamp, "time_s": action.time_s}, source
         more = {"epoch": action.epoch, "samples": action.samples, "learning_rate": action.learning_rate}
         about = self._last | more | self._minibatch
-        self._call("update", action.timestamp, f"update {action.timestamp}", source, about)
+        self._call("update", action.timestamp, f"update {action.timestamp}", source, about, replica)
 
     def computed(self, action: Compute, found: Computed, source: ReadFloats) -> None:
         """The role, a learner, has computed a gradient."""
@@ -171,12 +172,21 @@ class RoleHooks:
         floats = None if buffer is None else weights(self._id, buffer)
         return None if floats is None else lambda: floats
 
-    def _call(self, at: At, number: int, which: str, source: ReadFloats | None, about: Mapping[str, Any]) -> None:
+    def _call(
+        self,
+        at: At,
+        number: int,
+        which: str,
+        source: ReadFloats | None,
+        about: Mapping[str, Any],
+        replica: ReadFloats | None = None,
+    ) -> None:
         for hook in self._hooks:
             if hook.at != at or number % hook.every:
                 continue
             role = self._role
-            moment = Moment(at, role.name, role.world_rank, self._job, **about, _layout=self._layout, _source=source)
+            floats = source if replica is None or not hook.named else replica
+            moment = Moment(at, role.name, role.world_rank, self._job, **about, _layout=self._layout, _source=floats)
             try:
                 hook.function(moment)
             except Interrupted:
@@ -233,7 +243,7 @@ def _called(place: int, hook: Hook) -> Called:
         except TypeError as error:
             text = misfit(error, signature, hook.options, first=1)
             raise ConfigError(f"{where}: {name} is called as hook(moment, **options): {text}") from None
-    return Called(name, hook.at, hook.every, partial(found, **hook.options))
+    return Called(name, hook.at, hook.every, partial(found, **hook.options), hook.role is not None)
 
 
 def _plain(row: np.void) -> dict[str, Any]:

@@ -377,3 +377,21 @@ def test_when_a_learner_of_a_server_dies_the_others_go_on() -> None:
 def test_what_makes_no_sense_with_a_server_is_refused(tables: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         exchanging(2, 1, 4).with_(**tables)
+
+
+def test_hooks_see_the_weights_or_the_replica_of_a_learner_that_they_name() -> None:
+    seen: dict[str | None, list[np.ndarray[Any, Any]]] = {}
+
+    def keep(moment: rudra.Moment, who: str | None) -> None:
+        seen.setdefault(who, []).append(np.concatenate([value.ravel() for value in moment.weights().values()]))
+
+    whose = (None, "learner 0", "learner 2")
+    hooks = [{"at": "update", "call": keep, "role": who, "options": {"who": who}} for who in whose]
+    run = averaged("average", 3, 4).with_(averaging={"elasticity": 0.5}).with_(hooks=hooks)
+    trained = train(run)
+    assert [len(found) for found in seen.values()] == [4, 4, 4]
+    assert np.array_equal(seen[None][-1], trained.weights.numpy())
+    # Before the last move, by half of the way.
+    for learner in (0, 2):
+        halfway = (seen[f"learner {learner}"][-1] + seen[None][-1]) / 2
+        assert halfway == pytest.approx(replica(trained, learner).numpy(), abs=1e-6)
