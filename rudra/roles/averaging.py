@@ -16,7 +16,6 @@ mini-batch, or the end. Whoever asks says so with an average; if that one is mad
 What is counted as a gradient is a replica's difference: of all its mini-batches since the last one.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -87,7 +86,7 @@ class Averager(Replica):
         self._made: list[Gradient] = []  # by this replica's steps since the last average
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
-        self._distance = math.nan
+        self._distances: list[float] = []  # of all replicas, in the average that is ready
         self._held_s = 0.0
 
     @property
@@ -198,9 +197,9 @@ class Averager(Replica):
         actions = ledger.update(DIFFERENCE, now)
         self._ended_training = ledger.over or self._stops
         self._drops = self.rule.restart and ledger.schedule.drops(epochs, ledger.epoch)
-        for gradient, distance in zip(self.plan.learners, self._distances, strict=True):
-            row = (self._period, self.plan.roles[gradient].index, 0, distance, self.rule.elasticity * distance)
-            ledger.outbox.add(Kind.AVERAGES, *row)
+        for role, distance in zip(self.plan.learners, self._distances, strict=True):
+            about = (ledger.timestamp, self.plan.roles[role].index, 0)
+            ledger.outbox.add(Kind.AVERAGES, *about, distance, self.rule.elasticity * distance)
         return actions
 
     def _go_on(self, now: float) -> list[Action]:
