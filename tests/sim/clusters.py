@@ -248,14 +248,14 @@ def train(
                 executor.restore(resumed.tensors)
     rows, tensors = Rows(), kind(executors)
     positions: list[TrainingState] = []
-    kept: list[list[dict[str, npt.NDArray[np.float32]]]] = []
+    kept: list[dict[int, dict[str, npt.NDArray[np.float32]]]] = []  # by role, of each checkpoint
     begun: list[int] = [0] * len(plan.roles)
 
     def save(role: int, action: Save) -> None:
         executor = executors[role]
         assert isinstance(executor, OwnerExecutor)
-        kept.extend([] for _ in range(begun[role] + 1 - len(kept)))
-        kept[begun[role]].append({name: copy.copy() for name, copy in executor.state(alone=action.alone).items()})
+        kept.extend({} for _ in range(begun[role] + 1 - len(kept)))
+        kept[begun[role]][role] = {name: copy.copy() for name, copy in executor.state(alone=action.alone).items()}
         begun[role] += 1
         if action.alone:
             begun[:] = [len(kept)] * len(begun)
@@ -277,5 +277,6 @@ def train(
         simulation.stop_at(stop_at)
     rows.time_s = simulation.run()
     rows.code = simulation.code
-    saved = [Saved(position, joined(parts)) for position, parts in zip(positions, kept, strict=True)]
+    states = ([by_role[role] for role in sorted(by_role)] for by_role in kept)
+    saved = [Saved(position, joined(parts)) for position, parts in zip(positions, states, strict=True)]
     return Trained(job_, rows, executors, plan, tensors, saved)

@@ -43,7 +43,10 @@ def run(*arguments: str, cwd: Path, anew: bool = False, **env: str) -> subproces
         ("validate digits --set epochs=3", r"rudra: --set epochs=3: must read table.key=value"),
         ("validate digits --set protocol.n=9", r"rudra: .*\[protocol\] n = 9, with 4 learners; valid: 1 to 4"),
         ("validate digits --learners 0", r"rudra: .*\[cluster\] learners .* not 0"),
-        ("validate digits --set protocol.name=fast", r"rudra: .*'fast' is unknown; valid: async, hardsync, softsync"),
+        (
+            "validate digits --set protocol.name=fast",
+            r"rudra: .*'fast' is unknown; valid: async, average, diloco, easgd, hardsync, sma, softsync",
+        ),
         ("validate digits --set protocol.name=no.such:Rule", r"rudra: .*no.such:Rule: no module 'no'.*"),
         ("show nope.h5", r"rudra: nope.h5: .*"),
         ("plot nope.h5", r"rudra: nope.h5: .*"),

@@ -48,7 +48,10 @@ CASES: list[tuple[str, list[str]]] = [
     ("rudra run digits --set augment.flip=", ["augment.flip=false", "augment.flip=true"]),
     ("rudra run digits --set training.epochs=", []),
     ("rudra run digits --set no.such=", []),
-    ("rudra sweep w8a --grid protocol.name=async,", [f"protocol.name=async,{name}sync" for name in ("hard", "soft")]),
+    (
+        "rudra sweep w8a --grid protocol.name=async,",
+        [f"protocol.name=async,{name}" for name in ("average", "diloco", "easgd", "hardsync", "sma", "softsync")],
+    ),
 ]  # fmt: skip
 
 FORKS = """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rudra.cli.main import main
-from rudra.core.events import Accumulate, Copy, Evaluate, Update
+from rudra.core.events import Accumulate, Approach, Copy, Evaluate, Step, Update
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import costs
@@ -243,17 +243,31 @@ def test_the_median_of_the_lognormal_is_the_mean_time() -> None:
 
 def test_what_a_server_and_a_test_take_is_in_the_table() -> None:
     known = model(2, gradient_s=1.0, update_s=2.0, evaluation_s=3.0)
-    assert known.local_s(SERVER) == {Accumulate: 1.0, Update: 2.0, Evaluate: 3.0}
+    assert known.local_s(SERVER) == {Accumulate: 1.0, Update: 2.0, Step: 2.0, Evaluate: 3.0}
 
 
 def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_them() -> None:
     table = {"gradient_s_per_byte": 1.0, "update_s_per_byte": 2.0, "copy_s_per_byte": 0.5, "evaluation_s": 3.0}
     run = Job(cluster={"learners": 2}, simulation=table)
     known = CostModel(run.simulation, run.plan(), 4, size_bytes=100)
-    assert known.local_s(SERVER) == {Accumulate: 100.0, Update: 200.0, Copy: 50.0, Evaluate: 3.0}
+    assert known.local_s(SERVER) == {
+        Accumulate: 100.0,
+        Update: 200.0,
+        Step: 200.0,
+        Approach: 50.0,
+        Copy: 50.0,
+        Evaluate: 3.0,
+    }
     sharded = run.with_(topology={"name": "sharded", "options": {"shards": 4}}).plan()
     quarter = CostModel(run.simulation, sharded, 4, size_bytes=100)
-    assert quarter.local_s(1) == {Accumulate: 25.0, Update: 50.0, Copy: 12.5, Evaluate: 0.75}
+    assert quarter.local_s(1) == {
+        Accumulate: 25.0,
+        Update: 50.0,
+        Step: 50.0,
+        Approach: 12.5,
+        Copy: 12.5,
+        Evaluate: 0.75,
+    }
     assert quarter.local_s(sharded.statistics) == known.local_s(SERVER)
 
 
