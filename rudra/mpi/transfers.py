@@ -185,6 +185,9 @@ class Transfers:
             self._poll_sends()
         for going in self._leases.poll():
             self._sent(going)
+        if self._losses.dead:  # a role that is not told yet may lend to them still, and nobody would give it back
+            for going in self._leases.end(lambda lease: lease.reader in self._losses.dead):
+                self._sent(going)
         while self._told and outcome(self._told[0][0]) != "no":
             self._told.pop(0)
         if self._coming:
@@ -304,8 +307,6 @@ class Transfers:
 
     def lose(self, ranks: Collection[int]) -> None:
         """Ranks have died: drops what was to come from them, and makes sure that nothing waits for it."""
-        for going in self._leases.end(lambda lease: lease.reader in ranks):
-            self._sent(going)
         for coming in list(self._coming):
             wanted = coming.wanted
             if wanted.source is None:
