@@ -107,9 +107,7 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
     if comm.rank == 0:
         write_images(directory)
     if comm.rank >= LEARNER:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = f"file://{directory}/store"
-        distributed.init_process_group("gloo", init_method=store, rank=comm.rank - LEARNER, world_size=LEARNERS)
+        connect(comm.rank, directory)
     rest(comm)
     serverless = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
     learners = comm.Split(int(comm.rank >= LEARNER), comm.rank)
@@ -124,7 +122,7 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
         if comm.rank >= LEARNER:
             model = job.model.name if isinstance(job.model.name, str) else ""
             plain = partial(PlainLoop, size, model=model, compiled=job.training.compile)
-            loops = {"ddp": plain(wrap=_ddp), "hand": plain(exchange=partial(_average, learners)), "alone": plain()}
+            loops = {"ddp": plain(wrap=wrapped), "hand": plain(exchange=partial(_average, learners)), "alone": plain()}
         for turn in range((rounds if case.startswith("lenet") else min(rounds, 3)) + 1):
             taken = _rudra(comm, serverless, directory / "run.h5", job)
             for name in ("ddp", "hand", "alone"):
@@ -159,7 +157,15 @@ def _rudra(comm: "MPI.Comm", serverless: "MPI.Comm", path: Path, job: Job) -> di
     return taken
 
 
-def _ddp(model: torch.nn.Module) -> torch.nn.Module:
+def connect(rank: int, directory: Path) -> None:
+    """Has the two learners meet for gloo."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{directory}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank - LEARNER, world_size=LEARNERS)
+
+
+def wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """By DDP, in its fastest form."""
     return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
 
 

@@ -1,6 +1,7 @@
 """`rudra bench`."""
 
 import argparse
+from pathlib import Path
 
 from rudra.bench import BENCHMARKS, listing
 from rudra.errors import ConfigError, unknown
@@ -19,6 +20,9 @@ EXAMPLES = {
     "rudra bench update --quick": "try one on the smallest sizes, for which no goal counts",
 }
 
+OPTIONS = {"phases": "faults", "only": "tta", "keep": "tta"}
+"""Whose benchmark's they are."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="BENCHMARK", help="benchmarks to run; without one, list them")
@@ -26,6 +30,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     about = "for `faults`: kill every role at every phase of a run, on these topologies or on all"
     parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
+    about = "for `tta`: these data, contestants, mini-batch sizes and rates only, such as fashion-mnist sma ddp 32 0.05"
+    parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
+    about = "for `tta`: keep runs in this file; those that it has are not made again"
+    parser.add_argument("--keep", type=Path, metavar="FILE", help=about)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -34,8 +42,10 @@ def execute(arguments: argparse.Namespace) -> int:
     for name in arguments.names:
         if name not in BENCHMARKS:
             raise ConfigError(f"benchmark {unknown(name, BENCHMARKS)}")
-    if arguments.phases is not None and arguments.names != ["faults"]:
-        raise ConfigError("--phases is an option of the benchmark faults alone")
+    more = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    for name in more:
+        if arguments.names != [OPTIONS[name]]:
+            raise ConfigError(f"--{name} is an option of the benchmark {OPTIONS[name]} alone")
     if arguments.phases:
         from rudra.bench.phases import PLACES
 
@@ -45,5 +55,5 @@ def execute(arguments: argparse.Namespace) -> int:
     if not arguments.names:
         print(listing())
     for name in arguments.names:
-        bench.measure(name, quick=arguments.quick, as_json=arguments.json, phases=arguments.phases)
+        bench.measure(name, quick=arguments.quick, as_json=arguments.json, **more)
     return 0

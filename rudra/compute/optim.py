@@ -140,7 +140,13 @@ class UpdateRule:
             )
         )
 
-    def step_in_slices(self, gradient: Callable[[slice], torch.Tensor], learning_rate: float, most: int) -> None:
+    def step_in_slices(
+        self,
+        gradient: Callable[[slice], torch.Tensor],
+        learning_rate: float,
+        most: int,
+        after: Callable[[slice], None] | None = None,
+    ) -> None:
         """As `step`, to the same bits, for who makes the gradient as it goes.
 
         Args:
@@ -148,6 +154,7 @@ class UpdateRule:
                 The weights of that slice are not needed before, and not changed before.
             learning_rate: of this step.
             most: elements of a slice.
+            after: is called with each slice that has been stepped, while that is in the cache.
         """
         from torch.optim.sgd import sgd
 
@@ -166,6 +173,8 @@ class UpdateRule:
                     momentum = state[parameter].get("momentum_buffer") if options[number]["momentum"] else None
                     momenta.append(None if momentum is None else momentum[inside])
                 sgd(weights, gradients, momenta, foreach=False, **options[number])
+            if after is not None:
+                after(whole)
 
     def _cut(self, most: int) -> Iterator[Slice]:
         """Slices of the weights: cuts lie where the kernels' arithmetic is the same as without, as those of parts."""

@@ -62,31 +62,42 @@ class ElasticExecutor(LearnerExecutor):
     def step(self, action: Step) -> Stepped:
         began = time.perf_counter()
         gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
-        replica, parameters = buffer.vector, self.parameters
-        distance, early = math.nan, action.elasticity is not None
+        replica, weights, parameters = buffer.vector, self.buffer(action.weights).vector, self.parameters
         difference = self.renew(action.difference).vector if action.difference else None
-        if difference is not None and early:
-            distance = self._differ(action, difference)
-        self._inner.step(gradient[:parameters], action.learning_rate)
-        if self.size > parameters:
-            replica[parameters:] = gradient[parameters:]
-        if difference is not None:
-            if not early:
-                distance = self._differ(action, difference)
-            elif action.elasticity:
-                replica[:parameters].add_(difference[:parameters], alpha=action.elasticity)
-            difference[parameters:] = replica[parameters:]
-        buffer.version += 1
-        return Stepped(time.perf_counter() - began, distance)
+        early, squares = action.elasticity is not None, 0.0
 
-    def _differ(self, action: Step, difference: torch.Tensor) -> float:
-        """Makes the difference of the parameters; its Euclidean norm."""
-        weights, replica = self.buffer(action.weights).vector, self.buffer(action.replica).vector
-        squares = 0.0
-        for part in slices(0, self.parameters, CHUNK):
+        def differ(part: slice) -> None:
+            nonlocal squares
+            assert difference is not None
             torch.sub(weights[part], replica[part], out=difference[part])
             squares += float(torch.dot(difference[part], difference[part]))
-        return math.sqrt(squares)
+
+        def before(part: slice) -> torch.Tensor:
+            if difference is not None and early:
+                differ(part)
+            return gradient[part]
+
+        def after(part: slice) -> None:
+            if difference is not None and not early:
+                differ(part)
+            elif difference is not None and action.elasticity:
+                replica[part].add_(difference[part], alpha=action.elasticity)
+
+        if self._inner.sliceable:  # each slice goes through memory once
+            self._inner.step_in_slices(before, action.learning_rate, CHUNK, after)
+        else:
+            parts = list(slices(0, parameters, CHUNK))
+            for part in parts:
+                before(part)
+            self._inner.step(gradient[:parameters], action.learning_rate)
+            for part in parts:
+                after(part)
+        if self.size > parameters:
+            replica[parameters:] = gradient[parameters:]
+            if difference is not None:
+                difference[parameters:] = replica[parameters:]
+        buffer.version += 1
+        return Stepped(time.perf_counter() - began, math.nan if difference is None else math.sqrt(squares))
 
     def restart(self, action: Restart) -> None:
         if not action.keeps_momentum:
