@@ -72,8 +72,8 @@ class SimulationTable(Table):
 
     costs: str | None = Field(
         None,
-        description="where times come from that the job does not set: a preset (p775), a file of `rudra calibrate`, "
-        "or defaults; default: what `rudra calibrate` measured here for this model, else defaults",
+        description="where times come from that the job does not set: a preset (crossbow, p775, wan), a file of "
+        "`rudra calibrate`, or defaults; default: what `rudra calibrate` measured here for this model, else defaults",
     )
     compute_s: float | dict[int, float] = Field(
         0.1, description="seconds that a learner computes one mini-batch: a number, or a table of μ = seconds"

@@ -89,7 +89,7 @@ def summary(study: Study) -> ReportTable:
     """One row for each run, also for those that are missing."""
     clock = clock_of(study.known)
     target = f"{clock} to target (s)"
-    left_out = set() if any(run.summary["target"] for run in study.known) else {target}
+    left_out = set() if any(run.summary["target"] for run in study.known) else {target, "epochs to target"}
     lossy = any(run.error is None and run.loss is not None for run in study.known)
     left_out |= set() if lossy else {"test loss"}
     left_out |= {"test error (%)"} if lossy and all(run.error is None for run in study.known) else set()
@@ -107,7 +107,16 @@ def summary(study: Study) -> ReportTable:
 def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
     """Head -> value, in the order of the columns: a phone shows the first ones."""
     s = run.summary or dict.fromkeys(
-        ("planned_epochs", "epochs", "overlap", "mean_staleness", "time_to_target_s", "samples_per_s", *_COUNTS)
+        (
+            "planned_epochs",
+            "epochs",
+            "overlap",
+            "mean_staleness",
+            "time_to_target_s",
+            "target_epoch",
+            "samples_per_s",
+            *_COUNTS,
+        )
     )
     planned = s["planned_epochs"]
     return {
@@ -115,6 +124,7 @@ def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
         "test error (%)": run.error,
         "test loss": run.loss,
         target: s["time_to_target_s"],
+        "epochs to target": s["target_epoch"],
         f"{clock} (s)": run.time_s if run.known else None,
         "protocol": run.protocol if run.known else None,
         "⟨σ⟩": s["mean_staleness"],
@@ -171,12 +181,14 @@ def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 def _fitted(run: Run, paper: Mapping[str, Any], key: str) -> str:
     """Says it where the paper's time, or what follows from it, fixed a constant of the preset that the run used."""
-    if key not in {"time_s", "minutes_per_epoch", "speed_up", "overlap"} or run.job.get("simulation.costs") != "p775":
+    if key not in _TIMES or run.job.get("simulation.costs") not in {"p775", "crossbow"}:
         return ""
     told = f"fitted ({paper['fitted']}): no evidence" if "fitted" in paper else ""
     base = f"against a time that is fitted ({paper['base_fitted']})" if "base_fitted" in paper else ""
     return "; ".join(filter(None, (told, base if key == "speed_up" else "")))
 
+
+_TIMES = {"time_s", "minutes_per_epoch", "speed_up", "overlap", "samples_per_s", "samples_per_s_ratio"}
 
 _QUANTITIES = {
     "test_error": "test error (%)",
@@ -192,7 +204,13 @@ _QUANTITIES = {
     "best_momentum": "best explicit momentum",
     "best_learning_rate": "best η",
     "implicit_momentum": "⟨σ⟩ / (1 + ⟨σ⟩)",
+    "samples_per_s": "samples/s",
+    "samples_per_s_ratio": "samples/s, times as many",
+    "target_epoch_ratio": "epochs to target, times as many",
+    "time_to_target_s": "time to target (s)",
+    "time_to_target_s_ratio": "time to target, times as long",
 }
+_RATIO = "_ratio"
 
 
 def _pair(
@@ -238,6 +256,13 @@ def _pair(
             # Of the momentum itself a run of one seed tells nothing.
             remark = "staleness alone, geometric if 1 - 1/g; rudra bench momentum measures momentum"
             return name, theirs, None if sigma is None else sigma / (1 + sigma), remark
+        case "samples_per_s" | "time_to_target_s":
+            return name, theirs, run.summary[key], clock.strip()
+        case _ if key.endswith(_RATIO):
+            of = key.removesuffix(_RATIO)
+            other = next((r for r in study.known if r.file.name == paper.get("against")), None)
+            ours, base = run.summary[of], other.summary[of] if other else None
+            return name, theirs, ours / base if ours and base else None, f"against {other.label if other else None}"
         case "staleness_max":
             ours = run.summary["max_staleness"]
             return name, theirs, None if ours is None else float(ours), ""

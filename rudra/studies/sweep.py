@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from protocols import Averaging
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
 from rudra.job.job import Job
@@ -34,7 +35,7 @@ _SYMBOLS = {
     "optimizer.learning_rate": "α0 = {}",
     "topology.name": "{}",
 }
-_PAPERS = {"hardsync": "hardsync", "softsync": "softsync", "async": "softsync"}  # async is its λ-softsync
+_PAPERS = {"async": "softsync"}  # its λ-softsync
 _LONGEST_NAME = 120  # of a file, without what makes it unique
 
 Driver = Literal["simulation", "mpi"]
@@ -252,24 +253,31 @@ def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> It
         common = {key: value for key, value in tables[name].items() if key != "rows"}
         for row in tables[name]["rows"]:
             told = {**common, **row}
-            fits = [point.file for point in points if _describes(told, point.job)]
-            yield {**told, "file": fits[0] if fits else None}
+            other = {"against": _file_of({**told, **told["against"]}, points)} if "against" in told else {}
+            yield {**told, **other, "file": _file_of(told, points)}
+
+
+def _file_of(row: Mapping[str, Any], points: Sequence[Point]) -> str | None:
+    return next((point.file for point in points if _describes(row, point.job)), None)
 
 
 def _describes(row: Mapping[str, Any], job: Job) -> bool:
-    """Whether a row of the paper has this job's topology, protocol, μ, λ and modulation, as far as it tells them."""
+    """Whether a row of the paper has this job's topology, protocol, μ, λ and the like, as far as it tells them."""
     protocol = job.make_protocol()
     name = job.protocol.name if isinstance(job.protocol.name, str) else ""
     alike = job.learners == 1  # all protocols are the same then
     modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
     ours = {
-        "protocol": row.get("protocol") if alike else _PAPERS.get(name),
+        "protocol": row.get("protocol") if alike else _PAPERS.get(name, name),
         "n": row.get("n") if alike else protocol.n,
         "minibatch_size": job.training.minibatch_size,
         "learners": job.learners,
         "modulation": modulation,
         "topology": job.topology.name,
+        "nodes": job.simulation.nodes,
     }
+    if isinstance(protocol, Averaging):
+        ours |= {"period": protocol.period, "outer_momentum": protocol.outer.momentum}
     told = {"modulation": protocol.default_modulation, "topology": "base", **row}
     return all(told[key] == value for key, value in ours.items() if key in told)
 

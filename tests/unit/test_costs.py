@@ -2,6 +2,7 @@
 
 import json
 import random
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rudra.core.events import Accumulate, Approach, Copy, Evaluate, Step, Update
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import costs
-from rudra.simulation.costs import CostModel, Link, at, guessed, load, presets
+from rudra.simulation.costs import CostModel, Link, at, find, guessed, load, presets
 
 SERVER, STATISTICS = 0, 1
 
@@ -391,14 +392,16 @@ def test_a_loaded_job_loads_to_itself(tmp_path: Path) -> None:
     assert load(once) == once
 
 
-@pytest.mark.parametrize("name", presets())
-@pytest.mark.parametrize("model_name", ["cifar10_full", "alexnet"])
+@pytest.mark.parametrize(
+    ("name", "model_name"),
+    [(name, model) for name in presets() for model in tomllib.loads(find(name).read_text(encoding="utf-8"))["models"]],
+)
 def test_every_preset_loads(name: str, model_name: str) -> None:
     assert load(job(model_name, costs=name)).simulation != job(model_name, costs=name).simulation
 
 
-def test_the_papers_cluster_is_a_preset() -> None:
-    assert "p775" in presets()
+def test_clusters_of_papers_are_presets() -> None:
+    assert presets() == ["crossbow", "p775", "wan"]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def test_every_point_of_a_study_can_be_run(file: Path, quick: bool) -> None:
             imagenet = file.stem == "figure9"
             assert (optimizer.milestones, epochs) == (((15, 25), 30) if imagenet else ((120, 130), 140))
     assert study.title
-    assert any(row["file"] for row in study.paper), "a study is compared with what the paper prints"
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))["study"].get("paper", [])
+    assert not tables or any(row["file"] for row in study.paper), "a study is compared with what the paper prints"
+    assert tables or file.parent.name in {"crossbow", "jobs"}, "some figures of CROSSBOW are without numbers"
 
 
 @pytest.mark.parametrize(("name", "steps"), [("figure5", 90), ("table2", 75)])
@@ -161,6 +163,26 @@ def test_a_study_of_omnivore_has_its_groups_and_one_batch_for_each(name: str, po
     assert len(batches) == 1
     if name == "figure20":
         assert all(point.job.plan().served for point in study.points), "like with like"
+
+
+@pytest.mark.parametrize(
+    ("name", "points", "compared"),
+    [("figure11", 3, 1), ("figure12", 18, 2), ("figure13", 8, 3), ("figure15", 12, 2), ("figure16", 12, 1)],
+)
+def test_a_study_of_crossbow_compares_runs_that_the_paper_compares(name: str, points: int, compared: int) -> None:
+    study = sweep.plan(f"crossbow/{name}")
+    assert len(study.points) == points
+    assert all(row["file"] for row in study.paper)
+    pairs = [(row, row["against"]) for row in study.paper if "against" in row]
+    assert len(pairs) == compared
+    jobs = {point.file: point.job for point in study.points}
+    for row, against in pairs:
+        one, other = jobs[row["file"]], jobs[against]
+        assert one != other
+        assert one.training.seed == other.training.seed
+        assert one.simulation.nodes == other.simulation.nodes, "as many GPUs"
+        if name == "figure15":
+            assert one.averaging.model_copy(update={"momentum": 0.0}) == other.averaging
 
 
 def test_the_papers_numbers_are_consistent() -> None:

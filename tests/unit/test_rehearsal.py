@@ -38,7 +38,10 @@ def touched(moment: Any) -> None:
         ("optimizer.options.nestorov=true", "[optimizer] unknown option 'nestorov' of sgd; valid: dampening, "),
         ("training.target=acuracy >= 0.9", "no test measures 'acuracy'"),
         ("training.warm_start=no.h5", "no.h5"),
-        ("simulation.costs=p755", "[simulation] costs: 'p755' is neither a file nor a preset; presets: p775; did you"),
+        (
+            "simulation.costs=p755",
+            "[simulation] costs: 'p755' is neither a file nor a preset; presets: crossbow, p775",
+        ),
         ('hooks=[{at="end", call="no_such_module:log"}]', "no_such_module:log: no module 'no_such_module'"),
     ],
 )

@@ -150,6 +150,19 @@ def test_equal_work_is_compared_directly(study: Path, paper: dict[str, float], d
     assert (table and difference and table.rows[0][5].endswith(difference)) or table is difference
 
 
+def test_a_ratio_is_against_the_run_that_the_row_tells(study: Path) -> None:
+    run, other = read(study / "softsync-1-64-10.h5"), read(study / "hardsync-None-64-1.h5")
+    row = {"file": run.file.name, "against": other.file.name, "samples_per_s_ratio": 9.0}
+    table = comparison(Study("x", (run, other), paper=(row,)))
+    assert table is not None
+    ((_, _, quantity, theirs, ours, _, remark),) = table.rows
+    assert (quantity, float(theirs)) == ("samples/s, times as many", 9.0)
+    assert float(ours) == pytest.approx(run.summary["samples_per_s"] / other.summary["samples_per_s"], rel=0.01)
+    assert remark == f"against {other.label}"
+    (alone,) = comparison(Study("x", (run,), paper=(row,))).rows
+    assert alone[4] is None
+
+
 def test_what_a_preset_was_fitted_to_is_marked(study: Path) -> None:
     run = read(study / "hardsync-None-4-10.h5")
     paper = {"file": run.file.name, "test_error": 0.2, "time_s": 2.0, "epochs": 6, "training_samples": 3200}
