@@ -114,16 +114,16 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
     """Searches and compares; hours for all of it.
 
     Args:
-        quick: two contestants, few samples.
-        only: names of data and contestants, mini-batch sizes and rates: of each sort of which there are some, these
-            alone.
+        quick: two contestants at one point, few samples.
+        only: names of data, contestants and schedules, mini-batch sizes and rates: of each sort of which there are
+            some, these alone.
         keep: a file in which runs are kept; what is there is not run again.
 
     Raises:
         ConfigError: no data, or a word that means nothing.
         RunError: a run failed.
     """
-    known = [*DATA, *CONTESTANTS, *map(str, (*SIZES, *RATES))]
+    known = [*DATA, *CONTESTANTS, *map(str, (*SIZES, *RATES)), *SCHEDULES]
     if strange := [word for word in only if word not in known]:
         raise ConfigError(f"bench tta: --only {strange[0]}; valid: {', '.join(known)}")
 
@@ -131,8 +131,6 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
         every = list(words)
         return [word for word in every if str(word) in only] or every
 
-    contestants = ["sma", "ddp"] if quick else chosen(CONTESTANTS)
-    sizes, rates = ([64], [0.05]) if quick else (chosen(SIZES), chosen(RATES))
     compiles = not quick and shutil.which(os.environ.get("CXX", "g++").split()[0]) is not None
     report = Report(["data", "contestant", "μ", "rate", "schedule", "epochs", "s to target", "s an epoch", "DDP / it"])
     lacking = []
@@ -152,7 +150,10 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
                 found = _read(kept)
                 return {point: found[point] for point in points}
 
-            best = search(data, contestants, sizes, rates, perform)
+            if quick:
+                best = {who: Point(data, who, 64, 0.05) for who in ("sma", "ddp")}
+            else:
+                best = search(data, chosen(CONTESTANTS), chosen(SIZES), chosen(RATES), perform, chosen(SCHEDULES))
             _compare(report, best, SEEDS[: 1 if quick else None], perform, compiles=compiles)
     if not report.rows:
         raise ConfigError(f"bench tta: {lacking[0]}")
@@ -168,18 +169,23 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
 
 
 def search(
-    data: str, contestants: Sequence[str], sizes: Sequence[int], rates: Sequence[float], perform: Perform
+    data: str,
+    contestants: Sequence[str],
+    sizes: Sequence[int],
+    rates: Sequence[float],
+    perform: Perform,
+    schedules: Sequence[str] = SCHEDULES,
 ) -> dict[str, Point]:
     """The first two heats; the fastest point of each contestant, or the one that came furthest."""
     goal = DATA[data]
     grid = [Point(data, who, size, rate) for size in sizes for rate in rates for who in contestants]
-    first = perform(grid) if len(rates) > 1 else {}
+    first = perform(grid)
     ways = []
     for size in sizes:
         for who in contestants:
             points = [point for point in grid if (point.size, point.contestant) == (size, who)]
-            furthest = max(points, key=lambda point: first[point].accuracy[-1]) if first else points[0]
-            ways += [furthest._replace(schedule=schedule, epochs=goal.epochs) for schedule in SCHEDULES]
+            furthest = max(points, key=lambda point: first[point].accuracy[-1])
+            ways += [furthest._replace(schedule=schedule, epochs=goal.epochs) for schedule in schedules]
     second = perform(ways)
 
     def rank(point: Point) -> tuple[float, float]:
@@ -219,8 +225,14 @@ def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> Spread | str:
     return ratios(theirs, ours) if all(map(math.isfinite, (*theirs, *ours))) else "-"
 
 
+def write_down(path: Path, point: Point, outcome: Outcome) -> None:
+    """Adds a run to a file whose last line may be torn."""
+    with path.open("a") as file:
+        file.write(f"\n{json.dumps([point, outcome])}")
+
+
 def _read(path: Path) -> dict[Point, Outcome]:
-    """The runs of a file, as far as lines are complete."""
+    """The runs of a file whose lines are complete."""
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -246,15 +258,15 @@ def measure(
     serverless = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
     for point, job in jobs.items():
         rest(comm)
-        outcome = None
+        outcome: Outcome | None = None
         if point.contestant == "ddp":
-            outcome = learners and learners.train(job, DATA[point.data].accuracy)
+            outcome = learners.train(job, DATA[point.data].accuracy) if learners else None
         elif job.topology.name == "base" or comm.rank >= STATISTICS:
             with train(job, directory / "run.h5", comm if job.topology.name == "base" else serverless) as results:
-                outcome = learners and learners.test(job, results)
+                outcome = learners.test(job, results) if learners else None
         if comm.rank == LEARNER:
-            with Path(kept).open("a") as file:
-                file.write(json.dumps([point, outcome]) + "\n")
+            assert outcome is not None
+            write_down(Path(kept), point, outcome)
     rest(comm)
     if learners:
         distributed.destroy_process_group()
@@ -264,12 +276,11 @@ def measure(
 def _unpack(path: Path, to: Path) -> None:
     """Decompresses data once, and not for every run."""
     to.mkdir()
-    for file in path.rglob("*"):
-        if opens := {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix):
-            with opens(file) as packed, (to / file.stem).open("wb") as plain:
-                shutil.copyfileobj(packed, plain)
-        elif file.is_file():
-            shutil.copyfile(file, to / file.name)
+    for file in (file for file in path.rglob("*") if file.is_file()):
+        opens: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+        packed = file.suffix in {".gz", ".xz"}
+        with opens(file, "rb") as source, (to / (file.stem if packed else file.name)).open("wb") as plain:
+            shutil.copyfileobj(source, plain)
 
 
 def job_of(point: Point, path: Path, *, quick: bool = False) -> Job:

@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     about = "for `faults`: kill every role at every phase of a run, on these topologies or on all"
     parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
-    about = "for `tta`: these data, contestants, mini-batch sizes and rates only, such as fashion-mnist sma ddp 32 0.05"
+    about = "for `tta`: only these data, contestants, mini-batch sizes, rates, schedules, such as sma ddp 32 64 cosine"
     parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
     about = "for `tta`: keep runs in this file; those that it has are not made again"
     parser.add_argument("--keep", type=Path, metavar="FILE", help=about)

@@ -18,10 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 DATA = Path(os.environ.get("RUDRA_DATA", ROOT.parent / "shared" / "data"))
-needs_data = pytest.mark.skipif(
-    not (DATA / "cifar-10").is_dir(), reason=f"no CIFAR-10 in {DATA}; RUDRA_DATA can name another place"
-)
-NEEDS = {"compile": needs_compiler, "studies": needs_data}
+
+
+def needs_data(name: str) -> pytest.MarkDecorator:
+    reason = f"no {name} in {DATA}; RUDRA_DATA can name another place"
+    return pytest.mark.skipif(not (DATA / name).is_dir(), reason=reason)
+
+
+NEEDS = {"compile": needs_compiler, "studies": needs_data("cifar-10"), "tta": needs_data("fashion-mnist")}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])

@@ -1,11 +1,16 @@
 """What the benchmarks say of themselves, and how figures become ratios and goals."""
 
 import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rudra.bench import BENCHMARKS, scaling, topologies
+from rudra.bench import BENCHMARKS, scaling, topologies, tta
 from rudra.cli.main import main
+from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, ratios, spread
 
 
@@ -27,6 +32,15 @@ def test_an_unknown_benchmark_is_refused_before_any_runs(capsys: pytest.CaptureF
     assert said.out == ""
     assert said.err.startswith("rudra: benchmark 'updates' is unknown; valid: overhead, ddp")
     assert said.err.endswith("; did you mean update?\n")
+
+
+@pytest.mark.parametrize("option", [["--only", "sma"], ["--keep", "runs"]])
+def test_options_of_one_benchmark_are_refused_with_others(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for names in (["update"], ["tta", "update"]):
+        assert main(["bench", *names, *option]) == 2
+        assert capsys.readouterr().err == f"rudra: {option[0]} is an option of the benchmark tta alone\n"
 
 
 def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +102,72 @@ def test_topologies_are_compared_with_the_papers_tables() -> None:
 )
 def test_saturation_is_where_a_doubling_brings_less_than_a_tenth(times: list[float], saturated: str) -> None:
     assert scaling.saturation([4, 8, 16], times) == saturated
+
+
+def outcome_of(point: tta.Point) -> tta.Outcome:
+    """The rate 0.05 comes furthest in one epoch; the cosine reaches the target one epoch earlier."""
+    furthest = {0.02: 0.84, 0.05: 0.86}[point.rate]
+    each = 0.03 if point.schedule == "cosine" else 0.02
+    seconds = point.size / 16 * {"sma": 1.0, "ddp": 2.0}[point.contestant]
+    epochs = range(point.epochs)
+    return tta.Outcome([furthest + each * n for n in epochs], [seconds * (n + 1) for n in epochs])
+
+
+def test_time_to_accuracy_is_that_of_the_first_test_that_reaches_it() -> None:
+    outcome = tta.Outcome([0.8, 0.91, 0.89], [1.0, 2.5, 4.0])
+    assert outcome.reached(0.9) == (2.5, 2)
+    assert outcome.reached(0.95) == (math.inf, 3)
+
+
+def test_each_contestant_is_searched_by_heats() -> None:
+    heats: list[Sequence[tta.Point]] = []
+
+    def perform(points: Sequence[tta.Point]) -> dict[tta.Point, tta.Outcome]:
+        heats.append(points)
+        return {point: outcome_of(point) for point in points}
+
+    best = tta.search("fashion-mnist", ["sma", "ddp"], [16, 32], [0.02, 0.05], perform)
+    first, second = heats
+    assert (len(first), {point.epochs for point in first}) == (8, {1})
+    assert (len(second), {point.rate for point in second}) == (8, {0.05})
+    assert best == {
+        who: tta.Point("fashion-mnist", who, 16, 0.05, "cosine", tta.DATA["fashion-mnist"].epochs)
+        for who in ("sma", "ddp")
+    }
+
+
+def test_runs_that_are_kept_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def on_ranks(measure: Any, learners: int, *, points: Sequence[tta.Point], kept: str, **_: Any) -> None:
+        made.append(len(points))
+        for point in points:
+            tta.write_down(Path(kept), point, outcome_of(point))
+
+    monkeypatch.setenv("RUDRA_DATA", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(tta, "on_ranks", on_ranks)
+    (tmp_path / "fashion-mnist").mkdir()
+    keep, only = tmp_path / "runs", ["sma", "ddp", "32", "0.02", "0.05"]
+    first = tta.run(quick=False, only=only, keep=keep)
+    assert made == [4, 4, 6]
+    cut = keep.read_text().splitlines()[:-1]
+    keep.write_text("\n".join(cut) + '\n[["fashion')
+    made.clear()
+    again = tta.run(quick=False, only=only, keep=keep)
+    assert made == [1], "a run whose line is torn is made again, and nothing else"
+    assert again == first
+    assert [row[1] for row in again.rows] == ["sma", "ddp"]
+    assert (again.goals[0].figure, again.goals[0].reached) == (2.0, True)
+    assert any(note.startswith("no rows of cifar-10") for note in again.notes)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUDRA_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"bench tta: no rows of fashion-mnist: it is not in .*RUDRA_DATA"):
+        tta.run(quick=False)
+    with pytest.raises(ConfigError, match=r"bench tta: --only smaa; valid: fashion-mnist, cifar-10, sma"):
+        tta.run(quick=False, only=["smaa"])
 
 
 @pytest.mark.slow
