@@ -22,8 +22,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "0.97 of what is possible without communication; by the server >= 1.0, and 0.75, 0.88, 0.93, 0.93 of it",
     ),
     "tta": (
-        "time to accuracy of two learners (Fashion-MNIST to 90 %, CIFAR-10 to 60 %) under all kinds of protocols, "
-        "against torch DDP on gloo, each at its best of one grid; needs data/fashion-mnist or data/cifar-10",
+        "time to accuracy of two learners, by protocol, against torch DDP; needs Fashion-MNIST or CIFAR-10",
         "the best of ours >= 1.5 times as fast as the best DDP",
     ),
     "averaging": (

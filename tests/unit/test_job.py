@@ -314,8 +314,8 @@ def test_a_damaged_job_file_is_named(tmp_path: Path, content: bytes, text: str) 
     ("name", "text"),
     [
         ("nowhere/mine.toml", "nowhere/mine.toml: no such job file"),
-        ("digit", "digit: no such job; give a TOML file or one of: delicious, digits, "),
-        ("zzzzz", "zzzzz: no such job; give a TOML file or one of: delicious, digits, "),
+        ("digit", "digit: no such job; give a TOML file or one of: crossbow/figure11, "),
+        ("zzzzz", "zzzzz: no such job; give a TOML file or one of: crossbow/figure11, "),
         ("jobs", "jobs: no such job; give a TOML file or one of: "),
     ],
 )

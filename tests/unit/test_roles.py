@@ -278,7 +278,8 @@ GROUPS = job("async", 4, topology={"name": "groups", "options": {"groups": 2}})
 TESTED = {"epochs": 2, "evaluate": "always"}
 REPLICAS = job("async", topology={"name": "groups"}, training=TESTED).with_(cluster={"learners": 3})
 OVERLAPS = {learner_.LearnerState.HELD, learner_.LearnerState.LEAVING}
-"""Of a learner that overlaps alone."""
+AVERAGES = {learner_.LearnerState.STEPPING}
+"""Of a learner that overlaps alone, and of one that averages alone."""
 
 
 def from_(sender: int, kind: Kind, buffer: str | None = None, value: int = 0) -> Received:
@@ -294,13 +295,13 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "learner": (
         PLAIN,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
         [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE],
     ),
     "overlapped learner": (
         OVERLAPPED,
         FIRST_LEARNER,
-        {*learner_.LearnerState},
+        {*learner_.LearnerState} - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, computed(0), computed(1), Sent("gradient 0", SERVER), STOP),
             *(Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
@@ -309,7 +310,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "group learner": (
         GROUPS,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
