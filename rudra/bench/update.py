@@ -35,7 +35,7 @@ def run(*, quick: bool) -> Report:
                 job = Job(optimizer={"name": name, "momentum": momentum})
                 server = ServerExecutor(flat.layout, flat.size, flat.parameter_count, 1)
                 plan = job.resolved(learners=1).plan()
-                server.own(job, plan, plan.server, flat)
+                server.own(job, plan, flat)
                 rows = _rows(server, name, vectors)
                 for what, function, moved in rows:
                     medians.append(_measure(report, what, count, function, moved, flat.size, 2 if quick else 9))
@@ -44,7 +44,7 @@ def run(*, quick: bool) -> Report:
             job = Job(model={"name": "lenet"}, optimizer={"momentum": 0.9})
             lenet = FlatModel(models.build(job.model, SMALL, 0))
             server = ServerExecutor(lenet.layout, lenet.size, lenet.parameter_count, 1)
-            server.own(job, plan, plan.server, lenet)
+            server.own(job, plan, lenet)
             server.prepare()
             _compare(report, server, count, 20 if quick else 500)
     finally:

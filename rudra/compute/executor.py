@@ -395,7 +395,6 @@ class OwnerExecutor(Executor):
         self,
         job: Job,
         plan: Plan,
-        role: int,
         flat: FlatModel,
         first_weights: FirstWeights | None = None,
         part: slice | None = None,

@@ -85,14 +85,14 @@ def make_executors(
         if part is None:
             executor.parts = owned
         if isinstance(executor, OwnerExecutor):
-            executor.own(job, plan, role, flat, first_weights, part)
+            executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             work = portions[0][role].work(0)
             source = GradientSource(job, plan.roles[role].index, work, flat, data.training, prefetch=prefetch)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
-        if isinstance(executor, ElasticExecutor) and not kind.updates:
-            executor.train_alone(job)
+        if isinstance(executor, ElasticExecutor):
+            executor.train_alone(job, plan, role)
         if isinstance(executor, StatisticsExecutor):
             executor.test(job, flat, data.tests)
         if kind.tests:

@@ -11,8 +11,7 @@ from msgspec import structs
 
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
-from rudra.compute.executor import FirstWeights, LearnerExecutor, OwnerExecutor, ServerExecutor
-from rudra.compute.flat import FlatModel
+from rudra.compute.executor import LearnerExecutor, OwnerExecutor, ServerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer
 from rudra.core.events import DIFFERENCE, REPLICA, WEIGHTS, Approach, Restart, Step, Stepped, Update, Updated
@@ -45,7 +44,7 @@ class ElasticExecutor(LearnerExecutor):
     (BatchNorm's statistics): their mean, by samples, is the weights', and each replica keeps its own.
     """
 
-    def train_alone(self, job: Job) -> None:
+    def train_alone(self, job: Job, plan: Plan, role: int) -> None:
         """Has a replica of its own, and the job's optimiser for it."""
         replica = self.buffer(REPLICA).vector
         self._inner = UpdateRule(job.optimizer, replica[: self.parameters], self.layout)
@@ -110,18 +109,9 @@ class ElasticExecutor(LearnerExecutor):
 class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     """Steps a replica, and the weights by the mean of the differences between them and all replicas."""
 
-    def own(
-        self,
-        job: Job,
-        plan: Plan,
-        role: int,
-        flat: FlatModel,
-        first_weights: FirstWeights | None = None,
-        part: slice | None = None,
-    ) -> None:
-        super().own(job, plan, role, flat, first_weights, part)
+    def train_alone(self, job: Job, plan: Plan, role: int) -> None:
+        super().train_alone(job, plan, role)
         self._leads, self._prefix = role == plan.server, f"{REPLICA}{plan.roles[role].index}."
-        self.train_alone(job)
         self.buffer(REPLICA).vector.copy_(self.buffer(WEIGHTS).vector)
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:

@@ -457,6 +457,9 @@ class Job(Table):
             raise ValueError(
                 f"[averaging] is for {', '.join(_averaging())}; valid with protocol {named(table.name)}: no keys"
             )
+        options = table.options | self.averaging.given
+        if averages:
+            options["served"] = plan.averaging and plan.served
         return protocols.make(
             factory,
             learners=left,
@@ -465,9 +468,7 @@ class Job(Table):
             modulation=table.modulation,
             reference_batch_size=table.reference_batch_size,
             scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,
-            options=table.options
-            | self.averaging.given
-            | ({"served": plan.averaging and plan.served} if averages else {}),
+            options=options,
         )
 
     def gradients_per_update(self, plan: topologies.Plan) -> int:

@@ -92,7 +92,7 @@ class Averager(Replica):
     @property
     def waiting_for(self) -> str:
         if self.state in {REDUCING, HOLDING} and self._waits:
-            return "a checkpoint to be written" if self.cycle.is_ahead else "the statistics server to test the weights"
+            return self._awaited
         if self.state in {REDUCING, HOLDING}:
             return "the replicas of all learners"
         return super().waiting_for
@@ -174,13 +174,9 @@ class Averager(Replica):
     # Averages.
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
-        ledger, words = self.ledger, event.words
-        if any(word.enough for word in words):
-            ledger.enough()
-        ledger.lower(max(word.lowered for word in words), now)
-        if fails := self._compare(event):
+        words = event.words
+        if fails := self._take_in(event, now):
             return fails
-        ledger.count(event.gradients, 1.0)
         stops, saves = any(word.stopped for word in words), any(word.saves for word in words)
         self._stops, self._saves = self._quiet and stops, self._quiet and saves
         self._quiet_next = not self._quiet and (stops or saves)

@@ -339,12 +339,17 @@ class Replica(Machine):
         if self.state is ReplicaState.REDUCING:
             return "the gradients of all learners"
         if self.state is ReplicaState.WAITING:
-            return "a checkpoint to be written" if self.cycle.is_ahead else "the statistics server to test the weights"
+            return self._awaited
         if self.state is ReplicaState.REGROUPING:
             return "a checkpoint to go on from without those that died"
         if self.state is ReplicaState.READY:
             return "other learners to get ready"
         return "the statistics server to finish" if self.state is ReplicaState.STOPPED else ""
+
+    @property
+    def _awaited(self) -> str:
+        """For whom an update waits that is ahead."""
+        return "a checkpoint to be written" if self.cycle.is_ahead else "the statistics server to test the weights"
 
     def validate(self) -> None:
         self.ledger.validate()
@@ -409,22 +414,21 @@ class Replica(Machine):
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self._reduced_at = now
-        ledger = self.ledger
-        if any(word.enough for word in event.words):
-            ledger.enough()
-        ledger.lower(max(word.lowered for word in event.words), now)
-        if fails := self._compare(event):
+        if fails := self._take_in(event, now):
             return fails
-        ledger.count(event.gradients, 1.0)
         self._stops = any(word.stopped for word in event.words)
         return self._update(now)
 
-    def _compare(self, event: Reduced) -> list[Action]:
-        """Fails if the weights are not the same everywhere."""
+    def _take_in(self, event: Reduced, now: float) -> list[Action]:
+        """Counts what all have brought, and heeds what they said; fails if the weights are not the same everywhere."""
+        if any(word.enough for word in event.words):
+            self.ledger.enough()
+        self.ledger.lower(max(word.lowered for word in event.words), now)
         for gradient, word in zip(event.gradients, event.words, strict=True):
             if word.digest != self._digest:
                 differ = f"differ from those of learner {gradient.learner}, although they must not"
                 return [Fail(f"its weights at timestamp {self.ledger.timestamp} {differ}")]
+        self.ledger.count(event.gradients, 1.0)
         return []
 
     def _update(self, now: float) -> list[Action]:

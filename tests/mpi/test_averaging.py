@@ -119,14 +119,20 @@ def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(t
     assert replays(output)
 
 
-@pytest.mark.parametrize("protocol", ["sma", "average"])
-def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, protocol: str) -> None:
-    job, output = job_file(tmp_path, protocol), tmp_path / "out.h5"
-    process = start("run", job, "--output", output)
+def without_rank_4(directory: Path, protocol: str, *options: str) -> tuple[Path, str]:
+    """A run of which a rank is killed: its result file, and what it said."""
+    job, output = job_file(directory, protocol), directory / "out.h5"
+    process = start("run", job, "--output", output, *options)
     wait_for_updates(process, output, 20)
     os.kill(ranks_of(process)[4], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 0, err
+    return output, err
+
+
+@pytest.mark.parametrize("protocol", ["sma", "average"])
+def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, protocol: str) -> None:
+    output, err = without_rank_4(tmp_path, protocol)
     assert "learner 3 (rank 4) died; 3 learners are left, who go on from update " in err
     with rudra.open_results(output) as results:
         (lost,) = results.events[results.events["kind"] == b"lost"]
@@ -140,13 +146,8 @@ def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, 
 
 
 def test_replicas_that_exchange_with_a_server_are_repeated_also_without_one_of_them(tmp_path: Path) -> None:
-    job, output = job_file(tmp_path, "easgd"), tmp_path / "out.h5"
-    served = ["--set", "topology.options.server=true", "--set", "averaging.period=2"]
-    process = start("run", job, "--output", output, *served)
-    wait_for_updates(process, output, 20)
-    os.kill(ranks_of(process)[4], signal.SIGKILL)
-    code, _, err = finish(process)
-    assert code == 0, err
+    served = ("--set", "topology.options.server=true", "--set", "averaging.period=2")
+    output, err = without_rank_4(tmp_path, "easgd", *served)
     assert "learner 2 (rank 4) died; 3 learners are left" in err
     with rudra.open_results(output) as results:
         (lost,) = results.events[results.events["kind"] == b"lost"]
