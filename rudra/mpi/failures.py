@@ -7,12 +7,16 @@ loss tensors from anybody are received by matched probes, which know the sender.
 failed. Collectives fail on a communicator with a dead rank, whether the loss is acknowledged or not.
 """
 
+import array
 import atexit
+import fcntl
+import math
 import os
 import select
 import signal
 import socket
 import sys
+import termios
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +45,15 @@ PAUSE_S = 50e-6
 
 SPEAKS_S = 2.0
 """How long a rank leaves it to the one before it to say who has died, and to end the job."""
+
+LEARNS_S = 10.0
+"""How long a rank that something went wrong on may take to learn that another has died."""
+
+AGAIN_S = 0.2
+"""Between two looks at who is there: what seems to be gone may be back, and who dies together is named together."""
+
+HEARD_S = 2.0
+"""How long the launcher may take to read what a rank has said last, before it is told to end."""
 
 RequestState = Literal["done", "no", "failed"]
 
@@ -79,13 +92,6 @@ class Losses:
         found = [rank for rank in ranks if rank not in self.dead]
         self.dead.update(found)
         return found
-
-    def noticed(self, within_s: float) -> bool:
-        """Whether a rank is found dead, now or soon."""
-        deadline = time.monotonic() + within_s
-        while self.active and not (self.look() or self.dead) and time.monotonic() < deadline:
-            time.sleep(PAUSE_S)
-        return bool(self.dead)
 
     def wait(self, request: "MPI.Request") -> None:
         """Until a request is over, or a rank has died, with whom it may wait for ever."""
@@ -145,25 +151,26 @@ def _watch(launched_by: int, started: int, patience_s: float) -> None:
 
     Others may do so before; they have this much time.
     """
-    known = {int(os.environ["OMPI_COMM_WORLD_RANK"]): os.getppid()}  # which may have died before it was looked for
-    count = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
-    began = time.monotonic()
+    own, ranks = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    here = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    if _rank_of(launched_by) is not None:  # a wrapper around this rank, below which it has no neighbours
+        here = 1
+    roll = RollCall(launched_by, ranks, here=here, seen={own})
     while not _begins(started, WATCH_S):
-        alive = started_below(launched_by)
-        known |= alive
-        gone = known.keys() - alive.keys()
-        # A rank in a wrapper has that for a launcher, as it seems here, and no neighbours.
-        missing = 1 < len(known) < count and time.monotonic() - began > APPEAR_S
-        if gone or missing:
-            if _begins(started, patience_s):  # it died afterwards
-                return
-            os.kill(launched_by, 0)  # has the job ended already?
-            if not gone and os.environ["OMPI_COMM_WORLD_SIZE"] == str(count):
-                gone = set(range(count)) - known.keys()
-            who = named_ranks(gone) or f"{count - len(known)} of the {count} ranks on {socket.gethostname()}"
-            log.error(f"{who} {DIED}")
-            os.kill(launched_by, signal.SIGTERM)
+        roll.look()
+        if not (roll.dead or roll.unseen):
+            continue
+        if _begins(started, patience_s):  # it died afterwards
             return
+        roll.look_again()
+        if not (roll.dead or roll.unseen):
+            continue
+        os.kill(launched_by, 0)  # has the job ended already?
+        unseen = f"{roll.unseen} of the {here} ranks on {socket.gethostname()}"
+        log.error(f"{named_ranks(roll.dead) or unseen} {DIED}")
+        heard()
+        os.kill(launched_by, signal.SIGTERM)
+        return
 
 
 def _begins(started: int, within_s: float) -> bool:
@@ -174,6 +181,69 @@ def _begins(started: int, within_s: float) -> bool:
         return True
     time.sleep(within_s)
     return False
+
+
+class RollCall:
+    """Which ranks of this node are there, and which are no more, by their own processes.
+
+    What stands for a rank may be there longer. Dead is who is missed by two looks, one after the other: the kernel may
+    leave out a child of a process that another child leaves. Who was never seen counts, too, once all must have come.
+
+    Args:
+        launched_by: the process that starts them.
+        ranks: of the whole run.
+        here: how many of them are to be on this node; None: that is found out.
+        seen: those that are known to have come.
+        come: all have.
+
+    Attributes:
+        seen: those that have come.
+        alive: those that are there.
+        dead: those that are no more.
+        first: those that were missed first, and have not come back.
+        here: how many are to be on this node; None: nobody has told yet.
+    """
+
+    def __init__(
+        self, launched_by: int, ranks: int, *, here: int | None = None, seen: Iterable[int] = (), come: bool = False
+    ) -> None:
+        self._launched_by, self._ranks = launched_by, ranks
+        self.here = here
+        self.seen, self.alive, self.dead = set(seen), set[int](), set[int]()
+        self.first, self._missed = set[int](), set[int]()
+        self._come_at = -math.inf if come else math.inf  # when all must have
+
+    def look(self) -> None:
+        """Looks once."""
+        started = started_below(self._launched_by)
+        if started and self._come_at == math.inf:
+            self._come_at = time.monotonic() + APPEAR_S
+        self.alive = {rank for rank, process in started.items() if lives(process_of(process))}
+        self.seen |= started.keys()
+        if self.here is None:
+            self.here = next(filter(None, map(neighbours, started.values())), None)
+        before, self._missed = self._missed, self._expected - self.alive
+        self.dead = self._missed & before
+        self.first = self.first & self._missed or set(self._missed)
+
+    def look_again(self) -> None:
+        """Looks until it is certain who is there now."""
+        self.look()
+        time.sleep(AGAIN_S)
+        self.look()
+
+    @property
+    def _all_come(self) -> bool:
+        return self.here is not None and time.monotonic() > self._come_at
+
+    @property
+    def _expected(self) -> set[int]:
+        return set(range(self._ranks)) if self._all_come and self.here == self._ranks else self.seen
+
+    @property
+    def unseen(self) -> int:
+        """How many have never been seen here and can no longer come; of a run on several nodes nobody knows which."""
+        return self.here - len(self.seen) if self.here is not None and self._all_come else 0
 
 
 def ranks_below(pid: int) -> dict[int, int]:
@@ -188,12 +258,28 @@ def started_below(pid: int) -> dict[int, int]:
     looks through all processes of the node for the children of one.
     """
     found: dict[int, int] = {}
-    with suppress(OSError):  # it has ended
-        texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        for child in map(int, " ".join(texts).split()):
-            rank = _rank_of(child)
-            found |= started_below(child) if rank is None else {rank: child}
+    for child in _children(pid):
+        rank = _rank_of(child)
+        found |= started_below(child) if rank is None else {rank: child}
     return found
+
+
+def _children(pid: int) -> set[int]:
+    """Of a process; read twice, for a list misses one that stays when another leaves meanwhile."""
+    found: set[int] = set()
+    for _ in range(2):
+        with suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):  # and what a thread had started that has ended is another's now
+                    found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return found
+
+
+def lives(process: int) -> bool:
+    """Whether a process runs, and is not only waited for."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    return False
 
 
 def _rank_of(pid: int) -> int | None:
@@ -234,16 +320,41 @@ def abort_on_dead_rank() -> Iterator[None]:
     except RudraError:
         raise
     except Exception as error:
-        if isinstance(error, MPI.Exception) and error.Get_error_class() != MPI.ERR_PROC_FAILED:
+        if isinstance(error, MPI.Exception) and error.Get_error_class() not in failed_classes():
             raise
-        losses = Losses(MPI.COMM_WORLD)
-        if not losses.noticed(SPEAKS_S):
+        dead = _learned(MPI.COMM_WORLD)
+        if not dead:
             raise
-        left = sorted(set(range(MPI.COMM_WORLD.size)) - losses.dead)
-        place = left.index(MPI.COMM_WORLD.rank)
+        place = sorted(set(range(MPI.COMM_WORLD.size)) - dead).index(MPI.COMM_WORLD.rank)
         time.sleep(SPEAKS_S * min(place, 3))  # the first says it, and ends the others; it may be busy elsewhere
-        log.error(f"{named_ranks(losses.dead)} {DIED}")
+        log.error(f"{named_ranks(dead)} {DIED}")
         end_everybody(MPI.COMM_WORLD, 1)
+
+
+def failed_classes() -> set[int]:
+    """Errors that the death of a rank may end a call with."""
+    from mpi4py import MPI
+
+    return {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
+
+
+def _learned(comm: "MPI.Comm") -> set[int]:
+    """Ranks that have died, as MPI finds out in time, or the kernel knows of those on this node; none: nobody has."""
+    losses = Losses(comm)
+    if not losses.active:
+        return set()
+    launched_by, here = launcher(), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    if _rank_of(launched_by) is not None:  # a wrapper around this rank
+        here = 0
+    roll = RollCall(launched_by, comm.size, here=here, come=True)
+    deadline = time.monotonic() + LEARNS_S
+    while not (losses.look() or losses.dead or roll.dead) and time.monotonic() < deadline:
+        time.sleep(AGAIN_S / 4)
+        roll.look()
+    if losses.dead or roll.dead:
+        roll.look_again()  # others may have died with them
+        losses.look()
+    return losses.dead | roll.dead - {comm.rank}
 
 
 def outlive() -> None:
@@ -272,12 +383,23 @@ def end_everybody(comm: "MPI.Comm", code: int) -> NoReturn:
     """Ends all ranks, this one among them. Under ULFM an abort ends the rank that calls it, so its launcher is told."""
     sys.stdout.flush()
     sys.stderr.flush()
+    heard()
     if survivable():
         os.kill(launcher(), signal.SIGTERM)
         time.sleep(2.0)
     comm.Abort(code)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+def heard() -> None:
+    """Waits until the launcher has read what this rank has said: what it has not when it is told to end may be lost."""
+    unread = array.array("i", [0])
+    deadline = time.monotonic() + HEARD_S
+    with suppress(OSError):  # no pipe: nobody has to pass it on
+        while not fcntl.ioctl(2, termios.FIONREAD, unread) and unread[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+    time.sleep(0.1)  # it writes what it has read in its next turn
 
 
 outlived = False

@@ -31,6 +31,9 @@ ENDS_S = 3.0
 STANDS_FOR = "for "
 """How the name of a proxy's process begins; its rank's process follows."""
 
+KILLED_LINE = b"\x1ekilled %d %d\n"
+"""What a proxy writes on standard error for the launcher: which rank was killed, and by which signal."""
+
 _PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of what may use a fork server
 _STATUS = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")
@@ -269,14 +272,19 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
             return
         (rank,) = _STATUS.unpack(told)
         libc.prctl(_PR_SET_NAME, f"{STANDS_FOR}{rank}".encode())
+        passed_on = set[int]()
         while server not in select.select([server, woken], [], [])[0]:
             for caught in woken.recv(4096):
+                passed_on.add(caught)
                 with suppress(ProcessLookupError):
                     os.kill(rank, caught)
         told = server.recv(_STATUS.size)
     _no_longer_passed_on()
     code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL
     if code < 0:
+        if -code not in passed_on and (number := os.environ.get("OMPI_COMM_WORLD_RANK", "")).isdigit():
+            with suppress(OSError):
+                os.write(2, KILLED_LINE % (int(number), -code))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left one, if any
         os.kill(os.getpid(), -code)
     os._exit(code)

@@ -177,7 +177,7 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[s
     if code in {0, EXIT_STOPPED}:
         return Outcome(code)
     cause, said = explain(relay.banners, roles), relay.reported
-    if cause is None and not relay.explained:
+    if relay.died or relay.killed_early or (run.ended_it and run.dead) or (cause is None and not relay.explained):
         cause, said = _cause(run, status), False
     if stopped := _stopped(run, status, known=bool(cause) or relay.explained):
         log.error(f"{job.name}: {stopped}; {how_to_resume(output)}")
@@ -206,7 +206,7 @@ def _code(run: Mpirun, status: int) -> int:
     """The run's exit code: as ranks have said it, else mpirun's, who says 0 even when it has lost all of them."""
     if run.relay.code is not None:
         return run.relay.code
-    if run.relay.ends and (status == 0 or run.ended_it):
+    if run.relay.ends and not run.relay.died and (status == 0 or run.ended_it):
         return max(run.relay.ends)
     return status or EXIT_FAILED
 
@@ -217,7 +217,7 @@ def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
         return "interrupted"
     if status < 0 and not run.ended_it:
         return f"mpirun was killed by signal {-status} ({signal_name(-status)})"
-    if not known and not run.relay.banners and (run.relay.started or run.seen):
+    if not known and not run.relay.banners and (run.relay.started or run.roll.seen):
         return "mpirun was ended from outside"
     return None
 
@@ -225,8 +225,14 @@ def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
 def _cause(run: Mpirun, status: int) -> str | None:
     """Why a run ended of which neither a rank nor mpirun says so, as far as it was seen."""
     relay, all_died = run.relay, status == 0 or run.ended_it
-    if run.dead and (all_died or len(run.dead) < run.ranks):  # else mpirun has ended them, and then itself
-        return f"{'all ranks' if len(run.dead) == run.ranks else named_ranks(run.dead)} {DIED}"
+    told = relay.dead | relay.killed_early
+    if relay.died or told:
+        if len(run.dead) < run.ranks and not relay.unstarted:  # else others have ended because of it
+            told |= run.dead
+        return f"{named_ranks(told) or relay.about_dead} {DIED}"
+    dead = run.dead if len(run.dead) < run.ranks or not relay.unstarted else run.roll.first
+    if dead and (all_died or len(dead) < run.ranks):  # else mpirun has ended them, and then itself
+        return f"{'all ranks' if len(dead) == run.ranks else named_ranks(dead)} {DIED}"
     if relay.unstarted:
         return "MPI did not start; --verbose shows its messages"
     if relay.started and relay.banners:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from rudra.errors import LaunchError
-from rudra.mpi.failures import APPEAR_S, neighbours, started_below
+from rudra.mpi.failures import RollCall
 from rudra.mpi.relay import Relay
 
 GRACE_S = 30.0
@@ -30,6 +30,9 @@ LOOKS_S, RARELY_S = 0.1, 0.5
 
 NOTICES_S = 1.5
 """How long mpirun may take to end by itself when a rank has died before MPI has started, for which others wait."""
+
+OTHERS_S = 15.0
+"""How long others may take that have started MPI, and know of such a rank or wait for it for ever."""
 
 TOGETHER_S = 0.3
 """What ends so soon after a rank has not done so because of it."""
@@ -48,8 +51,8 @@ class Mpirun:
         relay: heard what they wrote.
         stopped_at: when a signal to this process stopped the run; None: none did.
         ended_it: mpirun was ended here, not by itself.
-        seen: ranks that were seen on this node.
-        dead: those that were the first to end, where MPI has not started on any.
+        roll: looks for the ranks of this node.
+        dead: those that were the first to end, where MPI has not started on all.
 
     Raises:
         LaunchError: it does not start.
@@ -59,14 +62,10 @@ class Mpirun:
         self.relay = Relay(write, ranks)
         self.stopped_at: float | None = None
         self.ended_it = False
-        self.seen: set[int] = set()
         self.dead: set[int] = set()
-        self._here: int | None = None  # ranks that are to be on this node
         self.ranks = ranks
-        self._alive = 0
-        self._looked_at = 0.0
+        self._looked_at = self._died_at = 0.0
         self._over_at: float | None = None
-        self._began = self._died_at = 0.0
         self._grace_s = GRACE_S
         self._sent: list[int] = []
         try:
@@ -79,6 +78,7 @@ class Mpirun:
             )
         except OSError as error:
             raise LaunchError(f"{command[0]} does not start: {error.strerror}") from None
+        self.roll = RollCall(self._process.pid, ranks)
 
     def wait(self) -> int:
         """Waits for the end, and brings it about where it is time; mpirun's exit status."""
@@ -147,8 +147,10 @@ class Mpirun:
             self._over_at = self._over_at or now
             if now - self._over_at > ENDS_S:
                 self._end(signal.SIGKILL)
-        if self.dead and now - self._died_at > NOTICES_S:
-            self._end(signal.SIGTERM)
+        if self.dead and now - self._died_at > (OTHERS_S if self.relay.started else NOTICES_S) and not self.ended_it:
+            self._look_again()
+            if self.dead:
+                self._end(signal.SIGTERM)
         if self.stopped_at is not None and now - self.stopped_at > self._grace_s:
             self._send(signal.SIGTERM)
             if now - self.stopped_at > self._grace_s + INSISTS_S:
@@ -159,22 +161,22 @@ class Mpirun:
         if now - self._looked_at < (RARELY_S if self.relay.started else LOOKS_S):
             return
         self._looked_at = now
-        alive = started_below(self._process.pid)
-        self.seen |= alive.keys()
-        self._alive = len(alive)
-        if self._here is None and alive:
-            self._here, self._began = neighbours(next(iter(alive.values()))), now
-        if self.relay.started or self.relay.ends or self.relay.explained:
+        self.roll.look()
+        if self.relay.started >= self.ranks or self.relay.ends or self.relay.code is not None:
             self.dead = set()
-        elif not self.dead or now - self._died_at < TOGETHER_S:
-            appeared = self._here != self.ranks or now - self._began < APPEAR_S
-            dead = (self.seen if appeared else set(range(self.ranks))) - alive.keys()
-            self.dead, self._died_at = dead, self._died_at if self.dead else now
+        elif not self.relay.died and (not self.dead or now - self._died_at < TOGETHER_S):
+            self._died_at = self._died_at if self.dead else now
+            self.dead = self.roll.dead | self.relay.killed_early
+
+    def _look_again(self) -> None:
+        """Before anything is made of who was missed: who is, while there are others, whom mpirun has not ended."""
+        self.roll.look_again()
+        self.dead = self.roll.dead | self.relay.killed_early if self.roll.alive else self.dead
 
     def _over(self) -> bool:
         """Whether mpirun has nothing to wait for any more."""
-        gone = self._here == self.ranks and not self._alive
-        told = self.relay.code is not None or len(self.relay.ends) == self.ranks
+        gone = self.roll.here == self.ranks and not self.roll.alive
+        told = self.relay.code is not None or self.relay.died or len(self.relay.ends) == self.ranks
         return gone or told or self.ended_it
 
     def _end(self, number: int) -> None:

@@ -18,7 +18,7 @@ DIED = "died before training began"
 """Ends the line about ranks that did, whoever says it."""
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
-_WORD = re.compile(rb"\x1e(start|end|exit)(?: (\d+))?(?: (\d+))?$")
+_WORD = re.compile(rb"\x1e(start|end|exit|killed)(?: (\d+))?(?: (\d+))?$")
 _NOISE = re.compile(  # now and then, while it ends or a rank has died
     rb"NBC_Progress: an error |\[warn\] Epoll |Abort is in progress\.\.\.hit ctrl-c again|"
     rb"\[[^]]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH |pmix_ptl_base: send_msg: )"
@@ -56,7 +56,10 @@ class Relay:
         withheld: what was taken out, as it was; the last of it, if it is much.
         unstarted: some of it is MPI's, and was said before it started.
         reported: whether a rank wrote a line that begins with `rudra: `.
-        died: and one that ranks died before training began.
+        died: one said that ranks died before training began, which the launcher says for all.
+        dead: those that were named then.
+        about_dead: the last such line, without its end.
+        killed: ranks on this node that were, not by mpirun, and the signals.
         started: on how many ranks MPI has started.
         ends: exit codes of the ranks that have ended by themselves.
         code: that a rank said is the run's; None: none did.
@@ -67,6 +70,9 @@ class Relay:
         self.banners: list[str] = []
         self.withheld: deque[bytes] = deque(maxlen=1000)
         self.reported = self.died = self.unstarted = False
+        self.dead: set[int] = set()
+        self.killed: dict[int, int] = {}
+        self.about_dead = ""
         self.started = 0
         self.ends: list[int] = []
         self.code: int | None = None
@@ -81,6 +87,11 @@ class Relay:
     def explained(self) -> bool:
         """Whether a rank has said how it all ended, or how it ended itself."""
         return self.code is not None or any(self.ends) or self.died
+
+    @property
+    def killed_early(self) -> set[int]:
+        """Ranks that were killed before MPI had started on all."""
+        return {*self.killed} if self.started < self._ranks and self.code is None and not self.ends else set()
 
     def feed(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -117,8 +128,9 @@ class Relay:
             self._early.append(line + b"\n")
             return self._withhold(line)
         if line.lstrip(b"\r\0").startswith(b"rudra: "):
+            if line.endswith(DIED.encode()):
+                return self._told_of(line.lstrip(b"\r\0").decode(errors="replace"))
             self.reported = True
-            self.died |= line.endswith(DIED.encode())
         return (line + b"\n").strip(b"\0").replace(UNENDED, b"")
 
     def _framed(self, line: bytes, *, end: bool) -> bytes:
@@ -146,11 +158,20 @@ class Relay:
             self.code, self.lost = numbers
         elif word == b"end":
             self.ends += numbers
+        elif word == b"killed":
+            self.killed |= [numbers]
         else:
             self.started += 1
             if self.started >= self._ranks:
                 early, self._early = self._early, []
                 return b"".join(early)
+        return b""
+
+    def _told_of(self, line: str) -> bytes:
+        """Takes note of who has died: several ranks may say it, each of those that it knows of."""
+        self.died = True
+        self.about_dead = line.removeprefix("rudra: ").removesuffix(DIED).strip()
+        self.dead |= {int(rank) for rank in re.findall(r"\brank (\d+)", self.about_dead)}
         return b""
 
     def _withhold(self, line: bytes) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 
 from rudra.errors import LaunchError
 from rudra.job.job import Job
+from rudra.mpi.forkserver import KILLED_LINE
 from rudra.mpi.launch import STARTS, WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
 from rudra.mpi.relay import DIED, START_LINE, UNENDED, Relay, end_line, exit_line, explain
 
@@ -136,15 +137,18 @@ def test_ranks_have_words_for_the_launcher() -> None:
     relay = Relay(out.append, ranks=2)
     relay.feed(START_LINE + b"\rbar" + UNENDED + START_LINE + b"unfinished" + end_line(0) + b"rudra: so slow\n")
     assert (relay.started, relay.ends, relay.code, relay.explained) == (2, [0], None, False)
-    relay.feed(b"rudra: rank 2 " + DIED.encode() + b"\n")
-    assert relay.explained
+    relay.feed(b"rudra: rank 2 " + DIED.encode() + b"\nrudra: rank 2, rank 0 " + DIED.encode() + b"\n")
+    assert (relay.explained, relay.dead, relay.about_dead) == (True, {0, 2}, "rank 2, rank 0")
     relay.feed(exit_line(3, lost=True))
     assert (relay.code, relay.lost) == (3, 1)
-    assert b"".join(out) == b"\rbarunfinishedrudra: so slow\nrudra: rank 2 died before training began\n"
+    assert b"".join(out) == b"\rbarunfinishedrudra: so slow\n", "who died is said once, by the launcher"
 
 
 ENDED, KILLED_BY = "demo: mpirun was ended from outside; ", "demo: mpirun was killed by signal 9 (SIGKILL); "
 LOST = RULE + b"prted lost a node\n" + RULE
+DEATH, DEATHS = f"rudra: rank 2 {DIED}\n".encode(), f"rudra: rank 0, rank 2 {DIED}\n".encode()
+WORD = KILLED_LINE % (2, 9)
+VAGUE = f"rudra: 2 of the 4 ranks on a {DIED}\n".encode()
 RESULTLESS, RESUMABLE = "it had no results yet", "to go on from its last checkpoint: rudra resume "
 STAND_IN = """#!{python}
 import os, signal, sys, time
@@ -167,6 +171,10 @@ def say(text): os.write(2, text)
         (f"say({START_LINE + end_line(0) + exit_line(3)!r}); sys.exit(1)", False, 3, ""),
         (f"say({START_LINE + end_line(0)!r}); time.sleep(60)", False, 0, ""),
         (f"say({START_LINE + LOST!r}); sys.exit(1)", False, 1, "mpirun ended the run: prted lost a node"),
+        (f"say({DEATH!r}); say({DEATHS!r}); sys.exit(143)", False, 1, "rank 0, rank 2 died before training began"),
+        (f"say({WORD + UNSTARTED + EXITED!r}); sys.exit(14)", False, 1, "rank 2 died before training began"),
+        (f"say({VAGUE + KILLED!r}); sys.exit(143)", False, 1, "2 of the 4 ranks on a died before training began"),
+        (f"say({START_LINE + DEATH + end_line(0)!r}); time.sleep(60)", False, 1, "rank 2 died before training began"),
         (f"say({LOST!r}); sys.exit(1)", False, None, "mpirun could not run the ranks .*: prted lost a node"),
     ],
 )  # fmt: skip
