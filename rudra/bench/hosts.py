@@ -2,16 +2,23 @@
 
 Each has a host name, an address and a /dev/shm of its own, so MPI between them goes over TCP through the link, whose
 token bucket (`tc … tbf`) sets the bandwidth of each direction. Nothing is added to the machine's own network.
+
+Nothing on them outlives who made them, however that ends: Ctrl-C and SIGTERM end what is there, and what `Hosts.run`
+has started dies with it.
 """
 
+import ctypes
 import os
 import shutil
+import signal
 import stat
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +59,28 @@ class Hosts:
         """What runs a command on a host."""
         return [*_enter(self.pids[host]), f"--wd={os.getcwd()}", *argv]
 
+    def run(
+        self, argv: Sequence[str], host: int = 0, timeout: float | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Runs a command on a host, from which it can start ranks on both; it is killed if this process is."""
+        process = subprocess.Popen(
+            self.command(argv, host),
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        with process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
     def environment(self) -> dict[str, str]:
         """With this, an Open MPI mpirun on the first host starts ranks on both, filling its slots first."""
         return {
@@ -72,7 +101,7 @@ def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
         slots: how many ranks to start on each.
     """
     holders: list[subprocess.Popen[str]] = []
-    with tempfile.TemporaryDirectory(prefix="rudra-hosts-") as name:
+    with _ended_in_order(), tempfile.TemporaryDirectory(prefix="rudra-hosts-") as name:
         directory = Path(name)
         lines = ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(ADDRESSES, NAMES, strict=True))]
         (directory / "hosts").write_text("\n".join(lines) + "\n")
@@ -81,9 +110,8 @@ def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
             for host in NAMES:
                 hold = ["sh", "-c", _HOLD, "sh", host, str(directory / "hosts")]
                 argv = ["unshare", "--net", "--uts", "--ipc", "--mount", "--propagation", "private", *hold]
-                holders.append(
-                    subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
-                )
+                streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                holders.append(subprocess.Popen(argv, **streams, text=True, env=_environment(), start_new_session=True))
                 assert holders[-1].stdout is not None
                 if holders[-1].stdout.readline() != "ready\n":
                     raise RuntimeError(f"host {host} could not be made")
@@ -130,14 +158,51 @@ exec nsenter -t "$pid" -n -u -i -m --wd="$PWD" sh -c "$*"
 """
 
 
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM, as of `timeout`, is an exception meanwhile, so that what is to be ended is."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _on(host: int) -> list[int]:
+    """The processes on the host of this one, itself left out; none, if that was not made and this is the machine."""
+
+    def network(process: int | str) -> str:
+        with suppress(OSError):
+            return os.readlink(f"/proc/{process}/ns/net")
+        return ""
+
+    if (its := network(host)) in {"", network("self")}:
+        return []
+    processes = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [process for process in processes if process != host and network(process) == its]
+
+
 def _end(holder: "subprocess.Popen[str]", patience_s: float = 5.0) -> None:
-    """Ends the process that keeps a host's namespaces; with the last one in them, they are gone."""
+    """Ends what is left on a host, and the process that keeps its namespaces; with the last one they are gone."""
+    deadline = time.monotonic() + patience_s
+    while holder.returncode is None and (left := _on(holder.pid)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
     if holder.stdin is not None:
         holder.stdin.close()
-    deadline = time.monotonic() + patience_s
     while holder.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    holder.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(holder.pid, signal.SIGKILL)
     holder.wait()
     if holder.stdout is not None:
         holder.stdout.close()

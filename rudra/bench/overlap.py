@@ -12,7 +12,6 @@ so.
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +111,7 @@ def _behind_a_link(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]
     """The same with one learner in a process on the servers' host, which starts the ranks on both."""
     with two_hosts(gbit_s=GBIT_S, slots=(2, 1)) as hosts:
         arguments = [sys.executable, "-m", "rudra.bench.overlap", str(steps), str(rounds)]
-        found = subprocess.run(hosts.command(arguments), env=hosts.environment(), capture_output=True, timeout=1200)
+        found = hosts.run(arguments, timeout=1200)
     if found.returncode:
         sys.stderr.buffer.write(found.stderr)
         found.check_returncode()

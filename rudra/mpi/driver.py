@@ -62,7 +62,7 @@ from rudra.mpi.clock import clock_origin
 from rudra.mpi.comm_threads import CommThread, Worker
 from rudra.mpi.control import ControlRing
 from rudra.mpi.doorbell import Doorbell
-from rudra.mpi.failures import Losses, outcome
+from rudra.mpi.failures import SPEAKS_S, Losses, outcome
 from rudra.mpi.leases import Going
 from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
 from rudra.mpi.regroup import Regrouping
@@ -91,6 +91,9 @@ SPIN_S = 20e-3
 """How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than
 a small message, and the core's caches and clock rate besides."""
 
+
+ALONE_S = 5.0
+"""How long a rank waits when both are dead that could end the run: the last that they said may still come."""
 
 GENERATIONS = 3
 """Of one tensor, at most, in place of copies: one that is made, and others that are still read."""
@@ -255,6 +258,8 @@ class Rank:
             if waited >= warned_s:
                 self._report_wait(waited)
                 warned_s *= 2
+            if waited >= ALONE_S and self._losses.dead:
+                self._go_on_alone()
             if waited >= LEFT_S and self._losses.dead and not self._beside:
                 self._stand_still()
             if self._recorder is not None:
@@ -559,6 +564,17 @@ class Rank:
             failure = RunError(
                 f"a rank has died, and for {LEFT_S:.0f} s all that are left have waited: {listed(all_wait)}"
             )
+            failure.lost = True
+            raise failure
+
+    def _go_on_alone(self) -> None:
+        """Ends the run if neither the owner of the weights nor the statistics server is left, of whom each would."""
+        roles = [self.plan.roles[i] for i in sorted({self.plan.server, self.plan.statistics})]
+        if all(role.world_rank in self._losses.dead for role in roles):
+            names = listed([f"{role.name} (rank {role.world_rank})" for role in roles])
+            left = sorted({role.world_rank for role in self.plan.roles} - self._losses.dead)
+            time.sleep(SPEAKS_S * min(left.index(self.comm.rank), 3))  # the first ends the others
+            failure = RunError(f"{names} died, and the run cannot go on without them")
             failure.lost = True
             raise failure
 

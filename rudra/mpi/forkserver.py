@@ -282,9 +282,10 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
     _no_longer_passed_on()
     code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL
     if code < 0:
-        if -code not in passed_on and (number := os.environ.get("OMPI_COMM_WORLD_RANK", "")).isdigit():
+        world_rank = os.environ.get("OMPI_COMM_WORLD_RANK", "")
+        if -code not in passed_on and world_rank.isdigit():
             with suppress(OSError):
-                os.write(2, KILLED_LINE % (int(number), -code))
+                os.write(2, KILLED_LINE % (int(world_rank), -code))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left one, if any
         os.kill(os.getpid(), -code)
     os._exit(code)

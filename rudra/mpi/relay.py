@@ -23,10 +23,11 @@ _NOISE = re.compile(  # now and then, while it ends or a rank has died
     rb"NBC_Progress: an error |\[warn\] Epoll |Abort is in progress\.\.\.hit ctrl-c again|"
     rb"\[[^]]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH |pmix_ptl_base: send_msg: )"
 )
-_MPI = re.compile(rb"\[[^]]+:\d+\] ")  # how MPI's own lines begin that are not framed
+_MPI = re.compile(rb"\[[^]]+:\d+\] |\[\[\d+,\d+\],\d+\]\[")  # how MPI's own lines begin that are not framed
 _UNSTARTED = re.compile(rb"\[[^]]+:0+\] \*\*\* ")  # of a rank on which MPI has not started
 _BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
 _PARAGRAPH = re.compile(rb"It looks like MPI_INIT ")
+_DEATH = re.compile(r"rudra: (rank \d+(?:, rank \d+)*|\d+ of the \d+ ranks on \S+) " + DIED)
 _SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
 _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
@@ -56,9 +57,9 @@ class Relay:
         withheld: what was taken out, as it was; the last of it, if it is much.
         unstarted: some of it is MPI's, and was said before it started.
         reported: whether a rank wrote a line that begins with `rudra: `.
-        died: one said that ranks died before training began, which the launcher says for all.
+        died: one that ends the run said that ranks died before training began; the launcher says it for all.
         dead: those that were named then.
-        about_dead: the last such line, without its end.
+        about_dead: who died, as the last such line has it.
         killed: ranks on this node that were, not by mpirun, and the signals.
         started: on how many ranks MPI has started.
         ends: exit codes of the ranks that have ended by themselves.
@@ -110,6 +111,7 @@ class Relay:
 
     def _line(self, line: bytes) -> bytes:
         """What of one line of mpirun's standard error is for the user."""
+        line = line.lstrip(b"\0")  # which mpirun writes now and then
         if word := _WORD.search(line):  # even in a frame, which is somebody else's
             return line[: word.start()] + self._heard(word[1], [int(number) for number in word.groups()[1:] if number])
         before, rule, after = line.partition(_RULE)
@@ -127,9 +129,9 @@ class Relay:
         if _MPI.match(line) and self.started < self._ranks:
             self._early.append(line + b"\n")
             return self._withhold(line)
-        if line.lstrip(b"\r\0").startswith(b"rudra: "):
-            if line.endswith(DIED.encode()):
-                return self._told_of(line.lstrip(b"\r\0").decode(errors="replace"))
+        if (told := line.lstrip(b"\r\0")).startswith(b"rudra: "):
+            if death := _DEATH.fullmatch(told.decode(errors="replace")):
+                return self._told_of(death[1])
             self.reported = True
         return (line + b"\n").strip(b"\0").replace(UNENDED, b"")
 
@@ -159,7 +161,8 @@ class Relay:
         elif word == b"end":
             self.ends += numbers
         elif word == b"killed":
-            self.killed |= [numbers]
+            rank, number = numbers
+            self.killed[rank] = number
         else:
             self.started += 1
             if self.started >= self._ranks:
@@ -167,11 +170,10 @@ class Relay:
                 return b"".join(early)
         return b""
 
-    def _told_of(self, line: str) -> bytes:
+    def _told_of(self, dead: str) -> bytes:
         """Takes note of who has died: several ranks may say it, each of those that it knows of."""
-        self.died = True
-        self.about_dead = line.removeprefix("rudra: ").removesuffix(DIED).strip()
-        self.dead |= {int(rank) for rank in re.findall(r"\brank (\d+)", self.about_dead)}
+        self.died, self.about_dead = True, dead
+        self.dead |= {int(rank) for rank in re.findall(r"rank (\d+)", dead)}
         return b""
 
     def _withhold(self, line: bytes) -> bytes:

@@ -114,19 +114,19 @@ def test_relay(raw: bytes, shown: bytes, banners: int, reported: bool, size: int
 UNSTARTED = RULE + b"It looks like MPI_INIT failed for some reason\n" + RULE
 UNSTARTED_TOO = b"[vm:00000] *** An error occurred in MPI_Init_thread\n"
 WARNING = RULE + b"No OpenFabrics connection schemes reported\n" + RULE
-WARNING_TOO = b"[vm:00123] mca_base_component_repository_open: unable to open\n"
+WARNING_TOO = b"[vm:00123] mca_base_component_repository_open: unable to open\n[[7,1],0][btl.c:4:f] failed\n"
 
 
 def test_what_mpi_says_while_it_starts_is_shown_if_it_has_started() -> None:
     out: list[bytes] = []
     relay = Relay(out.append, ranks=3)
-    relay.feed(WARNING + b"a rank's own line\n" + WARNING_TOO + b"[warn] Epoll MOD(4) on fd 24 failed.\n")
+    relay.feed(WARNING + b"a rank's own line\n\0" + WARNING_TOO + b"[warn] Epoll MOD(4) on fd 24 failed.\n")
     assert out == [b"a rank's own line\n"]
     relay.feed(START_LINE + UNSTARTED[: len(RULE)] + START_LINE + UNSTARTED[len(RULE) :] + UNSTARTED_TOO + WARNING)
     assert out[1:] == []
     relay.feed(START_LINE)
     assert b"".join(out[1:]) == WARNING + WARNING_TOO + WARNING
-    assert b"".join(relay.withheld).count(b"\n") == 12
+    assert b"".join(relay.withheld).count(b"\n") == 13
     relay.feed(WARNING)
     relay.close()
     assert b"".join(out[2:]) == WARNING
@@ -139,9 +139,14 @@ def test_ranks_have_words_for_the_launcher() -> None:
     assert (relay.started, relay.ends, relay.code, relay.explained) == (2, [0], None, False)
     relay.feed(b"rudra: rank 2 " + DIED.encode() + b"\nrudra: rank 2, rank 0 " + DIED.encode() + b"\n")
     assert (relay.explained, relay.dead, relay.about_dead) == (True, {0, 2}, "rank 2, rank 0")
+    relay.feed(b"\0rudra: server (rank 0): learner 1 (rank 3) " + DIED.encode() + b"\n\0" + KILLED_LINE % (3, 9))
+    assert (relay.dead, relay.killed, relay.killed_early) == ({0, 2}, {3: 9}, set())
     relay.feed(exit_line(3, lost=True))
     assert (relay.code, relay.lost) == (3, 1)
-    assert b"".join(out) == b"\rbarunfinishedrudra: so slow\n", "who died is said once, by the launcher"
+    assert (
+        b"".join(out)
+        == b"\rbarunfinishedrudra: so slow\nrudra: server (rank 0): learner 1 (rank 3) died before training began\n"
+    ), "who died is said once, by the launcher"
 
 
 ENDED, KILLED_BY = "demo: mpirun was ended from outside; ", "demo: mpirun was killed by signal 9 (SIGKILL); "
