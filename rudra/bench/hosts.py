@@ -110,10 +110,17 @@ def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
             for host in NAMES:
                 hold = ["sh", "-c", _HOLD, "sh", host, str(directory / "hosts")]
                 argv = ["unshare", "--net", "--uts", "--ipc", "--mount", "--propagation", "private", *hold]
-                streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                holders.append(subprocess.Popen(argv, **streams, text=True, env=_environment(), start_new_session=True))
-                assert holders[-1].stdout is not None
-                if holders[-1].stdout.readline() != "ready\n":
+                holder = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+                holders.append(holder)
+                assert holder.stdout is not None
+                if holder.stdout.readline() != "ready\n":
                     raise RuntimeError(f"host {host} could not be made")
             pids = (holders[0].pid, holders[1].pid)
             _link(pids, gbit_s)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+AHEAD = 60
+"""Mini-batches that learners may be ahead of what a test waits for; then they wait for it, however slow it is."""
+
 SCRIPT = """
 import sys
 from rudra.cli.main import main
@@ -35,12 +39,18 @@ def start(*arguments: str | Path, before: str = "pass", **environment: str) -> s
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "PYTHONPATH": path, "RUDRA_TEST_GATE": str(_gate(arguments)), **environment},
     )
 
 
+def _gate(words: Sequence[Any]) -> Path:
+    """A file that holds the learners of a run while it is there: see `user_code.pass_gate`."""
+    return next((Path(word).with_suffix(".gate") for word in words if str(word).endswith(".h5")), Path("no such gate"))
+
+
 def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
+    """Exit code, standard output and standard error of a run that nobody holds any more."""
+    _gate(process.args).unlink(missing_ok=True)  # type: ignore[arg-type]
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:
@@ -78,9 +88,56 @@ def replays(path: Path) -> bool:
     return rudra.replay(path, quiet=True).difference is None
 
 
-def wait_for_updates(process: subprocess.Popen[str], output: Path, count: int, table: str = "updates") -> None:
-    """Until a run has made so many updates, or recorded so many rows of another table, or has ended."""
-    came = eventually(lambda: process.poll() is not None or updates(output, table) >= count)
+def restarts(path: Path) -> int:
+    """How many beginnings a result file tells of, also of one that is no more: so often a run has been resumed next."""
+    with suppress(RudraError), rudra.open_results(path) as results:
+        return 1 + int((results.events["kind"] == b"restart").sum())
+    return 0
+
+
+def _come(path: Path, count: int, table: str, parts: int) -> bool:
+    """Whether so many rows are there, the last of them of this part of the run."""
+    with suppress(RudraError), rudra.open_results(path) as results:
+        again = results.events[results.events["kind"] == b"restart"]
+        rows = getattr(results, table)
+        if len(rows) < count or len(again) < parts:
+            return False
+        return parts == 0 or table != "updates" or int(rows["timestamp"][-1]) > int(again["timestamp"][-1])
+    return False
+
+
+def wait_for_updates(
+    process: subprocess.Popen[str],
+    output: Path,
+    count: int,
+    table: str = "updates",
+    *,
+    parts: int = 0,
+    kept: bool = False,
+) -> None:
+    """Until a run has made so many updates, or recorded so many rows of another table, or has ended.
+
+    Until its test calls `finish`, it does not get much further.
+
+    Args:
+        process: the command.
+        output: its result file.
+        count: of rows.
+        table: whose.
+        parts: how often it had been begun before, of which the file may still tell; it must have gone on.
+        kept: there must be a checkpoint, too.
+    """
+    gate = _gate(process.args)  # type: ignore[arg-type]
+    if table == "updates":
+        gate.with_suffix(".new").write_text(str(count + AHEAD))
+        gate.with_suffix(".new").rename(gate)
+    else:
+        gate.unlink(missing_ok=True)
+
+    def come() -> bool:
+        return _come(output, count, table, parts) and (not kept or output.with_suffix(".ckpt").exists())
+
+    came = eventually(lambda: process.poll() is not None or come())
     assert came, f"fewer than {count} {table} came"
 
 

@@ -96,9 +96,9 @@ def job_file(directory: Path, protocol: str, more: str = "") -> Path:
 def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(tmp_path: Path, protocol: str) -> None:
     """A checkpoint has all replicas, of the same mini-batch, also where averages are made beside computing."""
     job, output = job_file(tmp_path, protocol, 'checkpoint_every = "7 updates"\n'), tmp_path / "out.h5"
-    for number, update in ((signal.SIGKILL, 20), (signal.SIGTERM, 60)):
+    for parts, number, update in ((0, signal.SIGKILL, 20), (1, signal.SIGTERM, 60)):
         process = start("run", job, "--output", output, "--resume")
-        wait_for_updates(process, output, update)
+        wait_for_updates(process, output, update, parts=parts, kept=True)
         process.send_signal(number)
         code, _, err = finish(process)
         assert code == (-9 if number == signal.SIGKILL else 3), err

@@ -74,9 +74,9 @@ def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_n
     growing = "at_epoch = 2\ntraining.minibatch_size = 4\n"
     job = slowly(job_file(tmp_path, "job", "hardsync", growing, more=f"{topology}{OFTEN}"))
     output = tmp_path / "out.h5"
-    for update in (10, 130):  # the job changes after update 120
+    for parts, update in enumerate((10, 130)):  # the job changes after update 120
         process = start("run", job, "--output", output, "--resume")
-        wait_for_updates(process, output, update)
+        wait_for_updates(process, output, update, parts=parts)
         ranks = below(process.pid)
         process.send_signal(signal.SIGINT)
         code, _, err = finish(process)

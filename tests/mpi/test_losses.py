@@ -138,7 +138,7 @@ def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Pa
     job = job_file(tmp_path, "softsync", results=every, fault_tolerance="restarts = 1", topology=name)
     output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
-    wait_for_updates(process, output, 20)
+    wait_for_updates(process, output, 20, kept=True)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 0, err
@@ -148,6 +148,20 @@ def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Pa
         assert results.status == "finished"
         assert list(results.epochs["epoch"]) == [1, 2, 3, 4, 5, 6]
     assert replays(output)
+
+
+def test_when_both_servers_die_those_that_are_left_end_the_run(tmp_path: Path) -> None:
+    job, output = job_file(tmp_path, "softsync"), tmp_path / "out.h5"
+    process = start("run", job, "--output", output)
+    wait_for_updates(process, output, 10)
+    ranks = ranks_of(process)
+    for rank in (0, 1):
+        os.kill(ranks[rank], signal.SIGKILL)
+    code, _, err = finish(process, 100)
+    assert code == 1, err
+    who = "parameter server (rank 0), statistics server (rank 1) died, and the run cannot go on without them"
+    assert ours(err)[0].endswith(who), err
+    assert gone([*ranks.values()])
 
 
 def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(tmp_path: Path) -> None:
@@ -165,7 +179,7 @@ def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(
 def test_mpirun_that_is_ended_from_outside_leaves_a_run_to_go_on_with(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "softsync", results='checkpoint_every = "2 updates"'), tmp_path / "out.h5"
     process = start("run", job, "--output", output)
-    wait_for_updates(process, output, 10)
+    wait_for_updates(process, output, 10, kept=True)
     pids = below(process.pid)
     os.kill(mpirun_of(process), signal.SIGTERM)
     code, _, err = finish(process)

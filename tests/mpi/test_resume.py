@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import below, finish, gone, replays, start, updates, wait_for_updates
+from processes import below, finish, gone, replays, restarts, start, updates, wait_for_updates
 
 import rudra
 
@@ -31,8 +31,9 @@ def job_file(directory: Path, protocol: str, optimizer: str = SGD, more: str = "
 
 def run_until(job: Path, output: Path, update: int, number: int) -> tuple[int, str]:
     """Starts or resumes a run, and sends it a signal when it has come so far."""
+    parts = restarts(output)
     process = start("run", job, "--output", output, "--resume")
-    wait_for_updates(process, output, update)
+    wait_for_updates(process, output, update, parts=parts, kept=True)
     ranks = below(process.pid)
     process.send_signal(number)
     code, _, err = finish(process)
