@@ -18,7 +18,7 @@ from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-AHEAD = 60
+AHEAD = 30
 """Mini-batches that learners may be ahead of what a test waits for; then they wait for it, however slow it is."""
 
 SCRIPT = """
@@ -48,7 +48,7 @@ def _gate(words: Sequence[Any]) -> Path:
     return next((Path(word).with_suffix(".gate") for word in words if str(word).endswith(".h5")), Path("no such gate"))
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 400) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a run that nobody holds any more."""
     _gate(process.args).unlink(missing_ok=True)  # type: ignore[arg-type]
     try:
@@ -161,7 +161,7 @@ def mpirun_of(process: "subprocess.Popen[Any]") -> int:
     return found
 
 
-def gone(pids: list[int], within_s: float = 8.0) -> bool:
+def gone(pids: list[int], within_s: float = 40.0) -> bool:
     """Whether all processes end within that time."""
     return eventually(lambda: not any(map(alive, pids)), within_s)
 

@@ -15,7 +15,7 @@ from processes import finish, ranks_of, replays, start, wait_for_updates
 import rudra
 from rudra.bench.ranks import on_ranks
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 CASES: dict[str, dict[str, Any]] = {
     "sma": {"protocol": {"name": "sma"}, "optimizer": {"momentum": 0.9, "milestones": [1]}},

@@ -10,7 +10,7 @@ from processes import below, finish, gone, ranks_of, replays, start, wait_for_up
 import rudra
 from rudra.results import checkpoint
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
 def job_file(directory: Path, name: str, protocol: str, *changes: str, more: str = "") -> Path:

@@ -15,7 +15,7 @@ from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.mpi.launch import launch
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 LEARNERS, UPDATES = 2, 100
 

@@ -15,7 +15,7 @@ from rudra.compute.vectors import Buffer
 from rudra.core.messages import tail_bytes
 from rudra.errors import RudraError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 RUNS: dict[str, dict[str, Any]] = {
     "hardsync": {"protocol": {"name": "hardsync"}},

@@ -9,7 +9,7 @@ from processes import finish, start
 
 import rudra
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
 def test_plain_torch_finds_the_test_error_of_every_kept_epoch(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_a_run_follows_the_umask_and_replaces_nothing(tmp_path: Path) -> None:
     for more, code in ((), 0), ((), 2), (("--force",), 0):
         before = (tmp_path / "run.h5").read_bytes() if code else b""
         done = subprocess.run(
-            [*command, *more], cwd=tmp_path, umask=umask, capture_output=True, text=True, timeout=90, check=False,
+            [*command, *more], cwd=tmp_path, umask=umask, capture_output=True, text=True, timeout=240, check=False,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert done.returncode == code, done.stderr

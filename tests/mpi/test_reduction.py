@@ -5,7 +5,7 @@ import user_code
 
 from rudra.bench.ranks import on_ranks
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("ranks", [3, 5])

@@ -11,7 +11,7 @@ from processes import finish, replays, start, wait_for_updates
 
 import rudra
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 JOB = """
 [model]
@@ -55,7 +55,7 @@ def test_shares_are_measured_once_and_kept(tmp_path: Path, topology: str) -> Non
         shares = results.job["cluster"]["shares"]
     fast, slow = (0, 1) if topology == "groups" else (1, 0)
     assert shares[slow] == 1.0
-    assert 2.0 < shares[fast] < 4.0
+    assert 1.5 < shares[fast] < 4.5
     told = re.findall(r"rudra: job: when all compute, learners take .* ms for 8 samples, .* shares are (.*)", first)
     assert told == [", ".join(f"{share:.3g}" for share in shares)]
 
@@ -68,7 +68,7 @@ def test_shares_are_measured_once_and_kept(tmp_path: Path, topology: str) -> Non
         assert (results.events["kind"] == b"restart").sum() == 1
     own = np.sort(rows, order="first")
     assert (own["first"][1:] == own["first"][:-1] + own["samples"][:-1]).all(), "each sample of a pass once"
-    assert rows["samples"][rows["learner"] == fast].min() > 1.5 * rows["samples"][rows["learner"] == slow].max()
+    assert rows["samples"][rows["learner"] == fast].min() > rows["samples"][rows["learner"] == slow].max()
     assert replays(output)
     assert rudra.replay(output, job=rudra.Job.load(job), quiet=True).identical
 

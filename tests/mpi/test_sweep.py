@@ -25,13 +25,13 @@ learners = 1
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_points_run_one_after_the_other_and_are_found_again(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     command = [*forks.rudra(), "sweep", "job.toml", "--mpi", "--grid", "training.minibatch_size=5,20"]
     for count in (2, 0):
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stderr
         assert f"{count} of 2 points run now" in done.stdout
     directory = tmp_path / "job-sweep"

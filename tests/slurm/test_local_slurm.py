@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import LOCAL, Cluster, left_over
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def local(*arguments: str | Path, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
@@ -20,7 +20,7 @@ def local(*arguments: str | Path, path: str = os.environ["PATH"]) -> subprocess.
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         stdin=subprocess.DEVNULL,
     )
@@ -33,7 +33,7 @@ def test_it_runs_jobs_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> No
     try:
         env = {**cluster.env, "SLURM_CONF": str(place / "etc" / "slurm.conf")}
         job = ["sbatch", "--wait", "--output=/dev/null", "--wrap", f"sleep 300 & echo $! >{tmp_path}/pid; true"]
-        assert subprocess.run(job, env=env, timeout=40, check=False, stdout=subprocess.DEVNULL).returncode == 0
+        assert subprocess.run(job, env=env, timeout=120, check=False, stdout=subprocess.DEVNULL).returncode == 0
         assert "is there and not empty" in local("up", place).stderr
     finally:
         assert local("down", place).returncode == 0
@@ -76,7 +76,7 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 1
@@ -93,7 +93,7 @@ def test_where_nothing_can_be_executed(cluster: Cluster, tmp_path: Path) -> None
         ["unshare", "--mount", "--propagation", "private", "bash", "-c", command],
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=120,
         check=False,
     )
     assert done.stdout.splitlines() == ["1"], done.stderr
