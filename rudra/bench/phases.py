@@ -29,7 +29,7 @@ AT_ONCE = 2
 SAID = 1500
 """Of a run that did not end well, so many characters of what it said, and MPI."""
 
-BEGIN_S, HANG_S, LEFT_S = 300.0, 90.0, 10.0
+BEGIN_S, HANG_S, LEFT_S = 300.0, 180.0, 10.0
 """How long a run may take to come to the phase, and to end after it, and its processes after that."""
 
 JOB = """

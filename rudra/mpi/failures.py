@@ -156,30 +156,32 @@ def _watch(launched_by: int, started: int, patience_s: float) -> None:
     if _rank_of(launched_by) is not None:  # a wrapper around this rank, below which it has no neighbours
         here = 1
     roll = RollCall(launched_by, ranks, here=here, seen={own})
-    while not _begins(started, WATCH_S):
+    while not _begins(started, WATCH_S, launched_by):
+        if not lives(launched_by):  # the job has ended
+            return
         roll.look()
         if not (roll.dead or roll.unseen):
             continue
-        if _begins(started, patience_s):  # it died afterwards
+        if _begins(started, patience_s, launched_by):  # it died afterwards
             return
         roll.look_again()
-        if not (roll.dead or roll.unseen):
-            continue
-        os.kill(launched_by, 0)  # has the job ended already?
-        unseen = f"{roll.unseen} of the {here} ranks on {socket.gethostname()}"
-        log.error(f"{named_ranks(roll.dead) or unseen} {DIED}")
-        heard()
-        os.kill(launched_by, signal.SIGTERM)
-        return
+        if lives(launched_by) and (roll.dead or roll.unseen):
+            unseen = f"{roll.unseen} of the {here} ranks on {socket.gethostname()}"
+            log.error(f"{named_ranks(roll.dead) or unseen} {DIED}")
+            heard()
+            os.kill(launched_by, signal.SIGTERM)
+            return
 
 
-def _begins(started: int, within_s: float) -> bool:
+def _begins(started: int, within_s: float, launched_by: int) -> bool:
     """Whether MPI starts in time, as the rank beside says; it says nothing if it dies."""
     if not select.select([started], [], [], within_s)[0]:
         return False
     if os.read(started, 1):
         return True
-    time.sleep(within_s)
+    end = time.monotonic() + within_s
+    while time.monotonic() < end and lives(launched_by):
+        time.sleep(min(within_s, 0.1))
     return False
 
 

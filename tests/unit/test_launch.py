@@ -143,10 +143,8 @@ def test_ranks_have_words_for_the_launcher() -> None:
     assert (relay.dead, relay.killed, relay.killed_early) == ({0, 2}, {3: 9}, set())
     relay.feed(exit_line(3, lost=True))
     assert (relay.code, relay.lost) == (3, 1)
-    assert (
-        b"".join(out)
-        == b"\rbarunfinishedrudra: so slow\nrudra: server (rank 0): learner 1 (rank 3) died before training began\n"
-    ), "who died is said once, by the launcher"
+    said = b"\rbarunfinishedrudra: so slow\nrudra: server (rank 0): learner 1 (rank 3) died before training began\n"
+    assert b"".join(out) == said, "who died is said once, by the launcher"
 
 
 ENDED, KILLED_BY = "demo: mpirun was ended from outside; ", "demo: mpirun was killed by signal 9 (SIGKILL); "
@@ -210,6 +208,33 @@ def test_how_a_launch_ends(
         assert err.startswith(f"rudra: {said}" if said else "")
         assert ("MPI_INIT" in err) == (verbose and "MPI_INIT" in deed)
         assert verbose or err.count("\n") == bool(said)
+
+
+TWO_RANKS = """
+import subprocess
+def rank(number, lasts_s):
+    about = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    return subprocess.Popen([sys.executable, "-S", "-c", f"import time; time.sleep({lasts_s})"], env=os.environ | about)
+ranks = [rank(0, 60), rank(1, 0.5)]
+signal.signal(signal.SIGTERM, lambda *_: (ranks[0].kill(), os._exit(143)))
+"""
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_rank_that_ends_early_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], started: int
+) -> None:
+    """Nobody has taken note of it, and another may have started MPI."""
+    mpirun = tmp_path / "mpirun"
+    deed = f"{TWO_RANKS}say({START_LINE * started!r})\ntime.sleep(60)"
+    mpirun.write_text(STAND_IN.format(python=sys.executable, deed=deed))
+    mpirun.chmod(0o755)
+    monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpi.launch.fork_server", lambda: nullcontext(WORKER))
+    for patience in ("OTHERS_S", "NOTICES_S"):
+        monkeypatch.setattr(f"rudra.mpi.mpirun.{patience}", 0.3)
+    assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server", "learner 0"], payload=None).code == 1
+    assert capfd.readouterr().err == "rudra: rank 1 died before training began\n"
 
 
 COLLISION = RULE + b"The PMIx server's listener thread failed to start. We cannot\ncontinue.\n" + RULE
