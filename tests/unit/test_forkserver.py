@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rudra.mpi.forkserver import fork_server, process_of
+from rudra.mpi.forkserver import KILLED_LINE, fork_server, process_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,7 +40,7 @@ def rank(
     script.write_text(WORKER.format(root=str(Path(__file__).parents[2]), broken=broken) + body)
     with fork_server([sys.executable, "-P", str(script)]) as command:
         more |= {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
-        more["env"] = {**os.environ, "MINE": "ä=b"}
+        more["env"] = {**os.environ, "MINE": "ä=b", "OMPI_COMM_WORLD_RANK": "7"}
         processes = [subprocess.Popen([*command, "the", "arguments"], **more) for _ in range(count)]
         yield processes
         for process in processes:
@@ -98,25 +98,30 @@ def test_a_rank_knows_who_started_its_proxy_and_has_luck_of_its_own(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("strike", "codes"),
+    ("strike", "code", "word"),
     [
-        (lambda proxy, rank: os.kill(proxy, signal.SIGKILL), {-signal.SIGKILL}),
-        (lambda proxy, rank: os.kill(rank, signal.SIGKILL), {-signal.SIGKILL}),
-        (lambda proxy, rank: os.kill(parent(rank), signal.SIGKILL), {-signal.SIGKILL}),
-        (lambda proxy, rank: os.kill(proxy, signal.SIGTERM), {-signal.SIGTERM}),
+        (lambda proxy, rank: os.kill(proxy, signal.SIGKILL), -signal.SIGKILL, b""),
+        (lambda proxy, rank: os.kill(rank, signal.SIGKILL), -signal.SIGKILL, KILLED_LINE % (7, 9)),
+        (lambda proxy, rank: os.kill(parent(rank), signal.SIGKILL), -signal.SIGKILL, KILLED_LINE % (7, 9)),
+        (lambda proxy, rank: os.kill(proxy, signal.SIGTERM), -signal.SIGTERM, b""),
     ],
     ids=["proxy", "rank", "fork server", "proxy, softly"],
 )
-def test_none_of_them_outlives_another(tmp_path: Path, strike: Callable[[int, int], None], codes: set[int]) -> None:
+def test_none_of_them_outlives_another(
+    tmp_path: Path, strike: Callable[[int, int], None], code: int, word: bytes
+) -> None:
+    """Who was killed by others than the launcher is told to that."""
     body = "import ctypes; ctypes.CDLL(None).prctl(1, signal.SIGKILL); print('there', flush=True); time.sleep(60)"
-    with rank(tmp_path, body) as (proxy,):
+    said = tmp_path / "said"
+    with said.open("wb") as stderr, rank(tmp_path, body, stderr=stderr) as (proxy,):
         assert proxy.stdout is not None
         assert proxy.stdout.readline() == "there\n"
-        assert eventually(lambda: process_of(proxy.pid) != proxy.pid, 10), "the proxy hears of it a moment later"
+        assert eventually(lambda: process_of(proxy.pid) != proxy.pid, 30), "the proxy hears of it a moment later"
         process = process_of(proxy.pid)
         strike(proxy.pid, process)
-        assert proxy.wait(30) in codes
-        assert eventually(lambda: not Path(f"/proc/{process}").exists(), 10)
+        assert proxy.wait(30) == code
+        assert eventually(lambda: not Path(f"/proc/{process}").exists(), 30)
+    assert said.read_bytes() == word
 
 
 def test_a_signal_to_the_proxy_is_the_ranks(tmp_path: Path) -> None:
