@@ -402,6 +402,12 @@ class AveragingTable(Table):
     keeps_momentum: bool | None = Field(
         None, description="let replicas keep the momentum of their own optimiser at a restart; default: false"
     )
+    local_elasticity: float | None = Field(
+        None,
+        ge=0,
+        description="part of the way to the reference of its block that a replica goes in every mini-batch, with "
+        "topology hierarchical, where elasticity is that of references; default: 1 / (learners of the block + 1)",
+    )
 
     @field_validator("optimizer")
     @classmethod
