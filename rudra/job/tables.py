@@ -426,12 +426,14 @@ class TopologyTable(Table):
     """Which rank has which role, and which ranks exchange messages."""
 
     name: Named = Field(
-        "base", description="base, sharded, adv, adv*, groups, replicas, or your own, package.module:object"
+        "base",
+        description="base, sharded, adv, adv*, groups, replicas, hierarchical, or your own, package.module:object",
     )
     options: dict[str, Any] = Field(
         {},
         description="sharded: shards; adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, "
-        "reduction, server; replicas: reduction, server; or those of your own topology",
+        "reduction, server; replicas: groups, reduction, server; hierarchical: blocks, reduction; or those of your "
+        "own topology",
     )
 
 

@@ -278,7 +278,7 @@ def test_when_a_learner_dies_the_others_go_on_from_the_weights(name: str) -> Non
     ("tables", "text"),
     [
         ({"averaging": {"elasticity": 0.9}}, r"elasticity = 0.9, with 4 replicas .* valid: 0 to less than .* 0.6441"),
-        ({"topology": {"name": "base"}}, "protocol sma averages replicas of the learners; valid: replicas"),
+        ({"topology": {"name": "base"}}, "protocol sma averages replicas of the learners; valid: replicas, hier"),
         ({"protocol": {"name": "hardsync"}}, "learners average replicas there; valid protocols: average, diloco"),
         ({"averaging": {"optimizer": "sdg"}}, "unknown 'sdg'|did you mean"),
         ({"simulation": {"batching": "big-batch"}}, "learners that share one vector of weights, which replicas do not"),
