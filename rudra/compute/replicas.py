@@ -159,8 +159,11 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
             found = self._restore_own({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
         except (KeyError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
-        if not found:
-            self._begin_anew(*self._own)
+        if found:
+            return
+        self._begin_anew(*self._own)
+        if not any(name.startswith(REPLICA) for name in tensors):  # nobody's: all do so
+            self._rule.reset()
 
     def _restore_own(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Takes over the replica, if it is there."""
