@@ -8,9 +8,16 @@ towards z by its `elasticity`:
 * `early`: by α (z - w_j), of w_j before the mini-batch's step and z before its own. Its outer rate is αk as a rule, for
   then z gets the sum of what the replicas give up. Nobody waits for the new z but who corrects by it next.
 * else: towards the new z. With elasticity 1 all replicas go on from there.
+
+In blocks (crossbow.txt §3.3) both levels are early. In every iteration a replica moves towards the reference of its
+block, and that by the sum of what its replicas give up; every `period` the references are to z what replicas are above,
+each of after its block's correction.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from protocols.base import Clock, Protocol
 
@@ -29,7 +36,7 @@ class Averaging(Protocol):
     Its keyword arguments are the job's table `[averaging]`.
 
     Args:
-        learners: k, the number of replicas.
+        learners: k, the number of replicas, or of references.
         period: τ, mini-batches of each learner from one average to the next.
         elasticity: α; None: 1/k, or 1/(k + 1) where there is no outer momentum, if the rule is early; else 1.
         optimizer: name of the outer optimiser.
@@ -38,7 +45,10 @@ class Averaging(Protocol):
         options: further keyword arguments of the outer optimiser.
         restart: whether all replicas go on from z, without momentum, when the learning rate has dropped.
         keeps_momentum: whether they keep the momentum of their own optimiser then.
+        local_elasticity: α of replicas towards the reference of their block; None: 1/(m + 1) in a block of m, for there
+            is no momentum.
         served: whether each learner exchanges with z alone, at a parameter server, in whatever order they come.
+        blocks: number of learners in each block; empty: there are none.
 
     Attributes:
         early: class attribute. Replicas are corrected before they step, by the z of before (CROSSBOW); else after.
@@ -75,7 +85,9 @@ class Averaging(Protocol):
         options: dict[str, Any] | None = None,
         restart: bool | None = None,
         keeps_momentum: bool = False,
+        local_elasticity: float | None = None,
         served: bool = False,
+        blocks: Sequence[int] = (),
     ) -> None:
         super().__init__(learners)
         self.period = self.PERIOD if period is None else period
@@ -90,8 +102,10 @@ class Averaging(Protocol):
         usual = (1 / (learners if momentum else learners + 1)) if self.early else 1.0
         self.elasticity = α = usual if elasticity is None else elasticity
         rate = α * self.gradients_per_update if self.early else self.LEARNING_RATE
-        self.outer_rate = rate if learning_rate is None else learning_rate
+        self.outer_rate: float = rate if learning_rate is None else learning_rate
+        self._local, self._blocks = local_elasticity, sorted(set(blocks))
         self._check_stable()
+        self._check_blocks()
         if served:
             self._check_served(plain=learning_rate is None and self.outer == Outer("sgd", 0.0, {}))
 
@@ -108,6 +122,43 @@ class Averaging(Protocol):
                 f"[averaging] elasticity = {α:g}, with {k} replicas and outer momentum {μ:g}; valid: 0 to less than "
                 f"2(1 + momentum) / (replicas + 1 + momentum) = {most:.4g}"
             )
+
+    def local_elasticity(self, block: int) -> float:
+        """α towards the reference of a block of so many learners."""
+        return 1 / (block + 1) if self._local is None else self._local
+
+    def _check_blocks(self) -> None:
+        """Raises ValueError for what blocks cannot do, or with which they would run away."""
+        if self._local is not None and not self._blocks:
+            raise ValueError("[averaging] local_elasticity is towards references; valid with topology hierarchical")
+        if self._blocks and not self.early:
+            raise ValueError(
+                "[topology] name: hierarchical: replicas are corrected before they step; valid protocols: easgd, sma"
+            )
+        for block in self._blocks:
+            local = self.local_elasticity(block)
+            if local and not 0 < local * (block + 1) < 2:
+                raise ValueError(
+                    f"[averaging] local_elasticity = {local:g}, with blocks of {block}; valid: 0 to less than "
+                    f"2 / (learners of a block + 1) = {2 / (block + 1):.4g}"
+                )
+            if local and self.elasticity and self.outer.optimizer == "sgd" and self._growth(block) >= 1:
+                raise ValueError(
+                    f"[averaging] local_elasticity = {local:g} and elasticity = {self.elasticity:g}, with "
+                    f"{self.learners} blocks of {block}: replicas and weights would run away from each other; valid: "
+                    "less of either"
+                )
+
+    def _growth(self, block: int) -> float:
+        """By what factor, at most, the gaps between replicas, reference and z grow in a period, all blocks alike."""
+        a, α, μ = self.local_elasticity(block), self.elasticity, self.outer.momentum
+        replica, reference, moved = np.eye(3)  # replica - z, reference - z, z - z of before
+        replica, reference = replica + a * (reference - replica), reference + a * block * (replica - reference)
+        local = np.array([replica, reference, moved])
+        moved = self.outer_rate * reference + μ * moved
+        both = np.array([replica - moved, (1 - α) * reference - moved, moved])
+        period = both @ np.linalg.matrix_power(local, self.period - 1)
+        return float(abs(np.linalg.eigvals(period)).max())
 
     def _check_served(self, *, plain: bool) -> None:
         """Raises ValueError for what needs all replicas at once."""
@@ -136,7 +187,14 @@ class Averaging(Protocol):
         more = f", momentum {momentum:g}" if momentum else ""
         more += "".join(f", {key} = {value}" for key, value in options.items())
         restart = "; replicas restart when the rate drops" if self.restart else ""
-        return f"{often}: α = {self.elasticity:.4g}, {towards}; outer {name}, rate {self.outer_rate:.4g}{more}{restart}"
+        outer = f"outer {name}, rate {self.outer_rate:.4g}{more}{restart}"
+        if not self._blocks:
+            return f"{often}: α = {self.elasticity:.4g}, {towards}; {outer}"
+        local = " to ".join(f"{α:.4g}" for α in sorted({self.local_elasticity(block) for block in self._blocks}))
+        return (
+            f"every mini-batch: α = {local} in each block, before the step, beside the next one; {often}: references "
+            f"by α = {self.elasticity:.4g}; {outer}"
+        )
 
     @property
     def expected_staleness(self) -> float:

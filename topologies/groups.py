@@ -5,6 +5,7 @@ and act as one learner of batch kμ; the group's first learner pushes and pulls 
 parameter server: every learner updates weights of its own by the same sum, which is hardsync by allreduce.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import get_args
 
@@ -24,8 +25,7 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
         server: that there is one with one group, too, as the paper has it; several always have one.
     """
     learners = len(nodes)
-    if not whole(groups) or groups > learners:
-        raise ValueError(f"[topology] options.groups = {groups!r}, with {learners} learners; valid: 1 to {learners}")
+    numbers = evenly(learners, groups)
     if reduction not in get_args(Reduction):
         raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: {', '.join(get_args(Reduction))}")
     if not isinstance(server, bool):
@@ -35,8 +35,26 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
     roles.append(Role(STATISTICS_SERVER, 0, len(roles)))
     first = len(roles)
     for group in range(groups):
-        begin, end = group * learners // groups, (group + 1) * learners // groups
+        begin, end = bisect_left(numbers, group), bisect_right(numbers, group)
         tree = group_tree(range(first + begin, first + end), 0 if served else None)
         for i, (parent, source) in zip(range(begin, end), tree, strict=True):
             roles.append(Role(LEARNER, i, first + i, parent, source, nodes[i], group))
     return Plan(tuple(roles), -(-learners // groups), replayable=reduction != "mpi", reduction=reduction)
+
+
+def evenly(learners: int, blocks: int, option: str = "groups", also: str = "") -> list[int]:
+    """The number of each learner's block, where blocks differ by one at most.
+
+    Args:
+        learners: how many.
+        blocks: how many.
+        option: of the topology, that says so.
+        also: what else it may be, for the error.
+
+    Raises:
+        ValueError: there are not so many learners.
+    """
+    if not whole(blocks) or blocks > learners:
+        valid = f"{also}1 to {learners}"
+        raise ValueError(f"[topology] options.{option} = {blocks!r}, with {learners} learners; valid: {valid}")
+    return [((i + 1) * blocks - 1) // learners for i in range(learners)]

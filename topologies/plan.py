@@ -23,7 +23,11 @@ BINARY = 2
 ELSEWHERE = -1
 """The node of servers that need not be near a learner: of their own in a simulation, else the first with room."""
 
+EVERYBODY = -1
+"""Of all learners, in place of a compute group's number, where its groups average with each other."""
+
 Reduction = Literal["ordered", "nodes", "mpi"]
+Sharing = Literal["nothing", "replica", "reference"]
 
 _RENAMED = {  # for topologies of yesterday
     "records": "max_gradients_per_message",
@@ -93,9 +97,14 @@ REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_EXE
 
 _REPLICAS = "rudra.compute.replicas"
 AVERAGER = REPLICA._replace(machine="rudra.roles.averaging:Averager", executor=f"{_REPLICAS}:AveragerExecutor")
+SHARER = AVERAGER._replace(machine="rudra.roles.blocks:ReplicaSharer")
+REFERRER = AVERAGER._replace(machine="rudra.roles.blocks:Referrer", executor=f"{_REPLICAS}:ReferrerExecutor")
 ELASTIC = GROUPED._replace(machine="rudra.roles.elastic:ElasticLearner", executor=f"{_REPLICAS}:ElasticExecutor")
 CENTRAL = KINDS[PARAMETER_SERVER]._replace(executor=f"{_REPLICAS}:CentralExecutor")
-"""What `LEARNER` is where learners average replicas of their own, without a server and with one, and what that is."""
+"""What `LEARNER` is where learners average replicas of their own: without a server, by what those of a group share, and
+with one, and what that is."""
+
+_AVERAGERS: dict[Sharing, RoleKind] = {"nothing": AVERAGER, "replica": SHARER, "reference": REFERRER}
 
 SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", pushes_at_once=False)
 FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
@@ -153,6 +162,9 @@ class Plan:
             each node, then the sums of the nodes; or `"mpi"`, as the MPI library does.
         averaging: whether each learner trains a replica of its own, and they average these; the weights are then what
             they agree on, and without a parameter server every learner has them, too.
+        sharing: what learners of a compute group have in common where they average: `"nothing"`; a `"replica"`, which
+            they train by the mean of their gradients; or a `"reference"`, towards which their replicas are corrected.
+            It is then the replicas, or references, of the groups that are averaged.
         gone: ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
     """
 
@@ -163,6 +175,7 @@ class Plan:
     outstanding: int | None = None
     reduction: Reduction = "ordered"
     averaging: bool = False
+    sharing: Sharing = "nothing"
     gone: frozenset[int] = frozenset()
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
@@ -179,7 +192,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:  # once: all roles ask for what was worked out of their plan
-        return hash((self.roles, self.overlapped, self.averaging, self.gone))
+        return hash((self.roles, self.overlapped, self.averaging, self.sharing, self.gone))
 
     @property
     def ranks(self) -> int:
@@ -205,7 +218,9 @@ class Plan:
     @cached_property
     def keepers(self) -> tuple[int, ...]:
         """Ids of the roles that keep what a checkpoint needs, the server's first."""
-        return self.learners if self.averaging and not self.served else self.owners
+        if not self.averaging or self.served:
+            return self.owners
+        return tuple(members[0] for members in self.groups) if self.sharing == "replica" else self.learners
 
     @cached_property
     def parted(self) -> bool:
@@ -272,30 +287,42 @@ class Plan:
     def _groups_of(self) -> dict[int, tuple[int, ...]]:
         return {role: members for members in self.groups for role in members}
 
-    def partial_sums(self, role: int) -> tuple[tuple[int, ...], ...]:
-        """The order in which the gradients of a learner's compute group are added.
+    def together(self, role: int, group: int | None) -> tuple[int, ...]:
+        """Ids of the learners that add something up: those of a learner's compute group, or all.
 
         Args:
             role: id of the learner.
+            group: number of its group, or `EVERYBODY`.
+        """
+        return self.learners if group == EVERYBODY else self.group_of(role)
+
+    def partial_sums(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The order in which the gradients of a compute group are added, or what all learners bring.
+
+        Args:
+            members: ids of the learners, as `together` gives them.
 
         Returns:
-            Places in the group, of the gradients that each partial sum adds in this order; then those sums are added in
-            theirs. A rank is on one node, that of its first learner.
+            Places among them, of what each partial sum adds in this order; then those sums are added in theirs. Of all
+            learners each group has a sum; in a group each node, if it is to add so. A rank is on one node, that of its
+            first learner.
         """
-        members = self.group_of(role)
-        if self.reduction != "nodes":
+        by_group = len({self.roles[member].group for member in members}) > 1
+        if not by_group and self.reduction != "nodes":
             return (tuple(range(len(members))),)
         node_of: dict[int, int] = {}
-        places: dict[int, list[int]] = {}
+        places: dict[int | None, list[int]] = {}
         for place, member in enumerate(members):
-            node = node_of.setdefault(self.roles[member].world_rank, self.roles[member].node)
-            places.setdefault(node, []).append(place)
+            role = self.roles[member]
+            node = node_of.setdefault(role.world_rank, role.node)
+            places.setdefault(role.group if by_group else node, []).append(place)
         return tuple(map(tuple, places.values()))
 
     @cached_property
     def workers(self) -> int:
-        """Number of learners that a protocol sees: a compute group counts as one, unless its learners average."""
-        return len(self.learners) if self.averaging else len(self.groups) or len(self.learners)
+        """Number of learners that a protocol sees: a compute group counts as one, unless each averages for itself."""
+        alone = self.averaging and self.sharing == "nothing"
+        return len(self.learners) if alone else len(self.groups) or len(self.learners)
 
     @cached_property
     def served(self) -> bool:
@@ -322,7 +349,7 @@ class Plan:
     @cached_property
     def _learner_kind(self) -> RoleKind:
         if not self.served:
-            return AVERAGER if self.averaging else REPLICA
+            return _AVERAGERS[self.sharing] if self.averaging else REPLICA
         if self.averaging:
             return ELASTIC
         if self.parted:
@@ -387,7 +414,7 @@ class Plan:
             if id_ not in gone:
                 parent, source = living(role.parent, lambda r: r.parent), living(role.source, self.weight_source)
                 roles[id_] = replace(role, parent=parent, source=source)
-        for members in self.groups:
+        for members in self.groups if self.served else (self.learners,):
             left = [id_ for id_ in members if id_ not in gone]
             for id_, (parent, source) in zip(left, group_tree(left, self.roles[members[0]].parent), strict=True):
                 roles[id_] = replace(roles[id_], parent=parent, source=source)

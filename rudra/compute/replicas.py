@@ -14,7 +14,18 @@ from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.executor import LearnerExecutor, OwnerExecutor, ServerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer
-from rudra.core.events import DIFFERENCE, REPLICA, WEIGHTS, Approach, Restart, Step, Stepped, Update, Updated
+from rudra.core.events import (
+    DIFFERENCE,
+    REFERENCE,
+    REPLICA,
+    WEIGHTS,
+    Approach,
+    Restart,
+    Step,
+    Stepped,
+    Update,
+    Updated,
+)
 from rudra.errors import CheckpointError, ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
@@ -58,8 +69,13 @@ class ElasticExecutor(LearnerExecutor):
         super().prepare()
         self._inner.prepare()
 
+    def _rule_for(self, replica: str) -> UpdateRule:
+        """What steps a buffer."""
+        return self._inner
+
     def step(self, action: Step) -> Stepped:
         began = time.perf_counter()
+        rule = self._rule_for(action.replica)
         gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
         replica, weights, parameters = buffer.vector, self.buffer(action.weights).vector, self.parameters
         difference = self.renew(action.difference).vector if action.difference else None
@@ -82,13 +98,13 @@ class ElasticExecutor(LearnerExecutor):
             elif difference is not None and action.elasticity:
                 replica[part].add_(difference[part], alpha=action.elasticity)
 
-        if self._inner.sliceable:  # each slice goes through memory once
-            self._inner.step_in_slices(before, action.learning_rate, CHUNK, after)
+        if rule.sliceable:  # each slice goes through memory once
+            rule.step_in_slices(before, action.learning_rate, CHUNK, after)
         else:
             parts = list(slices(0, parameters, CHUNK))
             for part in parts:
                 before(part)
-            self._inner.step(gradient[:parameters], action.learning_rate)
+            rule.step(gradient[:parameters], action.learning_rate)
             for part in parts:
                 after(part)
         if self.size > parameters:
@@ -100,7 +116,7 @@ class ElasticExecutor(LearnerExecutor):
 
     def restart(self, action: Restart) -> None:
         if not action.keeps_momentum:
-            self._inner.reset()
+            self._rule_for(action.replica).reset()
         replica = self.renew(action.replica)
         replica.vector.copy_(self.buffer(action.weights).vector)
         replica.version += 1
@@ -109,9 +125,14 @@ class ElasticExecutor(LearnerExecutor):
 class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     """Steps a replica, and the weights by the mean of the differences between them and all replicas."""
 
+    _own: tuple[str, ...] = (REPLICA,)
+
     def train_alone(self, job: Job, plan: Plan, role: int) -> None:
         super().train_alone(job, plan, role)
-        self._leads, self._prefix = role == plan.server, f"{REPLICA}{plan.roles[role].index}."
+        first = plan.group_of(role)[0]
+        self._leads, self._leads_group = role == plan.server, role == first
+        keeper = role if role in plan.keepers else first
+        self._prefix, self._of_group = (f"{REPLICA}{plan.roles[i].index}." for i in (keeper, first))
         self.buffer(REPLICA).vector.copy_(self.buffer(WEIGHTS).vector)
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
@@ -134,20 +155,31 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
             CheckpointError: the tensors are not those of this model and these optimisers.
         """
         super().restore({name: tensor for name, tensor in tensors.items() if not name.startswith(REPLICA)})
-        own = {
-            name.removeprefix(self._prefix): torch.from_numpy(tensor)
-            for name, tensor in tensors.items()
-            if name.startswith(self._prefix)
-        }
-        if not own:
-            self.restart(Restart(REPLICA, WEIGHTS))
-            return
         try:
-            self.renew(REPLICA).vector.copy_(own.pop(WEIGHTS))
-            self._inner.restore(own)
+            found = self._restore_own({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
         except (KeyError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
+        if found:
+            return
+        self._begin_anew(*self._own)
+        if not any(name.startswith(REPLICA) for name in tensors):  # nobody's: all do so
+            self._rule.reset()
+
+    def _restore_own(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Takes over the replica, if it is there."""
+        start = self._prefix
+        own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+        if not own:
+            return False
+        self.renew(REPLICA).vector.copy_(own.pop(WEIGHTS))
+        self._inner.restore(own)
         self.buffer(REPLICA).version += 1
+        return True
+
+    def _begin_anew(self, *names: str) -> None:
+        """From the weights, whose optimiser goes on."""
+        for name in names:
+            super().restart(Restart(name, WEIGHTS))
 
     def approach(self, action: Approach) -> None:
         replica, weights = self.buffer(action.replica), self.buffer(action.weights).vector
@@ -161,6 +193,50 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def restart(self, action: Restart) -> None:
         self._rule.reset()
         super().restart(action)
+
+
+class ReferrerExecutor(AveragerExecutor):
+    """Steps a replica that is corrected by the reference of its block, that by the mean difference of all its replicas,
+    and the weights by those of all references.
+    """
+
+    _own = (REPLICA, REFERENCE)
+
+    def train_alone(self, job: Job, plan: Plan, role: int) -> None:
+        super().train_alone(job, plan, role)
+        reference = self.buffer(REFERENCE).vector
+        reference.copy_(self.buffer(WEIGHTS).vector)
+        self._moves_reference = UpdateRule(OptimizerTable(name="sgd", momentum=0.0), reference[: self.parameters])
+
+    def put(self, name: str, buffer: Buffer) -> None:
+        super().put(name, buffer)
+        if name == REFERENCE:
+            self._moves_reference.move(buffer.vector[: self.parameters])
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._moves_reference.prepare()
+
+    def _rule_for(self, replica: str) -> UpdateRule:
+        return self._moves_reference if replica == REFERENCE else super()._rule_for(replica)
+
+    def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
+        tensors = super()._tensors(alone=alone)
+        if self._leads_group and not alone:
+            tensors[self._of_group + REFERENCE] = self.buffer(REFERENCE).vector
+        return tensors
+
+    def _restore_own(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Takes over reference and replica, if the reference is there."""
+        left = dict(tensors)
+        reference = left.pop(self._of_group + REFERENCE, None)
+        if reference is None:
+            return False
+        self.renew(REFERENCE).vector.copy_(reference)
+        self.buffer(REFERENCE).version += 1
+        if not super()._restore_own(left):  # others of the block have theirs
+            self._begin_anew(REPLICA)
+        return True
 
 
 class CentralExecutor(ServerExecutor):

@@ -21,10 +21,11 @@ from topologies import Plan
 
 WEIGHTS, GRADIENT = "weights", "gradient"
 REPLICA, DIFFERENCE = "replica", "difference"
+REFERENCE, CORRECTION = "reference", "correction"
 SNAPSHOT, DOWNCAST = "snapshot", "downcast"
 """Names of buffers, or how they begin, that mean something to executors, too: what a role trains, its gradients; where
-learners average, their own replica and by how much the weights differ from it; copies for tests, and copies that go
-down the weights' tree."""
+learners average, their own replica and by how much the weights differ from it, and where a reference stands between
+these, that and by how much it differs from the replica; copies for tests, and copies that go down the weights' tree."""
 
 TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events", "averages"]
 
@@ -93,6 +94,7 @@ class Reduced(Struct, frozen=True, gc=False):
     sequence: int
     gradients: tuple[Gradient, ...]
     words: tuple[Word, ...]
+    group: int = 0
 
 
 class Score(Struct, frozen=True, gc=False):
@@ -225,7 +227,7 @@ class Compute(Local, frozen=True, gc=False):
 
 
 class Reduce(Struct, frozen=True, gc=False):
-    """Average a buffer over the compute group, weighted by samples; its end is `Reduced`.
+    """Average a buffer over the compute group, or over `EVERYBODY`, weighted by samples; its end is `Reduced`.
 
     Every member of the group must say the same `sequence`. The average is then in the buffer of every member, or,
     unless it goes `to_all`, in that of the first alone, and the others' buffers are void.

@@ -127,8 +127,8 @@ AVERAGE = table(
     ("timestamp", "<i8", "timestamp of the weights after the update that the average made"),
     ("learner", "<i4", "number of the learner"),
     ("pad", "<i4", ""),
-    ("distance", "<f8", "Euclidean distance of the learner's replica from the weights, when it gave its difference"),
-    ("correction", "<f8", "by how much the replica was moved then; where it moves to the new weights, `distance`"),
+    ("distance", "<f8", "Euclidean distance of the learner's replica, or reference, from the weights when averaged"),
+    ("correction", "<f8", "by how much that was moved then; where it moves to the new weights, `distance`"),
 )
 """What one learner brought to one average of replicas."""
 

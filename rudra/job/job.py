@@ -460,6 +460,8 @@ class Job(Table):
         options = table.options | self.averaging.given
         if averages:
             options["served"] = plan.averaging and plan.served
+            if plan.sharing == "reference":
+                options["blocks"] = [*map(len, plan.groups)]
         return protocols.make(
             factory,
             learners=left,
@@ -538,7 +540,7 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
     if plan.averaging != isinstance(protocol, protocols.Averaging):
         if plan.averaging:
             raise ValueError(f"{on}: learners average replicas there; valid protocols: {', '.join(_averaging())}")
-        raise ValueError(f"{on}: protocol {name} averages replicas of the learners; valid: replicas")
+        raise ValueError(f"{on}: protocol {name} averages replicas of the learners; valid: replicas, hierarchical")
     if plan.overlapped and protocol.waits:
         raise ValueError(
             f"{on}: its learners never wait for a server, but with protocol {name} they must; valid: softsync, async, "

@@ -402,6 +402,12 @@ class AveragingTable(Table):
     keeps_momentum: bool | None = Field(
         None, description="let replicas keep the momentum of their own optimiser at a restart; default: false"
     )
+    local_elasticity: float | None = Field(
+        None,
+        ge=0,
+        description="part of the way to the reference of its block that a replica goes in every mini-batch, with "
+        "topology hierarchical, where elasticity is that of references; default: 1 / (learners of the block + 1)",
+    )
 
     @field_validator("optimizer")
     @classmethod
@@ -420,12 +426,14 @@ class TopologyTable(Table):
     """Which rank has which role, and which ranks exchange messages."""
 
     name: Named = Field(
-        "base", description="base, sharded, adv, adv*, groups, replicas, or your own, package.module:object"
+        "base",
+        description="base, sharded, adv, adv*, groups, replicas, hierarchical, or your own, package.module:object",
     )
     options: dict[str, Any] = Field(
         {},
         description="sharded: shards; adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, "
-        "reduction, server; replicas: reduction, server; or those of your own topology",
+        "reduction, server; replicas: groups, reduction, server; hierarchical: blocks, reduction; or those of your "
+        "own topology",
     )
 
 

@@ -11,7 +11,7 @@ while before it sleeps. Neighbours read tensors where they lie (`rudra.mpi.arena
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,7 @@ from rudra.mpi.regroup import Regrouping
 from rudra.mpi.standstill import LEFT_S, Standstill
 from rudra.mpi.states import States
 from rudra.mpi.tags import (
+    AVERAGES,
     CHANNELS,
     CONTROL,
     FAILURE_TAG,
@@ -86,6 +87,7 @@ from rudra.roles import Machine
 from rudra.roles.ledger import outlasts
 from rudra.roles.machine import listed
 from topologies import Plan
+from topologies.plan import EVERYBODY
 
 SPIN_S = 20e-3
 """How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than
@@ -186,10 +188,7 @@ class Rank:
         # What neighbours send comes at once, and they ring; large transfers need somebody who looks after them.
         near = library is None and self._arena.neighbours.issuperset(range(comm.size))
         self._longest_s = 5e-3 if near else 1e-3
-        here = {plan.roles[role].group: role for role in machines}
-        self._reductions: dict[int | None, GroupReduction] = {  # by compute group
-            group: self._reduction(role, library) for group, role in here.items() if group is not None
-        }
+        self._reductions = self._new_reductions(machines, library)  # by compute group
         if any(plan.about(role).overlaps for role in machines):
             self._start_threads()
         self._running = set(machines)
@@ -327,10 +326,17 @@ class Rank:
             lost = [i for i, role in enumerate(self.plan.roles) if role.world_rank in ranks]
             self._events.extend((role, Lost(other)) for other in lost for role in self._machines)
 
-    def _reduction(self, role: int, library: MPI.Comm | None = None) -> GroupReduction:
-        tag = self._tag(self.plan.group_of(role)[0], REDUCTIONS)
-        size = self._executors[role].size
-        return make_reduction(self.comm, self.plan, role, tag, size, self._doorbell, library, self._arena)
+    def _new_reductions(self, roles: Collection[int], library: MPI.Comm | None = None) -> dict[int, GroupReduction]:
+        """This rank's part in those of the groups of these roles, and in that of all learners where groups average."""
+        plan, made = self.plan, dict[int, GroupReduction]()
+        for role in roles:
+            for group in (plan.roles[role].group, *((EVERYBODY,) if plan.sharing != "nothing" else ())):
+                if group is None or group in made or not plan.about(role).trains:
+                    continue
+                members, channel = plan.together(role, group), AVERAGES if group == EVERYBODY else REDUCTIONS
+                tag, size = self._tag(members[0], channel), self._executors[role].size
+                made[group] = make_reduction(self.comm, plan, members, tag, size, self._doorbell, library, self._arena)
+        return made
 
     def _new_states(self) -> States:
         return States(self.comm, self.plan, partial(self._tag, channel=STATES))
@@ -404,7 +410,7 @@ class Rank:
             case Local():
                 self._perform(role, action)
             case Reduce():
-                self._reductions[self.plan.roles[role].group].begin(role, action, self._executors[role])
+                self._reductions[action.group].begin(role, action, self._executors[role])
             case Withdraw():
                 self._withdraw(role, action.buffer)
             case Drop():
@@ -624,10 +630,8 @@ class Rank:
         """Makes the roles again, for training that goes on from there."""
         plan = self.plan
         unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in self.lost and i not in plan.gone]
+        self._reductions = self._new_reductions(self._running)
         for role in sorted(self._running - {plan.statistics}):
-            group = plan.roles[role].group
-            if group is not None:
-                self._reductions[group] = self._reduction(role)
             self.announce(role, Started())
             if role != plan.server:  # which has the plan already, and knows who is dead
                 assert self._make_machine is not None

@@ -215,7 +215,7 @@ class GroupReduction:
         else:
             self._finish(buffers, to_all=action.to_all)
         self._begun.clear()
-        return Reduced(action.sequence, self._gradients, self._words)
+        return Reduced(action.sequence, self._gradients, self._words, action.group)
 
     def _go_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool]:
         """Adds, when what all have told is here; after each step what it has begun must come to its end."""
@@ -410,32 +410,32 @@ def joined(vectors: Sequence[torch.Tensor], step: int, room: torch.Tensor, part:
 def make_reduction(
     comm: MPI.Comm,
     plan: Plan,
-    role: int,
+    members: Sequence[int],
     tag: int,
     size: int,
     doorbell: Doorbell,
     library: MPI.Comm | None = None,
     arena: Arena | None = None,
 ) -> GroupReduction:
-    """This rank's part in the reductions of a learner's compute group.
+    """This rank's part in the reductions of some learners.
 
     Args:
         comm: of all ranks of the job.
         plan: who is who.
-        role: id of the learner, which is here.
+        members: ids of the learners, of which one is here (`Plan.together`).
         tag: of messages between members.
         size: of the vector, in elements.
         doorbell: wakes those that wait.
         library, arena: as for `GroupReduction`.
     """
-    members = {i: plan.roles[i].world_rank for i in plan.group_of(role)}
-    others = {*members.values()} - {comm.rank}
+    ranks = {i: plan.roles[i].world_rank for i in members}
+    others = {*ranks.values()} - {comm.rank}
 
     def ring() -> None:
         for rank in others:
             doorbell.ring(rank)
 
-    return GroupReduction(comm, members, tag, size, ring, library, arena, plan.partial_sums(role))
+    return GroupReduction(comm, ranks, tag, size, ring, library, arena, plan.partial_sums(members))
 
 
 def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:

@@ -90,6 +90,8 @@ def _caption(cast: Cast, runs: Sequence[tuple[Run, Cast]]) -> str:
         way = "Gradients go up a tree of servers; weights come down one of learners (dashed), on each edge the newest."
     elif plan.parted:
         way = "Learners push a part of each gradient to each of the servers on top, and pull a part of the weights."
+    elif plan.sharing == "reference":
+        way = "The learners in a box are a block: the reference that they share corrects their replicas."
     elif plan.groups:
         way = "The learners in a box are a compute group: they add their gradients on a communicator of their own."
     lambdas = sorted({run.learners for run, _ in runs} - {len(plan.learners)})

@@ -44,6 +44,8 @@ def by_gradients(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
         return _branch(plan.children, id_, room, branch)
 
     roots = [i for i, role in enumerate(plan.roles) if role.parent is None and not role.about.tests]
+    if plan.sharing != "nothing":  # groups side by side, although their first members have a parent
+        roots = list(members)
     found = _fitted(plan, [branch(root) for root in roots], most)
     return (*found, *(Branch((i,)) for i, role in enumerate(plan.roles) if role.about.tests))
 

@@ -336,6 +336,9 @@ def _replicas(results: Results) -> tuple[Blocks | None, float]:
     means = np.bincount(places, rows["distance"]) / counts  # over learners
     size = results.layout[-1].offset + results.layout[-1].size
     sent = 4.0 * size / float(gradients["samples"].mean())
+    plan = results.plan()
+    if plan.sharing != "nothing" and max(map(len, plan.groups)) > 1:  # inside a group with each mini-batch, too
+        sent += 4.0 * size / float(results.attributes["minibatch_size"])
     return blocks_of(timestamps, means, _MOST_BLOCKS), sent
 
 

@@ -162,10 +162,15 @@ def _way_of_gradients(plan: Plan) -> str:
         return "every learner trains a replica of its own; replicas go up one by one, and weights come back:"
     if not plan.groups:
         return "gradients go up, and weights come down:"
+    added = _ADDED[plan.reduction]
+    if plan.sharing == "replica":
+        return f"each group trains a replica, by its gradients, added {added};\nthen differences are, group by group:"
+    if plan.sharing == "reference":
+        corrects = "every learner trains a replica of its own, corrected by its block's reference"
+        return f"{corrects};\ndifferences from that are added {added}; then references' from the weights:"
     if plan.averaging:
-        added = _ADDED[plan.reduction]
         return f"every learner trains a replica of its own; differences from the weights are added {added}:"
-    within = f"inside a group, which has a communicator of its own, gradients are added {_ADDED[plan.reduction]}"
+    within = f"inside a group, which has a communicator of its own, gradients are added {added}"
     if not plan.served:
         return f"{within};\nevery learner updates weights of its own:"
     return f"{within};\nits first learner pushes and pulls for all:"
@@ -189,7 +194,7 @@ def _rows(cast: Cast, branches: Sequence[Branch]) -> list[tuple[str, str]]:
 def name_of(plan: Plan, branch: Branch) -> str:
     """Role, group or run of siblings in words."""
     if branch.groups:
-        return f"group{_s(len(branch.groups))} {spans(branch.groups)}"
+        return f"{_block(plan)}{_s(len(branch.groups))} {spans(branch.groups)}"
     first = plan.roles[branch.roles[0]]
     indices = spans(plan.roles[role].index for role in branch.roles)
     return first.name if len(branch.roles) == 1 else f"{first.kind}s {indices}"
@@ -285,7 +290,8 @@ def _named(plan: Plan, roles: Sequence[int]) -> str:
 def summary(plan: Plan, per_update: int) -> list[str]:
     """What the plan comes to, in two lines: who there is, and what is sent; arguments as for `message`."""
     ranks = len({role.world_rank for role in plan.roles})
-    update = f"{per_update:,} {'replica' if plan.averaging else 'gradient'}{_s(per_update)} per update (c)"
+    of = "reference" if plan.sharing == "reference" else "replica" if plan.averaging else "gradient"
+    update = f"{per_update:,} {of}{_s(per_update)} per update (c)"
     return [f"{ranks:,} ranks: {roles(plan)}", f"{update}; {message(plan, per_update)}"]
 
 
@@ -294,7 +300,8 @@ def roles(plan: Plan) -> str:
     sizes = [len(group) for group in plan.groups]
     workers = f"{plan.workers:,} worker{_s(plan.workers)} of the protocol"
     if sizes:
-        workers += f", {'a group' if len(sizes) == 1 else 'groups'} of {_either(sizes)} learner{_s(max(sizes))} (k)"
+        those = f"a {_block(plan)}" if len(sizes) == 1 else f"{_block(plan)}s"
+        workers += f", {those} of {_either(sizes)} learner{_s(max(sizes))} (k)"
     most = max(Counter(plan.roles[i].world_rank for i in plan.learners).values())
     shared = f", up to {most} on a rank" if most > 1 else ""
     return f"{counted(plan, range(len(plan.roles)))} (λ){shared}; {workers}"
@@ -321,6 +328,11 @@ def message(plan: Plan, per_update: int) -> str:
     stands_for = {min(per_update, plan.learners_below(role)) for role in relays}
     gradients = f"{_either(stands_for)} gradient{_s(max(stands_for))}"
     return f"a message to the parameter server carries the mean of at least {gradients}"
+
+
+def _block(plan: Plan) -> str:
+    """What learners are together in."""
+    return "block" if plan.sharing == "reference" else "group"
 
 
 def _either(sizes: Iterable[int]) -> str:

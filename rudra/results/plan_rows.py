@@ -24,7 +24,8 @@ def rows_of(plan: Plan) -> Rows:
 def about(plan: Plan) -> dict[str, Any]:
     """What the rows do not tell."""
     flags = {"overlapped": plan.overlapped, "averaging": plan.averaging}
-    return {"records": plan.max_gradients_per_message, **flags, "reduction": plan.reduction}
+    added = {"reduction": plan.reduction, "sharing": plan.sharing}
+    return {"records": plan.max_gradients_per_message, **flags, **added}
 
 
 def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
@@ -40,4 +41,5 @@ def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
         overlapped=bool(attributes["overlapped"]),
         reduction=attributes["reduction"],
         averaging=bool(attributes.get("averaging", False)),  # files up to format 7 do not have it
+        sharing=attributes.get("sharing", "nothing"),  # likewise
     )

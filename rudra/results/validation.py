@@ -6,7 +6,7 @@ HDF5 guards its own structures by checksums, but neither rows nor attributes; an
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import h5py
 import numpy as np
@@ -21,7 +21,7 @@ from rudra.job.jobfiles import possible
 from rudra.job.renamed import translated
 from rudra.results.writer import GROWING, STATE
 from topologies import Plan
-from topologies.plan import KINDS, PARAMETER_SERVER, STATISTICS_SERVER
+from topologies.plan import KINDS, PARAMETER_SERVER, STATISTICS_SERVER, Sharing
 
 DTYPES: dict[str, np.dtype[Any]] = {
     **{str(name): dtype for name, dtype in GROWING.items()},
@@ -192,6 +192,8 @@ def plan(found: Plan, learners: int) -> Plan:
     if not set(kinds) <= KINDS.keys() or counts[0] > 1 or counts[1:] != [1, learners]:
         told = f"{counts[2]} of {learners} learners, {counts[0]} parameter and {counts[1]} statistics servers"
         raise ValueError(f"/roles has {told}")
+    if found.sharing not in get_args(Sharing):
+        raise ValueError(f"/ has sharing '{found.sharing}'")
     if [found.roles[id_].index for id_ in found.learners] != list(range(learners)):
         raise ValueError("/roles has its learners in no order")
     for above in ([role.parent for role in found.roles], [found.weight_source(role) for role in found.roles]):

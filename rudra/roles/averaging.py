@@ -46,6 +46,7 @@ from rudra.core.work import portion
 from rudra.roles.group import ALWAYS, AVERAGING, Replica, ReplicaState
 from rudra.roles.machine import Setup, States, To, staying
 from topologies import Plan
+from topologies.plan import EVERYBODY
 
 COMPUTING, STEPPING, HOLDING = ReplicaState.COMPUTING, ReplicaState.STEPPING, ReplicaState.HOLDING
 REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING
@@ -64,7 +65,7 @@ class Averager(Replica):
         (STEPPING, Stepped): To("_stepped", COMPUTING, REDUCING),
         (COMPUTING, Updated): To("_updated", COMPUTING),
         (STEPPING, Updated): To("_updated", STEPPING),
-        (HOLDING, Updated): To("_updated", STEPPING),
+        (HOLDING, Updated): To("_updated", HOLDING, STEPPING),
         (REDUCING, Updated): To("_updated", COMPUTING, STOPPED),
         (REGROUPING, Stepped): To("_in_vain", REGROUPING),
     }
@@ -76,6 +77,7 @@ class Averager(Replica):
 
     def _follow(self, plan: Plan) -> None:
         super()._follow(plan)
+        self._everybody = 0 if plan.sharing == "nothing" else EVERYBODY
         ledger, job = self.ledger, self.ledger.job
         assert isinstance(ledger.protocol, Averaging)
         self.rule = ledger.protocol
@@ -84,9 +86,10 @@ class Averager(Replica):
         self._period = ledger.timestamp  # averages begun
         self._samples = ledger.samples  # of all learners, in these
         self._made: list[Gradient] = []  # by this replica's steps since the last average
+        self._brings: Gradient  # to the average under way
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
-        self._distances: list[float] = []  # of all replicas, in the average that is ready
+        self._distances: list[float] = []  # of all that are averaged, in the average that is ready
         self._held_s = 0.0
 
     @property
@@ -103,9 +106,13 @@ class Averager(Replica):
         assert len(self._made) <= self.rule.period
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        restart: list[Action] = [Restart(REPLICA, WEIGHTS)] if self._restarting else []
+        restart = self._restart() if self._restarting else []
         self._restarting = False
         return [*restart, Hash(WEIGHTS)]
+
+    def _restart(self, *, keeps_momentum: bool = False) -> list[Action]:
+        """Lets the replica be what the weights are."""
+        return [Restart(REPLICA, WEIGHTS, keeps_momentum)]
 
     # Mini-batches.
 
@@ -119,10 +126,18 @@ class Averager(Replica):
         if fails:
             return actions
         self._made.append(self.log.describe(event, self._period))
-        if self.rule.early and self._completes_period and self._under_way:
+        return [*self._step_or_hold(now), *actions]
+
+    def _step_or_hold(self, now: float) -> list[Action]:
+        if self._holds:
             self.state = HOLDING
-            return actions
-        return [self._step_replica(now), *actions]
+            return []
+        return [self._step_replica(now)]
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the correction that is due with the step needs what is not ready."""
+        return self.rule.early and self._completes_period and self._under_way
 
     @property
     def _completes_period(self) -> bool:
@@ -133,7 +148,9 @@ class Averager(Replica):
         self._held_s = now - self._ready_at
         samples, of_epoch = self._samples, self._training_samples
         progress = (samples + self._together * len(self._made)) / of_epoch
-        rate = self.ledger.schedule.rate(samples // of_epoch, progress, self._period)
+        return self._step_at(self.ledger.schedule.rate(samples // of_epoch, progress, self._period))
+
+    def _step_at(self, rate: float) -> Step:
         if not self._completes_period:
             return Step(GRADIENT, REPLICA, rate)
         return Step(GRADIENT, REPLICA, rate, WEIGHTS, DIFFERENCE, self.rule.elasticity if self.rule.early else None)
@@ -142,17 +159,26 @@ class Averager(Replica):
         self._stepped_at, self._step_s = now, event.seconds
         if not self._completes_period:
             return self._go_on_computing(now)
+        self._end_period()
+        return self._reduce_and_go_on(self._bring(event.distance, now), now, quiet=self._quiet)
+
+    def _end_period(self) -> None:
+        """The replica's mini-batches of a period are made, and go into an average."""
         samples, self._samples = self._samples, self._samples + self._together * self.rule.period
         ends_epoch = self._samples // self._training_samples > samples // self._training_samples
         self._quiet = not self.rule.early or self._quiet_next or ends_epoch
         self._quiet_next = False
-        reduce = Reduce(
-            DIFFERENCE, 0, self._period, joined(self._made, self._period), True, self._word(event.distance, now)
-        )
+        self._brings = joined(self._made, self._period)
         self._made = []
         self._period += 1
         self._under_way = True
-        if self._quiet:
+
+    def _bring(self, distance: float, now: float) -> Action:
+        """Begins the average of the period that has ended."""
+        return Reduce(DIFFERENCE, self._everybody, self._period - 1, self._brings, True, self._word(distance, now))
+
+    def _reduce_and_go_on(self, reduce: Action, now: float, *, quiet: bool) -> list[Action]:
+        if quiet:
             self.state = REDUCING
             return [reduce]
         return [reduce, *self._go_on_computing(now)]
@@ -205,18 +231,18 @@ class Averager(Replica):
         self._digest, self._under_way = event.digest, False
         actions = self.ledger.note(event, now)
         if self.state is HOLDING:
-            return [self._step_replica(now), *actions]
+            return [*self._step_or_hold(now), *actions]
         if self.state is not REDUCING:
             return actions
         move: list[Action] = []
-        if self._drops and not self._ended_training:
-            move.append(Restart(REPLICA, WEIGHTS, self.rule.keeps_momentum))
+        if self._drops:  # also where training ends, from where it may be resumed
+            move += self._restart(keeps_momentum=self.rule.keeps_momentum)
             time_s = now - self.ledger.began
             self.ledger.tell("averaging", self.ledger.timestamp, time_s, "the rate has dropped: all replicas restart")
         elif not self.rule.early:
             move.append(Approach(REPLICA, WEIGHTS, self.rule.elasticity))
         if self._saves and not self.ledger.over:
-            move += self.cycle.begin(now) if self._leads else [Save(WEIGHTS, self.ledger.position(now))]
+            move += self.cycle.begin(now) if self._leads else self._save(now)
         if not self._ended_training:
             return [*move, *self._go_on_computing(now), *actions]
         self.state = STOPPED
@@ -224,6 +250,10 @@ class Averager(Replica):
         account = self.log.close(now, self.ledger.timestamp) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
         end = self.cycle.end(now) if self._leads and not self.ledger.over else []
         return [*move, *actions, *account, *end]
+
+    def _save(self, now: float) -> list[Action]:
+        """What this learner keeps goes into a checkpoint."""
+        return [Save(WEIGHTS, self.ledger.position(now))] if self.id in self.plan.keepers else []
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
         self._restarting = True

@@ -220,8 +220,9 @@ class ReplicaState(States):
     HASHING = auto()
     READY = auto()
     COMPUTING = auto()
-    STEPPING = auto()  # this one and the next are of learners that average alone
+    STEPPING = auto()  # this one and the next two are of learners that average alone
     HOLDING = auto()
+    POOLING = auto()
     REDUCING = auto()
     WAITING = auto()
     UPDATING = auto()

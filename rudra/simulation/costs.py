@@ -155,22 +155,22 @@ class CostModel:
     def reduction_s(self, members: Sequence[int], size_bytes: int) -> float:
         """Time in which a compute group adds up its gradients: slices are exchanged and added, then gathered.
 
-        By nodes, those of a node do so among themselves, and then each node once with the others.
+        By nodes, those of a node do so among themselves, and then each node once with the others; and so do groups.
         """
         k = len(members)
         if k == 1:
             return 0.0
         on_node = Counter(self.node[role] for role in members)
         share = (k - 1) / k  # of the vector that each member sends, and receives, in each of two phases
-        if self.plan.reduction == "nodes":
-            nodes, most = len(on_node), max(on_node.values())
-            within = [members[place] for place in max(self.plan.partial_sums(members[0]), key=len)]
-            first_of = {self.node[role]: role for role in reversed(members)}
+        if len(sums := self.plan.partial_sums(members)) > 1:
+            counts, parts = [*map(len, sums)], len(sums)
+            most = max(counts)
+            within = [members[place] for place in max(sums, key=len)]
             # Through the link of a node of m go a sum for each slice of others, and its own slices for each other node.
-            between = max(max(k - count, count * (nodes - 1)) for count in on_node.values()) / k
+            between = max(max(k - count, count * (parts - 1)) for count in counts) / k
             seconds = self._exchange_s(within, (most - 1) / most, size_bytes)
-            seconds += self._exchange_s([*first_of.values()], between, size_bytes)
-            return seconds + self.local_seconds(Accumulate) * ((most - 1) / most + (nodes - 1) / k)
+            seconds += self._exchange_s([members[of[0]] for of in sums], between, size_bytes)
+            return seconds + self.local_seconds(Accumulate) * ((most - 1) / most + (parts - 1) / k)
         if len(on_node) > 1:  # those of a node share its link
             share = max(count * (k - count) for count in on_node.values()) / k
         return self._exchange_s(members, share, size_bytes) + self.local_seconds(Accumulate) * (k - 1) / k

@@ -132,7 +132,7 @@ class Network:
         key = (action.group, action.sequence)
         here = self._reductions.setdefault(key, {})
         here[actor.role] = action
-        members = self.plan.group_of(actor.role)
+        members = self.plan.together(actor.role, action.group)
         if len(here) < len(members):
             return
         del self._reductions[key]
@@ -199,10 +199,10 @@ class Network:
 
     def _reduced(self, members: Sequence[int], reductions: dict[int, Reduce]) -> None:
         if self._reducer:
-            self._reducer(reductions, self.plan.partial_sums(members[0]))
+            self._reducer(reductions, self.plan.partial_sums(members))
         actions = [reductions[role] for role in members]
         gradients, words = zip(*((action.gradient, action.word) for action in actions), strict=True)
-        event = Reduced(actions[0].sequence, gradients, words)
+        event = Reduced(actions[0].sequence, gradients, words, actions[0].group)
         for role in members:
             actor = self._actors[role]
             self._queue.later(self._queue.now, actor.take, actor, event)

@@ -306,7 +306,7 @@ class _Replay:
             raise Left(self._ledger.timestamp + 1, "a row of /gradients is missing in the record")
         if len(members) > 1:
             reductions = {role: Reduce(GRADIENT, 0, 0, g, False) for role, g in zip(members, computed, strict=True)}
-            self._tensors.reduce(reductions, self._simulation.plan.partial_sums(members[0]))
+            self._tensors.reduce(reductions, self._simulation.plan.partial_sums(members))
         sender = members[0]
         parent = self._simulation.plan.roles[sender].parent
         assert parent is not None

@@ -17,6 +17,9 @@ from rudra.bench.ranks import on_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
+GROUPS = {"name": "replicas", "options": {"groups": 2}}
+BLOCKS = {"name": "hierarchical", "options": {"blocks": 2}}
+
 CASES: dict[str, dict[str, Any]] = {
     "sma": {"protocol": {"name": "sma"}, "optimizer": {"momentum": 0.9, "milestones": [1]}},
     "sma, period 2": {"protocol": {"name": "sma"}, "averaging": {"period": 2}},
@@ -26,6 +29,20 @@ CASES: dict[str, dict[str, Any]] = {
         "protocol": {"name": "diloco"},
         "averaging": {"period": 4},
         "optimizer": {"name": "adamw", "learning_rate": 0.005},
+    },
+    "groups": {"protocol": {"name": "sma"}, "optimizer": {"momentum": 0.9, "milestones": [1]}, "topology": GROUPS},
+    "groups, shares, by messages": {
+        "protocol": {"name": "average"},
+        "averaging": {"period": 3},
+        "cluster": {"shares": True, "node_memory": False},
+        "topology": GROUPS,
+    },
+    "blocks": {"protocol": {"name": "sma"}, "optimizer": {"momentum": 0.9, "milestones": [1]}, "topology": BLOCKS},
+    "blocks, by messages": {
+        "protocol": {"name": "easgd"},
+        "averaging": {"period": 2},
+        "cluster": {"node_memory": False},
+        "topology": BLOCKS,
     },
 }
 
@@ -39,7 +56,7 @@ def make_job(learners: int, **tables: dict[str, Any]) -> rudra.Job:
         data={"name": user_code.delayed},
         training={"epochs": 2, "minibatch_size": 4, "seed": learners},
         optimizer={"learning_rate": 0.02, **tables.pop("optimizer", {})},
-        topology={"name": "replicas"},
+        topology=tables.pop("topology", {"name": "replicas"}),
         cluster=cluster,
         **tables,
     )
@@ -80,22 +97,48 @@ def test_ranks_and_virtual_time_and_the_replay_have_the_same_bits(
     assert rudra.replay(path, quiet=True).identical
 
 
-def job_file(directory: Path, protocol: str, more: str = "") -> Path:
+def test_learners_of_a_block_may_share_a_rank(tmp_path: Path) -> None:
+    """Of blocks of two and three: the ranks of before, and two learners on each of two."""
+    shared = {"cluster": {"learners_per_rank": 2}, "protocol": {"name": "sma"}, "averaging": {"period": 2}}
+    jobs = {str(tmp_path / f"{of['name']}.h5"): make_job(5, **shared, topology=of) for of in (GROUPS, BLOCKS)}
+    on_ranks(user_code.train_all, 2, jobs=jobs)
+    for path, job in jobs.items():
+        with (
+            rudra.open_results(path) as measured,
+            rudra.simulate(job, output=tmp_path / "simulated.h5", progress="quiet", force=True) as simulated,
+        ):
+            assert measured.state["weights_sha256"] == simulated.state["weights_sha256"] != ""
+
+
+SHAPES = {
+    "replicas": 'name = "replicas"',
+    "groups": 'name = "replicas"\noptions.groups = 2',
+    "blocks": 'name = "hierarchical"\noptions.blocks = 2',
+}
+
+
+def job_file(directory: Path, protocol: str, more: str = "", shape: str = "replicas") -> Path:
     path = directory / "job.toml"
     path.write_text(
         '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
         "[training]\nepochs = 5\nminibatch_size = 2\nseed = 7\n"
         "[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\nmilestones = [2]\n"
-        f'[protocol]\nname = "{protocol}"\n[topology]\nname = "replicas"\n'
+        f'[protocol]\nname = "{protocol}"\n[topology]\n{SHAPES[shape]}\n'
         f"[cluster]\nlearners = 4\nthreads_per_rank = 1\n[results]\nflush_s = 0.1\nreport_s = 0.0\n{more}"
     )
     return path
 
 
-@pytest.mark.parametrize("protocol", ["sma", "average"])
-def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(tmp_path: Path, protocol: str) -> None:
+KINDS = [("sma", "replicas"), ("average", "replicas"), ("sma", "groups"), ("sma", "blocks")]
+
+
+@pytest.mark.parametrize(("protocol", "shape"), KINDS)
+def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(
+    tmp_path: Path, protocol: str, shape: str
+) -> None:
     """A checkpoint has all replicas, of the same mini-batch, also where averages are made beside computing."""
-    job, output = job_file(tmp_path, protocol, 'checkpoint_every = "7 updates"\n'), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, protocol, 'checkpoint_every = "7 updates"
+', shape), tmp_path / "out.h5"
     for parts, number, update in ((0, signal.SIGKILL, 20), (1, signal.SIGTERM, 60)):
         process = start("run", job, "--output", output, "--resume")
         wait_for_updates(process, output, update, parts=parts, kept=True)
@@ -119,9 +162,9 @@ def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(t
     assert replays(output)
 
 
-def without_rank_4(directory: Path, protocol: str, *options: str) -> tuple[Path, str]:
+def without_rank_4(directory: Path, protocol: str, *options: str, shape: str = "replicas") -> tuple[Path, str]:
     """A run of which a rank is killed: its result file, and what it said."""
-    job, output = job_file(directory, protocol), directory / "out.h5"
+    job, output = job_file(directory, protocol, shape=shape), directory / "out.h5"
     process = start("run", job, "--output", output, *options)
     wait_for_updates(process, output, 20)
     os.kill(ranks_of(process)[4], signal.SIGKILL)
@@ -130,9 +173,9 @@ def without_rank_4(directory: Path, protocol: str, *options: str) -> tuple[Path,
     return output, err
 
 
-@pytest.mark.parametrize("protocol", ["sma", "average"])
-def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, protocol: str) -> None:
-    output, err = without_rank_4(tmp_path, protocol)
+@pytest.mark.parametrize(("protocol", "shape"), KINDS)
+def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, protocol: str, shape: str) -> None:
+    output, err = without_rank_4(tmp_path, protocol, shape=shape)
     assert "learner 3 (rank 4) died; 3 learners are left, who go on from update " in err
     with rudra.open_results(output) as results:
         (lost,) = results.events[results.events["kind"] == b"lost"]

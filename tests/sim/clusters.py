@@ -87,7 +87,7 @@ def check_updates(run: Job, rows: Rows) -> None:
             assert all(len(set(unit[name])) == 1 for name in ("update", "step", "timestamp"))
             units[unit["update"][0] - 1] += 1
             place += len(group)
-        assert (units == (1 if plan.averaging else c)).all()
+        assert (units == (len(plan.groups) if plan.averaging else c)).all()
     else:
         assert (sizes >= c).all()
         assert (sizes < c + max(carried(plan, child, c) for child in plan.children[plan.server])).all()

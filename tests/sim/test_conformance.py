@@ -47,10 +47,12 @@ TOPOLOGIES: list[dict[str, Any]] = [
     {"name": "adv*", "options": {"fan_out": [2, 3], "weight_fan_out": 1}},
     {"name": "groups", "options": {"groups": 3}},
     {"name": "replicas", "options": {"server": True}},
+    {"name": "replicas", "options": {"groups": 2}},
+    {"name": "hierarchical", "options": {"blocks": 3}},
     {"name": Racks},
 ]
 ASYNC, DILOCO = {"name": "async"}, {"name": "diloco"}  # whose first average ends the training here
-SUITS = {"replicas": {"name": "easgd"}}
+SUITS = {name: {"name": "easgd"} for name in ("replicas", "hierarchical")}
 """A protocol that a topology takes, if not `ASYNC`."""
 
 NOISY = {
@@ -141,9 +143,11 @@ def test_every_protocol_ends_and_counts_right(rule: dict[str, Any], learners: in
 
 def refused(rule: dict[str, Any], topology: dict[str, Any], tree: bool) -> str:
     """Why a protocol cannot work on a topology; empty if it can."""
-    if averages(rule) != (topology["name"] == "replicas"):
+    if averages(rule) != (topology["name"] in SUITS):
         return "averages replicas of the learners" if averages(rule) else "learners average replicas there"
-    if averages(rule) and "options" in topology and rule["name"] != "easgd":
+    if topology["name"] == "hierarchical" and rule["name"] not in {"easgd", "sma"}:
+        return "replicas are corrected before they step; valid protocols: easgd, sma"
+    if averages(rule) and "server" in topology.get("options", {}) and rule["name"] != "easgd":
         return "lets each replica exchange with the weights alone; valid with protocol easgd"
     waits = rule["name"] in {"hardsync", Bounded}
     if topology["name"] == "groups" and "options" not in topology:

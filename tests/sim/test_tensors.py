@@ -131,7 +131,7 @@ def test_a_group_adds_on_each_node_and_then_the_nodes(members: list[tuple[int, i
             roles[role].buffer(GRADIENT).vector.copy_(torch.from_numpy(gradient))
             about = Gradient(-1, role, count, 0, 0, 0, 0, 1.0, 0.0, 0.0, 0)
             reductions[role] = Reduce(GRADIENT, 0, 0, about, True)
-        RealTensors(roles).reduce(reductions, plan.partial_sums(plan.learners[0]))
+        RealTensors(roles).reduce(reductions, plan.partial_sums(plan.learners))
         found[reduction] = roles[plan.learners[-1]].buffer(GRADIENT).vector.numpy().tobytes()
     assert found["nodes"] == expected.tobytes()
     assert len(sums) > 1 or found["ordered"] == found["nodes"]

@@ -167,7 +167,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"topology": {"name": "tree"}},
-        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups, replicas, sharded, "
+        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups, hierarchical, replicas, sharded, "
         "package.module:callable",
     ),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),

@@ -20,6 +20,8 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
     ("groups", {}),
     ("groups", {"groups": 2, "reduction": "mpi"}),
     ("groups", {"groups": 2, "reduction": "nodes"}),
+    ("replicas", {"groups": 2}),
+    ("hierarchical", {}),
 ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import topologies
 from topologies import Plan, Role
-from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
+from topologies.plan import ELSEWHERE, EVERYBODY, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
 
 NODES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
     lambda sizes: [node for node, size in enumerate(sizes) for _ in range(size)]
@@ -107,7 +107,7 @@ def test_every_shipped_plan_is_sound(name: str, learners: int) -> None:
     topology = topologies.load(name)
     plan = topology.plan(learners)
     check(plan, [0] * learners)
-    assert plan.workers == (1 if plan.groups and not plan.averaging else learners)
+    assert plan.workers == (len(plan.groups) if plan.groups and name != "replicas" else learners)
     fitted = topology.fit([7] * plan.ranks)
     assert fitted == plan, "as many ranks as it needs, all on one node, in its own order"
 
@@ -258,7 +258,7 @@ def test_groups_are_blocks_whose_first_members_stand_for_them(nodes: list[int], 
     assert max(sizes) - min(sizes) <= 1
     assert (len(plan.groups), plan.workers) == (groups, groups)
     for members in plan.groups:
-        sums = plan.partial_sums(members[-1])
+        sums = plan.partial_sums(members)
         assert sorted(place for of in sums for place in of) == list(range(len(members)))
         assert [of[0] for of in sums] == sorted(of[0] for of in sums), "in the order of first members"
         on = [{plan.roles[members[place]].node for place in of} for of in sums]
@@ -274,6 +274,37 @@ def test_groups_are_blocks_whose_first_members_stand_for_them(nodes: list[int], 
         assert plan.learners_below(head) == 1 + len(others)
     assert plan.replayable is (reduction != "mpi")
     assert sum(role.kind == PARAMETER_SERVER for role in plan.roles) == (groups > 1)
+
+
+@given(NODES, st.integers(1, 12), st.sampled_from(["ordered", "nodes"]), st.sampled_from(["replicas", "hierarchical"]))
+def test_blocks_of_learners_add_up_by_themselves_and_then_one_sum_of_each(
+    nodes: list[int], blocks: int, reduction: str, name: str
+) -> None:
+    blocks = min(blocks, len(nodes))
+    options = {"groups": blocks} if name == "replicas" else {"blocks": blocks}
+    plan = drawn(name, nodes, reduction=reduction, **options)
+    check(plan, nodes)
+    alike = drawn("groups", nodes, groups=blocks, server=True)
+    numbers = [[plan.roles[i].index for i in members] for members in plan.groups]
+    assert numbers == [[alike.roles[i].index for i in members] for members in alike.groups]
+    assert plan.workers == len(plan.groups) == blocks
+    everybody = plan.together(plan.learners[-1], EVERYBODY)
+    assert everybody == plan.learners
+    sums = [[everybody[place] for place in of] for of in plan.partial_sums(everybody)]
+    assert sums == ([*map(list, plan.groups)] if blocks > 1 or reduction == "ordered" else by_node(plan))
+    assert plan.keepers == (tuple(members[0] for members in plan.groups) if name == "replicas" else plan.learners)
+
+
+def by_node(plan: Plan) -> list[list[int]]:
+    nodes = dict.fromkeys(plan.roles[i].node for i in plan.learners)
+    return [[i for i in plan.learners if plan.roles[i].node == node] for node in nodes]
+
+
+@given(NODES)
+def test_blocks_are_nodes_unless_their_number_is_given(nodes: list[int]) -> None:
+    plan = drawn("hierarchical", nodes)
+    check(plan, nodes)
+    assert [*map(list, plan.groups)] == by_node(plan)
 
 
 # Fitting a plan to ranks.
@@ -342,6 +373,8 @@ TOPOLOGIES = st.one_of(
     st.tuples(st.sampled_from(["adv", "adv*"]), FAN_OUTS.map(lambda fan_out: {"fan_out": fan_out})),
     st.just(("groups", {"groups": 1})),
     st.just(("groups", {"groups": 2})),
+    st.just(("replicas", {"groups": 2})),
+    st.just(("hierarchical", {})),
 )
 
 

@@ -1,0 +1,29 @@
+"""Hierarchical: every learner trains a replica, corrected by a reference of its block; all references are averaged.
+
+Source: crossbow.txt §3.3 and figure 6, where a block is a device: what is added in each iteration stays inside it, and
+only references go between devices. Here every learner of a block has its reference and, as in `replicas`, the weights.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from topologies.groups import evenly
+from topologies.groups import plan as grouped
+from topologies.plan import Plan, Reduction
+from topologies.replicas import in_blocks
+
+
+def plan(nodes: Sequence[int], blocks: int | Literal["nodes"] = "nodes", reduction: Reduction = "ordered") -> Plan:
+    """All learners in blocks.
+
+    Args:
+        nodes: of every learner.
+        blocks: how many, of sizes that differ by one at most; "nodes": those of a node are one.
+        reduction: how a block adds differences, as in `groups`.
+    """
+    if blocks == "nodes":
+        place = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        numbers = [place[node] for node in nodes]
+    else:
+        numbers = evenly(len(nodes), blocks, "blocks", "'nodes', ")
+    return in_blocks(grouped(nodes, 1, reduction), numbers, "reference")
