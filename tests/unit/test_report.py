@@ -623,6 +623,15 @@ def test_targets_are_drawn_over_what_varies(aimed: list[Run]) -> None:
     assert [(line.get_label(), *line.get_ydata()) for line in epochs.lines] == [("hardsync", 6, 9), ("1-softsync", 4)]
 
 
+def test_ratios_are_of_the_medians_of_all_seeds(aimed: list[Run]) -> None:
+    row = {"file": aimed[4].file.name, "against": aimed[0].file.name, "target_epoch_ratio": 2.0}
+    table = comparison(Study("x", tuple(aimed), paper=(row,)))
+    assert table is not None
+    assert table.rows[0][4] == "1.5"  # 9 against 6, though the run that the row tells never got there
+    assert table.rows[0][6] == f"against {aimed[0].label}; medians of 3 seeds"
+    assert comparison(Study("x", tuple(aimed[i] for i in (0, 1, 2, 4)), paper=(row,))).rows[0][4] is None
+
+
 def test_targets_that_nothing_varies_with_are_not_drawn(aimed: list[Run]) -> None:
     for runs in (aimed[:3], [run for run in aimed if run.summary["target_epoch"] is None]):
         assert "target" not in {figure.name for figure in figures(Study("x", tuple(runs)), runs)}
