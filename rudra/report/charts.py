@@ -35,6 +35,7 @@ from rudra.report.panels import (
 )
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable, base_of, clock_of, percent, speed_up
+from rudra.report.targets import targets
 
 _MOST_POINTS = 150
 _MOST_BARS = 30
@@ -51,6 +52,7 @@ def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> li
     lines = lines_of(study.known) if study.known else []
     made = [
         *curves(study, lines, log=log),
+        *targets(study),
         *_staleness(lines),
         *distances(lines),
         *_tradeoff(study, everything),

@@ -29,17 +29,19 @@ def distances(everybody: Sequence[Line]) -> list[Figure]:
 
     each = max(20, MOST_ROWS // len(runs))
     rows = [row for run in runs for row in _rows(run, each)]
-    sent = ", ".join(f"{run.label} {run.bytes_per_sample:,.0f}" for run in runs if run.bytes_per_sample)
+    sent = [(line.label, f"{line.runs[0].bytes_per_sample:,.0f}") for line in lines if line.runs[0].bytes_per_sample]
+    alike = len({count for _, count in sent}) == 1
+    bytes_ = sent[0][1] if alike else "; ".join(f"{label}: {count}" for label, count in sent)
     return [
         Figure(
             "distance-over-updates",
             "Distance of replicas from the weights",
             "Euclidean distance when replicas are averaged (means over learners and blocks of updates, and their range "
-            f"in a panel with one run). Bytes that a learner sends for each sample: {sent}." + said(lines),
+            f"in a panel with one run). Bytes that a learner sends for each sample: {bytes_}." + said(lines),
             [over_updates(*group) for group in grouped(lines, lambda run: run.protocol)],
             ReportTable("distance-over-updates", ("run", "update", "distance", "lowest", "highest"), rows, {}, False),
             2.6,
-            left_out={"no replicas": [run.label for line in everybody for run in line.runs if run not in runs]},
+            left_out={"no replicas": [line.runs[0].label for line in everybody if line.runs[0].distance is None]},
             own_legends=own_legends(lines),
         )
     ]

@@ -179,7 +179,7 @@ class Study:
     Attributes:
         title: of its part of the report.
         runs: also those that are missing.
-        figure: what to show first: "staleness", "test-error", "tradeoff", "speed-up" or "table".
+        figure: what to show first, as in `rudra.job.tables.StudyTable`.
         quick: whether it is the smaller form of an experiment.
         paper: rows of published numbers to compare with.
     """
@@ -352,14 +352,31 @@ def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """By protocol, μ and λ, and where that is not enough by what else differs in the jobs."""
+    """By protocol, μ and λ, and by those differences between the jobs that tell apart whom these do not."""
     names = [f"{r.protocol}, μ = {r.minibatch_size}, λ = {r.learners}" if r.known else r.label for r in runs]
     if len(set(names)) == len(names):
         return names
     shown = {"protocol.name", "protocol.n", "training.minibatch_size", "cluster.learners", "name"}
-    keys = [key for key in varying(runs) if key not in shown]
-    extra = [", ".join(f"{k.partition('.')[2]} {text(r.job[k])}" for k in keys if k in r.job) for r in runs]
+    keys = [key for key in varying(runs) if key not in shown and not follows(key, names, runs)]
+    extra = [", ".join(words(k, r.job[k]) for k in keys if k in r.job) for r in runs]
     return [f"{name}, {more}" if more else name for name, more in zip(names, extra, strict=True)]
+
+
+def follows(key: str, names: Sequence[Any], runs: Sequence[Run]) -> bool:
+    """Whether runs of one name have one value of a key of the job."""
+    found: dict[Any, set[str]] = {}
+    for name, run in zip(names, runs, strict=True):
+        if run.known:
+            found.setdefault(name, set()).add(text(run.job.get(key)))
+    return all(len(values) == 1 for values in found.values())
+
+
+_WORDS = {"optimizer.learning_rate": "α0 = {}", "averaging.period": "τ = {}", "averaging.momentum": "outer momentum {}"}
+
+
+def words(key: str, value: Any) -> str:
+    """A key of the job and its value for people."""
+    return _WORDS.get(key, key.partition(".")[2].replace("_", " ") + " {}").format(text(value))
 
 
 def varying(runs: Sequence[Run]) -> list[str]:

@@ -3,11 +3,13 @@
 import csv
 import io
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from rudra.report.analysis import matters
 from rudra.report.runs import Run, Study
 
 MOST_ROWS = 5000
@@ -257,18 +259,32 @@ def _pair(
             remark = "staleness alone, geometric if 1 - 1/g; rudra bench momentum measures momentum"
             return name, theirs, None if sigma is None else sigma / (1 + sigma), remark
         case "samples_per_s" | "time_to_target_s":
-            return name, theirs, run.summary[key], clock.strip()
+            ours, seeds = _median(run, study, key)
+            return name, theirs, ours, "; ".join(filter(None, (clock.strip(), seeds)))
         case _ if key.endswith(_RATIO):
             of = key.removesuffix(_RATIO)
             other = next((r for r in study.known if r.file.name == paper.get("against")), None)
-            ours, base = run.summary[of], other.summary[of] if other else None
-            return name, theirs, ours / base if ours and base else None, f"against {other.label if other else None}"
+            (ours, seeds), (base, _) = _median(run, study, of), _median(other, study, of) if other else (None, "")
+            against = f"against {other.label if other else None}"
+            return name, theirs, ours / base if ours and base else None, "; ".join(filter(None, (against, seeds)))
         case "staleness_max":
             ours = run.summary["max_staleness"]
             return name, theirs, None if ours is None else float(ours), ""
         case _:
             beyond = sum(counts[int(paper.get("staleness_max", 0)) + 1 :]) / max(1, sum(counts))
             return name, 100 * theirs, 100 * beyond, "the paper's is a bound"
+
+
+def _median(run: Run, study: Study, key: str) -> tuple[float | None, str]:
+    """Of a number in the summaries of this run and of those that differ from it in the seed; and a remark on that.
+
+    None has not happened: it comes after all others.
+    """
+    job = {name: value for name, value in run.job.items() if matters(name)}
+    alike = [r for r in study.known if r.finished and all(r.job.get(name) == job[name] for name in job)]
+    values = [r.summary[key] if r.summary[key] is not None else math.inf for r in alike]
+    found = statistics.median(values) if values else math.inf
+    return found if math.isfinite(found) else None, f"medians of {len(alike)} seeds" if len(alike) > 1 else ""
 
 
 def _shown(key: str, *values: float | None) -> list[str | None]:

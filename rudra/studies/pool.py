@@ -283,11 +283,12 @@ def summary(sweep: Sweep, directory: Path, failures: Sequence[Failed]) -> str:
     """All points as a table, the paper's numbers beside where there are any."""
     reasons = {point.file: "failed" for point, _ in failures}
     head = ["point", "test error", "mean staleness", "virtual time" if sweep.driver == "simulation" else "time"]
-    table = [[*head, *(["paper's error", "time"] if sweep.paper else [])]]
+    printed = any({"test_error", "time_s"} & row.keys() for row in sweep.paper)
+    table = [[*head, *(["paper's error", "time"] if printed else [])]]
     for point in sweep.points:
         ours = [reasons[point.file]] if point.file in reasons else _outcome(directory / point.file)
         table.append([point.label, *ours, *[""] * (len(table[0]) - 1 - len(ours))])
-        for row in sweep.paper:
+        for row in sweep.paper if printed else ():
             if row["file"] == point.file:
                 table[-1][4:] = [
                     shown(row.get("test_error"), ".2%"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rudra.bench import BENCHMARKS, scaling, topologies, tta
+from rudra.bench import BENCHMARKS, contestants, heats, scaling, topologies, tta
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, ratios, spread
@@ -104,34 +104,61 @@ def test_saturation_is_where_a_doubling_brings_less_than_a_tenth(times: list[flo
     assert scaling.saturation([4, 8, 16], times) == saturated
 
 
-def outcome_of(point: tta.Point) -> tta.Outcome:
+def outcome_of(point: heats.Point) -> heats.Outcome:
     """The rate 0.05 comes furthest in one epoch; the cosine reaches the target one epoch earlier."""
     furthest = {0.02: 0.84, 0.05: 0.86}[point.rate]
     each = 0.03 if point.schedule == "cosine" else 0.02
     seconds = point.size / 16 * {"sma": 1.0, "ddp": 2.0}[point.contestant]
     epochs = range(point.epochs)
-    return tta.Outcome([furthest + each * n for n in epochs], [seconds * (n + 1) for n in epochs])
+    return heats.Outcome([furthest + each * n for n in epochs], [seconds * (n + 1) for n in epochs])
 
 
 def test_time_to_accuracy_is_that_of_the_first_test_that_reaches_it() -> None:
-    outcome = tta.Outcome([0.8, 0.91, 0.89], [1.0, 2.5, 4.0])
+    outcome = heats.Outcome([0.8, 0.91, 0.89], [1.0, 2.5, 4.0])
     assert outcome.reached(0.9) == (2.5, 2)
     assert outcome.reached(0.95) == (math.inf, 3)
 
 
 def test_each_contestant_is_searched_by_heats() -> None:
-    heats: list[Sequence[tta.Point]] = []
+    made: list[Sequence[heats.Point]] = []
 
-    def perform(points: Sequence[tta.Point]) -> dict[tta.Point, tta.Outcome]:
-        heats.append(points)
+    def perform(points: Sequence[heats.Point]) -> dict[heats.Point, heats.Outcome]:
+        made.append(points)
         return {point: outcome_of(point) for point in points}
 
-    best = tta.search("fashion-mnist", ["sma", "ddp"], [16, 32], [0.02, 0.05], perform)
-    first, second = heats
+    best = heats.search("fashion-mnist", ["sma", "ddp"], [16, 32], [0.02, 0.05], perform)
+    first, second = made
     assert (len(first), {point.epochs for point in first}) == (8, {1})
     assert (len(second), {point.rate for point in second}) == (8, {0.05})
     assert best == {
-        who: tta.Point("fashion-mnist", who, 16, 0.05, "cosine", tta.DATA["fashion-mnist"].epochs)
+        who: heats.Point("fashion-mnist", who, 16, 0.05, "cosine", heats.DATA["fashion-mnist"].epochs)
+        for who in ("sma", "ddp")
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rates", "schedules", "epochs"),
+    [
+        ([16, 32], [0.02, 0.05], ["constant", "cosine"], [1, 4]),
+        ([16, 32], [0.05], ["constant"], [4]),
+        ([16], [0.05], ["constant", "cosine"], [4]),
+        ([16], [0.02, 0.05], ["cosine"], [1]),
+        ([16], [0.05], ["cosine"], []),
+    ],
+)
+def test_a_heat_without_a_choice_is_left_out(
+    sizes: list[int], rates: list[float], schedules: list[str], epochs: list[int]
+) -> None:
+    made: list[int] = []
+
+    def perform(points: Sequence[heats.Point]) -> dict[heats.Point, heats.Outcome]:
+        made.append(points[0].epochs)
+        return {point: outcome_of(point) for point in points}
+
+    best = heats.search("fashion-mnist", ["sma", "ddp"], sizes, rates, perform, schedules)
+    assert made == epochs
+    assert best == {
+        who: heats.Point("fashion-mnist", who, 16, 0.05, schedules[-1], heats.DATA["fashion-mnist"].epochs)
         for who in ("sma", "ddp")
     }
 
@@ -139,10 +166,10 @@ def test_each_contestant_is_searched_by_heats() -> None:
 def test_runs_that_are_kept_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def on_ranks(measure: Any, learners: int, *, points: Sequence[tta.Point], kept: str, **_: Any) -> None:
+    def on_ranks(measure: Any, learners: int, *, points: Sequence[heats.Point], kept: str, **_: Any) -> None:
         made.append(len(points))
         for point in points:
-            tta.write_down(Path(kept), point, outcome_of(point))
+            contestants.write_down(Path(kept), point, outcome_of(point))
 
     monkeypatch.setenv("RUDRA_DATA", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -23,7 +23,7 @@ from rudra.report import report
 from rudra.report.charts import figures
 from rudra.report.cluster_diagram import drawings
 from rudra.report.panels import lines_of
-from rudra.report.runs import Study, collect, read
+from rudra.report.runs import Run, Study, collect, names_of, read
 from rudra.report.sections import sections_of
 from rudra.report.svg import _drawn, inline
 from rudra.report.tables import ReportTable, comparison, form_of, speed_up, summary
@@ -585,3 +585,66 @@ def test_how_far_replicas_are_is_drawn_where_there_are_any(tmp_path: Path) -> No
         size = results.layout[-1].offset + results.layout[-1].size
     assert f"{4 * size / 16:,.0f}" in figure.caption
     assert "distance-over-updates" not in {figure.name for figure in figures(Study("x", tuple(runs[1:])), runs[1:])}
+
+
+@pytest.fixture
+def aimed(tmp_path: Path) -> list[Run]:
+    """Three seeds at two λ of two protocols; one of hardsync's with λ = 8 never got there."""
+    runs = []
+    for protocol, lam, epochs in [
+        ("hardsync", 2, (6, 5, 9)),
+        ("hardsync", 8, (9, None, 8)),
+        ("softsync", 8, (4, 4, 5)),
+    ]:
+        for seed, epoch in enumerate(epochs, 1):
+            path = tmp_path / f"{protocol}-{lam}-{seed}.h5"
+            about = {"protocol": protocol, "n": 1 if protocol == "softsync" else None, "mu": 4 * lam}
+            write_point(path, lam=lam, seed=seed, **about)
+            run = read(path)
+            reached = {"target": "accuracy >= 0.8", "target_epoch": epoch, "time_to_target_s": epoch and 2.0 * epoch}
+            runs.append(dataclasses.replace(run, summary={**run.summary, **reached}))
+    return runs
+
+
+def test_targets_are_drawn_over_what_varies(aimed: list[Run]) -> None:
+    figure, *_ = figures(Study("x", tuple(aimed), "target"), aimed)
+    assert figure.name == "target"
+    assert figure.table.columns[:6] == (
+        *("runs", "learners λ", "seeds"),
+        *("epochs to target", "epochs to target, least", "epochs to target, most"),
+    )
+    assert [row[:6] for row in figure.table.rows] == [
+        ("hardsync", 2, 3, 6, 5, 9),
+        ("hardsync", 8, 3, 9, 8, None),  # the one that never got there comes last
+        ("1-softsync", 8, 3, 4, 4, 5),
+    ]
+    assert figure.left_out == {"Did not reach it": ["hardsync at 8 (1 of 3)"]}
+    epochs, *_ = _drawn(figure, narrow=False).axes
+    assert [(line.get_label(), *line.get_ydata()) for line in epochs.lines] == [("hardsync", 6, 9), ("1-softsync", 4)]
+
+
+def test_ratios_are_of_the_medians_of_all_seeds(aimed: list[Run]) -> None:
+    row = {"file": aimed[4].file.name, "against": aimed[0].file.name, "target_epoch_ratio": 2.0}
+    table = comparison(Study("x", tuple(aimed), paper=(row,)))
+    assert table is not None
+    assert table.rows[0][4] == "1.5"  # 9 against 6, though the run that the row tells never got there
+    assert table.rows[0][6] == f"against {aimed[0].label}; medians of 3 seeds"
+    assert comparison(Study("x", tuple(aimed[i] for i in (0, 1, 2, 4)), paper=(row,))).rows[0][4] is None
+
+
+def test_targets_that_nothing_varies_with_are_not_drawn(aimed: list[Run]) -> None:
+    for runs in (aimed[:3], [run for run in aimed if run.summary["target_epoch"] is None]):
+        assert "target" not in {figure.name for figure in figures(Study("x", tuple(runs)), runs)}
+
+
+def test_lines_of_one_name_are_told_apart_by_what_does_not_follow_from_it(tmp_path: Path) -> None:
+    runs = []
+    for lam, rate, seed in [(2, 0.01, 1), (2, 0.02, 1), (4, 0.01, 1), (4, 0.02, 1)]:
+        path, rates = tmp_path / f"{lam}-{rate}.h5", {"learning_rate": rate, "modulation": "none"}
+        about = {"protocol": "hardsync", "n": None, "mu": 4, "topology": "groups" if lam == 2 else "base"}
+        write_point(path, lam=lam, seed=seed, **about, **rates)
+        runs.append(read(path))
+    assert names_of(runs) == [
+        *("hardsync, μ = 4, λ = 2, α0 = 0.01", "hardsync, μ = 4, λ = 2, α0 = 0.02"),
+        *("hardsync, μ = 4, λ = 4, α0 = 0.01", "hardsync, μ = 4, λ = 4, α0 = 0.02"),
+    ]

@@ -1,0 +1,98 @@
+"""The figure of a report on targets: how soon runs reached them, over the number that the study varies most."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rudra.report.analysis import Band, draw_band, log_ticks, look, matters
+from rudra.report.panels import Figure, Panel, set_axes
+from rudra.report.runs import Run, Study, follows, varying, words
+from rudra.report.tables import ReportTable, clock_of
+
+_AXES = {  # key of the job -> what stands at the axis
+    "cluster.learners": "learners λ",
+    "averaging.period": "mini-batches between averages τ",
+    "training.minibatch_size": "mini-batch size μ",
+}
+_HEADS = (("epochs to target", ""), ("time to target", " (s)"), ("samples/s", ""))
+_LONG = 16  # times its lowest value from which an axis is logarithmic
+
+Curve = dict[int, list[Run]]
+"""Place at the axis -> runs there, of several seeds."""
+
+
+def targets(study: Study) -> list[Figure]:
+    """Nothing where no run has a target, or where they vary in no number that is drawn."""
+    runs = [run for run in study.known if run.finished and run.summary["target"]]
+    axis = max(_AXES, key=lambda key: len({run.job.get(key) for run in runs}))
+    places = {run.job.get(axis) for run in runs}
+    if len(places) < 2 or not all(isinstance(place, int) for place in places):
+        return []
+    clock = clock_of(runs)
+    quantities = [
+        ("Epochs to target", "epochs", "target_epoch"),
+        ("Time to target", f"{clock} (s)", "time_to_target_s"),
+        ("Speed", "samples/s", "samples_per_s"),
+    ]
+    curves: dict[str, Curve] = {}
+    for run, name in zip(runs, _names(runs, axis), strict=True):
+        curves.setdefault(name, {}).setdefault(run.job[axis], []).append(run)
+    rows = [
+        (name, place, len(own), *(cell for *_, key in quantities for cell in _cells(own, key)))
+        for name, curve in curves.items()
+        for place, own in sorted(curve.items())
+    ]
+    heads = [f"{what}{of}{unit}" for what, unit in _HEADS for of in ("", ", least", ", most")]
+    late = [
+        f"{name} at {place} ({missing} of {len(own)})"
+        for name, curve in curves.items()
+        for place, own in sorted(curve.items())
+        if (missing := sum(run.summary["target_epoch"] is None for run in own))
+    ]
+    goal = ", ".join(dict.fromkeys(run.summary["target"] for run in runs))
+    return [
+        Figure(
+            "target",
+            "To the target",
+            f"When the median of the last five tests reached the target ({goal}). Of several seeds: the median, and "
+            "the range; a run that did not reach it comes after all others.",
+            [_panel(title, label, curves, key, _AXES[axis]) for title, label, key in quantities],
+            ReportTable("target", ("runs", _AXES[axis], "seeds", *heads), rows, {}),
+            3.0,
+            left_out={"Did not reach it": late},
+        )
+    ]
+
+
+def _names(runs: Sequence[Run], axis: str) -> list[str]:
+    """What sets a run's curve apart: the protocol, and what does not follow from that and its place at the axis."""
+    known = [(run.protocol, run.job.get(axis)) for run in runs]
+    keys = [key for key in varying(runs) if key != axis and matters(key) and not follows(key, known, runs)]
+    return [", ".join([run.protocol, *(words(key, run.job.get(key)) for key in keys)]) for run in runs]
+
+
+def _cells(runs: Sequence[Run], key: str) -> tuple[float | None, ...]:
+    """Median, least and most; who did not reach a target comes after everybody."""
+    values = [math.inf if run.summary[key] is None else run.summary[key] for run in runs]
+    found = statistics.median(values), min(values), max(values)
+    return tuple(value if math.isfinite(value) else None for value in found)
+
+
+def _panel(title: str, label: str, curves: dict[str, Curve], key: str, where: str) -> Panel:
+    def draw(axis: Any) -> None:
+        for i, (name, curve) in enumerate(curves.items()):
+            places = sorted(curve)
+            cells = np.array([_cells(curve[place], key) for place in places], float)
+            draw_band(axis, Band(np.array(places, float), *cells.T), look(i), name)
+        set_axes(axis, title, where, label, counts=True)
+        axis.yaxis.set_major_formatter("{x:,g}")
+        least, most = (which(which(curve) for curve in curves.values()) for which in (min, max))
+        axis.set_xlim(0, 1.05 * most)
+        if most >= _LONG * least:
+            log_ticks(axis.xaxis, least, most)
+            axis.set_xlim(0.9 * least, 1.1 * most)
+
+    return draw
