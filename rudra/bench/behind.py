@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from rudra.bench.hosts import NAMES, two_hosts
 from rudra.bench.ranks import LEARNER, Measure, on_ranks
-from rudra.errors import RunError
+from rudra.errors import RudraError, RunError
+from rudra.log import log
 from rudra.mpi.forkserver import SERVER
 from rudra.mpi.session import rest
 
@@ -182,4 +183,8 @@ def sent_bytes() -> int:
 if __name__ == "__main__":
     module, function, learners, arguments = sys.argv[1:]
     measure = getattr(importlib.import_module(module), function)
-    print(json.dumps(on_ranks(measure, int(learners), **json.loads(arguments))))
+    try:
+        print(json.dumps(on_ranks(measure, int(learners), **json.loads(arguments))))
+    except RudraError as error:
+        log.error(str(error))
+        sys.exit(1)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 GBIT_S, HOSTS, LEARNERS, SIZE = 0.1, 2, 4, 8
 BATCH = LEARNERS * SIZE
 HIDDEN = {"1.1 MB": 128, "4.3 MB": 256}  # units of the LSTM
-AVERAGES, STEPS = 3, 14  # of a run of DiLoCo, and of hardsync
+AVERAGES, STEPS = 3, 10  # of a run of DiLoCo, and of hardsync
 WAYS = {"diloco": "DiLoCo", "ordered": "hardsync", "nodes": 'hardsync, "nodes"'}
 
 
 def run(*, quick: bool) -> Report:
     """Measures learners of one torch thread each, in turns."""
-    period, rounds = (4, 1) if quick else (50, 5)
+    period, rounds = (4, 1) if quick else (50, 3)
     heads = ["way", "samples/s", "DiLoCo / it", "bound, samples/s", "/ bound", "bytes sent / sample"]
     report = Report([f"λ = {LEARNERS}, μ = {SIZE}, {GBIT_S * 1000:g} Mbit/s", *heads])
     if lacking := missing():

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 GBIT_S, HOSTS, LEARNERS, SIZE = 1, 2, 4, 4
 MODELS: dict[str, tuple[dict[str, Any], int]] = {  # of images of 28x28: [model], and steps of a run
-    "lenet, 1.7 MB": ({"name": "lenet"}, 100),
-    "mlp, 20 MB": ({"name": "mlp", "options": {"hidden": [2048, 1640]}}, 12),
+    "lenet, 1.7 MB": ({"name": "lenet"}, 60),
+    "mlp, 20 MB": ({"name": "mlp", "options": {"hidden": [2048, 1640]}}, 8),
 }
 WAYS = {"ordered": "ordered", "nodes": "nodes", "mpi": "MPI's own"}
 EXCHANGES = {"parallel": "all in parallel", "leader": "one leader"}
@@ -42,7 +42,7 @@ def run(*, quick: bool) -> Report:
     if lacking := missing():
         report.notes = [f"no rows: {lacking}"]
         return report
-    names, rounds = list(MODELS)[: 1 if quick else None], 1 if quick else 7
+    names, rounds = list(MODELS)[: 1 if quick else None], 1 if quick else 5
     given = {"names": names, "rounds": rounds, "quick": quick}
     turns = len(names) * (rounds + 1)
     figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
