@@ -45,6 +45,14 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "pushes/s that several servers take which share the weights (topology sharded), against one",
         ">= 3 times with 4 servers behind 10 Gbit/s, in virtual time; >= 0.9 with 2 on the ranks of this machine",
     ),
+    "reduction": (
+        "hardsync by allreduce on two hosts behind 1 Gbit/s: gradients added on each node first, against all to all",
+        'steps/s of reduction = "nodes" >= those of "ordered"',
+    ),
+    "islands": (
+        "DiLoCo with an average every 50 mini-batches, against hardsync by allreduce, on two hosts behind 100 Mbit/s",
+        ">= 5 times its samples/s",
+    ),
     "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),
     "memory": ("peak memory of learner and server, in model sizes", "learner <= 3.5; server <= 4, +1 with a snapshot"),
     "input": (

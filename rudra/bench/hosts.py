@@ -24,6 +24,7 @@ from pathlib import Path
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 NAMES = ("node1", "node2")
+BURST_S, LEAST_BURST = 0.0032, 64 << 10  # seconds of the link's rate, and bytes: of one large packet
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _HOLD = (
@@ -50,10 +51,12 @@ class Hosts:
     Attributes:
         directory: where their files are.
         pids: of the processes that keep their namespaces.
+        networks: descriptors of their network namespaces.
     """
 
     directory: Path
     pids: tuple[int, int]
+    networks: tuple[int, int]
 
     def command(self, argv: Sequence[str], host: int = 0) -> list[str]:
         """What runs a command on a host."""
@@ -91,6 +94,14 @@ class Hosts:
             "OMPI_MCA_btl_tcp_if_include": "eth0",
         }
 
+    def end(self) -> None:
+        """Kills what still runs on them, but for what keeps their namespaces."""
+        networks = [os.fstat(descriptor).st_ino for descriptor in self.networks]
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if int(entry.name) not in self.pids and (entry / "ns/net").stat().st_ino in networks:
+                    os.kill(int(entry.name), signal.SIGKILL)
+
 
 @contextmanager
 def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
@@ -127,7 +138,12 @@ def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
             agent = directory / "agent"
             agent.write_text(_agent(pids))
             agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
-            yield Hosts(directory, pids)
+            networks = (_network(pids[0]), _network(pids[1]))
+            try:
+                yield Hosts(directory, pids, networks)
+            finally:
+                for descriptor in networks:
+                    os.close(descriptor)
         finally:
             for holder in holders:
                 _end(holder)
@@ -141,12 +157,21 @@ def _enter(pid: int) -> list[str]:
     return ["nsenter", "-t", str(pid), "-n", "-u", "-i", "-m"]
 
 
+def _network(pid: int) -> int:
+    """Descriptor of the network namespace of a process, whose number nothing else gets meanwhile."""
+    return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+
+
 def _link(pids: tuple[int, int], gbit_s: float) -> None:
-    """A cable between the hosts, and a token bucket at both ends."""
+    """A cable between the hosts, and a token bucket at both ends.
+
+    What a bucket holds goes through at any rate: 3 ms of the link's, so that little of a transfer does.
+    """
     plug = f"ip link add eth0 type veth peer name eth0 netns {pids[1]}"
     subprocess.run([*_enter(pids[0]), *plug.split()], check=True, env=_environment())
     for pid, address in zip(pids, ADDRESSES, strict=True):
-        bucket = f"tc qdisc add dev eth0 root tbf rate {gbit_s:g}gbit burst 4mb latency 50ms"
+        burst = max(round(gbit_s * 1e9 / 8 * BURST_S), LEAST_BURST)
+        bucket = f"tc qdisc add dev eth0 root tbf rate {gbit_s * 1000:g}mbit burst {burst} latency 50ms"
         for step in (f"ip addr add {address}/24 dev eth0", "ip link set eth0 up", bucket):
             subprocess.run([*_enter(pid), *step.split()], check=True, env=_environment())
 

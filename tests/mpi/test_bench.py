@@ -10,6 +10,7 @@ import pytest
 from compiler import needs_compiler
 
 from rudra.bench import BENCHMARKS
+from rudra.bench.hosts import missing
 from tests import forks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -25,7 +26,14 @@ def needs_data(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not (DATA / name).is_dir(), reason=reason)
 
 
-NEEDS = {"compile": needs_compiler, "studies": needs_data("cifar-10"), "tta": needs_data("fashion-mnist")}
+needs_hosts = pytest.mark.skipif(bool(missing()), reason=f"no two hosts: {missing()}")
+NEEDS = {
+    "compile": needs_compiler,
+    "studies": needs_data("cifar-10"),
+    "tta": needs_data("fashion-mnist"),
+    "reduction": needs_hosts,
+    "islands": needs_hosts,
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])

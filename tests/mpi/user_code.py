@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -550,3 +551,21 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
 def pause(pace: random.Random) -> None:
     """Lets the other ranks go ahead, or not."""
     time.sleep(pace.choice([0.0, 0.0, 1e-3, 5e-3]))
+
+
+def over_the_link(comm: Any, directory: Path) -> dict[str, Any]:
+    """Where a rank is, what its host has sent, and how fast that was."""
+    from rudra.bench.behind import link_rate, sent_bytes
+
+    before, seconds, gbit_s = sent_bytes(), 0.3, 0.1
+    rate = link_rate(comm, seconds, gbit_s)
+    sent = sent_bytes() - before
+    return {"host": socket.gethostname(), "rate": rate, "sent": sent, "bytes": seconds * gbit_s * 1e9 / 8 * 0.8}
+
+
+def staying(comm: Any, directory: Path, there: str) -> dict[str, Any]:
+    """Ranks that say when they are there, and do not end."""
+    comm.Barrier()
+    Path(there).touch()
+    time.sleep(600)
+    return {}

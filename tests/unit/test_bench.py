@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rudra.bench import BENCHMARKS, contestants, heats, scaling, topologies, tta
+from rudra.bench import BENCHMARKS, contestants, heats, islands, reduction, scaling, topologies, tta
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, ratios, spread
@@ -195,6 +195,15 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.
         tta.run(quick=False)
     with pytest.raises(ConfigError, match=r"bench tta: --only smaa; valid: fashion-mnist, cifar-10, sma"):
         tta.run(quick=False, only=["smaa"])
+
+
+@pytest.mark.parametrize("benchmark", [reduction, islands])
+def test_what_needs_two_hosts_says_in_a_line_why_there_are_none(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    report = benchmark.run(quick=True)
+    assert (report.rows, report.goals, report.notes) == ([], [], ["no rows: network namespaces need root"])
 
 
 @pytest.mark.slow

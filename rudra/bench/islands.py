@@ -1,0 +1,137 @@
+"""DiLoCo against hardsync by allreduce on two hosts of two learners each, behind a slow link: a character LSTM.
+
+The bound of either is the time of computing alone, and then that in which the link carries what must cross it: for
+each average, or each mini-batch, all that two learners bring, and the sums for two ("ordered", as in the job `wan`).
+Added on each host first ("nodes"), it is half of that: hardsync at its best stands beside.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rudra.bench.behind import behind_a_link, link_rate, on_half_the_cores, sent_bytes, turn_is_over
+from rudra.bench.hosts import missing
+from rudra.bench.ranks import LEARNER, STATISTICS, step_s, train
+from rudra.findings import Goal, Report, ratios, spread
+from rudra.job.job import Job
+from rudra.machine import cores
+from rudra.mpi.session import rest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GBIT_S, HOSTS, LEARNERS, SIZE = 0.1, 2, 4, 8
+BATCH = LEARNERS * SIZE
+HIDDEN = {"1.1 MB": 128, "4.3 MB": 256}  # units of the LSTM
+AVERAGES, STEPS = 3, 10  # of a run of DiLoCo, and of hardsync
+WAYS = {"diloco": "DiLoCo", "ordered": "hardsync", "nodes": 'hardsync, "nodes"'}
+
+
+def run(*, quick: bool) -> Report:
+    """Measures learners of one torch thread each, in turns."""
+    period, rounds = (4, 1) if quick else (50, 3)
+    heads = ["way", "samples/s", "DiLoCo / it", "bound, samples/s", "/ bound", "bytes sent / sample"]
+    report = Report([f"λ = {LEARNERS}, μ = {SIZE}, {GBIT_S * 1000:g} Mbit/s", *heads])
+    if lacking := missing():
+        report.notes = [f"no rows: {lacking}"]
+        return report
+    text = Path(os.environ.get("RUDRA_DATA", "data")) / "tinyshakespeare" / "input.txt"
+    models = {"0.1 MB": 32} if quick else HIDDEN
+    given = {"models": models, "period": period, "rounds": rounds, "text": str(text.absolute())}
+    turns = len(models) * (rounds + 1)
+    figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
+    for name in models:
+        _add(report, name, figures[name], period)
+    links = [rate / 1e6 for name in models for rate in figures[name]["link"]]
+    report.notes = [
+        f"the link, by MPI from one rank to one: {spread(links)} MB/s",
+        f"DiLoCo: an average every {period} mini-batches; a sample is 64 characters "
+        + ("of tinyshakespeare" if text.is_file() else f"of noise, as there is no {text}"),
+        'hardsync: by allreduce, all to all; "nodes": gradients are added on each host first',
+        "bound: computing alone, and then what must cross the link, each way, at that rate",
+        "computing alone: the same learners at the same time compute and update, and nothing is exchanged",
+        f"sent: what has left a host; the {LEARNERS} learners have one torch thread each, and half of this machine's "
+        f"{cores()} cores are each host's",
+    ]
+    return report
+
+
+def _add(report: Report, name: str, found: dict[str, Any], period: int) -> None:
+    """Rows and goal of a model."""
+    rates = {way: [BATCH / s for s in found[way]] for way in (*WAYS, "alone")}
+    link_s = [found["bytes"][0] / rate for rate in found["link"]]  # for one model each way
+    for way, about in WAYS.items():
+        crossing = LEARNERS / HOSTS / period if way == "diloco" else 1 if way == "nodes" else LEARNERS / HOSTS
+        bound = [BATCH / (alone + crossing * by) for alone, by in zip(found["alone"], link_s, strict=True)]
+        against = "" if way == "diloco" else ratios(rates["diloco"], rates[way])
+        cells = (spread(rates[way]), against, spread(bound), ratios(rates[way], bound), spread(found[f"{way}, sent"]))
+        report.rows.append((name, about, *cells))
+    report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * 4))
+    against = ratios(rates["diloco"], rates["ordered"])
+    report.goals.append(Goal(f"{name}: DiLoCo / hardsync >= 5", [against.median], at_least=5))
+
+
+def measure(
+    comm: "MPI.Comm", directory: Path, models: dict[str, int], period: int, rounds: int, text: str
+) -> dict[str, Any]:
+    """Takes turns; on learners: model -> figure -> one for each round."""
+    on_half_the_cores()
+    torch.set_num_threads(1)
+    file = Path(text)
+    if not file.is_file():
+        file = directory / "input.txt"
+        if comm.rank == 0:
+            file.write_bytes(np.random.default_rng(0).integers(48, 113, 1 << 20, np.uint8).tobytes())
+    rest(comm)
+    ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
+    figures: dict[str, Any] = {}
+    for name, hidden in models.items():
+        for turn in range(rounds + 1):
+            taken: dict[str, Any] = {"link": link_rate(comm, 0.5, GBIT_S)}
+            for way in (*WAYS, "alone"):
+                rest(comm)
+                if comm.rank >= STATISTICS:
+                    taken |= _trained(ranks, _job(file, hidden, way, period), directory / "run.h5", way)
+            if comm.rank >= STATISTICS:  # what begins and ends a run is in that of one average, too
+                taken["diloco, sent"] -= taken.pop("alone, sent")
+                taken["diloco, sent"] /= BATCH * period * (AVERAGES - 1)
+                for way in ("ordered", "nodes"):
+                    taken[f"{way}, sent"] /= BATCH * STEPS
+            turn_is_over(comm)
+            for key, value in taken.items() if turn else ():  # the first one warms up
+                figures.setdefault(name, {}).setdefault(key, []).append(value)
+    return figures
+
+
+def _job(text: Path, hidden: int, way: str, period: int) -> Job:
+    steps = AVERAGES * period if way == "diloco" else STEPS
+    tables: dict[str, dict[str, Any]] = {
+        "diloco": {"protocol": {"name": "diloco"}, "topology": {"name": "replicas"}, "averaging": {"period": period}},
+        # once, at its end
+        "alone": {"protocol": {"name": "average"}, "topology": {"name": "replicas"}, "averaging": {"period": steps}},
+    }
+    together = {"protocol": {"name": "hardsync"}, "topology": {"name": "groups", "options": {"reduction": way}}}
+    return Job(
+        name="bench",
+        model={"name": "lstm", "options": {"hidden": hidden}},
+        data={"name": "text", "path": text, "options": {"length": 64}, "train_limit": BATCH * steps},
+        task={"name": "language"},
+        training={"epochs": 1, "minibatch_size": SIZE, "evaluate": False},
+        optimizer={"name": "adamw", "learning_rate": 0.004},
+        cluster={"learners": LEARNERS, "threads_per_rank": 1},
+    ).with_(**tables.get(way, together))
+
+
+def _trained(ranks: "MPI.Comm", job: Job, path: Path, way: str) -> dict[str, Any]:
+    """Seconds per mini-batch, and bytes that have left the host that sends more."""
+    before = sent_bytes()
+    with train(job, path, ranks) as results:
+        rows, updated, size = results.minibatches, results.updates["time_s"], results.weights_of().nbytes
+    sent = max(ranks.allgather(sent_bytes() - before))
+    if way == "alone":
+        each = [step_s(rows["time_s"][rows["learner"] == learner]) for learner in range(LEARNERS)]
+        return {"alone": max(each), "bytes": size, "alone, sent": sent}
+    return {way: step_s(updated) / (job.averaging.period or 1), f"{way}, sent": sent}

@@ -1,0 +1,152 @@
+"""Hardsync by allreduce on two hosts of two learners each, behind a link: by the order in which gradients are added.
+
+Gradients all to all ("ordered") cross the link once for each learner of the other host, sums of the hosts ("nodes")
+once. The bound of a step is what it takes to compute, and then to bring its bytes over the link.
+
+Beside it, bare MPI calls that bring over the link what "nodes" does, half of a gradient each way as sums and half as
+means, and add nothing: by all members at the same time, as Rudra does it, and by one leader of each host for all.
+"""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rudra.bench.behind import behind_a_link, link_rate, on_half_the_cores, sent_bytes, turn_is_over
+from rudra.bench.hosts import missing
+from rudra.bench.ranks import LEARNER, STATISTICS, lenet_job, step_s, train, write_images
+from rudra.findings import Goal, Report, ratios, spread
+from rudra.machine import cores
+from rudra.mpi.session import rest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from rudra.job.job import Job
+
+GBIT_S, HOSTS, LEARNERS, SIZE = 1, 2, 4, 4
+MODELS: dict[str, tuple[dict[str, Any], int]] = {  # of images of 28x28: [model], and steps of a run
+    "lenet, 1.7 MB": ({"name": "lenet"}, 60),
+    "mlp, 20 MB": ({"name": "mlp", "options": {"hidden": [2048, 1640]}}, 8),
+}
+WAYS = {"ordered": "ordered", "nodes": "nodes", "mpi": "MPI's own"}
+EXCHANGES = {"parallel": "all in parallel", "leader": "one leader"}
+
+
+def run(*, quick: bool) -> Report:
+    """Measures learners of one torch thread each, in turns."""
+    heads = ["way", "1/s", "/ ordered", "bound, 1/s", "/ bound", "sent each way / model", "/ one leader"]
+    report = Report([f"λ = {LEARNERS}, μ = {SIZE}, {GBIT_S} Gbit/s", *heads])
+    if lacking := missing():
+        report.notes = [f"no rows: {lacking}"]
+        return report
+    names, rounds = list(MODELS)[: 1 if quick else None], 1 if quick else 5
+    given = {"names": names, "rounds": rounds, "quick": quick}
+    turns = len(names) * (rounds + 1)
+    figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
+    for name in names:
+        _add(report, name, figures[name])
+    links = [rate / 1e6 for name in names for rate in figures[name]["link"]]
+    report.notes = [
+        f"the link, by MPI from one rank to one: {spread(links)} MB/s",
+        "bound: computing alone (without, for bare MPI), and then one model each way by the link, the least there is",
+        "computing alone: the same learners at the same time compute and update, and nothing is exchanged",
+        f"sent: what has left a host, for each step; the {LEARNERS} learners have one torch thread each, and "
+        f"half of this machine's {cores()} cores are each host's",
+        "bare MPI: each host sends half a model as sums, and when the other half has come, half a model as means, as "
+        '"nodes" does; nothing is added; by all its learners, each its part, or by one for all',
+    ]
+    return report
+
+
+def _add(report: Report, name: str, found: dict[str, Any]) -> None:
+    """Rows and goal of a model."""
+    rates = {way: [1 / s for s in found[way]] for way in (*WAYS, "alone", *EXCHANGES)}
+    link_s = [found["bytes"] / rate for rate in found["link"]]
+    bound = [1 / (alone + by_link) for alone, by_link in zip(found["alone"], link_s, strict=True)]
+    against = {way: ratios(rates[way], rates["ordered"]) for way in ("nodes", "mpi")}
+    for way, about in WAYS.items():
+        cells = (spread(rates[way]), against.get(way, ""), spread(bound), ratios(rates[way], bound))
+        report.rows.append((name, about, *cells, spread(found[f"{way}, sent"]), ""))
+    report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * 5))
+    free = [1 / s for s in link_s]
+    beside = {"parallel": ratios(rates["parallel"], rates["leader"])}
+    for way, about in EXCHANGES.items():
+        cells = (spread(rates[way]), "", spread(free), ratios(rates[way], free))
+        report.rows.append((name, f"bare MPI, {about}", *cells, "", beside.get(way, "")))
+    report.goals.append(Goal(f"{name}: nodes >= ordered", [against["nodes"].median], at_least=1.0))
+
+
+def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, quick: bool) -> dict[str, Any]:
+    """Takes turns; on learners: model -> figure -> one for each round."""
+    on_half_the_cores()
+    torch.set_num_threads(1)
+    if comm.rank == 0:
+        write_images(directory)
+    rest(comm)
+    ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
+    learners = comm.Split(int(comm.rank >= LEARNER), comm.rank)
+    figures: dict[str, Any] = {}
+    for name in names:
+        model, steps = MODELS[name]
+        job = lenet_job(directory, "hardsync", LEARNERS, SIZE, 8 if quick else steps).with_(model=model)
+        for turn in range(rounds + 1):
+            taken: dict[str, Any] = {"link": link_rate(comm, 0.1 if quick else 0.5, GBIT_S)}
+            for way in (*WAYS, "alone"):
+                rest(comm)
+                if comm.rank >= STATISTICS:
+                    taken |= _trained(ranks, job, way, directory / "run.h5")
+            for way in EXCHANGES:
+                rest(comm)
+                if comm.rank >= LEARNER:
+                    taken[way] = _exchange_s(learners, taken["bytes"], leader=way == "leader", times=2 if quick else 10)
+            turn_is_over(comm)
+            for key, value in taken.items() if turn else ():  # the first one warms up
+                figures.setdefault(name, {}).setdefault(key, []).append(value)
+        if comm.rank >= LEARNER:
+            figures[name]["bytes"] = figures[name]["bytes"][0]
+    return figures
+
+
+def _trained(ranks: "MPI.Comm", job: "Job", way: str, path: Path) -> dict[str, Any]:
+    """Seconds per step, and what has crossed the link, each way, in sizes of the model."""
+    steps = (job.data.train_limit or 0) // (LEARNERS * SIZE)
+    if way == "alone":  # averages once, at its end
+        job = job.with_(protocol={"name": "average"}, averaging={"period": steps}, topology={"name": "replicas"})
+    else:
+        job = job.with_(topology={"name": "groups", "options": {"reduction": way}})
+    before = sent_bytes()
+    with train(job, path, ranks) as results:
+        size, rows, updated = results.weights_of().nbytes, results.minibatches, results.updates["time_s"]
+    sent = max(ranks.allgather(sent_bytes() - before))  # of the host that sent more
+    if way == "alone":
+        each = [step_s(rows["time_s"][rows["learner"] == learner]) for learner in range(LEARNERS)]
+        return {"alone": max(each), "bytes": size}
+    return {way: step_s(updated), f"{way}, sent": sent / size / steps}
+
+
+def _exchange_s(learners: "MPI.Comm", size: int, *, leader: bool, times: int) -> float:
+    """Seconds in which the hosts bring each other half a vector as sums, and then half as means.
+
+    Args:
+        learners: as many on each host, one host after the other.
+        size: of the vector, in bytes.
+        leader: the first of each host sends all of it; else each its part, to one of the other host.
+        times: how often.
+    """
+    from mpi4py import MPI
+
+    half = learners.size // HOSTS
+    partner = (learners.rank + half) % learners.size
+    part = size // HOSTS // (1 if leader else half)
+    out, into = np.ones(part, np.uint8), np.ones(part, np.uint8)
+    rest(learners)
+    began = time.perf_counter()
+    for phase in range(2 * times if learners.rank % half == 0 or not leader else 0):
+        requests = [learners.Irecv(into, partner, phase), learners.Isend(out, partner, phase)]
+        while not MPI.Request.Testall(requests):
+            time.sleep(5e-5)
+    rest(learners)
+    return (time.perf_counter() - began) / times
