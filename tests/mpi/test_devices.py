@@ -97,14 +97,19 @@ def assert_repeated(path: Path) -> None:
     assert summary["final_test_error"] < 0.5
 
 
-@pytest.mark.parametrize("placing", ["staged", "direct"])
-def test_tests_come_to_the_same_wherever_vectors_lie(
-    placing: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_tests_come_to_the_same_on_copies(staged: dict[str, Path], tmp_path: Path) -> None:
+    assert_tested_alike(staged["hardsync"], tmp_path)
+
+
+def test_tests_come_to_the_same_where_mpi_reads_tensors(direct: dict[str, Path], tmp_path: Path) -> None:
+    assert_tested_alike(direct["hardsync"], tmp_path)
+
+
+def assert_tested_alike(path: Path, directory: Path) -> None:
     job = make_job(**RUNS["hardsync"]).with_(cluster={"learners": 3})
     with (
-        rudra.open_results(request.getfixturevalue(placing)["hardsync"]) as placed,
-        rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as plain,
+        rudra.open_results(path) as placed,
+        rudra.simulate(job, output=directory / "run.h5", progress="quiet") as plain,
     ):
         assert placed.summary()["weights_sha256"] == plain.summary()["weights_sha256"]
         for column in ("test_loss", "test_error"):

@@ -1,15 +1,17 @@
-"""A skipped test fails where CI is set, unless it needs another machine."""
+"""A skipped test fails where CI is set, unless it needs another machine; what a module sets up is set up once."""
 
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import forks
 
+ROOT = Path(__file__).resolve().parents[2]
 SKIPS = """
 import pytest
 @pytest.mark.skip(reason="no data")
@@ -44,3 +46,30 @@ def test_skips(tmp_path: Path, ci: str, code: int, failed: set[str]) -> None:
     assert done.returncode == code, done.stdout
     said = re.findall(r"^(test_\S+): skipped, where every test must run: Skipped: (.*)", done.stdout, re.MULTILINE)
     assert {f"{test}: {reason}" for test, reason in said} == failed
+
+
+SHARES = """
+import os
+from pathlib import Path
+import pytest
+@pytest.fixture(scope="module")
+def shared():
+    Path(os.environ["PYTEST_XDIST_WORKER"]).touch()
+@pytest.mark.parametrize("i", range(8))
+def test_shared(shared, i): pass
+"""
+
+
+@pytest.mark.slow
+def test_tests_that_share_what_their_module_sets_up_go_to_one_process(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).resolve().parents[1] / "conftest.py", tmp_path)
+    (tmp_path / "test_some.py").write_text(SHARES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    options = ["-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", "."]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        check=False, env={**env, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert len(list(tmp_path.glob("gw*"))) == 1
