@@ -5,8 +5,6 @@ flat vector of a front is the first part of the model's, and that of a back the 
 """
 
 import itertools
-import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -229,7 +227,7 @@ def chain(model: nn.Module, example: Any) -> Chain:
         ConfigError: the model is no chain of two layers or more, and why.
     """
     reasons: list[str] = []
-    layers = _stages(model) if hasattr(model, "stages") else list(_expanded(_Layer("", model), reasons))
+    layers = _stages(model) if callable(getattr(model, "stages", None)) else list(_expanded(_Layer("", model), reasons))
     if len(layers) < 2:
         reason = reasons[0] if reasons else "it is one layer"
         advice = "make it of nn.Sequential, or give it `stages()`"
@@ -241,11 +239,12 @@ def chain(model: nn.Module, example: Any) -> Chain:
 
 def _stages(model: nn.Module) -> list[_Layer]:
     """What the user's model says itself."""
-    found = model.stages() if callable(model.stages) else model.stages
+    found: Any = model.stages()  # type: ignore[operator]
     named = {id(module): name for name, module in model.named_modules()}
-    if not isinstance(found, Mapping):
-        found = [(named.get(id(each), f"stages.{index}"), each) for index, each in enumerate(found)]
-    layers = [_Layer(str(name), module) for name, module in OrderedDict(found).items()]
+    if isinstance(found, Mapping):
+        layers = [_Layer(str(name), module) for name, module in found.items()]
+    else:
+        layers = [_Layer(named.get(id(each), f"stages.{index}"), each) for index, each in enumerate(found)]
     for layer in layers:
         if not isinstance(layer.run, nn.Module):
             kind = type(layer.run).__name__
@@ -336,9 +335,8 @@ def _piece(
             functions = _graph_module(module, graph, body[1:], body[0], result)
             found[-1] = _Layer(last.name, _Then(last.run, functions), last.within)
         return found
-    common = os.path.commonprefix([name.split(".") for name in names])
     run = _graph_module(module, graph, part, _crossing(nodes, start), result)
-    return [_Layer(".".join(common) or names[0], run, tuple(names))]
+    return [_Layer(names[0], run, tuple(names))]
 
 
 def _crossing(nodes: Sequence[fx.Node], place: int) -> fx.Node | None:

@@ -53,7 +53,7 @@ class Functions(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
         self.relu = nn.ReLU(inplace=True)
         self.block = Block(4)
-        self.features = nn.Sequential(nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU(inplace=True))
+        self.features = nn.Sequential(nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
         self.head = Head(5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,6 +104,7 @@ OWN: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, list[str]]] = {
         pictures(3, 10, 10),
         ["relu", "block", "features", "features.1", "relu:2", "head", "head.out"],
     ),
+    "a function beside a layer": (lambda: Twice(), pictures(4), ["two", "three"]),
     "stages": (lambda: Staged(), pictures(6), ["stages.1", "three"]),
 }
 
@@ -178,11 +179,9 @@ def test_numbers_and_names_say_the_same(make: Callable[[], nn.Module], inputs: t
 
 def test_names_are_those_of_the_model() -> None:
     found = chain(Functions(), pictures(3, 10, 10))
-    assert found.names == (
-        *("conv", "relu", "block", "features.0", "features.1", "features.2", "relu:2", "head.hidden", "head.out"),
-    )
+    assert found.names == (*("conv", "relu", "block", "features.0", "features.1", "relu:2", "head.hidden", "head.out"),)
     assert found.place("features") == 3
-    assert found.place("head") == 7
+    assert found.place("head") == 6
 
 
 class Twice(nn.Module):
@@ -202,6 +201,8 @@ class Twice(nn.Module):
             return first  # type: ignore[no-any-return]
         if self.mode == "crossing":
             return self.three(self.two(first)) + x  # type: ignore[no-any-return]
+        if self.mode == "short cut":
+            return self.unused(self.three(self.two(first)) + first)  # type: ignore[no-any-return]
         return self.three(self.two(first) + first)  # type: ignore[no-any-return]
 
 
@@ -232,7 +233,7 @@ def with_tuples() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "at", "text"),
     [
-        (lambda: Twice(), "two", r"\[placement\] cut = 'two' is inside of layer '\w+', where more than one tensor cr"),
+        (lambda: Twice("short cut"), "three", r"cut = 'three' is inside of layer 'two', where more than one tensor cr"),
         (lambda: Twice("crossing"), "two", r"\[model\] Twice cannot be cut, as more than one tensor crosses everywhe"),
         (lambda: Twice("branch"), "two", r"\[model\] Twice .* as the `forward` of Twice asks whether it is training; "),
         (lambda: Twice("values"), "two", r"\[model\] Twice cannot be cut, as torch.fx cannot trace Twice: .*; make it"),
@@ -268,7 +269,7 @@ def test_stages_that_are_none(model: type[nn.Module], text: str) -> None:
 
 def test_no_gradient_goes_to_whole_numbers() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Embedding(20, 3), nn.Flatten(), nn.Linear(21, 2))
-    with pytest.raises(ConfigError, match="cut = 1: what crosses between '0' and '1' is torch.int64, which has no"):
+    with pytest.raises(ConfigError, match=r"cut = 1: what crosses between '0' and '1' is torch.int64, which has no"):
         chain(model, characters(7)).cut(1)
 
 
