@@ -6,6 +6,7 @@ Forward, the clock is read between layers; backward, whenever the gradient of wh
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +40,14 @@ class TimedChain(nn.Module):
             value = layer(value) if index else value
             self._forward.append(self.now())
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                value.register_hook(lambda _, index=index: self._known(index))
+                value.register_hook(partial(self._known, index))  # type: ignore[no-untyped-call]
         return value
 
     def listen(self) -> None:
         """Has the gradients of the first parameters noted, too; the last of them ends the layers' part of a step."""
         trained = ([p for p in layer.parameters() if p.requires_grad] for layer in self._layers)
         for parameter in next(filter(None, trained)):
-            parameter.register_hook(self._computed)
+            parameter.register_hook(self._computed)  # type: ignore[no-untyped-call]
 
     def now(self) -> float:
         """Seconds, when all that was asked for is computed."""
@@ -67,7 +68,7 @@ class TimedChain(nn.Module):
         loss_s = max(0.0, over - self._forward[-1])
         return [*forward, *backward, loss_s, ended - began - sum(forward) - sum(backward) - loss_s]
 
-    def _known(self, index: int) -> None:
+    def _known(self, index: int, _: torch.Tensor) -> None:
         self._backward[index] = self.now()
 
     def _computed(self, _: torch.Tensor) -> None:

@@ -82,6 +82,7 @@ def _sizes(axis: Any, layers: Sequence[Layer]) -> None:
     axis.bar(range(len(layers)), held, color=COLOURS[2], label="parameters")
     axis.plot(range(len(layers)), given, color=COLOURS[4], marker="o", label="output of a sample")
     axis.set_yscale("symlog", linthresh=0.1)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _finish(axis, layers, "Sizes", "kB")
 
 

@@ -104,8 +104,8 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         found = chain(noted, trees.moved(inputs, device))
         timed = TimedChain(found, device)
         whole = FlatModel(timed, task, 1, job.training.precision)
-        steps = [_step(each, inputs, target, device) for each in (whole, flat)]
-        times, step_s = _measured(timed, *steps, seconds or SECONDS)
+        step, alone = (_step(each, inputs, target, device) for each in (whole, flat))
+        times, step_s = _measured(timed, step, alone, seconds or SECONDS)
     middle = [median(column) for column in zip(*times, strict=True)]
     made = zip(layers_of(found), middle, middle[len(found.layers) :], strict=False)
     layers = tuple(replace(layer, forward_s=there, backward_s=back) for layer, there, back in made)
