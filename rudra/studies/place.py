@@ -1,12 +1,13 @@
 """Where a job's model would best be cut between its learners and a stage server."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rudra.core.placement import THRESHOLD, Cluster, Cut, Decision, Layer, Rule, choose
 from rudra.findings import Report
 from rudra.job.job import Job
+from rudra.job.simulation import SimulationTable
 from rudra.simulation import costs
 from rudra.studies.profile import profile
 
@@ -43,7 +44,7 @@ class Placement:
 def place(
     job: Job, *, threshold: float = THRESHOLD, back_speed: float = 1.0, seconds: float | None = None
 ) -> Placement:
-    """Measures the layers of a job's model, and asks both rules where to cut it.
+    """Asks both rules where to cut a job's model. Its layers are measured where its costs do not tell them.
 
     Args:
         job: its link and latency are those of `[simulation]`.
@@ -55,9 +56,7 @@ def place(
         RudraError: a mistake in the job, or its model is no chain of layers.
     """
     table = costs.load(job).simulation
-    measured = profile(job, seconds=seconds)
-    *others, last = measured.layers
-    layers = (*others, replace(last, backward_s=last.backward_s + measured.loss_s))  # whoever has the last has the loss
+    layers = known(table, job.training.minibatch_size) or profile(job, seconds=seconds).with_loss
     cluster = Cluster(
         job.resolved().learners,
         job.training.minibatch_size,
@@ -67,6 +66,27 @@ def place(
     )
     decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}
     return Placement(job.name, layers, cluster, threshold, decisions)
+
+
+def known(table: SimulationTable, minibatch_size: int) -> tuple[Layer, ...]:
+    """The layers that costs tell of; none where they do not."""
+    return tuple(
+        Layer(
+            each.name,
+            each.kind,
+            each.parameters_bytes,
+            each.output_bytes,
+            _at(each.forward_s, minibatch_size),
+            _at(each.backward_s, minibatch_size),
+            cut=each.cut and index < len(table.layers),
+        )
+        for index, each in enumerate(table.layers, 1)
+    )
+
+
+def _at(times: Mapping[int, float], minibatch_size: int) -> float:
+    """Seconds at that μ; what takes no time at any μ takes none."""
+    return costs.at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)
 
 
 def as_text(found: Placement) -> str:

@@ -3,6 +3,7 @@
 A step is computed as any learner does, and the times are noted at which its layers begin and end.
 """
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -55,6 +56,12 @@ class Profile:
     def sum_s(self) -> float:
         """Of all parts."""
         return sum(layer.seconds for layer in self.layers) + self.loss_s + self.rest_s
+
+    @property
+    def with_loss(self) -> tuple[Layer, ...]:
+        """The layers; whoever has the last computes the loss, too."""
+        *others, last = self.layers
+        return *others, replace(last, backward_s=last.backward_s + self.loss_s)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -145,6 +152,19 @@ def _measured(
         wholes.append(timed.now() - began)
     quick = max(1, len(wholes) // _QUICKEST)
     return sorted(times, key=sum)[:quick], median(sorted(wholes)[:quick])
+
+
+def as_toml(found: Profile) -> str:
+    """`layers` of a cost file (`rudra.job.simulation.LayerCost`)."""
+    size = found.minibatch_size
+    rows = [
+        f"  {{ name = {json.dumps(layer.name)}, kind = {json.dumps(layer.kind)}"
+        f", parameters_bytes = {layer.parameters_bytes}, output_bytes = {layer.output_bytes}"
+        f", forward_s = {{ {size} = {layer.forward_s:.4g} }}, backward_s = {{ {size} = {layer.backward_s:.4g} }}"
+        f", cut = {json.dumps(layer.cut)} }},"
+        for layer in found.with_loss
+    ]
+    return "\n".join(["layers = [", *rows, "]"])
 
 
 def as_text(found: Profile) -> str:

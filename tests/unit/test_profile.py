@@ -1,6 +1,7 @@
 """Layers timed in the steps of their training, and what `rudra profile` and `rudra place` say of them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.studies.place import as_text, place
-from rudra.studies.profile import profile
+from rudra.studies.profile import Profile, as_toml, profile
 
 CPU = torch.device("cpu")
 SMALL = {"training": {"minibatch_size": 4}, "data": {"train_limit": 32, "test_limit": 16}}
@@ -119,6 +120,24 @@ def test_placing_pays_behind_a_slow_link_alone(bandwidth: float, *, cut: bool) -
     text = as_text(found)
     assert "λ = 8, μ = 4" in text
     assert f"auto: {'cut' if cut else 'no cut'}" in text
+
+
+def test_costs_that_tell_layers_are_taken(tmp_path: Path) -> None:
+    """As `rudra calibrate` writes them; nothing is measured then, at whatever μ."""
+    layers = tuple(
+        Layer(name, kind, size, 4 * (9 - size), 1e-3 * size, 0.0, cut=size < 3)
+        for name, kind, size in (("a", "convolution", 1), ("b", "", 2), ("c", "linear", 3))
+    )
+    told = Profile("digits", 4, layers, 0.5, 0.0, 1.0, 1)
+    path = tmp_path / "costs.toml"
+    path.write_text(f"latency_s = 0.25\n[models.lenet]\ncompute_s = 1.0\n{as_toml(told)}\n", encoding="utf-8")
+    found = place(job(simulation={"costs": str(path)}, training={"minibatch_size": 8}, cluster={"learners": 2}))
+    assert found.cluster.latency_s == 0.25
+    assert [(e.name, e.kind, e.parameters_bytes, e.output_bytes, e.cut) for e in found.layers] == [
+        (e.name, e.kind, e.parameters_bytes, e.output_bytes, e.cut) for e in layers
+    ]
+    assert [e.forward_s for e in found.layers] == pytest.approx([2 * e.forward_s for e in layers])
+    assert [e.backward_s for e in found.layers] == pytest.approx([0.0, 0.0, 1.0], abs=1e-9)
 
 
 def test_commands_print_what_programs_read(capsys: pytest.CaptureFixture[str]) -> None:
