@@ -163,6 +163,11 @@ class Executor:
         """Floats of the buffer of that name."""
         return self.sizes.get(name.partition(" ")[0], self.size) if self.sizes else self.size
 
+    @property
+    def largest(self) -> int:
+        """Floats of the largest buffer."""
+        return max(self.size, *self.sizes.values()) if self.sizes else self.size
+
     def defer(self, name: str, take: Take, of: Sequence[str] = (), fill: Callable[[], None] | None = None) -> None:
         """The buffer of that name is to hold what `take` gives, as soon as somebody needs it.
 

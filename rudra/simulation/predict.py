@@ -137,8 +137,7 @@ def predict(
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(updates, plan.server), KeptRows()
     simulated = updates * per_update * minibatch_size
-    about = {"training_samples": simulated, "size_bytes": size, "placed": known.placed}
-    simulation = assemble(job, plan, meter, rows, **about)
+    simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size, placed=known.placed)
     simulation.run()
     found = _evaluate(job, plan, simulation.costs, meter, rows, training_samples, size)
     return replace(found, costs=measured)
