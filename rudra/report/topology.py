@@ -221,8 +221,9 @@ def where(cast: Cast, roles: Sequence[int]) -> str:
 
 
 def counted(plan: Plan, roles: Iterable[int]) -> str:
-    """How many there are of each kind, in the plan's order."""
-    kinds = Counter(plan.roles[role].kind for role in sorted(roles))
+    """How many there are of each kind, in the plan's order, learners last."""
+    in_order = sorted(roles, key=lambda role: (plan.roles[role].about.trains, role))
+    kinds = Counter(plan.roles[role].kind for role in in_order)
     return ", ".join(f"{count:,} {kind}{_s(count)}" for kind, count in kinds.items())
 
 

@@ -490,7 +490,7 @@ def _altered(path):
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
-        (_newer, "has format version 99; this Rudra reads 5 to 8$"),
+        (_newer, "has format version 99; this Rudra reads 5 to 9$"),
         (_incomplete, "damaged: gradients, .* missing"),
         (_cut, "truncated"),
         (lambda path: _cut(path, keep=10_000), "truncated|not a result file"),
