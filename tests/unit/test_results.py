@@ -13,7 +13,20 @@ import h5py
 import numpy as np
 import pytest
 
-from rudra.core.records import AVERAGE, EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TIMES, TOTALS, UPDATE
+from rudra.core.records import (
+    AVERAGE,
+    EPOCH,
+    EVENT,
+    GRADIENT,
+    LEARNER,
+    METRIC,
+    MINIBATCH,
+    ROLE,
+    STAGE,
+    TIMES,
+    TOTALS,
+    UPDATE,
+)
 from rudra.errors import ResultsError
 from rudra.files import check_output, file_system
 from rudra.job.job import Job
@@ -112,6 +125,7 @@ def test_layout_of_the_file_is_the_documented_one(tmp_path):
         "metrics": METRIC,
         "events": EVENT,
         "averages": AVERAGE,
+        "stages": STAGE,
         "roles": ROLE,
         "learners": LEARNER,
         "totals": TOTALS,
