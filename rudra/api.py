@@ -191,7 +191,13 @@ def simulate(
             recorder = Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None)
             size_bytes = cluster.size * 4 + tail_bytes(1)
             simulation = assemble(
-                unsaved, plan, cluster.tensors, recorder, training_samples=samples, size_bytes=size_bytes
+                unsaved,
+                plan,
+                cluster.tensors,
+                recorder,
+                training_samples=samples,
+                size_bytes=size_bytes,
+                placed=cluster.placed,
             )
             if (text := simulation.costs.guessed) and progress != "quiet":
                 log.info(f"{job.name}: {text}")

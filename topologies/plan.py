@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Self
 PARAMETER_SERVER = "parameter server"
 SHARD = "parameter shard"
 TREE_SERVER = "tree server"
+STAGE_SERVER = "stage server"
 STATISTICS_SERVER = "statistics server"
 LEARNER = "learner"
 
@@ -51,6 +52,7 @@ class RoleKind(NamedTuple):
         updates: has weights that it updates.
         pushes_at_once: what it trains with is current, and a gradient is pushed as soon as it is ready.
         overlaps: pushes and pulls beside computing.
+        concludes: finishes what learners begin, for which it needs the training set, too.
     """
 
     machine: str
@@ -62,6 +64,7 @@ class RoleKind(NamedTuple):
     updates: bool = False
     pushes_at_once: bool = False
     overlaps: bool = False
+    concludes: bool = False
 
     @property
     def relays(self) -> bool:
@@ -77,6 +80,13 @@ KINDS = {
     ),
     SHARD: RoleKind(
         "rudra.roles.sharded:Shard", f"{_EXECUTORS}:ServerExecutor", serves=True, updates=True, numbered=True
+    ),
+    STAGE_SERVER: RoleKind(
+        "rudra.roles.stages:StageServer",
+        "rudra.compute.stages:BackExecutor",
+        serves=True,
+        updates=True,
+        concludes=True,
     ),
     TREE_SERVER: RoleKind("rudra.roles.tree:TreeServer", f"{_EXECUTORS}:AveragingExecutor", serves=True, numbered=True),
     STATISTICS_SERVER: RoleKind(
@@ -110,13 +120,24 @@ SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", 
 FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
 """What `LEARNER` and `PARAMETER_SERVER` are where the weights lie in parts at several servers."""
 
+FRONT = KINDS[LEARNER]._replace(
+    machine="rudra.roles.stages:FrontLearner",
+    executor="rudra.compute.stages:FrontExecutor",
+    pushes_at_once=False,
+)
+FRONT_SERVER = FIRST_SHARD._replace(
+    machine="rudra.roles.stages:FrontServer", executor="rudra.compute.stages:FrontServerExecutor"
+)
+"""What they are where a stage server holds the last layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
     """One role of a run. The role's id, by which others name it, is its place in `Plan.roles`.
 
     Attributes:
-        kind: `"parameter server"`, `"parameter shard"`, `"tree server"`, `"statistics server"` or `"learner"`.
+        kind: `"parameter server"`, `"parameter shard"`, `"stage server"`, `"tree server"`, `"statistics server"` or
+            `"learner"`.
         index: number of the role among those of its kind, from 0; of shards from 1: the parameter server is the first.
         world_rank: MPI rank that hosts the role; one rank may host several roles.
         parent: id of the role that takes this role's gradients; None: nobody does.
@@ -216,6 +237,11 @@ class Plan:
         return self._parameter_servers or self.learners[:1]
 
     @cached_property
+    def stage(self) -> int | None:
+        """Id of the role that owns the last layers, and computes with them; None: learners have all layers."""
+        return next(iter(self._those(lambda kind: kind.concludes)), None)
+
+    @cached_property
     def keepers(self) -> tuple[int, ...]:
         """Ids of the roles that keep what a checkpoint needs, the server's first."""
         if not self.averaging or self.served:
@@ -226,6 +252,16 @@ class Plan:
     def parted(self) -> bool:
         """Whether the weights lie in parts at several servers, to and from which tensors travel part by part."""
         return len(self.owners) > 1
+
+    def in_parts(self, role: int, owner: int) -> bool:
+        """Whether what a role gets from an owner of weights, or gives it, is a part of a tensor of the role's.
+
+        Args:
+            role: id of the role.
+            owner: id of the other.
+        """
+        whole = self.stage is not None and role != self.statistics  # learners have as much as the parameter server
+        return self.parted and owner in self.owners and not whole
 
     def unparted(self) -> tuple["Plan", dict[int, int]]:
         """The plan with one server for all parts of the weights, which does what they all do.
@@ -343,6 +379,8 @@ class Plan:
         if kind == LEARNER:
             return self._learner_kind
         if kind == PARAMETER_SERVER:
+            if self.stage is not None:
+                return FRONT_SERVER
             return FIRST_SHARD if self.parted else CENTRAL if self.averaging else self.roles[role].about
         return self.roles[role].about
 
@@ -352,6 +390,8 @@ class Plan:
             return _AVERAGERS[self.sharing] if self.averaging else REPLICA
         if self.averaging:
             return ELASTIC
+        if self.stage is not None:
+            return FRONT
         if self.parted:
             return SHARDED
         return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
@@ -472,11 +512,13 @@ class Topology:
         name: as the job gives it.
         function: makes a plan of the node of every learner.
         per_rank: most learners that share a rank.
+        staged: a stage server holds the last layers.
     """
 
     name: str
     function: Callable[[Sequence[int]], Plan]
     per_rank: int = 1
+    staged: bool = False
 
     def draw(self, nodes: Sequence[int]) -> Plan:
         """The plan for the node of every learner; `plan` and `fit` are what others ask for.
@@ -485,6 +527,8 @@ class Topology:
             ValueError: as in `plan`.
         """
         plan = self.function(nodes)
+        if self.staged:
+            plan = with_stage_server(plan)
         if self.per_rank == 1:
             return plan
         hosted = Counter(role.world_rank for role in plan.roles)
@@ -626,6 +670,15 @@ class Topology:
         return plan, [size - used[node] for node, size in enumerate(sizes)]
 
 
+def with_stage_server(plan: Plan) -> Plan:
+    """A plan with one rank more, whose role owns the last layers.
+
+    Args:
+        plan: in which learners have all layers.
+    """
+    return replace(plan, roles=(*plan.roles, Role(STAGE_SERVER, 0, plan.ranks)))
+
+
 def sharing_ranks(plan: Plan, per_rank: int) -> Plan:
     """A plan in which learners share ranks: so many that follow each other, as far as node and compute group are one.
 
@@ -663,13 +716,16 @@ def _nodes_of_ranks(plan: Plan, sizes: Sequence[int]) -> dict[int, int]:
     return {rank: next(anywhere, full) if node == ELSEWHERE else node for rank, node in wanted.items()}
 
 
-def load(topology: Any, options: Mapping[str, Any] | None = None, per_rank: int = 1) -> Topology:
+def load(
+    topology: Any, options: Mapping[str, Any] | None = None, per_rank: int = 1, *, staged: bool = False
+) -> Topology:
     """Binds a topology to its options.
 
     Args:
         topology: an object with the function `plan`, or the name of a shipped one.
         options: keyword arguments for it.
         per_rank: most learners that share a rank.
+        staged: whether a stage server holds the last layers.
 
     Raises:
         KeyError: unknown name.
@@ -687,7 +743,7 @@ def load(topology: Any, options: Mapping[str, Any] | None = None, per_rank: int 
     except TypeError as error:
         valid = ", ".join([*signature.parameters][1:]) or "none"
         raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
-    return Topology(text, partial(source.plan, **bound), per_rank)
+    return Topology(text, partial(source.plan, **bound), per_rank, staged)
 
 
 @cache

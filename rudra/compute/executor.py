@@ -25,6 +25,7 @@ from rudra.core.events import (
     SNAPSHOT,
     WEIGHTS,
     Accumulate,
+    Backward,
     Compute,
     Computed,
     Copy,
@@ -89,6 +90,7 @@ class Executor:
 
     Attributes:
         parts: of the vector, by the role that owns them, where they travel one by one; to a shard its part is a whole.
+        sizes: floats of buffers that hold something else than such a vector, by the first word of their names.
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
         hooks: of this role; None: there are none.
         lent: how many transfers from each buffer are under way.
@@ -99,6 +101,7 @@ class Executor:
     """
 
     parts: Mapping[int, slice] = {}
+    sizes: Mapping[str, int] = {}
     state_dict: tuple[StateEntry, ...] = ()
     hooks: RoleHooks | None = None
     fuses = False
@@ -153,8 +156,17 @@ class Executor:
         if name in self._deferred:
             self._settle(name)
         if name not in self._buffers:
-            self._buffers[name] = self.spare()
+            self._buffers[name] = self.spare(name)
         return self._buffers[name]
+
+    def size_of(self, name: str) -> int:
+        """Floats of the buffer of that name."""
+        return self.sizes.get(name.partition(" ")[0], self.size) if self.sizes else self.size
+
+    @property
+    def largest(self) -> int:
+        """Floats of the largest buffer."""
+        return max(self.size, *self.sizes.values()) if self.sizes else self.size
 
     def defer(self, name: str, take: Take, of: Sequence[str] = (), fill: Callable[[], None] | None = None) -> None:
         """The buffer of that name is to hold what `take` gives, as soon as somebody needs it.
@@ -194,7 +206,7 @@ class Executor:
             return
         into = self._buffers.get(name)
         if into is None or into.held or into.borrowed or self.lent[name]:
-            into = self.spare()
+            into = self.spare(name)
         for part in slices(0, self.size, CHUNK):
             into.vector[part].copy_(deferred.take(part))
         into.version += 1
@@ -211,11 +223,12 @@ class Executor:
         if buffer is not None and not buffer.borrowed and buffer not in self._buffers.values():
             self._idle.append(buffer)
 
-    def new_buffer(self) -> Buffer:
-        """A buffer without a name."""
+    def new_buffer(self, name: str = WEIGHTS) -> Buffer:
+        """A buffer without a name, as large as one of that name."""
+        size = self.size_of(name)
         if self.direct:
-            return DirectBuffer(self.size, self.tail, self.device)
-        return Buffer(self.size, self.tail, self.device, pinned=self._pinned, memory=self._memory)
+            return DirectBuffer(size, self.tail, self.device)
+        return Buffer(size, self.tail, self.device, pinned=self._pinned, memory=self._memory)
 
     def put(self, name: str, buffer: Buffer) -> None:
         """Gives a buffer a name; other roles in this process may hold the same one."""
@@ -225,10 +238,12 @@ class Executor:
         if isinstance(before, BorrowedBuffer) and before is not buffer:
             before.give_back()
 
-    def spare(self) -> Buffer:
-        """A buffer without a name that nobody reads."""
-        free = next((place for place, buffer in enumerate(self._idle) if not buffer.held), None)
-        return self.new_buffer() if free is None else self._idle.pop(free)
+    def spare(self, name: str = WEIGHTS) -> Buffer:
+        """A buffer without a name that nobody reads, as large as one of that name."""
+        size = self.size_of(name)
+        fits = (i for i, buffer in enumerate(self._idle) if not buffer.held and len(buffer.vector) == size)
+        free = next(fits, None)
+        return self.new_buffer(name) if free is None else self._idle.pop(free)
 
     def reserve(self, count: int) -> None:
         """Makes so many buffers that will be needed, before anybody waits for them."""
@@ -239,7 +254,7 @@ class Executor:
         self._void(name)
         before = self.buffer(name)
         if before.held or before.borrowed:
-            self._replace(name, self.spare())
+            self._replace(name, self.spare(name))
         return self._buffers[name]
 
     def held(self, but: str) -> int:
@@ -293,7 +308,7 @@ class Executor:
             return self.bare(name, to)
         buffer = self.buffer(name)
         if buffer.borrowed:
-            own = self.spare()
+            own = self.spare(name)
             own.vector.copy_(buffer.vector)
             self.put(name, own)
             buffer = own
@@ -613,7 +628,7 @@ class LearnerExecutor(Executor):
             gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
         yield self.computed(action, outcome)
 
-    def computed(self, action: Compute, outcome: BatchResult) -> Computed:
+    def computed(self, action: Compute | Backward, outcome: BatchResult) -> Computed:
         """What a computation came to; its weights are still in their buffer."""
         found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
         if self.hooks is not None:

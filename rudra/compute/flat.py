@@ -182,15 +182,31 @@ class FlatModel:
             if id(t) in own
         )
 
-    def gradient(self, inputs: Any, target: Any, out: torch.Tensor, seed: int) -> tuple[float, float]:
+    def forward(self, inputs: Any, seed: int) -> Any:
+        """What the module makes of inputs, in training, at the bound weights; for `backward`."""
+        self._mode(training=True)
+        self.seed(seed)
+        return called(self.module, moved(inputs, self.device))
+
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> None:
+        """Computes the gradient of what `forward` gave, at the same weights, which are to be bound again.
+
+        Args:
+            output: of `forward`.
+            gradient: of the loss with respect to that.
+            out: as for `gradient`, for a module without buffers.
+        """
+        self._copy(torch.autograd.grad(output, self._parameters, gradient, allow_unused=True), self._split(out))
+
+    def gradient(self, inputs: Any, target: Any, out: torch.Tensor, seed: int | torch.Tensor) -> tuple[float, float]:
         """Computes the gradient of the mean loss at the bound weights.
 
         Args:
-            inputs: (μ, …), a tensor or several.
+            inputs: (μ, …), a tensor or several. A tensor that requires its gradient has it as its `grad` afterwards.
             target: (μ, …), what the task compares the output with.
             out: (size,) float32, contiguous: takes the gradient of every parameter, zero for one that had no part in
                 the output, and behind them the buffers after this mini-batch.
-            seed: of the device's default generator, for dropout and the like.
+            seed: of the device's default generator, for dropout and the like; or the state that it is to go on from.
 
         Returns:
             Mean loss, and how many samples are wrong; NaN where the task knows no error.
@@ -257,9 +273,17 @@ class FlatModel:
         sums = [np.nan if each is None else each.sum() for each in wrong]
         return losses.numpy(force=True), np.array(sums, np.float32)
 
-    def seed(self, seed: int) -> None:
-        """Seeds what dropout and the like draw from."""
-        self._generator.manual_seed(seed)
+    def seed(self, seed: int | torch.Tensor) -> None:
+        """Seeds what dropout and the like draw from; or gives it a state that `random_state` told."""
+        if isinstance(seed, int):
+            self._generator.manual_seed(seed)
+        else:
+            self._generator.set_state(seed)
+
+    @property
+    def random_state(self) -> torch.Tensor:
+        """Where drawing stands, uint8."""
+        return self._generator.get_state()
 
     def _forward(
         self, module: Callable[..., Any], inputs: Any, target: Any, reduction: LossReduction = "mean"
@@ -274,7 +298,13 @@ class FlatModel:
             return output, self.task.loss(output, target, reduction).float()
 
     def _backward(
-        self, inputs: Any, target: Any, out: torch.Tensor, seed: int, reduction: LossReduction, scale: float
+        self,
+        inputs: Any,
+        target: Any,
+        out: torch.Tensor,
+        seed: int | torch.Tensor,
+        reduction: LossReduction,
+        scale: float,
     ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
         self._mode(training=True)
         views = self._split(out)
@@ -288,16 +318,20 @@ class FlatModel:
             return loss, self.task.wrong(output, target)
         for index, layer in self._direct.items():
             layer.target = views[index]
+        leaves = [inputs] if isinstance(inputs, torch.Tensor) and inputs.requires_grad else []
         output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
         scaled = mean if scale == 1 else mean * scale
-        self._copy(torch.autograd.grad(scaled, self._parameters, allow_unused=True), views)
+        gradients = torch.autograd.grad(scaled, [*leaves, *self._parameters], allow_unused=True)
+        for leaf, gradient in zip(leaves, gradients, strict=False):
+            leaf.grad = gradient
+        self._copy(gradients[len(leaves) :], views)
         self._collect_buffers(out)
         if scale != 1:
-            gradient = out[: self.parameter_count]
-            if not gradient.isfinite().all():
+            scaled_gradient = out[: self.parameter_count]
+            if not scaled_gradient.isfinite().all():
                 return self._backward(inputs, target, out, seed, reduction, scale * _LESS)
-            gradient.mul_(1 / scale)
+            scaled_gradient.mul_(1 / scale)
         return loss, self.task.wrong(output, target)
 
     def evaluate_batch(self, inputs: Any, target: Any) -> tuple[float, float, dict[str, float]]:

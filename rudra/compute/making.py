@@ -10,8 +10,10 @@ from rudra.compute.devices import CPU, Placing, Stage
 from rudra.compute.executor import Executor, FirstWeights, LearnerExecutor, OwnerExecutor, StatisticsExecutor
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource, check_gradient
+from rudra.compute.optim import runs_of
 from rudra.compute.parts import cut
 from rudra.compute.replicas import ElasticExecutor
+from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.phases import parts
@@ -61,10 +63,21 @@ def make_executors(
         module = models.build(job.model, data.info, job.training.seed).to(device)
         return FlatModel(module, task, roles, job.training.precision, compiled=compiled)
 
+    def piece(roles: int, *, back: bool) -> tuple[FlatModel, Cut]:
+        """The layers on one side of the cut, with parameters of their own."""
+        found = cut_model(job, models.build(job.model, data.info, job.training.seed).to(device), data.info)
+        return FlatModel(found.back if back else found.front, task, roles), found
+
     flat = model(len(roles))
     if not all(kind.serves for kind in kinds):
         _check_output(job, task, flat, data)
-    cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
+    fronts = piece(len(roles), back=False) if plan.stage is not None else None
+    if fronts is not None:
+        list(runs_of(job.optimizer.groups, flat.layout))  # that all patterns are of some parameter
+        place = fronts[1].parameters
+        cuts: tuple[slice, ...] = (slice(0, place), slice(place, flat.size))
+    else:
+        cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
     owned = dict(zip(plan.owners, cuts, strict=False))
     all_parts = list(parts(job, plan))
     learners = [role for role in roles if plan.about(role).trains]
@@ -81,16 +94,36 @@ def make_executors(
         kind, part = plan.about(role), owned.get(role)
         cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
         assert isinstance(cls, type)
-        executor = _allocated(cls, kind, flat, part, gradients, placing, memory)
-        if part is None:
+        own = flat if fronts is None or not kind.trains else fronts[0]
+        executor = _allocated(cls, kind, own, part, gradients, placing, memory)
+        if part is None and own is flat:
             executor.parts = owned
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             work = portions[0][role].work(0)
-            source = GradientSource(job, plan.roles[role].index, work, flat, data.training, prefetch=prefetch)
+            source = GradientSource(job, plan.roles[role].index, work, own, data.training, prefetch=prefetch)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
+        if isinstance(executor, FrontExecutor):
+            assert fronts is not None
+            executor.place(fronts[1], portions[0][role].count)
+        if isinstance(executor, BackExecutor):
+            assert data.training is not None
+            back, its_cut = piece(1, back=True)
+            size, split = job.training.minibatch_size, data.training
+            drawn = {
+                plan.roles[i].index: GradientSource(
+                    job,
+                    plan.roles[i].index,
+                    portion(plan, i, size, job.cluster.parts).work(0),
+                    back,
+                    split,
+                    prefetch=False,
+                )
+                for i in plan.learners
+            }
+            executor.conclude_for(drawn, its_cut, size)
         if isinstance(executor, ElasticExecutor):
             executor.train_alone(job, plan, role)
         if isinstance(executor, StatisticsExecutor):

@@ -27,7 +27,10 @@ SNAPSHOT, DOWNCAST = "snapshot", "downcast"
 learners average, their own replica and by how much the weights differ from it, and where a reference stands between
 these, that and by how much it differs from the replica; copies for tests, and copies that go down the weights' tree."""
 
-TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events", "averages"]
+ACTIVATIONS, RETURNED = "activations", "returned"
+"""What the first layers make of a mini-batch, and its gradient; of another size than the weights."""
+
+TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events", "averages", "stages"]
 
 
 class Started(Struct, frozen=True, gc=False):
@@ -79,8 +82,14 @@ class Stepped(Struct, frozen=True, gc=False):
     distance: float = math.nan
 
 
+class Forwarded(Struct, frozen=True, gc=False):
+    """The activations of a mini-batch are ready in the buffer that `Forward` named."""
+
+    step: int
+
+
 class Computed(Struct, frozen=True, gc=False):
-    """A gradient is ready in the buffer that `Compute` named."""
+    """A gradient is ready in the buffer that `Compute`, `Backward` or `Conclude` named."""
 
     step: int
     loss: float
@@ -150,6 +159,7 @@ Event = (
     | Hashed
     | Updated
     | Stepped
+    | Forwarded
     | Computed
     | Reduced
     | Evaluated
@@ -224,6 +234,61 @@ class Compute(Local, frozen=True, gc=False):
     gradient: str
     timestamp: int = -1
     time_s: float = 0.0
+
+
+class Forward(Local, frozen=True, gc=False):
+    """Compute what the first layers make of mini-batch `step`; its end is `Forwarded`.
+
+    What the gradient will need is kept until `Backward`, and the weights must not change until then.
+    """
+
+    long = True
+    reads, changes = ("weights",), ("activations",)
+    step: int
+    work: Work
+    weights: str
+    activations: str
+
+
+class Backward(Local, frozen=True, gc=False):
+    """Compute the first layers' gradient of the last `Forward`, of that of its activations; its end is `Computed`.
+
+    Loss, errors and samples are what the stage server says of the mini-batch, and `Computed` repeats. What follows is
+    for hooks, as in `Compute`.
+    """
+
+    long = True
+    reads, changes = ("weights", "returned"), ("gradient",)
+    step: int
+    weights: str
+    returned: str
+    gradient: str
+    loss: float
+    errors: float
+    samples: int
+    timestamp: int = -1
+    time_s: float = 0.0
+
+
+class Conclude(Local, frozen=True, gc=False):
+    """Compute the loss of a learner's mini-batch, of its activations, and both gradients; its end is `Computed`.
+
+    Attributes:
+        learner: its number.
+        step: of the mini-batch, which is made of this work.
+        gradient: takes that of the weights.
+        returned: takes that of the activations.
+    """
+
+    long = True
+    reads, changes = ("weights", "activations"), ("gradient", "returned")
+    learner: int
+    step: int
+    work: Work
+    activations: str
+    weights: str
+    gradient: str
+    returned: str
 
 
 class Reduce(Struct, frozen=True, gc=False):

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra.core.events import Compute, Computed, Finish, Record, Update
+from rudra.core.events import Backward, Compute, Computed, Finish, Record, Update
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
 from rudra.errors import ConfigError, HookError, Interrupted, RudraError
@@ -137,7 +137,7 @@ class RoleHooks:
         about = self._last | more | self._minibatch
         self._call("update", action.timestamp, f"update {action.timestamp}", source, about, replica)
 
-    def computed(self, action: Compute, found: Computed, source: ReadFloats) -> None:
+    def computed(self, action: Compute | Backward, found: Computed, source: ReadFloats) -> None:
         """The role, a learner, has computed a gradient."""
         minibatch = {"step": action.step, "loss": found.loss, "errors": found.errors}
         if self._replica:
@@ -222,7 +222,8 @@ def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entr
     for role, hooks in found.items():
         kind = plan.about(role)
         replica = kind.trains and kind.updates
-        whole = None if plan.parted and role in plan.owners else layout
+        partial_ = role in plan.owners or plan.stage is not None
+        whole = None if plan.parted and partial_ and role != plan.statistics else layout
         made[role] = RoleHooks(hooks, job.name, role, plan.roles[role], whole, replica=replica)
     return made
 

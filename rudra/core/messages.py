@@ -26,7 +26,9 @@ class Kind(IntEnum):
     SNAPSHOT = auto()  # server -> statistics, tensor: weights at an epoch's end
     GRADIENT_PART = auto()  # learner -> shard, bare tensor: part of a gradient, told of by a bare GRADIENT
     WEIGHTS_PART = auto()  # shard -> learner or statistics, bare tensor: likewise, of which TIMESTAMP or SNAPSHOT tells
-    LOG = auto()  # first shard -> others: what to do
+    ACTIVATIONS = auto()  # learner -> stage server, tensor: what the first layers make of one mini-batch
+    RETURNED = auto()  # stage server -> learner, tensor: the gradient of those, and what the mini-batch came to
+    LOG = auto()  # first shard -> others, or to the stage server: what to do
     TAKEN = auto()  # shard -> first: my part of the gradient of LOG's number `value` is here
     STEPPED = auto()  # shard -> first: my part is of `timestamp`; an update took `seconds`; a sample of the new weights
     PULL = auto()  # tree server -> server: have you newer weights than `timestamp`? I hold those of `value`
@@ -37,7 +39,8 @@ class Kind(IntEnum):
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
     LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `seconds`
     DROP = auto()  # server -> tree servers above it: learner `value` is no more
-    BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last
+    BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last; also to a stage server,
+    # and from it to the server once all have left
     INTERRUPT = auto()  # any rank -> owner: somebody asks the run to stop; may come at any time
     ENOUGH = auto()  # statistics -> owner: the target is reached; end with the epoch under way
     PLATEAU = auto()  # statistics -> owner: tests got no better, for the `value`-th time; lower the rate
@@ -54,6 +57,7 @@ class Kind(IntEnum):
     TOTALS = auto()
     EVENTS = auto()
     AVERAGES = auto()
+    STAGES = auto()
 
 
 ROWS = {
@@ -68,12 +72,16 @@ ROWS = {
     Kind.TOTALS: records.TOTALS,
     Kind.EVENTS: records.EVENT,
     Kind.AVERAGES: records.AVERAGE,
+    Kind.STAGES: records.STAGE,
 }
 """Dtype of the rows that a kind carries; the others carry none."""
 
-GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART})
+GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS})
 PARTS = frozenset({Kind.GRADIENT_PART, Kind.WEIGHTS_PART})
-"""Kinds whose tensors are gradients, or parts of them; and kinds of parts."""
+"""Kinds whose tensors go up, from learners, and are read once; and kinds of parts."""
+
+DESCRIBED = frozenset({Kind.GRADIENT, Kind.ACTIVATIONS, Kind.RETURNED})
+"""Kinds that tell of which mini-batches their tensors are."""
 
 URGENT = frozenset({Kind.LOG, Kind.TAKEN})
 """Kinds that have another rank begin long work beside that of the sender."""
@@ -117,7 +125,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         seconds: a time whose meaning the kind gives.
         flag: yes or no; to what, the kind says.
         rows: (count,) of `ROWS[kind]`, or None.
-        gradients: what the tensor of a GRADIENT stands for.
+        gradients: what the tensor stands for, if the kind is one of `DESCRIBED`.
     """
 
     kind: Kind
@@ -142,7 +150,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     def decode(cls, data: bytes | bytearray | memoryview) -> "Message":
         code, sender, timestamp, value, seconds, count, flag = _HEADER.unpack_from(data)
         kind, dtype = _KINDS[code & _KIND_MASK]
-        if kind is Kind.GRADIENT:
+        if kind in DESCRIBED:
             body = memoryview(data)[_HEADER.size : _HEADER.size + count * _GRADIENT.size]
             gradients = tuple(Gradient(*fields) for fields in _GRADIENT.iter_unpack(body))
             return cls(kind, sender, timestamp, value, None, gradients, seconds, flag)

@@ -81,7 +81,7 @@ MINIBATCH = table(
     ),  # what follows is 0 for a gradient that was not pushed
     ("reduce_s", "<f8", "time to add up the gradients of a compute group"),
     ("push_s", "<f8", "time until the server had the gradient; with `adv*` beside computing"),
-    ("wait_s", "<f8", "time from asking for weights until the server's answer"),
+    ("wait_s", "<f8", "time from asking for weights until the server's answer, and what a stage server took"),
     ("pull_s", "<f8", "time to transfer the weights"),
     ("update_s", "<f8", "time to update the learner's own weights, in a run without a parameter server"),
 )
@@ -132,6 +132,22 @@ AVERAGE = table(
 )
 """What one learner brought to one average of replicas."""
 
+STAGE = table(
+    ("timestamp", "<i8", "timestamp of the stage server's weights after the update that took the mini-batch in"),
+    ("learner", "<i4", "number of the learner whose mini-batch it is, from 0"),
+    ("samples", "<i4", "samples of the mini-batch"),
+    ("step", "<i8", "number of the mini-batch among those of its learner, from 0"),
+    ("front", "<i8", "timestamp of the parameter server's weights that the activations were computed with"),
+    ("staleness", "<i8", "updates of the stage server's weights between computing and that update"),
+    ("learning_rate", "<f8", "learning rate of that update"),
+    ("time_s", "<f8", "training time at which the stage server began to compute"),
+    ("wait_s", "<f8", "time that the activations had waited for their turn by then"),
+    ("compute_s", "<f8", "time to compute loss and gradients"),
+    ("update_s", "<f8", "time that the optimiser's step took"),
+    ("digest", "<u8", "hash of a sample of the updated weights, another sample each time; a replay compares it"),
+)
+"""One mini-batch at the stage server, where layers are placed there, in the order of its updates."""
+
 LOG = np.dtype(
     [
         ("what", "<i4"),
@@ -153,7 +169,11 @@ FLOATS = np.dtype([("value", "<f4")])
 """A few floats, as a message carries them."""
 
 ROLE = table(
-    ("kind", "S20", "`parameter server`, `parameter shard`, `tree server`, `statistics server` or `learner`"),
+    (
+        "kind",
+        "S20",
+        "`parameter server`, `parameter shard`, `stage server`, `tree server`, `statistics server` or `learner`",
+    ),
     ("index", "<i4", "number of the role among those of its kind, from 0; of shards from 1"),
     ("world_rank", "<i4", "MPI rank that hosts the role"),
     ("parent", "<i4", "row of the role that takes this role's gradients; -1: none"),
@@ -199,12 +219,12 @@ EVENT = table(
         "kind",
         "S16",
         "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience`, `plateau`, `change`, `branch`, "
-        "`averaging`",
+        "`averaging`, `stages`",
     ),
     ("role", "<i4", "row of `/roles` that the event is about; -1: none"),
     ("pad", "<i4", ""),
     ("timestamp", "<i8", "timestamp of the weights at that moment"),
-    ("gradients", "<i8", "gradients that the server had added up by then, applied or pending"),
+    ("gradients", "<i8", "gradients that the server, or the stage server, had added up by then, applied or pending"),
     ("time_s", "<f8", "training time of the event"),
     ("wall_s", "<f8", "wall clock of the event, in seconds since 1970; 0 in a simulation"),
     ("text", "S512", "the event in words"),

@@ -33,6 +33,7 @@ from rudra.job.tables import (
     Hook,
     ModelTable,
     OptimizerTable,
+    PlacementTable,
     ProtocolTable,
     ResultsTable,
     StudyTable,
@@ -61,6 +62,7 @@ class Job(Table):
         optimizer: table `[optimizer]`: the update rule and the learning rate.
         protocol: table `[protocol]`: how many gradients make an update, and the modulation of the learning rate.
         averaging: table `[averaging]`: how learners average replicas of their own.
+        placement: table `[placement]`: which layers a stage server has.
         topology: table `[topology]`: which roles exchange gradients and weights.
         cluster: table `[cluster]`: learners, threads and devices.
         simulation: table `[simulation]`: what takes how long in virtual time.
@@ -83,6 +85,7 @@ class Job(Table):
     optimizer: OptimizerTable = OptimizerTable()
     protocol: ProtocolTable = ProtocolTable()
     averaging: AveragingTable = AveragingTable()
+    placement: PlacementTable = PlacementTable()
     topology: TopologyTable = TopologyTable()
     cluster: ClusterTable = ClusterTable()
     simulation: SimulationTable = SimulationTable()
@@ -348,12 +351,14 @@ class Job(Table):
     def _check_pair(self, plan: topologies.Plan) -> None:
         protocol = self.make_protocol(plan)
         _check_pair(protocol, plan, self.topology.name)
+        if self.placement.given:
+            self._check_placement(plan, protocol)
         if plan.averaging:
             self._check_averaging(plan)
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
             what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
-        if plan.parted:
+        if plan.parted and plan.stage is None:
             self._check_parts()
         hosted = {(plan.roles[i].world_rank, plan.roles[i].group) for i in plan.learners}
         if plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
@@ -390,6 +395,49 @@ class Job(Table):
                 "[simulation] batching = 'big-batch' is for learners that share one vector of weights, which replicas "
                 "do not; valid: none, vmap"
             )
+
+    def _check_placement(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
+        """Raises ValueError for what cannot be where layers are placed."""
+        on, table, optimizer = "[placement] cut", self.placement, self.optimizer
+        plain = all(plan.roles[i].parent == plan.server for i in plan.learners) and not plan.groups
+        if not plan.served or not plain or plan.overlapped or plan.averaging or len(plan.owners) > 2:
+            raise ValueError(f"{on}: not with topology {named(self.topology.name)} so far; valid: base")
+        if table.rule == "synchronous" and not protocol.ordered:
+            raise ValueError(
+                "[placement] rule = 'synchronous': its updates take one gradient of each learner, in learner order; "
+                "valid: protocol hardsync, or rule merged"
+            )
+        if table.momentum is not None and optimizer.name not in ("sgd", "rmsprop"):
+            raise ValueError(f"[placement] momentum: {optimizer.name} has none; valid: sgd and rmsprop")
+        merged = table.rule == "merged"
+        refused = {
+            "[[changes]]: layers that are placed cannot begin anew; valid: no changes": self.changes,
+            f"{on}: [optimizer] clip_norm goes by the norm of the whole gradient; valid: none": optimizer.clip_norm,
+            "[placement] rule = 'merged': [optimizer] schedule = 'plateau' goes by tests, of which the stage server "
+            "does not hear; valid: other schedules": merged and optimizer.plateau,
+            "[placement] rule = 'merged': [optimizer] schedule_every = 'update' counts updates of one clock; valid: "
+            "epoch": merged and optimizer.schedule_every == "update",
+            f"{on}: [cluster] gradient_format = 'float16' is for gradients alone; valid: float32": (
+                self.cluster.gradient_format != "float32"
+            ),
+            f"{on}: [cluster] device = '{self.cluster.device}': placed layers compute on CPUs so far; valid: cpu": (
+                self.cluster.device != "cpu"
+            ),
+            f"{on}: [cluster] shares: all mini-batches have one size so far; valid: none": self.cluster.shares,
+            f"{on}: [cluster] learners_per_rank: a learner has a rank of its own so far; valid: 1": (
+                self.cluster.learners_per_rank > 1
+            ),
+            f"{on}: [training] compile = true compiles whole models; valid: false": self.training.compile,
+            f"{on}: [training] precision = '{self.training.precision}': valid so far: float32": (
+                self.training.precision != "float32"
+            ),
+            f"{on}: [simulation] batching computes whole models; valid: none": self.simulation.batching != "none",
+            f"{on}: [fault_tolerance] straggler_timeout_s: a learner may wait for the stage server; valid: none": (
+                self.fault_tolerance.straggler_timeout_s
+            ),
+        }
+        for text in (text for text, wanted in refused.items() if wanted):
+            raise ValueError(text)
 
     def _check_parts(self) -> None:
         """Raises ValueError for what needs all of a gradient, or of the weights, in one place."""
@@ -508,7 +556,8 @@ class Job(Table):
             ValueError: it does not take these options.
         """
         topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
-        return topologies.load(topology, self.topology.options, self.cluster.learners_per_rank)
+        per_rank, staged = self.cluster.learners_per_rank, self.placement.given
+        return topologies.load(topology, self.topology.options, per_rank, staged=staged)
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""

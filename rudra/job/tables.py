@@ -5,6 +5,7 @@ Unknown keys are refused with the list of valid ones. Rules that span tables sta
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -326,6 +327,13 @@ class OptimizerTable(Table):
             raise ValueError(f"= {value:g} is for schedules that are stepped after epochs, not updates; valid: 0")
         return value
 
+    def groups_of(self, names: Iterable[str]) -> tuple[ParameterGroup, ...]:
+        """The groups as far as they are of these parameters."""
+        known = tuple(names)
+        here = [tuple(p for p in group.parameters if fnmatch.filter(known, p)) for group in self.groups]
+        pairs = zip(self.groups, here, strict=True)
+        return tuple(group.model_copy(update={"parameters": mine}) for group, mine in pairs if mine)
+
     @property
     def scale_invariant(self) -> bool:
         """Whether the optimiser's step ignores the scale of its gradients."""
@@ -420,6 +428,46 @@ class AveragingTable(Table):
     def given(self) -> dict[str, Any]:
         """What is not left to the protocol."""
         return {key: value for key, value in self.model_dump(exclude_none=True).items() if value != {}}
+
+
+class PlacementTable(Table):
+    """Which layers a stage server has, and how it updates them; learners have those before."""
+
+    cut: Any = Field(
+        None,
+        description="first layer that the stage server has: its name, or how many layers there are before it; default: "
+        "learners have all layers",
+    )
+    rule: Literal["merged", "synchronous"] = Field(
+        "merged",
+        description="merged: the stage server updates its layers by each mini-batch at once, without staleness; "
+        "synchronous: by those of all learners together, as hardsync does with the other layers",
+    )
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description="learning rate of its layers before schedule, warm-up and modulation; default: "
+        "optimizer.learning_rate",
+    )
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="momentum of its layers; default: optimizer.momentum, without a correction"
+    )
+
+    @field_validator("cut")
+    @classmethod
+    def _layer(cls, value: Any) -> Any:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
+            raise ValueError(f"must be the name of a layer, or its number, not {short(value)}")
+        return value
+
+    @property
+    def given(self) -> bool:
+        """Whether some layers are with a stage server."""
+        return self.cut is not None
+
+    def rate_factor(self, table: OptimizerTable) -> float | None:
+        """By how much its learning rate differs from that of the other layers; None: by nothing."""
+        return None if self.learning_rate is None else self.learning_rate / table.learning_rate
 
 
 class TopologyTable(Table):

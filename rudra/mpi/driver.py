@@ -489,8 +489,10 @@ class Rank:
             received = self._regrouping.in_time(partial(self._received, wanted))
             self._comm_threads[channel].carry(start, received, receives=True)
             return
-        if self.plan.parted:
-            wanted.part_of = action.source
+        if action.source is not None:
+            plan = self.plan
+            if plan.in_parts(role, action.source) or plan.in_parts(action.source, role):
+                wanted.part_of = action.source
         self._transfers.receive(wanted)
 
     def _look_near(self, wanted: Wanted) -> None:

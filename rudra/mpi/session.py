@@ -213,8 +213,9 @@ def _resolve(job: Job, comm: MPI.Comm) -> tuple[Job, Plan, torch.device]:
         rank = told.index(False)
         who = f"the MPI library of rank {rank} on {seen[rank][1]} does not report GPU support"
         raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
-    trains = any(plan.roles[i].about.trains for i in plan.on_rank(comm.rank))  # one gradient at a time
-    threads = max(1, cores() // max(1, _sum_on_node(comm, int(trains))))
+    kinds = [plan.roles[i].about for i in plan.on_rank(comm.rank)]
+    computes = any(kind.trains or kind.concludes for kind in kinds)  # one gradient at a time
+    threads = max(1, cores() // max(1, _sum_on_node(comm, int(computes))))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in plan.roles})):
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
@@ -283,7 +284,8 @@ class _Session:
 
     def _load(self) -> None:
         kinds = [self._plan.roles[i].about for i in self._roles]
-        learns, serves = any(kind.trains for kind in kinds), any(kind.serves for kind in kinds)
+        learns = any(kind.trains or kind.concludes for kind in kinds)
+        serves = any(kind.serves for kind in kinds)
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self._job.cluster.flush_denormals)
         if self._device.type == "cuda":
@@ -384,7 +386,7 @@ class _Session:
         """Maps what other ranks of this node have for buffers, and has them map what this one has."""
         reads_gpus = any(executor.direct for executor in self._executors.values())
         if self._near and not self._node.allreduce(reads_gpus, MPI.MAX):
-            rooms = RESERVED * sum(executor.size * 6 + executor.tail for executor in self._executors.values())
+            rooms = RESERVED * sum(executor.largest * 6 + executor.tail for executor in self._executors.values())
             failure = self._arena.meet(self._node, self._comm.rank, rooms)
             if failure and self._node.rank == 0:
                 host = f"node memory cannot be had on {socket.gethostname()}"

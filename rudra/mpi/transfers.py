@@ -291,7 +291,7 @@ class Transfers:
         """Gives a buffer other memory: MPI may still write to what it has."""
         if coming.buffer is not None:
             executor = self._executors[coming.wanted.role]
-            executor.put(coming.wanted.name, executor.new_buffer())
+            executor.put(coming.wanted.name, executor.new_buffer(coming.wanted.name))
 
     def _cancelled(self, coming: _Coming) -> bool:
         """Cancels a receive; False: it has matched. One that is over then is reported."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rudra.compute.statedict import StateEntry
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
-from rudra.core.records import AVERAGE, EVENT, METRIC
+from rudra.core.records import AVERAGE, EVENT, METRIC, STAGE
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
 from rudra.results import plan_rows, validation
@@ -195,6 +195,11 @@ class Results:
         return self._rows("averages")
 
     @property
+    def stages(self) -> Rows:
+        """Table `/stages`: one row for each mini-batch of a stage server; none unless layers are placed."""
+        return self._rows("stages")
+
+    @property
     def roles(self) -> Rows:
         """Table `/roles`: one row for each role; the number of its row is the role's id."""
         return self._read("roles")
@@ -363,7 +368,7 @@ class Results:
 
         Args:
             table: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`, `"averages"`,
-                `"roles"` or `"learners"`.
+                `"stages"`, `"roles"` or `"learners"`.
 
         Raises:
             ConfigError: there is no such table, or pandas is not installed.
@@ -409,8 +414,8 @@ class Results:
         """The rows of a table in pieces, for runs whose tables do not fit into memory.
 
         Args:
-            name: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"` or
-                `"averages"`.
+            name: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`,
+                `"averages"` or `"stages"`.
             rows: most rows of a piece.
             start: row to begin with.
         """
@@ -475,7 +480,7 @@ class Results:
 
 def _filled(rows: Rows) -> NDArray[np.bool_]:
     """Which rows have a content."""
-    told = {EVENT: "kind", METRIC: "name", AVERAGE: "timestamp"}.get(rows.dtype, "samples")
+    told = {EVENT: "kind", METRIC: "name", AVERAGE: "timestamp", STAGE: "timestamp"}.get(rows.dtype, "samples")
     filled: NDArray[np.bool_] = rows[told] != np.zeros((), rows.dtype[told])
     return filled
 

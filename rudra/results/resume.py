@@ -25,7 +25,10 @@ from rudra.results.reader import Results, open_results
 from rudra.results.writer import checked_name
 from topologies import Plan
 
-DECISIVE = ("model", "data", "augment", "task", "training", "optimizer", "protocol", "averaging", "topology", "cluster")
+DECISIVE = (
+    *("model", "data", "augment", "task", "training", "optimizer"),
+    *("protocol", "averaging", "placement", "topology", "cluster"),
+)
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 
 RESUME_MAY_CHANGE = (
@@ -413,6 +416,10 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         for piece in results.pieces(table):
             yield piece[piece["timestamp"] <= position.timestamp]
 
+    def stages() -> Iterator[Rows]:
+        for piece in results.pieces("stages"):
+            yield piece[piece["step"] < steps[piece["learner"]]]
+
     def metrics() -> Iterator[Rows]:
         for piece in results.pieces("metrics"):
             yield piece[piece["epoch"] <= position.epoch]
@@ -442,6 +449,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         "metrics": metrics(),
         "events": events(),
         "averages": upto("averages"),
+        "stages": stages(),
     }
     weights = ((epoch, results.weights_of(epoch)) for epoch in results.kept_epochs if epoch <= position.epoch)
     stay = KEPT if results.attributes["replayable"] else (*KEPT, "replayable", "not_replayable")

@@ -108,7 +108,7 @@ _NEWER = {
 """Columns that older files lack."""
 
 
-_ABSENT = {"averages": 8}
+_ABSENT = {"averages": 8, "stages": 9}
 """Data sets that older files lack, and the format from which they are there."""
 
 

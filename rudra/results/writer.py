@@ -19,12 +19,25 @@ from rudra.compute import statedict
 from rudra.compute.statedict import StateEntry
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
-from rudra.core.records import AVERAGE, EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TOTALS, UPDATE, table
+from rudra.core.records import (
+    AVERAGE,
+    EPOCH,
+    EVENT,
+    GRADIENT,
+    LEARNER,
+    METRIC,
+    MINIBATCH,
+    ROLE,
+    STAGE,
+    TOTALS,
+    UPDATE,
+    table,
+)
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.results.checkpoint import sync_directory
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 Status = Literal["finished", "failed", "interrupted"]
 
@@ -36,6 +49,7 @@ GROWING: dict[TableName, np.dtype[np.void]] = {
     "metrics": METRIC,
     "events": EVENT,
     "averages": AVERAGE,
+    "stages": STAGE,
 }
 STATE = table(
     ("status", "S16", "`running`, `finished`, `failed` or `interrupted`; a killed writer leaves `running`"),
@@ -51,6 +65,7 @@ OBJECTS = {  # data set -> what there is a row of, and what it holds
     "metrics": ("metric, split and epoch", "what the tests measured beside loss and error"),
     "events": ("event", "checkpoints, restarts, lost ranks, stragglers, targets that were reached"),
     "averages": ("learner and average", "how far replicas were from the weights; empty unless learners average"),
+    "stages": ("mini-batch of a stage server", "its updates and their staleness; empty unless layers are placed"),
     "roles": ("role", "who was who: kind, rank, node and compute group"),
     "learners": ("learner", "where each learner's time went; empty until the run ends"),
     "totals": ("run", "how many gradients were pushed, applied and dropped; empty until the run ends"),

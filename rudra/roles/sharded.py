@@ -125,7 +125,7 @@ class FirstShard(ParameterServer):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._others = setup.plan.owners[1:]
+        self._others = self._stepping = setup.plan.owners[1:]  # who read the log; whose updates are those here
         self._told_of: deque[Message] = deque()  # gradients for which there was no buffer yet
         self._rooms: dict[str, int | None] = {}  # buffers for gradients of which nobody has told yet -> of whom alone
         self._coming: dict[str, _Coming] = {}  # by buffer
@@ -235,10 +235,10 @@ class FirstShard(ParameterServer):
     def _stepped(self, timestamp: int, shard: int, sampled: bytes, seconds: float, now: float) -> list[Action]:
         steps = self._steps.setdefault(timestamp, {})
         steps[shard] = sampled, seconds
-        if len(steps) <= len(self._others):
+        if len(steps) <= len(self._stepping):
             return []
         del self._steps[timestamp]
-        samples = b"".join(steps[owner][0] for owner in self.plan.owners)
+        samples = b"".join(steps[owner][0] for owner in (self.id, *self._stepping))
         digest = digest_of(samples) if samples else 0
         return self._updated(Updated(timestamp, digest, max(seconds for _, seconds in steps.values())), now)
 

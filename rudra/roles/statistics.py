@@ -64,6 +64,8 @@ class StatisticsServer(Machine):
         (StatisticsState.GATHERING, Kind.UPDATES): To("_updates", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.MINIBATCHES): To("_minibatches", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.AVERAGES): To("_averages", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.STAGES): To("_stages", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.BYE): To("_stage_left", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.EPOCHS): To("_epoch", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.SNAPSHOT): To("_snapshot", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.WEIGHTS_PART): To("_snapshot_part", StatisticsState.GATHERING),
@@ -114,6 +116,7 @@ class StatisticsServer(Machine):
         self._checkpointed: Message | None = None  # asked for, and not safe yet
         self._began = 0.0
         self._final_weights: str | None = None
+        self._awaits_stage = plan.stage is not None  # rows of the stage server may be under way
 
     @property
     def waiting_for(self) -> str:
@@ -121,6 +124,8 @@ class StatisticsServer(Machine):
             return f"the account of the {self.plan.roles[self.plan.server].name}"
         if len(self._accounts) < len(self._learners):
             return f"the accounts of {len(self._learners) - len(self._accounts)} learners"
+        if self._awaits_stage and self._recorded == self._last_epoch:
+            return "the last rows of the stage server"
         return f"the weights of epoch {self._recorded + 1}"
 
     def validate(self) -> None:
@@ -196,6 +201,13 @@ class StatisticsServer(Machine):
 
     def _averages(self, event: Received, now: float) -> list[Action]:
         return [Record("averages", _rows(event))]
+
+    def _stages(self, event: Received, now: float) -> list[Action]:
+        return [Record("stages", _rows(event))]
+
+    def _stage_left(self, event: Received, now: float) -> list[Action]:
+        self._awaits_stage = False
+        return self._finish()
 
     def _epoch(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)
@@ -333,7 +345,7 @@ class StatisticsServer(Machine):
 
     def _finish(self) -> list[Action]:
         complete = len(self._accounts) == len(self._learners) and self._recorded == self._last_epoch
-        if self._totals is None or not complete:
+        if self._totals is None or not complete or self._awaits_stage:
             return []
         assert (self._final_weights is None) == bool(self._code)
         self.state = StatisticsState.DONE

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from rudra import roles
 from rudra.compute.schedule import phases_of
 from rudra.core.events import Save
+from rudra.core.layout import Placed
 from rudra.core.messages import tensor_bytes
 from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -35,7 +36,7 @@ def machines_of(
     return {i: make(i, plan, position) for i in range(len(plan.roles))}, make
 
 
-def prices_of(phases: Phases, size_bytes: int) -> Callable[[TrainingState], CostModel]:
+def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> Callable[[TrainingState], CostModel]:
     """What gives the durations in the part of a run that a position is in; a tensor has so many bytes on the wire."""
     known: dict[int, CostModel] = {}
 
@@ -43,7 +44,7 @@ def prices_of(phases: Phases, size_bytes: int) -> Callable[[TrainingState], Cost
         at_epoch, job, plan, *_ = phase_at(phases, position.epoch)
         if at_epoch not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
-            known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, size_bytes=bytes_)
+            known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, size_bytes=bytes_, placed=placed)
         return known[at_epoch]
 
     return price
@@ -60,6 +61,7 @@ def assemble(
     position: TrainingState = BEGINNING,
     save: Callable[[int, Save], None] | None = None,
     check: Check | None = None,
+    placed: Placed | None = None,
 ) -> Simulation:
     """A simulation of a job, ready to run.
 
@@ -73,13 +75,14 @@ def assemble(
         position: where training begins.
         save: see `Simulation`, as is the next.
         check: called after every event.
+        placed: the pieces of a model of which a stage server has the last layers.
 
     Raises:
         ConfigError: the job's schedule gives no rates.
     """
     phases = phases_of(job, plan, training_samples)
     machines, make = machines_of(phases, training_samples, position)
-    price = prices_of(phases, size_bytes)
+    price = prices_of(phases, size_bytes, placed)
     return Simulation(
         phase_at(phases, position.epoch).plan,
         machines,

@@ -20,7 +20,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rudra.core.events import Accumulate, Approach, Copy, Evaluate, Local, Step, Update
+from rudra.core.events import (
+    Accumulate,
+    Approach,
+    Backward,
+    Conclude,
+    Copy,
+    Evaluate,
+    Forward,
+    Local,
+    Step,
+    Update,
+)
+from rudra.core.layout import Placed
 from rudra.core.work import by_speed, portion, speeds_text
 from rudra.errors import ConfigError, meant
 from rudra.job.job import Job, named
@@ -64,11 +76,13 @@ class CostModel:
         minibatch_size: μ.
         shares: of the learners (`rudra.core.work.portion`).
         size_bytes: of the weights, and of a gradient, in memory.
+        placed: the pieces of a model of which a stage server has the last layers.
 
     Attributes:
         node: of every role.
         compute_s: mean duration of a mini-batch, for every learner's role.
         guessed: of which mini-batch sizes nobody has measured `compute_s`, and what stands for it; or nothing.
+        pieces: the part of that duration that each kind of computation of a learner takes.
     """
 
     def __init__(
@@ -78,8 +92,13 @@ class CostModel:
         minibatch_size: int,
         shares: tuple[float, ...] = (),
         size_bytes: int = 0,
+        placed: Placed | None = None,
     ) -> None:
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
+        self._placed = placed = placed or Placed()
+        # A backward pass has twice the operations of a forward pass.
+        self.pieces: dict[type[Local], float] = {Forward: (1 - placed.back) / 3, Backward: (1 - placed.back) * 2 / 3}
+        self._conclude_s = placed.back * at(table.compute_s, minibatch_size) if plan.stage is not None else 0.0
         node = list(plan.nodes(near=table.servers_on_first_node))
         for place, owner in enumerate(plan.owners):
             if node[owner] == ELSEWHERE:  # each has a node, and a link, of its own
@@ -107,11 +126,24 @@ class CostModel:
         if part not in self._local_s_of:
             taken = {kind: self.local_seconds(kind) * part for kind in self._local_s}
             self._local_s_of[part] = {kind: seconds for kind, seconds in taken.items() if seconds}
+        if role == self.plan.stage:
+            return {**self._local_s_of[part], Conclude: self._conclude_s}
         return self._local_s_of[part]
 
     def part(self, role: int) -> float:
         """How much of the weights, and of each gradient, a role holds, or sends and gets."""
+        if self.plan.stage is not None:
+            front = self._placed.front
+            return 1.0 if role == self.plan.statistics else 1 - front if role == self.plan.stage else front
         return 1 / len(self.plan.owners) if role in self.plan.owners else 1.0
+
+    def travelling(self, sender: int, receiver: int) -> float:
+        """How much travels when one of two roles sends the other a tensor, compared with the weights."""
+        ends = {sender, receiver}
+        if self.plan.stage in ends and not ends.isdisjoint(self.plan.learners):
+            return self._placed.crossing
+        # All that goes to an owner of weights, or comes from it, is its part of a tensor.
+        return min(self.part(sender), self.part(receiver))
 
     def _compute_times(self, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, float]:
         table, plan = self.table, self.plan

@@ -107,7 +107,7 @@ class Simulation:
         self._saver, self._check = save, check
         self.plan, self.tensors, self.costs = plan, tensors, costs
         self.code = 0
-        self._cores = costs.table.cores_per_node
+        self._cores, self._pieces = costs.table.cores_per_node, costs.pieces
         self._planned, self._performed = tensors.planned, tensors.perform
         self.actors: dict[int, Actor] = {}
         self.queue = queue = EventQueue()
@@ -294,7 +294,13 @@ class Simulation:
         if self._planned:
             self._planned(actor.role, action)
         actor.computing = True
-        seconds = actor.compute_s() if type(action) is Compute else actor.local_s.get(type(action), 0.0)
+        kind = type(action)
+        if kind is Compute:
+            seconds = actor.compute_s()
+        elif kind in self._pieces:
+            seconds = actor.compute_s() * self._pieces[kind]
+        else:
+            seconds = actor.local_s.get(kind, 0.0)
         heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
 
     def _end(self, actor: Actor, action: Local) -> None:

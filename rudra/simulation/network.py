@@ -148,8 +148,7 @@ class Network:
 
     def _route(self, actor: Actor, to: int) -> Route:
         link = self._costs.link(actor.role, to)
-        # All that goes to an owner of weights, or comes from it, is its part of a tensor.
-        size_bytes = self._size_bytes * min(self._costs.part(actor.role), self._costs.part(to))
+        size_bytes = self._size_bytes * self._costs.travelling(actor.role, to)
         route = actor.routes[to] = Route(actor, self._actors[to], link, size_bytes, self._ports)
         return route
 

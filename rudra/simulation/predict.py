@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra.core.events import Accumulate, Compute, Copy, Event, Finish, Keep, Local, Record, Update
+from rudra.core.events import Accumulate, Compute, Conclude, Copy, Event, Finish, Forward, Keep, Local, Record, Update
+from rudra.core.layout import Placed
 from rudra.core.messages import tail_bytes
 from rudra.core.records import TIMES
 from rudra.errors import ConfigError
@@ -41,10 +42,12 @@ class Outline(NamedTuple):
     Attributes:
         training_samples: of one epoch.
         size_bytes: of a gradient or the weights on the wire.
+        placed: the pieces of a model of which a stage server has the last layers.
     """
 
     training_samples: int
     size_bytes: int
+    placed: Placed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def outline(job: Job) -> Outline:
         DataError: files are missing that would tell.
     """
     cluster = make_cluster(job.with_(simulation={"tensors": False}), job.plan())
-    return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1))
+    return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1), cluster.placed)
 
 
 def predict(
@@ -134,7 +137,7 @@ def predict(
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(updates, plan.server), KeptRows()
     simulated = updates * per_update * minibatch_size
-    simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size)
+    simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size, placed=known.placed)
     simulation.run()
     found = _evaluate(job, plan, simulation.costs, meter, rows, training_samples, size)
     return replace(found, costs=measured)
@@ -166,9 +169,9 @@ class _Meter(TimingOnly):
         self.transfers[source, to] += self._training
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
-        if isinstance(action, Accumulate | Update | Copy):
+        if isinstance(action, Accumulate | Conclude | Update | Copy):
             self.done[role, type(action)] += 1
-        if isinstance(action, Compute | Update):
+        if isinstance(action, Compute | Forward | Update):
             self._training = self.done[self._owner, Update] < self._updates
         return super().perform(role, action, seconds)
 
@@ -255,7 +258,7 @@ def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int
     ways: defaultdict[object, float] = defaultdict(float)
     handling: defaultdict[int, float] = defaultdict(float)
     for (source, to), count in meter.transfers.items():
-        size = size_bytes * min(model.part(source), model.part(to))
+        size = size_bytes * model.travelling(source, to)
         link = model.link(source, to)
         for way in ("out", link.out), ("into", link.into), *(("both", end) for end in link.blocking):
             ways[way] += count * size * link.seconds_per_byte

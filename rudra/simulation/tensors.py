@@ -23,23 +23,29 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
 from rudra.compute.making import make_executors
+from rudra.compute.stages import FrontExecutor, cut_model
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import Buffer
 from rudra.core.events import (
+    ACTIVATIONS,
     GRADIENT,
+    RETURNED,
     SNAPSHOT,
     WEIGHTS,
     Accumulate,
+    Backward,
     Compute,
     Computed,
+    Conclude,
     Copy,
     Event,
+    Forward,
     Hash,
     Hashed,
     Local,
     Reduce,
 )
-from rudra.core.layout import Entry
+from rudra.core.layout import Entry, Placed
 from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -88,7 +94,7 @@ class RealTensors:
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
         sender, receiver = self._executors[source], self._executors[to]
-        if sender.size != receiver.size:
+        if sender.size_of(source_buffer) != receiver.size_of(to_buffer):
             self._make_own((to, to_buffer))
             receiver.part(to_buffer, source).copy_(sender.part(source_buffer, to))
             return
@@ -104,13 +110,13 @@ class RealTensors:
             self._going[role, buffer] -= 1
             if self._going[role, buffer]:
                 return
-        if buffer == SNAPSHOT or buffer.startswith(GRADIENT):
+        if buffer == SNAPSHOT or buffer.startswith((GRADIENT, ACTIVATIONS, RETURNED)):
             self.posted(role, buffer)
 
     def posted(self, role: int, buffer: str) -> None:
         self._let_go((role, buffer))
         if self._poison:
-            self._hold((role, buffer), self._new(role))
+            self._hold((role, buffer), self._new(role, buffer))
 
     def sha256(self, role: int, buffer: str) -> str:
         """Of a buffer's floats, in hexadecimal."""
@@ -131,6 +137,16 @@ class RealTensors:
                 return Hashed(self.sha256(role, action.buffer))
             case Compute():
                 return self.compute(role, action)
+            case Forward() | Backward() | Conclude():
+                for field_ in action.changes:
+                    name = getattr(action, field_)
+                    self._hold((role, name), self._new(role, name))
+                (found,) = self._executors[role].perform(action)
+                if isinstance(action, Conclude):
+                    self.posted(role, action.activations)
+                elif isinstance(action, Backward):
+                    self.posted(role, action.returned)
+                return found
         for field_ in action.changes:
             if name := getattr(action, field_):
                 self._make_own((role, name))
@@ -202,13 +218,13 @@ class RealTensors:
 
     # Who holds which vector.
 
-    def _new(self, role: int) -> Buffer:
-        """A vector that nobody holds yet, of the size of a role's; its content is void."""
+    def _new(self, role: int, name: str = WEIGHTS) -> Buffer:
+        """A vector that nobody holds yet, of the size of a role's of that name; its content is void."""
         executor = self._executors[role]
-        if free := self._free.get(executor.size):
+        if free := self._free.get(executor.size_of(name)):
             return free.pop()
         self.vectors += 1
-        made = executor.new_buffer()
+        made = executor.new_buffer(name)
         if self._poison:
             made.vector.fill_(float("nan"))
         return made
@@ -248,7 +264,7 @@ class RealTensors:
         self._hashes.pop(buffer, None)
         others = self._holders[buffer] - {place}
         if others:
-            copy = self._new(place[0])
+            copy = self._new(*place)
             copy.vector.copy_(buffer.vector)
             for other in others:
                 self._hold(other, copy)
@@ -355,6 +371,7 @@ class Cluster:
         state_dict: what that of the model lists; empty where there are no weights.
         weights: gives the floats of a buffer of a role; None where there are none.
         executors: by role; without tensors there are none.
+        placed: the pieces of a model of which a stage server has the last layers.
     """
 
     tensors: Tensors
@@ -365,6 +382,7 @@ class Cluster:
     state_dict: tuple[StateEntry, ...]
     weights: Callable[[int, str], npt.NDArray[np.float32] | None]
     executors: Mapping[int, Executor] = field(default_factory=dict)
+    placed: Placed | None = None
 
 
 def make_cluster(job: Job, plan: Plan) -> Cluster:
@@ -395,7 +413,9 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
 
     digest, statistics = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics]
     about = (statistics.layout, statistics.size, digest, statistics.state_dict)
-    return Cluster(tensors, info, *about, weights, executors)
+    fronts = (executor.cut for executor in executors.values() if isinstance(executor, FrontExecutor))
+    placed = next((cut.placed(statistics.size, job.training.minibatch_size) for cut in fronts), None)
+    return Cluster(tensors, info, *about, weights, executors, placed)
 
 
 def _without_tensors(job: Job) -> Cluster:
@@ -405,8 +425,12 @@ def _without_tensors(job: Job) -> Cluster:
             flat = FlatModel(models.build(job.model, info, job.training.seed))
     except Exception:  # a factory that needs real tensors
         flat = FlatModel(models.build(job.model, info, job.training.seed))
+    placed = None
+    if job.placement.given:
+        cut = cut_model(job, models.build(job.model, info, job.training.seed), info)
+        placed = cut.placed(flat.size, job.training.minibatch_size)
     tensors = TimingOnly()
-    return Cluster(tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
+    return Cluster(tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None, placed=placed)
 
 
 def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: DataInfo) -> None:

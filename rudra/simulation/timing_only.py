@@ -6,12 +6,16 @@ from typing import Protocol
 from rudra.core.events import (
     Accumulate,
     Approach,
+    Backward,
     Compute,
     Computed,
+    Conclude,
     Copy,
     Evaluate,
     Evaluated,
     Event,
+    Forward,
+    Forwarded,
     Hash,
     Hashed,
     Local,
@@ -72,6 +76,12 @@ class TimingOnly:
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
         match action:
             case Compute():
+                return Computed(action.step, 0.0, 0.0, action.work.count)
+            case Forward():
+                return Forwarded(action.step)
+            case Backward():
+                return Computed(action.step, action.loss, action.errors, action.samples)
+            case Conclude():
                 return Computed(action.step, 0.0, 0.0, action.work.count)
             case Update():
                 return Updated(action.timestamp, 0, seconds)

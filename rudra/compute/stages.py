@@ -1,0 +1,197 @@
+"""Layers placed on ranks: where a model is cut, and what computes its first layers and its last ones.
+
+The first layers' parameters are the leading slice of the flat vector, the last ones' the trailing one, with all model
+buffers: so both are parts of it like any other (`rudra.compute.parts`), and a snapshot is their concatenation.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from rudra.compute.cuts import chain
+from rudra.compute.executor import LearnerExecutor, ServerExecutor
+from rudra.compute.flat import sha256
+from rudra.compute.gradients import BatchResult, GradientSource
+from rudra.compute.optim import UpdateRule
+from rudra.core.events import ACTIVATIONS, RETURNED, Backward, Computed, Conclude, Forward, Forwarded, Hash, Hashed
+from rudra.core.layout import Entry, Placed
+from rudra.data.load import DataInfo
+from rudra.data.trees import called, mapped
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+from topologies import Plan
+
+BACK = "back."
+"""How names begin of what the owner of the last layers keeps for a checkpoint, beside its weights."""
+
+
+class Cut(NamedTuple):
+    """A model in two pieces, which share its parameters.
+
+    Attributes:
+        front, back: the first layers, and the last ones.
+        parameters: floats of the first layers.
+        shape: of the one tensor that crosses, of one sample.
+        random: floats that the state of the random generator takes behind that tensor; 0: it need not travel.
+        back_flops: the last layers' part of the operations of a mini-batch.
+    """
+
+    front: nn.Module
+    back: nn.Module
+    parameters: int
+    shape: tuple[int, ...]
+    random: int
+    back_flops: float
+
+    def placed(self, size: int, samples: int) -> Placed:
+        """How large the pieces are, compared with a vector of so many floats, for mini-batches of so many samples."""
+        return Placed(self.parameters / size, self.floats(samples) / size, self.back_flops)
+
+    def floats(self, samples: int) -> int:
+        """That travel for a mini-batch, each way."""
+        return samples * math.prod(self.shape) + self.random
+
+
+def cut_model(job: Job, module: nn.Module, info: DataInfo) -> Cut:
+    """Cuts a model where the job says.
+
+    Args:
+        job: resolved.
+        module: the model.
+        info: what a sample looks like.
+
+    Raises:
+        ConfigError: the model has no such layer, or cannot be cut there.
+    """
+    where, inputs = f"[placement] cut = {job.placement.cut!r}", info.sample[0]
+    module.eval()  # BatchNorm cannot do with one sample
+    front, back = chain(module, inputs).cut(job.placement.cut)
+    if buffers := [name for name, _ in front.named_buffers()]:
+        raise ConfigError(
+            f"{where}: {buffers[0]}, before it, is a buffer of the model, and such cannot be placed so far; valid: a "
+            "layer before the first one that has any (BatchNorm)"
+        )
+    with torch.no_grad(), FlopCounterMode(display=False) as all_flops:
+        crossing = called(front, inputs)
+        if not isinstance(crossing, torch.Tensor) or crossing.dtype != torch.float32 or len(crossing) != 1:
+            raise ConfigError(f"{where}: what crosses there is not one float32 tensor with a row for each sample")
+        with FlopCounterMode(display=False) as back_flops:
+            back(crossing)
+    total = all_flops.get_total_flops()
+    share = back_flops.get_total_flops() / total if total else 0.5
+    front_draws, several = _draws(front, mapped(lambda tensor: torch.cat([tensor, tensor]), inputs))
+    back_draws, _ = _draws(back, several)
+    state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0
+    parameters = sum(p.numel() for p in front.parameters() if p.requires_grad)
+    return Cut(front, back, parameters, tuple(crossing.shape[1:]), state, share)
+
+
+def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:
+    """Whether layers draw random numbers in training, and what they give; changes their buffers."""
+    piece.train()
+    before = torch.default_generator.get_state()
+    with torch.no_grad():
+        output = called(piece, inputs)
+    return not torch.equal(before, torch.default_generator.get_state()), output
+
+
+class FrontExecutor(LearnerExecutor):
+    """What a learner works with that has the first layers."""
+
+    _open: torch.Tensor | None = None  # what the last forward pass gave, with all that its gradient needs
+
+    def place(self, cut: Cut, samples: int) -> None:
+        """What it ships, of mini-batches of so many samples."""
+        self.cut, self._floats = cut, samples * math.prod(cut.shape)
+        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.floats(samples))
+
+    def forward(self, action: Forward) -> Iterator[Forwarded]:
+        source, model = self.source, self.source.model
+        inputs, _ = source.minibatch(action.step, action.work)
+        model.bind(self.buffer(action.weights).vector)
+        self._open = model.forward(inputs, source.seed(action.step))
+        into = self.renew(action.activations).vector
+        into[: self._floats] = self._open.detach().reshape(-1)
+        if self.cut.random:
+            into[self._floats :].view(torch.uint8).copy_(model.random_state)
+        yield Forwarded(action.step)
+
+    def backward(self, action: Backward) -> Iterator[Computed]:
+        model, output = self.source.model, self._open
+        assert output is not None
+        self._open = None
+        model.bind(self.buffer(action.weights).vector)  # others may have computed with this module meanwhile
+        gradient = self.buffer(action.returned).vector[: self._floats].view(output.shape)
+        model.backward(output, gradient, self.renew(action.gradient).vector)
+        yield self.computed(action, BatchResult(action.loss, action.errors, action.samples))
+
+
+class _PieceExecutor(ServerExecutor):
+    """What the owner of some layers works with: its optimiser knows of no others."""
+
+    def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
+        assert self._part is not None
+        table = job.optimizer.model_copy(update={"momentum": self._momentum(job, plan)})
+        first, last = self._part.start, self._part.stop
+        here = [e for e in self.layout if e.kind == "parameter" and first <= e.offset < last]
+        mine = tuple(Entry(e.name, e.shape, e.offset - first, e.size, e.kind) for e in here)
+        return UpdateRule(table.model_copy(update={"groups": table.groups_of([e.name for e in mine])}), weights, mine)
+
+    def _momentum(self, job: Job, plan: Plan) -> float:
+        return job.explicit_momentum(plan)
+
+    def hash(self, action: Hash) -> Hashed:
+        return Hashed(sha256(self.buffer(action.buffer).array))
+
+
+class FrontServerExecutor(_PieceExecutor):
+    """What the parameter server works with that owns the first layers."""
+
+    def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        super().restore({name: tensor for name, tensor in tensors.items() if not name.startswith(BACK)})
+
+
+class BackExecutor(_PieceExecutor):
+    """What the stage server works with, which owns the last layers and computes with them."""
+
+    def conclude_for(self, sources: Mapping[int, GradientSource], cut: Cut, samples: int) -> None:
+        """Whose mini-batches it concludes: for each learner by its number what draws them, of so many samples."""
+        self._sources, self._cut, self._samples = sources, cut, samples
+        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.floats(samples))
+
+    def _momentum(self, job: Job, plan: Plan) -> float:
+        own = job.placement.momentum
+        return job.optimizer.momentum if own is None else own
+
+    def conclude(self, action: Conclude) -> Iterator[Computed]:
+        source = self._sources[action.learner]
+        model = source.model
+        _, target = source.minibatch(action.step, action.work)
+        came = self.buffer(action.activations).vector
+        floats = self._samples * math.prod(self._cut.shape)
+        activations = came[:floats].view(self._samples, *self._cut.shape).detach().requires_grad_()
+        seed = came[floats:].view(torch.uint8).clone() if self._cut.random else source.seed(action.step)
+        model.bind(self.buffer(action.weights).vector)
+        loss, errors = model.gradient(activations, target, self.renew(action.gradient).vector, seed)
+        self._give_back(action.activations)
+        returned = self.renew(action.returned).vector[:floats]
+        if activations.grad is None:
+            returned.zero_()
+        else:
+            returned.copy_(activations.grad.reshape(-1))
+        yield Computed(action.step, loss, errors, self._samples)
+
+    def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        own = {name.removeprefix(BACK): tensor for name, tensor in tensors.items() if name.startswith(BACK)}
+        super().restore({"weights": tensors["weights"], **own} if "weights" in tensors else own)
+
+    def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
+        return {
+            name if name == "weights" else BACK + name: tensor for name, tensor in super()._tensors(alone=alone).items()
+        }
