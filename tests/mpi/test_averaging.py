@@ -137,8 +137,7 @@ def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(
     tmp_path: Path, protocol: str, shape: str
 ) -> None:
     """A checkpoint has all replicas, of the same mini-batch, also where averages are made beside computing."""
-    job, output = job_file(tmp_path, protocol, 'checkpoint_every = "7 updates"
-', shape), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, protocol, 'checkpoint_every = "7 updates"\n', shape), tmp_path / "out.h5"
     for parts, number, update in ((0, signal.SIGKILL, 20), (1, signal.SIGTERM, 60)):
         process = start("run", job, "--output", output, "--resume")
         wait_for_updates(process, output, update, parts=parts, kept=True)
