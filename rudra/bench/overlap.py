@@ -54,7 +54,7 @@ class Direct:
 
 def run(*, quick: bool) -> Report:
     """Measures one and two learners of one torch thread each over shared memory, and one behind the link."""
-    steps, rounds = (5, 1) if quick else (10, 7)
+    steps, rounds = (5, 1) if quick else (10, 6)
     options = {"width": 64} if quick else {}
     figures = {str(count): _figures(count, steps, rounds, options) for count in ((1,) if quick else (1, 2))}
     lacking = missing()
