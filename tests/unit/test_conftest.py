@@ -68,7 +68,7 @@ def test_tests_that_share_what_their_module_sets_up_go_to_one_process(tmp_path: 
     options = ["-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", "."]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        [sys.executable, "-m", "pytest", *options], cwd=tmp_path, capture_output=True, text=True, timeout=250,
         check=False, env={**env, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
