@@ -32,7 +32,7 @@ WAYS = {"diloco": "DiLoCo", "ordered": "hardsync", "nodes": 'hardsync, "nodes"'}
 
 def run(*, quick: bool) -> Report:
     """Measures learners of one torch thread each, in turns."""
-    period, rounds = (4, 1) if quick else (50, 3)
+    period, rounds = (4, 0) if quick else (50, 3)
     heads = ["way", "samples/s", "DiLoCo / it", "bound, samples/s", "/ bound", "bytes sent / sample"]
     report = Report([f"λ = {LEARNERS}, μ = {SIZE}, {GBIT_S * 1000:g} Mbit/s", *heads])
     if lacking := missing():
@@ -70,8 +70,8 @@ def _add(report: Report, name: str, found: dict[str, Any], period: int) -> None:
         cells = (spread(rates[way]), against, spread(bound), ratios(rates[way], bound), spread(found[f"{way}, sent"]))
         report.rows.append((name, about, *cells))
     report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * 4))
-    against = ratios(rates["diloco"], rates["ordered"])
-    report.goals.append(Goal(f"{name}: DiLoCo / hardsync >= 5", [against.median], at_least=5))
+    against = [ratios(rates["diloco"], rates[way]).median for way in ("ordered", "nodes")]
+    report.goals.append(Goal(f"{name}: DiLoCo / hardsync >= 5, in either order", against, at_least=5))
 
 
 def measure(
@@ -101,7 +101,7 @@ def measure(
                 for way in ("ordered", "nodes"):
                     taken[f"{way}, sent"] /= BATCH * STEPS
             turn_is_over(comm)
-            for key, value in taken.items() if turn else ():  # the first one warms up
+            for key, value in taken.items() if turn or not rounds else ():  # the first one warms up
                 figures.setdefault(name, {}).setdefault(key, []).append(value)
     return figures
 
