@@ -63,15 +63,15 @@ def _add(report: Report, name: str, found: dict[str, Any], period: int) -> None:
     """Rows and goal of a model."""
     rates = {way: [BATCH / s for s in found[way]] for way in (*WAYS, "alone")}
     link_s = [found["bytes"][0] / rate for rate in found["link"]]  # for one model each way
+    against = {way: ratios(rates["diloco"], rates[way]) for way in ("ordered", "nodes")}
     for way, about in WAYS.items():
         crossing = LEARNERS / HOSTS / period if way == "diloco" else 1 if way == "nodes" else LEARNERS / HOSTS
         bound = [BATCH / (alone + crossing * by) for alone, by in zip(found["alone"], link_s, strict=True)]
-        against = "" if way == "diloco" else ratios(rates["diloco"], rates[way])
-        cells = (spread(rates[way]), against, spread(bound), ratios(rates[way], bound), spread(found[f"{way}, sent"]))
-        report.rows.append((name, about, *cells))
+        cells = (spread(rates[way]), against.get(way, ""), spread(bound), ratios(rates[way], bound))
+        report.rows.append((name, about, *cells, spread(found[f"{way}, sent"])))
     report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * 4))
-    against = [ratios(rates["diloco"], rates[way]).median for way in ("ordered", "nodes")]
-    report.goals.append(Goal(f"{name}: DiLoCo / hardsync >= 5, in either order", against, at_least=5))
+    both = [ratio.median for ratio in against.values()]
+    report.goals.append(Goal(f"{name}: DiLoCo / hardsync >= 5, in either order", both, at_least=5))
 
 
 def measure(
