@@ -32,7 +32,7 @@ WAYS = {"diloco": "DiLoCo", "ordered": "hardsync", "nodes": 'hardsync, "nodes"'}
 
 def run(*, quick: bool) -> Report:
     """Measures learners of one torch thread each, in turns."""
-    period, rounds = (4, 1) if quick else (50, 3)
+    period, rounds = (4, 0) if quick else (50, 3)
     heads = ["way", "samples/s", "DiLoCo / it", "bound, samples/s", "/ bound", "bytes sent / sample"]
     report = Report([f"λ = {LEARNERS}, μ = {SIZE}, {GBIT_S * 1000:g} Mbit/s", *heads])
     if lacking := missing():
@@ -63,15 +63,15 @@ def _add(report: Report, name: str, found: dict[str, Any], period: int) -> None:
     """Rows and goal of a model."""
     rates = {way: [BATCH / s for s in found[way]] for way in (*WAYS, "alone")}
     link_s = [found["bytes"][0] / rate for rate in found["link"]]  # for one model each way
+    against = {way: ratios(rates["diloco"], rates[way]) for way in ("ordered", "nodes")}
     for way, about in WAYS.items():
         crossing = LEARNERS / HOSTS / period if way == "diloco" else 1 if way == "nodes" else LEARNERS / HOSTS
         bound = [BATCH / (alone + crossing * by) for alone, by in zip(found["alone"], link_s, strict=True)]
-        against = "" if way == "diloco" else ratios(rates["diloco"], rates[way])
-        cells = (spread(rates[way]), against, spread(bound), ratios(rates[way], bound), spread(found[f"{way}, sent"]))
-        report.rows.append((name, about, *cells))
+        cells = (spread(rates[way]), against.get(way, ""), spread(bound), ratios(rates[way], bound))
+        report.rows.append((name, about, *cells, spread(found[f"{way}, sent"])))
     report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * 4))
-    against = ratios(rates["diloco"], rates["ordered"])
-    report.goals.append(Goal(f"{name}: DiLoCo / hardsync >= 5", [against.median], at_least=5))
+    both = [ratio.median for ratio in against.values()]
+    report.goals.append(Goal(f"{name}: DiLoCo / hardsync >= 5, in either order", both, at_least=5))
 
 
 def measure(
@@ -101,7 +101,7 @@ def measure(
                 for way in ("ordered", "nodes"):
                     taken[f"{way}, sent"] /= BATCH * STEPS
             turn_is_over(comm)
-            for key, value in taken.items() if turn else ():  # the first one warms up
+            for key, value in taken.items() if turn or not rounds else ():  # the first one warms up
                 figures.setdefault(name, {}).setdefault(key, []).append(value)
     return figures
 

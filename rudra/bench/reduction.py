@@ -42,7 +42,7 @@ def run(*, quick: bool) -> Report:
     if lacking := missing():
         report.notes = [f"no rows: {lacking}"]
         return report
-    names, rounds = list(MODELS)[: 1 if quick else None], 1 if quick else 5
+    names, rounds = list(MODELS)[: 1 if quick else None], 0 if quick else 5
     given = {"names": names, "rounds": rounds, "quick": quick}
     turns = len(names) * (rounds + 1)
     figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
@@ -103,7 +103,7 @@ def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, qu
                 if comm.rank >= LEARNER:
                     taken[way] = _exchange_s(learners, taken["bytes"], leader=way == "leader", times=2 if quick else 10)
             turn_is_over(comm)
-            for key, value in taken.items() if turn else ():  # the first one warms up
+            for key, value in taken.items() if turn or not rounds else ():  # the first one warms up
                 figures.setdefault(name, {}).setdefault(key, []).append(value)
         if comm.rank >= LEARNER:
             figures[name]["bytes"] = figures[name]["bytes"][0]
