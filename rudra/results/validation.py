@@ -193,7 +193,7 @@ def plan(found: Plan, learners: int) -> Plan:
         told = f"{counts[2]} of {learners} learners, {counts[0]} parameter and {counts[1]} statistics servers"
         raise ValueError(f"/roles has {told}")
     if found.sharing not in get_args(Sharing):
-        raise ValueError(f"/ has sharing '{found.sharing}'")
+        raise ValueError(f"/roles has learners that share '{found.sharing}'")
     if [found.roles[id_].index for id_ in found.learners] != list(range(learners)):
         raise ValueError("/roles has its learners in no order")
     for above in ([role.parent for role in found.roles], [found.weight_source(role) for role in found.roles]):

@@ -144,7 +144,7 @@ def test_every_protocol_ends_and_counts_right(rule: dict[str, Any], learners: in
 def refused(rule: dict[str, Any], topology: dict[str, Any], tree: bool) -> str:
     """Why a protocol cannot work on a topology; empty if it can."""
     if averages(rule) != (topology["name"] in SUITS):
-        return "averages replicas of the learners" if averages(rule) else "learners average replicas there"
+        return "averages replicas of the learners" if averages(rule) else r"average replicas there|n = \d, with [12] "
     if topology["name"] == "hierarchical" and rule["name"] not in {"easgd", "sma"}:
         return "replicas are corrected before they step; valid protocols: easgd, sma"
     if averages(rule) and "server" in topology.get("options", {}) and rule["name"] != "easgd":
