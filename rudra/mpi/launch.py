@@ -238,6 +238,9 @@ def _cause(run: Mpirun, status: int) -> str | None:
         return "MPI did not start; --verbose shows its messages"
     if relay.started and relay.banners:
         return "mpirun ended the run: " + " ".join(" ".join(relay.banners).split())
+    if all_died and relay.started and 0 < len(relay.killed) < run.ranks:
+        rank, number = next(iter(relay.killed.items()))
+        return f"rank {rank} was killed by signal {number} ({signal_name(number)}), and the others ended"
     if all_died:
         return "all ranks died" if relay.started else f"all ranks {DIED}"
     return None

@@ -171,6 +171,7 @@ def say(text): os.write(2, text)
         ("pass", False, 1, "all ranks died before training began"),
         (f"say({START_LINE!r})", False, 1, "all ranks died"),
         (f"say({START_LINE + end_line(0)!r})", False, 0, ""),
+        (f"say({START_LINE + WORD!r})", False, 1, "all ranks died"),
         (f"say({START_LINE + end_line(0) + exit_line(3)!r}); sys.exit(1)", False, 3, ""),
         (f"say({START_LINE + end_line(0)!r}); time.sleep(60)", False, 0, ""),
         (f"say({START_LINE + LOST!r}); sys.exit(1)", False, 1, "mpirun ended the run: prted lost a node"),
