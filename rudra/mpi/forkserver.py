@@ -31,8 +31,9 @@ ENDS_S = 3.0
 STANDS_FOR = "for "
 """How the name of a proxy's process begins; its rank's process follows."""
 
-KILLED_LINE = b"\x1ekilled %d %d\n"
-"""What a proxy writes on standard error for the launcher: which rank was killed, and by which signal."""
+KILLED_LINE, LEFT_LINE = b"\x1ekilled %d %d\n", b"\x1eleft %d\n"
+"""What a proxy writes on standard error for the launcher: which rank was killed, and by which signal; which one ended
+badly otherwise, such as by a signal that was passed on."""
 
 _PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of what may use a fork server
 _STATUS = struct.Struct("i")
@@ -281,11 +282,11 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
         told = server.recv(_STATUS.size)
     _no_longer_passed_on()
     code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL
+    if code and (world_rank := os.environ.get("OMPI_COMM_WORLD_RANK", "").encode()).isdigit():
+        killed = code < 0 and -code not in passed_on
+        with suppress(OSError):
+            os.write(2, KILLED_LINE % (int(world_rank), -code) if killed else LEFT_LINE % int(world_rank))
     if code < 0:
-        world_rank = os.environ.get("OMPI_COMM_WORLD_RANK", "")
-        if -code not in passed_on and world_rank.isdigit():
-            with suppress(OSError):
-                os.write(2, KILLED_LINE % (int(world_rank), -code))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left one, if any
         os.kill(os.getpid(), -code)
     os._exit(code)

@@ -225,18 +225,22 @@ def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
 def _cause(run: Mpirun, status: int) -> str | None:
     """Why a run ended of which neither a rank nor mpirun says so, as far as it was seen."""
     relay, all_died = run.relay, status == 0 or run.ended_it
-    told = relay.dead | relay.killed_early
-    if relay.died or told:
-        if len(run.dead) < run.ranks and not relay.unstarted:  # else others have ended because of it
-            told |= run.dead
-        return f"{named_ranks(told) or relay.about_dead} {DIED}"
-    dead = run.dead if len(run.dead) < run.ranks or not relay.unstarted else run.roll.first
+    dead = relay.dead | relay.killed_early
+    if dead or relay.died:
+        # Others end because of it: where MPI has not started, and where one that knows has ended them.
+        seen = (run.roll.first, set() if relay.unstarted else run.dead)
+        dead = dead.union(*(ranks for ranks in seen if len(ranks) < run.ranks)) - relay.left
+        return f"{named_ranks(dead) or relay.about_dead or named_ranks(relay.dead)} {DIED}"
+    dead = (run.roll.first if relay.unstarted else run.dead) - (relay.left if relay.unstarted else set())
     if dead and (all_died or len(dead) < run.ranks):  # else mpirun has ended them, and then itself
         return f"{'all ranks' if len(dead) == run.ranks else named_ranks(dead)} {DIED}"
     if relay.unstarted:
         return "MPI did not start; --verbose shows its messages"
     if relay.started and relay.banners:
         return "mpirun ended the run: " + " ".join(" ".join(relay.banners).split())
+    if all_died and relay.started and 0 < len(relay.killed) < run.ranks:
+        rank, number = next(iter(relay.killed.items()))
+        return f"rank {rank} was killed by signal {number} ({signal_name(number)}), and the others ended"
     if all_died:
         return "all ranks died" if relay.started else f"all ranks {DIED}"
     return None

@@ -18,7 +18,7 @@ DIED = "died before training began"
 """Ends the line about ranks that did, whoever says it."""
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
-_WORD = re.compile(rb"\x1e(start|end|exit|killed)(?: (\d+))?(?: (\d+))?$")
+_WORD = re.compile(rb"\x1e(start|end|exit|killed|left)(?: (\d+))?(?: (\d+))?$")
 _NOISE = re.compile(  # now and then, while it ends or a rank has died
     rb"NBC_Progress: an error |\[warn\] Epoll |Abort is in progress\.\.\.hit ctrl-c again|"
     rb"\[[^]]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH |pmix_ptl_base: send_msg: )"
@@ -61,6 +61,7 @@ class Relay:
         dead: those that were named then.
         about_dead: who died, as the last such line has it.
         killed: ranks on this node that were, not by mpirun, and the signals.
+        left: ranks on this node that ended badly, but were not killed, or by mpirun.
         started: on how many ranks MPI has started.
         ends: exit codes of the ranks that have ended by themselves.
         code: that a rank said is the run's; None: none did.
@@ -73,6 +74,7 @@ class Relay:
         self.reported = self.died = self.unstarted = False
         self.dead: set[int] = set()
         self.killed: dict[int, int] = {}
+        self.left: set[int] = set()
         self.about_dead = ""
         self.started = 0
         self.ends: list[int] = []
@@ -163,6 +165,8 @@ class Relay:
         elif word == b"killed":
             rank, number = numbers
             self.killed[rank] = number
+        elif word == b"left":
+            self.left.update(numbers)
         else:
             self.started += 1
             if self.started >= self._ranks:

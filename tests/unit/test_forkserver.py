@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rudra.mpi.forkserver import KILLED_LINE, fork_server, process_of
+from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE, fork_server, process_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,7 +103,7 @@ def test_a_rank_knows_who_started_its_proxy_and_has_luck_of_its_own(tmp_path: Pa
         (lambda proxy, rank: os.kill(proxy, signal.SIGKILL), -signal.SIGKILL, b""),
         (lambda proxy, rank: os.kill(rank, signal.SIGKILL), -signal.SIGKILL, KILLED_LINE % (7, 9)),
         (lambda proxy, rank: os.kill(parent(rank), signal.SIGKILL), -signal.SIGKILL, KILLED_LINE % (7, 9)),
-        (lambda proxy, rank: os.kill(proxy, signal.SIGTERM), -signal.SIGTERM, b""),
+        (lambda proxy, rank: os.kill(proxy, signal.SIGTERM), -signal.SIGTERM, LEFT_LINE % 7),
     ],
     ids=["proxy", "rank", "fork server", "proxy, softly"],
 )

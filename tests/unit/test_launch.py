@@ -10,7 +10,7 @@ import pytest
 
 from rudra.errors import LaunchError
 from rudra.job.job import Job
-from rudra.mpi.forkserver import KILLED_LINE
+from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE
 from rudra.mpi.launch import STARTS, WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
 from rudra.mpi.relay import DIED, START_LINE, UNENDED, Relay, end_line, exit_line, explain
 
@@ -150,7 +150,7 @@ def test_ranks_have_words_for_the_launcher() -> None:
 ENDED, KILLED_BY = "demo: mpirun was ended from outside; ", "demo: mpirun was killed by signal 9 (SIGKILL); "
 LOST = RULE + b"prted lost a node\n" + RULE
 DEATH, DEATHS = f"rudra: rank 2 {DIED}\n".encode(), f"rudra: rank 0, rank 2 {DIED}\n".encode()
-WORD = KILLED_LINE % (2, 9)
+WORD, LEFT = KILLED_LINE % (2, 9), LEFT_LINE % 0
 VAGUE = f"rudra: 2 of the 4 ranks on a {DIED}\n".encode()
 RESULTLESS, RESUMABLE = "it had no results yet", "to go on from its last checkpoint: rudra resume "
 STAND_IN = """#!{python}
@@ -171,11 +171,13 @@ def say(text): os.write(2, text)
         ("pass", False, 1, "all ranks died before training began"),
         (f"say({START_LINE!r})", False, 1, "all ranks died"),
         (f"say({START_LINE + end_line(0)!r})", False, 0, ""),
+        (f"say({START_LINE + WORD!r})", False, 1, "all ranks died"),
         (f"say({START_LINE + end_line(0) + exit_line(3)!r}); sys.exit(1)", False, 3, ""),
         (f"say({START_LINE + end_line(0)!r}); time.sleep(60)", False, 0, ""),
         (f"say({START_LINE + LOST!r}); sys.exit(1)", False, 1, "mpirun ended the run: prted lost a node"),
         (f"say({DEATH!r}); say({DEATHS!r}); sys.exit(143)", False, 1, "rank 0, rank 2 died before training began"),
         (f"say({WORD + UNSTARTED + EXITED!r}); sys.exit(14)", False, 1, "rank 2 died before training began"),
+        (f"say({DEATHS + WORD + LEFT + UNSTARTED!r}); sys.exit(14)", False, 1, "rank 2 died before training began"),
         (f"say({VAGUE + KILLED!r}); sys.exit(143)", False, 1, "2 of the 4 ranks on a died before training began"),
         (f"say({START_LINE + DEATH + end_line(0)!r}); time.sleep(60)", False, 1, "rank 2 died before training began"),
         (f"say({LOST!r}); sys.exit(1)", False, None, "mpirun could not run the ranks .*: prted lost a node"),
