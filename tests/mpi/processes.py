@@ -98,7 +98,8 @@ def restarts(path: Path) -> int:
 def _come(path: Path, count: int, table: str, parts: int) -> bool:
     """Whether so many rows are there, the last of them of this part of the run."""
     with suppress(RudraError), rudra.open_results(path) as results:
-        again = results.events[results.events["kind"] == b"restart"]
+        events = results.events  # once: there may be more the next time
+        again = events[events["kind"] == b"restart"]
         rows = getattr(results, table)
         if len(rows) < count or len(again) < parts:
             return False
