@@ -274,7 +274,9 @@ class StageServer(Shard):
         self._factor = job.placement.rate_factor(job.optimizer)
         self._ledger = Ledger(role, setup, reports=False)
         self._ledger.protocol = job.make_protocol(plan, plan.workers - 1)  # as if one learner were all there are
-        self.timestamp = setup.position.timestamp
+        # Of merged mini-batches that the parameter server had not applied, nobody knows how many there were.
+        position = setup.position
+        self.timestamp = self._ledger.timestamp = position.applied if self._merged else position.timestamp
         self._outbox = Outbox(role, plan.statistics, job.results.report_s)
         self._strides = {
             learner: portion(plan, learner, job.training.minibatch_size, job.cluster.parts).batch
