@@ -165,6 +165,7 @@ def _timed(job: Job) -> Job:
     return job.without_tests().with_(
         hooks=(),
         changes=(),
+        placement={"cut": None},
         topology={"name": "base", "options": {}},
         cluster={"learners_per_rank": 1, "shares": ()},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},

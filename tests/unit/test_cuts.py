@@ -12,6 +12,7 @@ from torch.nn import functional
 from rudra.compute import networks
 from rudra.compute.cuts import Chain, chain
 from rudra.compute.flat import FlatModel
+from rudra.data.trees import called
 from rudra.errors import ConfigError
 
 
@@ -80,6 +81,17 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(torch.tanh(self.hidden(x.mean((2, 3)) * self.scale)))
+
+
+class Outside(nn.Module):
+    """Functions in front of all layers and behind them, and two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layers(torch.stack([x, y], dim=1)) * 2  # type: ignore[no-any-return]
 
 
 class Staged(nn.Module):
@@ -175,6 +187,15 @@ def test_numbers_and_names_say_the_same(make: Callable[[], nn.Module], inputs: t
         assert found.place(index) == index
         assert index in found.admissible()
         assert found.crossings[index - 1].shape == tuple(found.cut(index)[0].eval()(inputs).shape)
+
+
+@pytest.mark.parametrize("inputs", [{"y": torch.arange(4.0), "x": torch.ones(4)}, (torch.ones(4), torch.arange(4.0))])
+def test_several_inputs_go_to_the_front(inputs: Any) -> None:
+    model = Outside()
+    found = chain(model, inputs)
+    assert found.names == ("layers.0", "layers.1", "layers.2", "layers.3")
+    front, back = found.cut("layers.3")
+    assert torch.equal(back(called(front, inputs)), called(model, inputs))
 
 
 def test_names_are_those_of_the_model() -> None:
