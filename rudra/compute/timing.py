@@ -28,6 +28,7 @@ class TimedChain(nn.Module):
         super().__init__()
         self.model = chain.model
         self._layers, self._cuda = chain.layers, device.type == "cuda"
+        self._alone = not self._cuda and torch.get_num_threads() == 1
         self._forward: list[float] = []  # before each layer, and behind the last
         self._backward: dict[int, float] = {}  # when the gradient of a layer's output was known
         self._over = 0.0  # when that of the last parameter was
@@ -50,10 +51,13 @@ class TimedChain(nn.Module):
             parameter.register_hook(self._computed)  # type: ignore[no-untyped-call]
 
     def now(self) -> float:
-        """Seconds, when all that was asked for is computed."""
+        """Seconds, when all that was asked for is computed: of this thread alone where it does everything itself.
+
+        What else a shared machine does meanwhile then does not count.
+        """
         if self._cuda:
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return time.thread_time() if self._alone else time.perf_counter()
 
     def parts(self, began: float, ended: float) -> list[float]:
         """Seconds of the latest step: each layer forward, each backward, the loss, and what remains."""

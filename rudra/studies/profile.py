@@ -4,6 +4,7 @@ A step is computed as any learner does, and the times are noted at which its lay
 """
 
 import json
+import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -136,22 +137,25 @@ def _step(flat: Any, inputs: Any, target: Any, device: "torch.device") -> Callab
 def _measured(
     timed: "TimedChain", step: Callable[[], None], alone: Callable[[], None], seconds: float
 ) -> tuple[list[list[float]], float]:
-    """Times of the parts of quick steps, and the median of quick steps without any note, taken in turns."""
+    """Times of the parts of quick steps, and the median of quick steps without any note, taken in random turns."""
     step()
     alone()
     timed.listen()
     times: list[list[float]] = []
     wholes: list[float] = []
     ends = time.perf_counter() + seconds
-    while len(wholes) < LEAST or (time.perf_counter() < ends and len(wholes) < MOST):
+    order = random.Random(0)  # turns of one order might always meet what interrupts us in the same kind of step
+    while min(len(times), len(wholes)) < LEAST or (time.perf_counter() < ends and len(wholes) < MOST):
+        noted = order.random() < 0.5
         began = timed.now()
-        step()
-        times.append(timed.parts(began, timed.now()))
-        began = timed.now()
-        alone()
-        wholes.append(timed.now() - began)
-    quick = max(1, len(wholes) // _QUICKEST)
-    return sorted(times, key=sum)[:quick], median(sorted(wholes)[:quick])
+        (step if noted else alone)()
+        ended = timed.now()
+        if noted:
+            times.append(timed.parts(began, ended))
+        else:
+            wholes.append(ended - began)
+    quick = [max(1, len(each) // _QUICKEST) for each in (times, wholes)]
+    return sorted(times, key=sum)[: quick[0]], median(sorted(wholes)[: quick[1]])
 
 
 def as_toml(found: Profile) -> str:
