@@ -319,8 +319,7 @@ class FlatModel:
         for index, layer in self._direct.items():
             layer.target = views[index]
         leaves = [inputs] if isinstance(inputs, torch.Tensor) and inputs.requires_grad else []
-        given = inputs.clone() if leaves else inputs  # which the module may write to
-        output, loss = self._forward(self.module, given, moved(target, self.device), reduction)
+        output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
         scaled = mean if scale == 1 else mean * scale
         gradients = torch.autograd.grad(scaled, [*leaves, *self._parameters], allow_unused=True)

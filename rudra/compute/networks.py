@@ -308,23 +308,21 @@ def lstm(input_shape: Sequence[int], classes: int, hidden: int = 128, layers: in
     """
     if len(input_shape) != 1:
         raise ConfigError(f"[model] lstm takes sequences of shape (T,), not inputs of shape {tuple(input_shape)}")
-    return _CharacterLSTM(classes, hidden, layers)
+    made: OrderedDict[str, nn.Module] = OrderedDict(embedding=nn.Embedding(classes, hidden))
+    made["lstm"] = _Hidden(hidden, hidden, layers, batch_first=True)
+    made["fc"] = nn.Linear(hidden, classes)
+    return nn.Sequential(made)
 
 
-class _CharacterLSTM(nn.Module):
-    def __init__(self, classes: int, hidden: int, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(classes, hidden)
-        self.lstm = nn.LSTM(hidden, hidden, layers, batch_first=True)
-        self.fc = nn.Linear(hidden, classes)
+class _Hidden(nn.LSTM):
+    """Gives the hidden states of all steps, and nothing else."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(inputs)
-        if not x.is_cuda:
-            return self.fc(self.lstm(x)[0])  # type: ignore[no-any-return]
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if not inputs.is_cuda:
+            return super().forward(inputs)[0]  # type: ignore[no-any-return]
         with warnings.catch_warnings():  # cuDNN copies weights that lie in a larger vector together, and warns of it
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-            return self.fc(self.lstm(x)[0])  # type: ignore[no-any-return]
+            return super().forward(inputs)[0]  # type: ignore[no-any-return]
 
 
 MODELS: dict[str, Callable[..., Any]] = {

@@ -6,7 +6,7 @@ buffers: so both are parts of it like any other (`rudra.compute.parts`), and a s
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rudra.compute.cuts import chain
 from rudra.compute.executor import LearnerExecutor, ServerExecutor
 from rudra.compute.flat import sha256
 from rudra.compute.gradients import BatchResult, GradientSource
@@ -21,7 +22,7 @@ from rudra.compute.optim import UpdateRule
 from rudra.core.events import ACTIVATIONS, RETURNED, Backward, Computed, Conclude, Forward, Forwarded, Hash, Hashed
 from rudra.core.layout import Entry, Placed
 from rudra.data.load import DataInfo
-from rudra.data.trees import called
+from rudra.data.trees import called, mapped
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from topologies import Plan
@@ -68,55 +69,36 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> Cut:
     Raises:
         ConfigError: the model has no such layer, or cannot be cut there.
     """
-    front, back = _pieces(module, job.placement.cut)
-    where = f"[placement] cut = {job.placement.cut!r}"
-    sides = [[p for p in piece.parameters() if p.requires_grad] for piece in (front, back)]
-    for side, text in zip(sides, ("before", "from"), strict=True):
-        if not side:
-            raise ConfigError(f"{where}: no layer {text} there has a parameter to train; valid: another layer")
-    if shared := {id(p) for p in sides[0]} & {id(p) for p in sides[1]}:
-        raise ConfigError(f"{where}: layers on both sides share {len(shared)} parameters; valid: another layer")
+    where, inputs = f"[placement] cut = {job.placement.cut!r}", info.sample[0]
+    module.eval()  # BatchNorm cannot do with one sample
+    front, back = chain(module, inputs).cut(job.placement.cut)
     if buffers := [name for name, _ in front.named_buffers()]:
         raise ConfigError(
-            f"{where}: {buffers[0]}, before it, is a buffer that a mini-batch changes, and such cannot be placed so "
-            "far; valid: a layer before the first one that has any (BatchNorm)"
+            f"{where}: {buffers[0]}, before it, is a buffer of the model, and such cannot be placed so far; valid: a "
+            "layer before the first one that has any (BatchNorm)"
         )
-    inputs, _ = info.sample
-    module.eval()
-    front.eval()
-    back.eval()
     with torch.no_grad(), FlopCounterMode(display=False) as all_flops:
         crossing = called(front, inputs)
         if not isinstance(crossing, torch.Tensor) or crossing.dtype != torch.float32 or len(crossing) != 1:
             raise ConfigError(f"{where}: what crosses there is not one float32 tensor with a row for each sample")
         with FlopCounterMode(display=False) as back_flops:
-            back(crossing.clone())
+            back(crossing)
     total = all_flops.get_total_flops()
     share = back_flops.get_total_flops() / total if total else 0.5
-    state = torch.default_generator.get_state().numel() // 4 if _draws(front) and _draws(back) else 0
-    return Cut(front, back, sum(p.numel() for p in sides[0]), tuple(crossing.shape[1:]), state, share)
+    front_draws, several = _draws(front, mapped(lambda tensor: torch.cat([tensor, tensor]), inputs))
+    back_draws, _ = _draws(back, several)
+    state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0
+    parameters = sum(p.numel() for p in front.parameters() if p.requires_grad)
+    return Cut(front, back, parameters, tuple(crossing.shape[1:]), state, share)
 
 
-def _pieces(module: nn.Module, at: str | int | None) -> tuple[nn.Module, nn.Module]:
-    """The layers before one, and the rest."""
-    where = f"[placement] cut = {at!r}"
-    if not isinstance(module, nn.Sequential):
-        raise ConfigError(f"{where}: the model is no torch.nn.Sequential, whose layers follow each other")
-    names = [name for name, _ in module.named_children()]
-    place = at if isinstance(at, int) else names.index(at) if at in names else -1
-    if not 0 < place < len(names):
-        raise ConfigError(f"{where}: the model has no such layer with others before it; valid: {', '.join(names[1:])}")
-    return module[:place], module[place:]
-
-
-_SURE = {f"torch.nn.modules.{name}" for name in ("activation", "batchnorm", "container", "conv", "flatten", "linear")}
-_SURE |= {f"torch.nn.modules.{name}" for name in ("normalization", "padding", "pooling", "sparse")}
-
-
-def _draws(piece: nn.Module) -> bool:
-    """Whether layers may draw random numbers in training: of those that are not torch's nobody knows."""
-    unsure = (nn.RReLU, nn.MultiheadAttention)
-    return any(type(m).__module__ not in _SURE or isinstance(m, unsure) for m in piece.modules())
+def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:
+    """Whether layers draw random numbers in training, and what they give; changes their buffers."""
+    piece.train()
+    before = torch.default_generator.get_state()
+    with torch.no_grad():
+        output = called(piece, inputs)
+    return not torch.equal(before, torch.default_generator.get_state()), output
 
 
 class FrontExecutor(LearnerExecutor):

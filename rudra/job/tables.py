@@ -429,8 +429,8 @@ class PlacementTable(Table):
 
     cut: Any = Field(
         None,
-        description="name or number of the first layer that the stage server has, among those of a "
-        "torch.nn.Sequential; default: learners have all layers",
+        description="first layer that the stage server has: its name, or how many layers there are before it; default: "
+        "learners have all layers",
     )
     rule: Literal["merged", "synchronous"] = Field(
         "merged",

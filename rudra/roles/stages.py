@@ -176,11 +176,12 @@ class FrontServer(FirstShard):
             match action:
                 case Send(buffer=str(buffer), message=message) if message.kind is Kind.SNAPSHOT:
                     actions.append(Send(action.to, message))
-                    actions.append(self._all_do(Send(action.to, Message(Kind.WEIGHTS_PART, self.id), buffer)))
+                    part = Send(action.to, Message(Kind.WEIGHTS_PART, self.id), buffer)
+                    actions.append(self._all_do(part, self.ledger.timestamp))
                 case Send() if action.message.kind is Kind.START and action.to == self.plan.statistics:
                     actions += [action, *(Send(to, action.message) for to in self._others)]
                 case Copy() | Save() | Drop():
-                    actions.append(self._all_do(action))
+                    actions.append(self._all_do(action, self.ledger.timestamp))
                 case Accumulate() | Update() if self._synchronous:
                     self._all_do(self._there(action))
                     actions.append(action)
@@ -280,7 +281,7 @@ class StageServer(Shard):
             learner: portion(plan, learner, job.training.minibatch_size, job.cluster.parts).batch
             for learner in plan.learners
         }
-        self._began = 0.0
+        self._began = self._now = 0.0
         self._shipped: deque[_Shipped] = deque()
         self._under_way: tuple[_Shipped, float] | None = None  # and since when
         self._waiting: dict[int, _Concluded] = {}  # by learner, of an update to come
@@ -381,8 +382,8 @@ class StageServer(Shard):
 
     # The log of the parameter server.
 
-    def _due(self, what: int, role: int, buffer: bytes, other: bytes, *more: Any) -> list[Action] | None:
-        actions = super()._due(what, role, buffer, other, *more)
+    def _due(self, what: int, role: int, buffer: bytes, other: bytes, number: int, *more: Any) -> list[Action] | None:
+        actions = super()._due(what, role, buffer, other, number, *more)
         for place, action in enumerate(actions or ()):
             match action:
                 case Accumulate():
@@ -394,11 +395,22 @@ class StageServer(Shard):
                     self._count(action.gradient)
                     assert actions is not None
                     actions[place] = self._stepping(action)
+                case Copy():
+                    self._tell(number)
                 case Send() if action.buffer == WEIGHTS:
                     self._final = True
+                    self._tell(number)
                 case _:
                     pass
         return actions
+
+    def _tell(self, front: int) -> None:
+        """Enters into the table of events which of its weights go with those of the parameter server."""
+        if self._merged:
+            text = f"a snapshot has the first layers of update {front}, and the last ones of {self.timestamp}"
+            self._outbox.add(
+                Kind.EVENTS, b"stages", self.id, 0, front, self.timestamp, self._now - self._began, 0.0, text.encode()
+            )
 
     def _count(self, gradient: str) -> None:
         """The gradient in that buffer is part of the next update."""
@@ -407,13 +419,16 @@ class StageServer(Shard):
             self._counted.append(learner)
 
     def _read(self, event: Received, now: float) -> list[Action]:
+        self._now = now
         return super()._read(event, now) + self._go_on_at(now)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
+        self._now = now
         return super()._returned(event, now) + self._go_on_at(now)
 
     def _go_on_at(self, now: float) -> list[Action]:
         """Whatever can be done now."""
+        self._now = now
         return [*self._go_on(), *self._make_update(), *self._work(now), *self._leave(now)]
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:

@@ -10,7 +10,7 @@ from rudra.core.messages import Rows
 from rudra.results.reader import Results
 from topologies import Plan
 
-MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s")
+MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s", "wait_s", "compute_s")
 """Columns that no replay repeats."""
 
 NOTICED_S = 1.0
@@ -57,8 +57,14 @@ class RecordedRun:
         self.restarts = frozenset(events["gradients"][np.isin(events["kind"], [b"restart", b"branch"])].tolist())
         self.note = ""
         # The parts of weights at several servers are, together, what one server would have.
-        self.plan, there = results.plan().unparted()
-        self.losses["role"] = [there[role] for role in self.losses["role"].tolist()]
+        # But a stage server computes what they do not.
+        plan = results.plan()
+        self.plan, there = (plan, {}) if plan.stage is not None else plan.unparted()
+        self.losses["role"] = [there.get(role, role) for role in self.losses["role"].tolist()]
+        self.stages, self.events = results.stages, events
+        self.merged = results.job.get("placement", {}).get("rule") == "merged"
+        if self.plan.stage is not None:
+            self._stop_where_stages_are_unknown(events)
         if len(self.losses):
             self._stop_where_none_can_follow(events, self.plan)
 
@@ -67,6 +73,15 @@ class RecordedRun:
         self.updates_count = updates
         self.updates = self.updates[:updates]
         self.gradients = self.gradients[: int(self.updates["gradients"].sum())]
+
+    def _stop_where_stages_are_unknown(self, events: Rows) -> None:
+        """What was with a stage server when a learner died, or when the run was resumed, is not in the record."""
+        kinds = [b"lost", *([b"restart", b"branch"] if self.merged else [])]
+        for row in events[np.isin(events["kind"], kinds)][:1]:
+            self.finished = False
+            self._cut(min(int(row["timestamp"]), self.updates_count))
+            self.note = "; what the stage server had from there on is not recorded"
+            self.losses = self.losses[:0]
 
     def _stop_where_none_can_follow(self, events: Rows, plan: Plan) -> None:
         """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them, nor to
@@ -109,11 +124,14 @@ class Comparison:
 
     def __init__(self, record: RecordedRun, show: Callable[[], object]) -> None:
         self._record, self._show = record, show
-        self._seen = {"gradients": 0, "updates": 0}
+        self._seen = {"gradients": 0, "updates": 0, "stages": 0}
         self._hashes = {int(row["epoch"]): row["weights_sha256"] for row in record.epochs}
 
     def record(self, action: Record) -> None:
-        if action.table == "gradients":
+        if action.table == "stages":
+            known = len(self._record.stages) - self._seen["stages"]  # one that was killed may have lost some
+            self._compare(action.rows[:known], self._record.stages, "stages", "timestamp")
+        elif action.table == "gradients":
             self._compare(action.rows, self._record.gradients, "gradients", "update")
         elif action.table == "updates":
             self._compare(action.rows, self._record.updates, "updates", "timestamp")

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import structs
 from tqdm import tqdm
 
 from rudra.compute import models
 from rudra.compute.executor import Executor, torch_as_in
+from rudra.compute.flat import sha256
 from rudra.compute.making import make_executors
 from rudra.compute.schedule import phases_of
 from rudra.core.events import (
@@ -39,6 +41,7 @@ from rudra.core.events import (
     Send,
     Started,
 )
+from rudra.core.layout import Entry
 from rudra.core.messages import Kind, Message
 from rudra.core.phases import Phases, phase_at
 from rudra.core.records import Gradient
@@ -65,6 +68,7 @@ from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights, differs
+from rudra.simulation.replay_stages import AsRecorded, ThroughStage
 from rudra.simulation.tensors import RealTensors
 from topologies import Plan
 
@@ -213,10 +217,13 @@ class _Fed(Machine):
         self._served = not plan.roles[self._source].about.trains
         leads = not plan.roles[parent].about.trains
         self._ready = [Send(parent, Message(Kind.READY, role, value=digest))] if leads else []
+        self.returned: Message | None = None  # what a stage server said last
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, Started):
             return [Receive(WEIGHTS, self._source)] if self._served else [*self._ready]
+        if isinstance(event, Received) and event.message.kind is Kind.RETURNED:
+            self.returned = event.message
         return [*self._ready] if isinstance(event, Received) and event.message.kind is Kind.WEIGHTS else []
 
 
@@ -243,9 +250,15 @@ class _Replay:
         machines, self._make_as_ever = machines_of(phases, training_samples)
         if plan.served:
             machines |= {role: self._make(role, plan, BEGINNING) for role in plan.learners}
+        first = phases[0]
+        setup = Setup(first.job, plan, training_samples, first.schedule)
+        merged = plan.stage is not None and record.merged
+        if plan.stage is not None and merged:
+            machines[plan.stage] = AsRecorded(plan.stage, setup, record.events)
         self._simulation = Simulation(plan, machines, tensors, comparison, costs, size_bytes=1, seed=0, make=self._make)
         self._rows, self._losses = record.gradients, record.losses
-        stamps, counts = np.unique(self._rows["timestamp"], return_counts=True)
+        used = record.stages["front"] if merged else self._rows["timestamp"]
+        stamps, counts = np.unique(used, return_counts=True)
         self._needed = dict(zip(stamps.tolist(), counts.tolist(), strict=True))  # timestamp -> gradients to come
         self._kept: set[int] = set()
         owner = machines[plan.server]
@@ -253,10 +266,13 @@ class _Replay:
         self._ledger = owner.ledger
         self._exchanged: set[int] = set()  # learners whose replica is not what the weights are
         self._restarts = record.restarts  # places of rows before which all replicas are
-        first = phases[0]
-        setup = Setup(first.job, plan, training_samples, first.schedule)
         self._replicas = Steps(setup) if plan.averaging and plan.served else None
         self._period = 1 if self._replicas is None else self._replicas.rule.period
+        self._through: ThroughStage | None = None
+        if plan.stage is not None:
+            rows = record.stages if merged else None
+            about = (self._role, self._begin_staged, self._returned)
+            self._through = ThroughStage(self._simulation, tensors, rows, *about)
 
     def _make(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """A role that begins at a position: learners that have a server compute what the record says from there on."""
@@ -294,6 +310,8 @@ class _Replay:
                 raise Left(self._ledger.timestamp + 1, str(error)) from None
         if self._ledger.timestamp < updates:
             raise Left(self._ledger.timestamp + 1, "a row of /gradients is missing in the record")
+        if self._through is not None and self._ledger.over:
+            self._through.finish()
 
     def _apply(self, place: int) -> int:
         """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""
@@ -354,10 +372,14 @@ class _Replay:
         for name, value in (("stream", work.stream), ("first", first), ("samples", samples)):
             if row[name] != value:
                 differs(update, f"{who}: {name}", row[name], value)
-        if timestamp not in self._kept:
-            raise Left(update, f"{who}: is of weights {timestamp} in the record, but those could not reach it by then")
-        tensors, server = self._tensors, self._simulation.plan.server
-        tensors.transfer(server, _version(timestamp), role, WEIGHTS)
+        if self._through is not None:
+            made = [self._through.gradient(learner, step, timestamp)]
+            if made[0].step != step:
+                raise Left(update, f"{who}: a row of /stages is missing in the record")
+            self._steps[role] += 1
+            self._works[role] = work.after(1)
+            return self._described(learner, timestamp, made, works)
+        self._take_weights(role, timestamp, who)
         made = [
             self._compute(role, Compute(self._steps[role] + i, each, WEIGHTS, GRADIENT), timestamp, i + 1)
             for i, each in enumerate(works)
@@ -365,16 +387,43 @@ class _Replay:
         self._steps[role] += self._period
         self._works[role] = work.after(1)
         self._exchanged.add(role)
-        tensors.posted(role, WEIGHTS)
-        self._needed[timestamp] -= 1
-        if not self._needed[timestamp]:
-            self._kept.discard(timestamp)
-            tensors.posted(server, _version(timestamp))
+        self._tensors.posted(role, WEIGHTS)
+        return self._described(learner, timestamp, made, works)
+
+    def _described(self, learner: int, timestamp: int, made: Sequence[Computed], works: Sequence[Work]) -> Gradient:
+        """What was computed, as it is pushed."""
         rows = [
             Gradient(-1, learner, c.samples, c.step, w.first, timestamp, -1, 1.0, c.loss, c.errors, w.stream)
             for c, w in zip(made, works, strict=True)
         ]
         return joined(rows, timestamp)
+
+    def _take_weights(self, role: int, timestamp: int, who: str) -> None:
+        """Gives a learner the weights of a timestamp, which are kept no longer than they are needed."""
+        tensors, server = self._tensors, self._simulation.plan.server
+        if timestamp not in self._kept:
+            text = f"is of weights {timestamp} in the record, but those could not reach it by then"
+            raise Left(self._ledger.timestamp + 1, f"{who}: {text}")
+        tensors.transfer(server, _version(timestamp), role, WEIGHTS)
+        self._needed[timestamp] -= 1
+        if not self._needed[timestamp]:
+            self._kept.discard(timestamp)
+            tensors.posted(server, _version(timestamp))
+
+    def _begin_staged(self, role: int, step: int, timestamp: int) -> Work:
+        """Gives a learner what it needs for the first layers of a mini-batch."""
+        learner = self._simulation.plan.roles[role].index
+        self._take_weights(role, timestamp, f"mini-batch {step} of learner {learner}")
+        return self._works[role].after(step - self._steps[role])
+
+    def _returned(self, role: int) -> Message:
+        """What the stage server answered a learner."""
+        machine = self._simulation.actors[role].machine
+        assert isinstance(machine, _Fed)
+        if machine.returned is None:
+            raise Left(self._ledger.timestamp + 1, "the stage server does not conclude a mini-batch of the record")
+        found, machine.returned = machine.returned, None
+        return found
 
     def _compute(self, role: int, action: Compute, timestamp: int, number: int) -> Computed:
         """Computes a gradient, and has a replica that a learner may have make its step."""
@@ -415,27 +464,32 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     driver = _Replay(record, phases, info.training_samples, tensors, Comparison(record, bar.update))
     difference: Difference | None = None
-    server = executors[plan.server]
+    owners = [executors[owner] for owner in plan.owners]
     with bar:
         try:
-            compare_weights(0, "initial", record.attributes["initial_weights_sha256"], server.sha256("weights"))
+            compare_weights(0, "initial", record.attributes["initial_weights_sha256"], sha256(_weights(owners)))
             driver.repeat(updates)
             if record.finished and updates == record.updates_count:
-                compare_weights(updates, "final", record.state["weights_sha256"], server.sha256("weights"))
+                compare_weights(updates, "final", record.state["weights_sha256"], sha256(_weights(owners)))
         except Left as left:
             difference = left.difference
     if target is not None and difference is None:
-        _save(target, job, info, server)
+        _save(target, job, info, executors[plan.statistics].layout, torch.from_numpy(_weights(owners)))
     done = updates if difference is None else max(0, difference.update - 1)
-    digest = server.sha256("weights")
+    digest = sha256(_weights(owners))
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
 
 
-def _save(path: Path, job: Job, info: DataInfo, server: Executor) -> None:
-    """Writes the server's weights as a state dict of the model; what they lack is as it was at first."""
-    weights = server.buffer("weights").vector
+def _weights(owners: Sequence[Executor]) -> npt.NDArray[np.float32]:
+    """All weights, of those who own them."""
+    parts = [owner.buffer(WEIGHTS).array for owner in owners]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _save(path: Path, job: Job, info: DataInfo, layout: Sequence[Entry], weights: torch.Tensor) -> None:
+    """Writes weights as a state dict of the model; what they lack is as it was at first."""
     state = models.build(job.model, info, job.training.seed).state_dict()
-    for entry in server.layout:
+    for entry in layout:
         if entry.name in state:  # some buffers are not
             state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
     save(state, path)

@@ -1,0 +1,452 @@
+"""A model as a chain of layers, and cuts of it in two: what a learner computes, and what a stage server does.
+
+Front and back hold the model's very parameters and buffers, under the names that they have in the model, so that the
+flat vector of a front is the first part of the model's, and that of a back the rest.
+"""
+
+import itertools
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rudra.compute.buffers import tried
+from rudra.errors import ConfigError, one_line, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer.
+
+    Attributes:
+        name: in the model.
+        run: computes it.
+        within: names of modules in the model that it computes and that nobody can cut at.
+    """
+
+    name: str
+    run: nn.Module
+    within: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What goes from one layer to the next.
+
+    Attributes:
+        shape: of the tensor, the first dimension of which is the sample's; None where it is not one tensor.
+        dtype: of the tensor.
+        changed: whether the next layers write over it, as in-place activations do.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    changed: bool
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model whose layers, applied one after the other, give its output.
+
+    Attributes:
+        model: all of it.
+        names: of the layers, as they are in the model.
+        layers: what computes them; they hold the model's own parameters and buffers.
+        crossings: what goes from each layer to the next, for the example that the chain was found with.
+    """
+
+    model: nn.Module
+    names: tuple[str, ...]
+    layers: tuple[nn.Module, ...]
+    crossings: tuple[Crossing, ...]
+    within: tuple[tuple[str, ...], ...]
+
+    def cut(self, at: str | int) -> tuple[nn.Module, nn.Module]:
+        """Front and back, which are given inputs and outputs as the model is.
+
+        Args:
+            at: the layer that the back begins with, or a part of the model that begins with it; as a number, how many
+                layers the front has.
+
+        Raises:
+            ConfigError: no such layer, or the model cannot be cut there.
+        """
+        index = self.place(at)
+        reason = self.refusal(index)
+        if reason is not None:
+            raise ConfigError(f"[placement] cut = {at!r}: {reason}")
+        return self._parts(index)
+
+    def place(self, at: str | int) -> int:
+        """How many layers there are in front of a cut.
+
+        Raises:
+            ConfigError: no such layer.
+        """
+        if isinstance(at, int):
+            if not 0 < at < len(self.layers):
+                text = f"the model has {len(self.layers)} layers; valid: 1 to {len(self.layers) - 1}"
+                raise ConfigError(f"[placement] cut = {at}: {text}")
+            return at
+        for index, name in enumerate(self.names):
+            if name == at or name.startswith(f"{at}."):
+                return index
+        for name, within in zip(self.names, self.within, strict=True):
+            if any(each == at or each.startswith(f"{at}.") for each in within):
+                text = f"is inside of layer {name!r}, where more than one tensor crosses"
+                raise ConfigError(f"[placement] cut = '{at}' {text}; valid: {', '.join(self.names[1:])}")
+        raise ConfigError(f"[placement] cut = {unknown(at, self.names[1:])}")
+
+    def refusal(self, index: int) -> str | None:
+        """Why the model cannot be cut behind so many layers; None where it can."""
+        if index == 0:
+            return f"nothing is in front of the first layer; valid: {', '.join(self.names[1:])}"
+        crossing = self.crossings[index - 1]
+        between = f"between {self.names[index - 1]!r} and {self.names[index]!r}"
+        if crossing.shape is None:
+            return f"more than one tensor crosses {between}"
+        if crossing.dtype is None or not crossing.dtype.is_floating_point:
+            return f"what crosses {between} is {crossing.dtype}, which has no gradient"
+        front, back = self._parts(index)
+        for kind in ("parameters", "buffers"):
+            reason = self._misplaced(kind, front, back)
+            if reason is not None:
+                return reason
+        for side, part in (("front", front), ("back", back)):
+            if not any(p.requires_grad for p in part.parameters()):
+                return f"the {side} would have no parameter to train"
+        return None
+
+    def admissible(self) -> tuple[int, ...]:
+        """All places where the model can be cut: how many layers are in front of each."""
+        return tuple(index for index in range(1, len(self.layers)) if self.refusal(index) is None)
+
+    def _parts(self, index: int) -> tuple["_Part", "_Part"]:
+        names = _Names(self.model)
+        front = _Part(self.layers[:index], names, copies=False)
+        return front, _Part(self.layers[index:], names, copies=self.crossings[index - 1].changed)
+
+    def _misplaced(self, kind: str, front: nn.Module, back: nn.Module) -> str | None:
+        """Why the model's parameters, or its buffers, are not those of the front and then those of the back."""
+        whole = {id(each): name for name, each in getattr(self.model, f"named_{kind}")()}
+        sides = [{id(each): name for name, each in getattr(part, f"named_{kind}")()} for part in (front, back)]
+        for key, name in sides[0].items():
+            if key in sides[1]:
+                return f"{name} is used on both sides (tied weights)"
+        for key, name in itertools.chain(sides[0].items(), sides[1].items()):
+            if key not in whole:
+                return f"{name} belongs to a layer, but not to the model"
+        for key, name in whole.items():
+            if key not in sides[0] and key not in sides[1]:
+                return f"{name} belongs to no layer"
+        for ours, model in zip([*sides[0], *sides[1]], whole, strict=True):
+            if ours != model:
+                order = f"the model has {whole[model]} where the layers have {whole[ours]}"
+                return f"the model's {kind} are not in the order of its layers: {order}"
+        return None
+
+
+class _Part(nn.Module):
+    """Some layers, applied one after the other; what they hold has the names of the model.
+
+    Args:
+        layers: in order.
+        names: of the model.
+        copies: whether the layers write over their input, which is not theirs.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], names: "_Names", *, copies: bool) -> None:
+        super().__init__()
+        self._layers = tuple(layers)  # not as modules, or they would have other names
+        self._copies = copies
+        self.training = layers[0].training
+        for layer in layers:
+            for path, held in names.held(layer):
+                names.place(self, path, held)
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        first, *others = self._layers
+        if self._copies:
+            args = tuple(each.clone() for each in args)
+        value = first(*args, **keywords)
+        for layer in others:
+            value = layer(value)
+        return value
+
+
+class _Names:
+    """Names in a model of modules, parameters and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = {id(each): name for name, each in model.named_modules()}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.tensors = {id(each): name for name, each in tensors}
+
+    def held(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+        """The model's modules in a layer, outermost ones, and its parameters and buffers outside of these."""
+        name = self.modules.get(id(layer))
+        if name:
+            yield name, layer
+            return
+        for child in layer.children():
+            yield from self.held(child)
+        for key, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+            yield self.tensors.get(id(tensor), key), tensor
+
+    def place(self, part: nn.Module, path: str, held: nn.Module | torch.Tensor) -> None:
+        """Puts a module, parameter or buffer into a part of the model under its name."""
+        *parents, key = path.split(".")
+        for parent in parents:
+            if parent not in part._modules:
+                part.add_module(parent, nn.Module())
+            part = part.get_submodule(parent)
+        if key in part._modules or key in part._parameters or key in part._buffers:
+            return
+        if isinstance(held, nn.Module):
+            part.add_module(key, held)
+        elif isinstance(held, nn.Parameter):
+            part.register_parameter(key, held)
+        else:
+            part.register_buffer(key, held)
+
+
+def chain(model: nn.Module, example: Any) -> Chain:
+    """The chain that a model is.
+
+    Its layers are what its `stages()` returns (modules in order, or a mapping of names to them), the children of
+    `nn.Sequential`, or what torch.fx finds: modules that only one tensor goes into, each with the functions behind it.
+
+    Args:
+        model: on the device of the example.
+        example: inputs of some samples.
+
+    Raises:
+        ConfigError: the model is no chain of two layers or more, and why.
+    """
+    reasons: list[str] = []
+    layers = _stages(model) if hasattr(model, "stages") else list(_expanded(_Layer("", model), reasons))
+    if len(layers) < 2:
+        reason = reasons[0] if reasons else "it is one layer"
+        advice = "make it of nn.Sequential, or give it `stages()`"
+        raise ConfigError(f"[model] {type(model).__name__} cannot be cut, {reason}; {advice}")
+    runs = tuple(layer.run for layer in layers)
+    crossings = _tried(model, runs, example)
+    return Chain(model, tuple(_unique(layers)), runs, crossings, tuple(layer.within for layer in layers))
+
+
+def _stages(model: nn.Module) -> list[_Layer]:
+    """What the user's model says itself."""
+    found = model.stages() if callable(model.stages) else model.stages
+    named = {id(module): name for name, module in model.named_modules()}
+    if not isinstance(found, Mapping):
+        found = [(named.get(id(each), f"stages.{index}"), each) for index, each in enumerate(found)]
+    layers = [_Layer(str(name), module) for name, module in OrderedDict(found).items()]
+    for layer in layers:
+        if not isinstance(layer.run, nn.Module):
+            kind = type(layer.run).__name__
+            raise ConfigError(f"[model] {type(model).__name__}.stages() has a {kind}; valid: torch.nn.Modules")
+    return layers
+
+
+def _expanded(layer: _Layer, reasons: list[str]) -> Iterator[_Layer]:
+    """The layers that a layer consists of; it alone where it is not a chain, for the reason that is added."""
+    module = layer.run
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    if hooked or getattr(module, "_backward_pre_hooks", None):
+        reasons.append(f"as {layer.name or 'it'} has hooks")
+        yield layer
+    elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _expanded(_Layer(_joined(layer.name, name), child), reasons)
+    elif type(module).__module__.startswith("torch."):
+        reasons.append(f"as torch.nn.{type(module).__name__} is one layer")
+        yield layer
+    else:
+        pieces = _traced(layer, reasons)
+        if len(pieces) < 2:
+            yield _Layer(layer.name, module, tuple(_joined(layer.name, n) for n, _ in module.named_modules() if n))
+            return
+        for piece in pieces:
+            yield from piece
+
+
+def _traced(layer: _Layer, reasons: list[str]) -> list[list[_Layer]]:
+    """Pieces of a module's `forward`, each one layer or more; fewer than two where it is no chain."""
+    module = layer.run
+    try:
+        graph = _graph(module)
+    except Exception as error:  # whatever a user's `forward` does with what is not a tensor
+        reasons.append(f"as torch.fx cannot trace {type(module).__name__}: {one_line(error).split('. ')[0]}")
+        return []
+    if graph is None:
+        reasons.append(f"as the `forward` of {type(module).__name__} asks whether it is training")
+        return []
+    nodes = [node for node in graph.nodes if node.op != "get_attr"]
+    modules = [place for place, node in enumerate(nodes) if node.op == "call_module"]
+    starts = [0, *(place for place in modules[1:] if _alone(nodes, place))]
+    if len(starts) < 2:
+        reasons.append(f"as more than one tensor crosses everywhere in {type(module).__name__}")
+        return []
+    cuts = itertools.pairwise([*starts, len(nodes)])
+    return [_piece(layer, graph, nodes, start, stop, reasons) for start, stop in cuts]
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _graph(module: nn.Module) -> fx.Graph | None:
+    """What a module's `forward` does with its children; None where that depends on whether it is training."""
+    training = module.training
+    try:
+        graphs = []
+        for mode in (True, False):
+            module.training = mode
+            graphs.append(_Tracer().trace(module))
+    finally:
+        module.training = training
+    return graphs[0] if str(graphs[0]) == str(graphs[1]) else None
+
+
+def _alone(nodes: Sequence[fx.Node], place: int) -> bool:
+    """Whether only one value goes from the nodes before a place to those from there on."""
+    later = set(nodes[place:])
+    return sum(any(user in later for user in node.users) for node in nodes[:place]) == 1
+
+
+def _piece(
+    layer: _Layer, graph: fx.Graph, nodes: Sequence[fx.Node], start: int, stop: int, reasons: list[str]
+) -> list[_Layer]:
+    """The layers of some nodes of a graph, which one value goes into, but for the first ones, and one comes from."""
+    module, part = layer.run, nodes[start:stop]
+    body = [node for node in part if node.op != "placeholder"]
+    result = _crossing(nodes, stop)
+    names = [_joined(layer.name, str(node.target)) for node in part if node.op == "call_module"]
+    if len(names) == 1 and _plain(body, result):
+        found = list(_expanded(_Layer(names[0], module.get_submodule(str(body[0].target))), reasons))
+        if len(body) > 1 and not (body[1].op == "output" and body[1].args[0] is body[0]):
+            last = found[-1]
+            functions = _graph_module(module, graph, body[1:], body[0], result)
+            found[-1] = _Layer(last.name, _Then(last.run, functions), last.within)
+        return found
+    common = os.path.commonprefix([name.split(".") for name in names])
+    run = _graph_module(module, graph, part, _crossing(nodes, start), result)
+    return [_Layer(".".join(common) or names[0], run, tuple(names))]
+
+
+def _crossing(nodes: Sequence[fx.Node], place: int) -> fx.Node | None:
+    """The value that goes from the nodes before a place to those from there on; None at both ends."""
+    later = set(nodes[place:])
+    return next((node for node in nodes[:place] if any(user in later for user in node.users)), None)
+
+
+def _plain(body: Sequence[fx.Node], result: fx.Node | None) -> bool:
+    """Whether some nodes are a module, called with one value, and functions of what it gives."""
+    first, given = body[0], set(body)
+    alone = first.op == "call_module" and len(first.args) == 1 and not first.kwargs and len(first.all_input_nodes) == 1
+    needed = [each for node in body[1:] for each in node.all_input_nodes] + ([result] if result else [])
+    return alone and all(each in given or each.op == "get_attr" for each in needed)
+
+
+def _graph_module(
+    module: nn.Module, graph: fx.Graph, part: Sequence[fx.Node], given: fx.Node | None, result: fx.Node | None
+) -> fx.GraphModule:
+    """Computes some nodes of a module's graph.
+
+    Args:
+        module: the graph's.
+        graph: all of it.
+        part: the nodes.
+        given: whose value goes into them; None for the first ones, which have the graph's inputs.
+        result: whose value comes from them; None for the last ones.
+    """
+    made, wanted = fx.Graph(), set(part)
+    values: dict[fx.Node, fx.Node] = {}
+    if given is not None:
+        values[given] = made.placeholder("value")
+    for node in graph.nodes:
+        if node in wanted or (node.op == "get_attr" and any(user in wanted for user in node.users)):
+            values[node] = made.node_copy(node, values.__getitem__)
+    if result is not None:
+        made.output(values[result])
+    return fx.GraphModule(module, made)
+
+
+class _Then(nn.Module):
+    """A layer, and the functions behind it."""
+
+    def __init__(self, layer: nn.Module, functions: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.functions = layer, functions
+        self.training = layer.training
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.functions(self.layer(*args, **keywords))
+
+
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _unique(layers: Sequence[_Layer]) -> Iterator[str]:
+    """Names of the layers; a module that is used again has its number behind its name."""
+    seen: dict[str, int] = {}
+    for layer in layers:
+        seen[layer.name] = seen.get(layer.name, 0) + 1
+        yield layer.name if seen[layer.name] == 1 else f"{layer.name}:{seen[layer.name]}"
+
+
+def _tried(model: nn.Module, layers: Sequence[nn.Module], example: Any) -> tuple[Crossing, ...]:
+    """What crosses from each layer to the next.
+
+    Raises:
+        ConfigError: the layers do not give what the model does.
+    """
+    values: list[tuple[Any, int]] = []
+
+    def compute(*args: Any, **keywords: Any) -> Any:
+        value = layers[0](*args, **keywords)
+        for layer in layers[1:]:
+            values.append((value, value._version if isinstance(value, torch.Tensor) else 0))
+            value = layer(value)
+        return value
+
+    found = tried(_Calling(model, compute), example)
+    if not _same(found, tried(model, example)):
+        raise ConfigError(f"[model] {type(model).__name__}: its stages, one after the other, do not give its output")
+    return tuple(
+        Crossing(tuple(value.shape), value.dtype, value._version != version)
+        if isinstance(value, torch.Tensor)
+        else Crossing(None, None, changed=False)
+        for value, version in values
+    )
+
+
+class _Calling(nn.Module):
+    """A model, of which another function computes the output."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+        self.training = model.training
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.function(*args, **keywords)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two outputs are equal to the last bit; not a number equals itself."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, Sequence) and not isinstance(one, str):
+        return isinstance(other, Sequence) and len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other)

@@ -1,0 +1,124 @@
+"""The part of a replay that is through a stage server: mini-batches in the order in which that concluded them.
+
+What a learner ships is computed of the weights that the record names, and shipped to the stage server's own machine,
+which answers as it did in the run. With rule `merged` its order is that of `/stages`, which goes ahead of the order in
+which the parameter server got the gradients; with rule `synchronous` any order gives the same bits.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rudra.core.events import (
+    ACTIVATIONS,
+    GRADIENT,
+    RETURNED,
+    WEIGHTS,
+    Action,
+    Backward,
+    Computed,
+    Copy,
+    Forward,
+    Receive,
+    Send,
+    Updated,
+)
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.core.work import Work
+from rudra.results.reader import Rows
+from rudra.roles.machine import Setup
+from rudra.roles.sharded import LOGGED
+from rudra.roles.stages import StageServer
+from rudra.simulation.driver import Simulation
+from rudra.simulation.tensors import RealTensors
+
+
+class AsRecorded(StageServer):
+    """A stage server with rule `merged` that gives its weights away at the timestamps at which it did so in the run.
+
+    Args:
+        role: id in the plan.
+        setup: what it is made from.
+        events: of the run.
+    """
+
+    def __init__(self, role: int, setup: Setup, events: Rows) -> None:
+        super().__init__(role, setup)
+        told = events[events["kind"] == b"stages"]
+        self._then: dict[int, int] = dict(zip(told["timestamp"].tolist(), told["gradients"].tolist(), strict=True))
+
+    def _due(self, what: int, role: int, buffer: bytes, other: bytes, number: int, *more: Any) -> list[Action] | None:
+        too_early = LOGGED[what] in (Copy, Send) and self.timestamp < self._then.get(number, 0)
+        return None if too_early else super()._due(what, role, buffer, other, number, *more)
+
+    def _stepped(self, event: Updated, now: float) -> list[Action]:
+        return super()._stepped(event, now) + self._go_on_at(now)
+
+
+class ThroughStage:
+    """Takes mini-batches through the stage server.
+
+    Args:
+        simulation: in which that is.
+        tensors: does what roles want done with tensors.
+        rows: of `/stages`, in whose order they go; None: each goes when its gradient is wanted.
+        role: of each learner, by its number.
+        begin: gives a learner the weights of a timestamp, and the work of its mini-batch of that number.
+        returned: what the stage server said last, to each learner's role.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        tensors: RealTensors,
+        rows: Rows | None,
+        role: dict[int, int],
+        begin: Callable[[int, int, int], Work],
+        returned: Callable[[int], Message],
+    ) -> None:
+        assert simulation.plan.stage is not None
+        self._simulation, self._tensors, self._stage = simulation, tensors, simulation.plan.stage
+        self._rows = None if rows is None else deque(rows)
+        self._role, self._begin, self._returned = role, begin, returned
+        self._ahead: dict[tuple[int, int], Computed] = {}  # learner and step -> gradient, in the learner's buffer
+
+    def gradient(self, learner: int, step: int, timestamp: int) -> Computed:
+        """Computes a learner's gradient of the weights of a timestamp, unless it has been computed."""
+        rows = self._rows
+        while (learner, step) not in self._ahead:
+            if rows is None:
+                self._take(learner, step, timestamp)
+            elif rows:
+                self._next(rows)
+            else:
+                break
+        return self._ahead.pop((learner, step), Computed(-1, 0.0, 0.0, 0))
+
+    def finish(self) -> None:
+        """Takes through what was concluded, and never applied by the parameter server."""
+        while self._rows:
+            self._next(self._rows)
+
+    def _next(self, rows: deque[np.void]) -> None:
+        row = rows.popleft()
+        self._take(int(row["learner"]), int(row["step"]), int(row["front"]))
+
+    def _take(self, learner: int, step: int, timestamp: int) -> None:
+        role, simulation = self._role[learner], self._simulation
+        work = self._begin(role, step, timestamp)
+        self._tensors.perform(role, Forward(step, work, WEIGHTS, ACTIVATIONS), 0.0)
+        about = Gradient(-1, learner, work.count, step, work.first, timestamp, -1, 1.0, 0.0, 0.0, work.stream)
+        message = Message(Kind.ACTIVATIONS, role, timestamp, gradients=(about,))
+        actor, now = simulation.actors[role], simulation.now
+        simulation.network.receive(actor, Receive(RETURNED, self._stage), now)
+        simulation.network.send(actor, Send(self._stage, message, ACTIVATIONS), now)
+        simulation.queue.run()
+        (found,) = self._returned(role).gradients
+        backward = Backward(step, WEIGHTS, RETURNED, GRADIENT, found.loss, found.errors, found.samples)
+        computed = self._tensors.perform(role, backward, 0.0)
+        assert isinstance(computed, Computed)
+        self._ahead[learner, step] = computed
+        self._tensors.posted(role, WEIGHTS)
