@@ -179,7 +179,7 @@ class Study:
     Attributes:
         title: of its part of the report.
         runs: also those that are missing.
-        figure: what to show first: "staleness", "test-error", "tradeoff", "speed-up" or "table".
+        figure: what to show first: "staleness", "test-error", "tradeoff", "speed-up", "penalties" or "table".
         quick: whether it is the smaller form of an experiment.
         paper: rows of published numbers to compare with.
     """
