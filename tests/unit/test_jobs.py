@@ -177,6 +177,17 @@ def test_a_study_of_omnivore_has_its_groups_and_one_batch_for_each(name: str, po
         assert all(job.plan().stage is not None for job in matched_jobs)
 
 
+def test_the_ladder_of_figure_31_is_against_what_is_not_merged() -> None:
+    study = sweep.plan("omnivore/figure31")
+    jobs = {point.file: point.job for point in study.points}
+    for row in study.paper:
+        ours, base = jobs[row["file"]], jobs[row["against"]]
+        assert (ours.placement.given, base.placement.given) == (True, False)
+        assert (ours.optimizer.momentum, ours.optimizer.learning_rate) == (row["momentum"], row["learning_rate"])
+        assert (base.learners, base.optimizer.momentum, base.optimizer.learning_rate) == (32, 0.9, 0.001)
+        assert ours.training.seed == base.training.seed
+
+
 @pytest.mark.parametrize(
     ("name", "points", "compared"),
     [("figure11", 3, 1), ("figure12", 18, 2), ("figure13", 8, 3), ("figure15", 12, 2), ("figure16", 12, 1)],
