@@ -23,8 +23,9 @@ COMMON = {"main", "options", "finish", "examination"}
 """Modules beside this one that are no commands."""
 
 FIRST = (
-    *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "show", "plot", "replay", "export"),
-    *("timeline", "report", "watch", "jobs", "init", "validate", "topology", "schema", "completion", "doctor", "bench"),
+    *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "profile", "place", "show", "plot"),
+    *("replay", "export", "timeline", "report", "watch", "jobs", "init", "validate", "topology", "schema"),
+    *("completion", "doctor", "bench"),
 )
 """The order in which help lists commands; others follow."""
 

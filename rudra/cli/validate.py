@@ -78,6 +78,8 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     elif job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
+    if job.placement.given:
+        lines["placement"] = f"layers from {job.placement.cut} on are with a stage server, {job.placement.rule}"
     if isinstance(protocol, Averaging):
         lines["averaging"] = protocol.text
     if job.optimizer.warm_up:

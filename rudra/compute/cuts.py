@@ -5,8 +5,6 @@ flat vector of a front is the first part of the model's, and that of a back the 
 """
 
 import itertools
-import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -229,7 +227,7 @@ def chain(model: nn.Module, example: Any) -> Chain:
         ConfigError: the model is no chain of two layers or more, and why.
     """
     reasons: list[str] = []
-    layers = _stages(model) if hasattr(model, "stages") else list(_expanded(_Layer("", model), reasons))
+    layers = _stages(model) if callable(getattr(model, "stages", None)) else list(_expanded(_Layer("", model), reasons))
     if len(layers) < 2:
         reason = reasons[0] if reasons else "it is one layer"
         advice = "make it of nn.Sequential, or give it `stages()`"
@@ -241,11 +239,12 @@ def chain(model: nn.Module, example: Any) -> Chain:
 
 def _stages(model: nn.Module) -> list[_Layer]:
     """What the user's model says itself."""
-    found = model.stages() if callable(model.stages) else model.stages
+    found: Any = model.stages()  # type: ignore[operator]
     named = {id(module): name for name, module in model.named_modules()}
-    if not isinstance(found, Mapping):
-        found = [(named.get(id(each), f"stages.{index}"), each) for index, each in enumerate(found)]
-    layers = [_Layer(str(name), module) for name, module in OrderedDict(found).items()]
+    if isinstance(found, Mapping):
+        layers = [_Layer(str(name), module) for name, module in found.items()]
+    else:
+        layers = [_Layer(named.get(id(each), f"stages.{index}"), each) for index, each in enumerate(found)]
     for layer in layers:
         if not isinstance(layer.run, nn.Module):
             kind = type(layer.run).__name__
@@ -270,14 +269,13 @@ def _expanded(layer: _Layer, reasons: list[str]) -> Iterator[_Layer]:
     else:
         pieces = _traced(layer, reasons)
         if len(pieces) < 2:
-            yield _Layer(layer.name, module, tuple(_joined(layer.name, n) for n, _ in module.named_modules() if n))
-            return
-        for piece in pieces:
-            yield from piece
+            inside = tuple(_joined(layer.name, name) for name, _ in module.named_modules() if name)
+            pieces = [_Layer(layer.name, module, inside)]
+        yield from pieces
 
 
-def _traced(layer: _Layer, reasons: list[str]) -> list[list[_Layer]]:
-    """Pieces of a module's `forward`, each one layer or more; fewer than two where it is no chain."""
+def _traced(layer: _Layer, reasons: list[str]) -> list[_Layer]:
+    """The layers of a module's `forward`; fewer than two where it is no chain."""
     module = layer.run
     try:
         graph = _graph(module)
@@ -290,11 +288,11 @@ def _traced(layer: _Layer, reasons: list[str]) -> list[list[_Layer]]:
     nodes = [node for node in graph.nodes if node.op != "get_attr"]
     modules = [place for place, node in enumerate(nodes) if node.op == "call_module"]
     starts = [0, *(place for place in modules[1:] if _alone(nodes, place))]
-    if len(starts) < 2:
-        reasons.append(f"as more than one tensor crosses everywhere in {type(module).__name__}")
-        return []
-    cuts = itertools.pairwise([*starts, len(nodes)])
-    return [_piece(layer, graph, nodes, start, stop, reasons) for start, stop in cuts]
+    cuts = itertools.pairwise([*starts, len(nodes)]) if modules else []
+    found = [each for start, stop in cuts for each in _piece(layer, graph, nodes, start, stop, reasons)]
+    if len(found) < 2:
+        reasons.insert(0, f"as more than one tensor crosses everywhere in {type(module).__name__}")
+    return found
 
 
 class _Tracer(fx.Tracer):
@@ -326,19 +324,25 @@ def _piece(
 ) -> list[_Layer]:
     """The layers of some nodes of a graph, which one value goes into, but for the first ones, and one comes from."""
     module, part = layer.run, nodes[start:stop]
-    body = [node for node in part if node.op != "placeholder"]
     result = _crossing(nodes, stop)
-    names = [_joined(layer.name, str(node.target)) for node in part if node.op == "call_module"]
-    if len(names) == 1 and _plain(body, result):
-        found = list(_expanded(_Layer(names[0], module.get_submodule(str(body[0].target))), reasons))
-        if len(body) > 1 and not (body[1].op == "output" and body[1].args[0] is body[0]):
+    modules = [place for place, node in enumerate(part) if node.op == "call_module"]
+    names = [_joined(layer.name, str(part[place].target)) for place in modules]
+    before, body = part[: modules[0]], part[modules[0] :]
+    functions = [node for node in before if node.op != "placeholder"]
+    if len(names) == 1 and _plain(body, result) and (not functions or _alone(nodes, start + modules[0])):
+        called = body[0]
+        found = list(_expanded(_Layer(names[0], module.get_submodule(str(called.target))), reasons))
+        if functions:
+            first = found[0]
+            run = _graph_module(module, graph, before, _crossing(nodes, start), called.all_input_nodes[0])
+            found[0] = _Layer(first.name, _Then(run, first.run), first.within)
+        if len(body) > 1 and not (body[1].op == "output" and body[1].args[0] is called):
             last = found[-1]
-            functions = _graph_module(module, graph, body[1:], body[0], result)
-            found[-1] = _Layer(last.name, _Then(last.run, functions), last.within)
+            run = _graph_module(module, graph, body[1:], called, result)
+            found[-1] = _Layer(last.name, _Then(last.run, run), last.within)
         return found
-    common = os.path.commonprefix([name.split(".") for name in names])
     run = _graph_module(module, graph, part, _crossing(nodes, start), result)
-    return [_Layer(".".join(common) or names[0], run, tuple(names))]
+    return [_Layer(names[0], run, tuple(names))]
 
 
 def _crossing(nodes: Sequence[fx.Node], place: int) -> fx.Node | None:
@@ -380,15 +384,15 @@ def _graph_module(
 
 
 class _Then(nn.Module):
-    """A layer, and the functions behind it."""
+    """A layer and the functions behind it, or functions and the layer behind them."""
 
-    def __init__(self, layer: nn.Module, functions: nn.Module) -> None:
+    def __init__(self, first: nn.Module, then: nn.Module) -> None:
         super().__init__()
-        self.layer, self.functions = layer, functions
-        self.training = layer.training
+        self.first, self.then = first, then
+        self.training = first.training
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        return self.functions(self.layer(*args, **keywords))
+        return self.then(self.first(*args, **keywords))
 
 
 def _joined(*names: str) -> str:

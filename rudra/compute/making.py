@@ -10,7 +10,6 @@ from rudra.compute.devices import CPU, Placing, Stage
 from rudra.compute.executor import Executor, FirstWeights, LearnerExecutor, OwnerExecutor, StatisticsExecutor
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource, check_gradient
-from rudra.compute.optim import runs_of
 from rudra.compute.parts import cut
 from rudra.compute.replicas import ElasticExecutor
 from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
@@ -73,9 +72,7 @@ def make_executors(
         _check_output(job, task, flat, data)
     fronts = piece(len(roles), back=False) if plan.stage is not None else None
     if fronts is not None:
-        list(runs_of(job.optimizer.groups, flat.layout))  # that all patterns are of some parameter
-        place = fronts[1].parameters
-        cuts: tuple[slice, ...] = (slice(0, place), slice(place, flat.size))
+        cuts = fronts[1].parts(job.optimizer, flat.layout)
     else:
         cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
     owned = dict(zip(plan.owners, cuts, strict=False))
@@ -110,20 +107,7 @@ def make_executors(
             executor.place(fronts[1], portions[0][role].count)
         if isinstance(executor, BackExecutor):
             assert data.training is not None
-            back, its_cut = piece(1, back=True)
-            size, split = job.training.minibatch_size, data.training
-            drawn = {
-                plan.roles[i].index: GradientSource(
-                    job,
-                    plan.roles[i].index,
-                    portion(plan, i, size, job.cluster.parts).work(0),
-                    back,
-                    split,
-                    prefetch=False,
-                )
-                for i in plan.learners
-            }
-            executor.conclude_for(drawn, its_cut, size)
+            executor.conclude_for(job, plan, data.training, *piece(1, back=True))
         if isinstance(executor, ElasticExecutor):
             executor.train_alone(job, plan, role)
         if isinstance(executor, StatisticsExecutor):

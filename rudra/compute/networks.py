@@ -319,10 +319,10 @@ class _Hidden(nn.LSTM):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if not inputs.is_cuda:
-            return super().forward(inputs)[0]  # type: ignore[no-any-return]
+            return super().forward(inputs)[0]
         with warnings.catch_warnings():  # cuDNN copies weights that lie in a larger vector together, and warns of it
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-            return super().forward(inputs)[0]  # type: ignore[no-any-return]
+            return super().forward(inputs)[0]
 
 
 MODELS: dict[str, Callable[..., Any]] = {

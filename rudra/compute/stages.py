@@ -5,7 +5,7 @@ buffers: so both are parts of it like any other (`rudra.compute.parts`), and a s
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rudra.compute.cuts import chain
 from rudra.compute.executor import LearnerExecutor, ServerExecutor
-from rudra.compute.flat import sha256
+from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import BatchResult, GradientSource
-from rudra.compute.optim import UpdateRule
+from rudra.compute.optim import UpdateRule, runs_of
 from rudra.core.events import ACTIVATIONS, RETURNED, Backward, Computed, Conclude, Forward, Forwarded, Hash, Hashed
 from rudra.core.layout import Entry, Placed
-from rudra.data.load import DataInfo
+from rudra.core.work import portion
+from rudra.data.load import DataInfo, Samples
 from rudra.data.trees import called, mapped
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.job.tables import OptimizerTable
 from topologies import Plan
 
 BACK = "back."
@@ -52,6 +54,15 @@ class Cut(NamedTuple):
     def placed(self, size: int, samples: int) -> Placed:
         """How large the pieces are, compared with a vector of so many floats, for mini-batches of so many samples."""
         return Placed(self.parameters / size, self.floats(samples) / size, self.back_flops)
+
+    def parts(self, table: OptimizerTable, layout: Sequence[Entry]) -> tuple[slice, slice]:
+        """Which part of the flat vector each side has.
+
+        Raises:
+            ConfigError: a group of the optimiser's is of parameters that neither has.
+        """
+        list(runs_of(table.groups, layout))
+        return slice(0, self.parameters), slice(self.parameters, layout[-1].offset + layout[-1].size)
 
     def floats(self, samples: int) -> int:
         """That travel for a mini-batch, each way."""
@@ -160,10 +171,23 @@ class FrontServerExecutor(_PieceExecutor):
 class BackExecutor(_PieceExecutor):
     """What the stage server works with, which owns the last layers and computes with them."""
 
-    def conclude_for(self, sources: Mapping[int, GradientSource], cut: Cut, samples: int) -> None:
-        """Whose mini-batches it concludes: for each learner by its number what draws them, of so many samples."""
-        self._sources, self._cut, self._samples = sources, cut, samples
-        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.floats(samples))
+    def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: Cut) -> None:
+        """Whose mini-batches it concludes: it draws those of all learners again, for their targets.
+
+        Args:
+            job: resolved.
+            plan: who is who.
+            split: the training samples.
+            back: computes.
+            cut: whose last layers that has.
+        """
+        self._cut, self._samples = cut, job.training.minibatch_size
+        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.floats(self._samples))
+        shares = job.cluster.parts
+        works = {plan.roles[i].index: portion(plan, i, self._samples, shares).work(0) for i in plan.learners}
+        self._sources = {
+            learner: GradientSource(job, learner, work, back, split, prefetch=False) for learner, work in works.items()
+        }
 
     def _momentum(self, job: Job, plan: Plan) -> float:
         own = job.placement.momentum

@@ -77,11 +77,11 @@ MINIBATCH = table(
     (
         "compute_s",
         "<f8",
-        "time to compute the gradient, from when the learner asks for it",
+        "time to compute the gradient, from when the learner asks for it, a stage server's part included",
     ),  # what follows is 0 for a gradient that was not pushed
     ("reduce_s", "<f8", "time to add up the gradients of a compute group"),
     ("push_s", "<f8", "time until the server had the gradient; with `adv*` beside computing"),
-    ("wait_s", "<f8", "time from asking for weights until the server's answer, and what a stage server took"),
+    ("wait_s", "<f8", "time from asking for weights until the server's answer"),
     ("pull_s", "<f8", "time to transfer the weights"),
     ("update_s", "<f8", "time to update the learner's own weights, in a run without a parameter server"),
 )

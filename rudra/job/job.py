@@ -402,7 +402,8 @@ class Job(Table):
         plain = all(plan.roles[i].parent == plan.server for i in plan.learners) and not plan.groups
         if not plan.served or not plain or plan.overlapped or plan.averaging or len(plan.owners) > 2:
             raise ValueError(f"{on}: not with topology {named(self.topology.name)} so far; valid: base")
-        if table.rule == "synchronous" and not protocol.ordered:
+        together = protocol.ordered and protocol.waits and protocol.gradients_per_update == plan.workers
+        if table.rule == "synchronous" and not together:
             raise ValueError(
                 "[placement] rule = 'synchronous': its updates take one gradient of each learner, in learner order; "
                 "valid: protocol hardsync, or rule merged"

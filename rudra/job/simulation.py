@@ -53,6 +53,20 @@ class Fault(Table):
         return self.dies_at_s is not None or self.mean_time_to_failure_s is not None
 
 
+class LayerCost(Table):
+    """What one layer of a model holds, gives and takes, as `rudra calibrate` writes it."""
+
+    name: str = Field(description="name in the model")
+    kind: Literal["convolution", "pool", "linear", "recurrent", "embedding", ""] = Field(
+        "", description="what the layer is; empty for one that only shapes or scales"
+    )
+    parameters_bytes: int = Field(ge=0, description="bytes of the parameters that it trains")
+    output_bytes: int = Field(ge=0, description="bytes that go to the next layer for one sample")
+    forward_s: dict[int, float] = Field(description="table of μ = seconds of a mini-batch")
+    backward_s: dict[int, float] = Field(description="table of μ = seconds of a mini-batch; the last has the loss, too")
+    cut: bool = Field(True, description="whether the model can be cut behind the layer")
+
+
 _WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slowdown_s")
 
 
@@ -77,6 +91,9 @@ class SimulationTable(Table):
     )
     compute_s: float | dict[int, float] = Field(
         0.1, description="seconds that a learner computes one mini-batch: a number, or a table of μ = seconds"
+    )
+    layers: tuple[LayerCost, ...] = Field(
+        (), description="list of tables: what each layer costs, for `rudra place`; default: it measures"
     )
     jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of it")
     distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(

@@ -88,6 +88,11 @@ def _caption(cast: Cast, runs: Sequence[tuple[Run, Cast]]) -> str:
     way = "Gradients go up along the lines, and weights come down."
     if plan.overlapped:
         way = "Gradients go up a tree of servers; weights come down one of learners (dashed), on each edge the newest."
+    elif plan.stage is not None:
+        way = (
+            "Learners have the first layers, and exchange gradients and weights with the parameter server; the stage "
+            "server has the last ones, and takes activations and gives their gradients back."
+        )
     elif plan.parted:
         way = "Learners push a part of each gradient to each of the servers on top, and pull a part of the weights."
     elif plan.groups:

@@ -156,6 +156,11 @@ _ADDED: dict[Reduction, str] = {
 def _way_of_gradients(plan: Plan) -> str:
     if plan.overlapped:
         return "gradients go up:"
+    if plan.stage is not None:
+        return (
+            "learners have the first layers, whose gradients go up to the parameter server, and weights come down;\n"
+            "activations go to the stage server, which has the last layers, and their gradients come back:"
+        )
     if plan.parted:
         return f"each of {len(plan.owners)} servers takes a part of every gradient, and gives a part of the weights:"
     if plan.averaging and plan.served:
@@ -216,8 +221,9 @@ def where(cast: Cast, roles: Sequence[int]) -> str:
 
 
 def counted(plan: Plan, roles: Iterable[int]) -> str:
-    """How many there are of each kind, in the plan's order."""
-    kinds = Counter(plan.roles[role].kind for role in sorted(roles))
+    """How many there are of each kind, in the plan's order, learners last."""
+    in_order = sorted(roles, key=lambda role: (plan.roles[role].about.trains, role))
+    kinds = Counter(plan.roles[role].kind for role in in_order)
     return ", ".join(f"{count:,} {kind}{_s(count)}" for kind, count in kinds.items())
 
 
@@ -311,6 +317,8 @@ def message(plan: Plan, per_update: int) -> str:
         return "no gradient goes to a server" if not plan.averaging else "an average goes to all, and to no server"
     if plan.groups:
         return f"a message carries the mean over a group's {_either(map(len, plan.groups))} gradients"
+    if plan.stage is not None:
+        return "a message carries 1 gradient of the first layers, or 1 mini-batch's activations"
     if plan.parted:
         return f"of a gradient, each of {len(plan.owners)} servers gets its part"
     if plan.averaging:

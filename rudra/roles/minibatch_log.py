@@ -41,7 +41,6 @@ class MinibatchLog:
         "_stream",
         "_stride",
         "_times",
-        "_waited",
         "_warned",
         "_world_rank",
         "began",
@@ -60,7 +59,6 @@ class MinibatchLog:
         self.diary = Outbox(role, setup.plan.statistics, results.report_s)
         self._minibatch: tuple[float, ...] = ()
         self.began = self._since = 0.0  # the training, and the mini-batch at hand
-        self._waited = 0.0  # amid its computation
         self._times = [0.0] * len(TIMES)
         self.go_on(setup.job, setup.plan, setup.position)
 
@@ -116,19 +114,12 @@ class MinibatchLog:
         first = self._origin + step * self._stride
         return Gradient(-1, self.learner, samples, step, first, timestamp, -1, 1.0, loss, errors, stream)
 
-    def put_off(self, seconds: float) -> None:
-        """For so long the mini-batch at hand had to wait for somebody else, which is no computing."""
-        self._since += seconds
-        self._waited = seconds
-
     def take_back(self) -> None:
         """The last gradient does not count, after all."""
         self._samples -= self._count
 
     def spend(self, reduce_s: float, push_s: float, wait_s: float, pull_s: float, update_s: float = 0.0) -> None:
         """How long a mini-batch took beside the computation."""
-        if self._waited:
-            wait_s, self._waited = wait_s + self._waited, 0.0
         times = self._times
         times[1] += reduce_s
         times[2] += push_s

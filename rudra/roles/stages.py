@@ -67,10 +67,10 @@ class FrontLearner(Learner):
         SHIPPING    delivered, and their gradient is here    -> RETURNING  compute that of its own layers
         RETURNING   gradient ready                           -> EXCHANGING push
 
-    What it spends between these is time that it waits.
+    The time to compute its gradient has all of that in it.
     """
 
-    __slots__ = ("_outcome", "_shipped", "_since", "_stage", "_work")
+    __slots__ = ("_outcome", "_shipped", "_stage", "_work")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
         **{key: to for key, to in Learner.TRANSITIONS.items() if key != (LearnerState.COMPUTING, Computed)},
@@ -95,7 +95,7 @@ class FrontLearner(Learner):
         super().__init__(role, setup)
         assert setup.plan.stage is not None
         self._stage = setup.plan.stage
-        self._shipped, self._since = False, 0.0
+        self._shipped = False
         self._outcome: Gradient | None = None
         self._work: Work | None = None
 
@@ -115,7 +115,7 @@ class FrontLearner(Learner):
         if self._stopping:
             return self._leave(now)
         self.state = LearnerState.SHIPPING
-        self._shipped, self._outcome, self._since = False, None, now
+        self._shipped, self._outcome = False, None
         work = self._work
         assert work is not None
         about = (self.log.learner, work.count, event.step, work.first, self.timestamp)
@@ -136,7 +136,6 @@ class FrontLearner(Learner):
         outcome = self._outcome
         if outcome is None or not self._shipped:
             return []
-        self.log.put_off(now - self._since)
         found = (outcome.loss, outcome.errors, outcome.samples)
         if self._stopping:
             return self._computed(Computed(outcome.step, *found), now)[0]
@@ -275,7 +274,9 @@ class StageServer(Shard):
         self._factor = job.placement.rate_factor(job.optimizer)
         self._ledger = Ledger(role, setup, reports=False)
         self._ledger.protocol = job.make_protocol(plan, plan.workers - 1)  # as if one learner were all there are
-        self.timestamp = setup.position.timestamp
+        # Of merged mini-batches that the parameter server had not applied, nobody knows how many there were.
+        position = setup.position
+        self.timestamp = self._ledger.timestamp = position.applied if self._merged else position.timestamp
         self._outbox = Outbox(role, plan.statistics, job.results.report_s)
         self._strides = {
             learner: portion(plan, learner, job.training.minibatch_size, job.cluster.parts).batch

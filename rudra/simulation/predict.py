@@ -215,7 +215,8 @@ def _evaluate(
     hosted: defaultdict[int, list[int]] = defaultdict(list)
     for learner in (plan.roles[i] for i in plan.learners):
         hosted[learner.world_rank].append(learner.index)
-    rate = sum(job.training.minibatch_size / _mean_s(steady, learners) for learners in hosted.values())
+    queued_s = float(rows["stages"]["wait_s"].mean()) if plan.stage is not None else 0.0
+    rate = sum(job.training.minibatch_size / (_mean_s(steady, learners) - queued_s) for learners in hosted.values())
     bounds = {"compute": training_samples / rate} | {name: seconds / epochs for name, seconds in work.items()}
     bound = max(bounds, key=lambda name: bounds[name])
     return Prediction(

@@ -11,12 +11,28 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rudra.compute.executor import Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor, torch_as_in
 from rudra.compute.making import make_executors
-from rudra.core.events import GRADIENT, WEIGHTS, Compute, Computed, Event, Local, Reduce, Update
+from rudra.compute.stages import FrontExecutor
+from rudra.core.events import (
+    ACTIVATIONS,
+    GRADIENT,
+    RETURNED,
+    WEIGHTS,
+    Backward,
+    Compute,
+    Computed,
+    Conclude,
+    Event,
+    Forward,
+    Local,
+    Reduce,
+    Update,
+)
 from rudra.core.messages import tail_bytes
 from rudra.data.load import load
 from rudra.errors import ConfigError
@@ -113,19 +129,40 @@ def _pull(owners: Mapping[int, Executor], into: Executor) -> None:
 
 def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float, float]:
     """Loss of the first mini-batch at the initial weights, and how long its gradient takes."""
-    _pull(owners, learner)
     assert isinstance(learner, LearnerExecutor)
-    compute = Compute(0, learner.source.work, WEIGHTS, GRADIENT)
-    next(learner.perform(compute))
+    if isinstance(learner, FrontExecutor):
+        compute = partial(_through_stage, owners, learner)
+    else:
+        _pull(owners, learner)
+        compute = partial(_outcome, learner, Compute(0, learner.source.work, WEIGHTS, GRADIENT))
+    compute()
     began = time.perf_counter()
-    computed = next(learner.perform(compute))
+    computed = compute()
     gradient_s = time.perf_counter() - began
-    assert isinstance(computed, Computed)
     loss = computed.loss
     if not math.isfinite(loss):
         text = "is all of the data finite, and does the loss fit?"
         raise ConfigError(f"the loss of the first mini-batch is {loss}, at the initial weights: {text}")
     return loss, gradient_s
+
+
+def _outcome(executor: Executor, action: Local) -> Computed:
+    (computed,) = executor.perform(action)
+    assert isinstance(computed, Computed)
+    return computed
+
+
+def _through_stage(owners: Mapping[int, Executor], learner: FrontExecutor) -> Computed:
+    """A gradient of a learner whose last layers are with a stage server."""
+    server, stage = owners.values()
+    work = learner.source.work
+    learner.buffer(WEIGHTS).vector.copy_(server.buffer(WEIGHTS).vector)
+    next(learner.perform(Forward(0, work, WEIGHTS, ACTIVATIONS)))
+    stage.buffer(ACTIVATIONS).vector.copy_(learner.buffer(ACTIVATIONS).vector)
+    computed = _outcome(stage, Conclude(work.stream, 0, work, ACTIVATIONS, WEIGHTS, GRADIENT, RETURNED))
+    learner.buffer(RETURNED).vector.copy_(stage.buffer(RETURNED).vector)
+    found = (computed.loss, computed.errors, computed.samples)
+    return _outcome(learner, Backward(0, WEIGHTS, RETURNED, GRADIENT, *found))
 
 
 def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ...]:
@@ -144,11 +181,12 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
         here = plan.on_rank(role.world_rank)
         taken = alone
         for i in here:
-            like = made[i if i in plan.owners else plan.statistics]
-            taken += (like.size * 4 + tail_bytes(plan.max_gradients_per_message)) * len(counted[i])
+            first = plan.learners[0] if plan.about(i).trains and plan.stage is not None else plan.statistics
+            like, tail = made[i if i in plan.owners else first], tail_bytes(plan.max_gradients_per_message)
+            taken += sum(like.size_of(name) * 4 + tail for name in counted[i])
             owner = made[plan.server if plan.about(i).trains else i] if plan.about(i).updates else None
             taken += owner.state_bytes() if isinstance(owner, OwnerExecutor) else 0
-        if not all(plan.roles[i].about.serves for i in here):
+        if not all(plan.roles[i].about.serves and not plan.roles[i].about.concludes for i in here):
             taken += of_model
         found[role.kind] = max(found.get(role.kind, 0), taken)
     return found

@@ -25,10 +25,9 @@ from rudra.core.events import (
     Send,
     Updated,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import Kind, Message, Rows
 from rudra.core.records import Gradient
 from rudra.core.work import Work
-from rudra.results.reader import Rows
 from rudra.roles.machine import Setup
 from rudra.roles.sharded import LOGGED
 from rudra.roles.stages import StageServer

@@ -25,13 +25,14 @@ from tqdm import tqdm
 
 from rudra.core.events import GRADIENT, SNAPSHOT, WEIGHTS, Accumulate, Compute, Copy, Evaluate
 from rudra.core.messages import Rows, tensor_bytes
-from rudra.errors import RunError
+from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
 from rudra.machine import cores
 from rudra.mpi.launch import launch
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
+from rudra.studies.profile import as_toml, profile
 from topologies import base
 
 if TYPE_CHECKING:
@@ -144,9 +145,18 @@ def calibrate(
     cases = [(size, count) for size in sizes for count in sorted({1, learners})]
     with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
+        layers = _layers(job, seconds)
         bar.update()
         probes = _probe(job, cases, alone, seconds or SECONDS, bar)
-    return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners)
+    return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers)
+
+
+def _layers(job: Job, seconds: float | None) -> str:
+    """What a cost file says of the layers of the model; nothing where it cannot be taken apart."""
+    try:
+        return as_toml(profile(job, seconds=seconds))
+    except ConfigError:
+        return ""
 
 
 def _timed(job: Job) -> Job:
@@ -155,6 +165,7 @@ def _timed(job: Job) -> Job:
     return job.without_tests().with_(
         hooks=(),
         changes=(),
+        placement={"cut": None},
         topology={"name": "base", "options": {}},
         cluster={"learners_per_rank": 1, "shares": ()},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
@@ -351,7 +362,7 @@ def derive(probes: Sequence[Probe], alone: Alone) -> Costs:
     )
 
 
-def cost_file(job: Job, found: Costs, size_bytes: int, learners: int) -> str:
+def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: str = "") -> str:
     """The text of a cost file.
 
     Args:
@@ -359,6 +370,7 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int) -> str:
         found: what it costs.
         size_bytes: of its model on the wire.
         learners: that were busy at once, at most.
+        layers: of its model, as TOML.
     """
     model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
     held = max(1, tensor_bytes(size_bytes))
@@ -392,6 +404,7 @@ gradient_s_per_byte = {found.gradient_s / held:.3g}  # {found.gradient_s * 1e3:.
 update_s_per_byte = {found.update_s / held:.3g}  # {found.update_s * 1e3:.3g} ms
 copy_s_per_byte = {found.copy_s / held:.3g}  # {found.copy_s * 1e3:.3g} ms
 evaluation_s = {found.evaluation_s:.3g}
+{layers}
 
 [measured]
 {about}

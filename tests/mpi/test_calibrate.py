@@ -36,6 +36,7 @@ def test_a_calibration_leaves_a_file_that_predicts(
     assert (said.out, said.err) == (f"wrote {path}; predict and simulate find it there\n", "")
     (model,) = tomllib.loads(path.read_text(encoding="utf-8"))["models"].values()
     assert list(model["compute_s"]) == ["8", "16"]
+    assert [layer["name"] for layer in model["layers"]] == list("01234567")
     found = predict(Job.load(job, ["cluster.learners=1"]))
     assert found.costs == str(path)
     steps = 1438 / 16

@@ -148,6 +148,11 @@ def dying_3() -> nn.Module:
     return Trap(15, "kill", 3)
 
 
+def dying_front() -> nn.Module:
+    """The first layer is that of learner 1's death."""
+    return nn.Sequential(dying_3(), nn.Linear(CLASSES, CLASSES))
+
+
 def deaf() -> nn.Module:
     """Nobody makes anything of the death of learner 1, and what it had promised never comes."""
     from rudra.core.events import Lost

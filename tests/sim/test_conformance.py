@@ -193,6 +193,25 @@ def test_learners_may_share_ranks_with_every_protocol_on_every_topology(
             check(run, timing(run, 90), 90)
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not averages(rule)], ids=text)
+def test_every_protocol_may_have_layers_with_a_stage_server(rule: dict[str, Any]) -> None:
+    for placed in ("merged", "synchronous"):
+        run = conform(rule, 4, slowdown={0: 5.0})
+        tables = {"cut": 1, "rule": placed}
+        if placed == "synchronous" and rule["name"] != "hardsync":
+            with pytest.raises(ConfigError, match="valid: protocol hardsync, or rule merged"):
+                run.with_(placement=tables)
+            continue
+        run = run.with_(placement=tables)
+        rows = timing(run, 90)
+        check(run, rows, 90)
+        stages, gradients = rows["stages"], rows["gradients"]
+        assert not stages["staleness"].any()
+        assert (np.diff(stages["timestamp"]) == 1).all() or placed == "synchronous"
+        of = {(row["learner"], row["step"]): row["front"] for row in stages}
+        assert all(of[row["learner"], row["step"]] == row["timestamp"] for row in gradients)
+
+
 @pytest.mark.parametrize("rule", [r for r in RULES if not {"n", "options"} & {*r} and r != DILOCO], ids=text)
 def test_with_one_learner_every_protocol_is_sequential(rule: dict[str, Any]) -> None:
     run = conform(rule, 1)

@@ -20,7 +20,18 @@ from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
 from rudra.simulation.costs import places
 from rudra.simulation.timing_only import TimingOnly
-from topologies.plan import AVERAGER, FIRST_SHARD, GROUPED, KINDS, OVERLAPPED, REPLICA, SHARDED, RoleKind
+from topologies.plan import (
+    AVERAGER,
+    FIRST_SHARD,
+    FRONT,
+    FRONT_SERVER,
+    GROUPED,
+    KINDS,
+    OVERLAPPED,
+    REPLICA,
+    SHARDED,
+    RoleKind,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -36,9 +47,11 @@ def machine(kind: RoleKind) -> Any:
     return resolve(kind.machine)
 
 
+OTHERS = [OVERLAPPED, GROUPED, REPLICA, AVERAGER, SHARDED, FIRST_SHARD, FRONT, FRONT_SERVER]
+
 NAMED = {
     change(kind, state, after)
-    for kind in map(machine, [*KINDS.values(), OVERLAPPED, GROUPED, REPLICA, AVERAGER, SHARDED, FIRST_SHARD])
+    for kind in map(machine, [*KINDS.values(), *OTHERS])
     for (state, _), to in kind.TRANSITIONS.items()
     for after in to.states
     if after is not state
@@ -48,14 +61,14 @@ NAMED = {
 WIDE = {
     **dict.fromkeys(
         [
-            (kind, state, "DONE")
-            for kind in ("Learner", "GroupLearner", "ShardedLearner")
-            for state in ("COMPUTING", "EXCHANGING")
+            *((kind, "EXCHANGING", "DONE") for kind in ("Learner", "GroupLearner", "ShardedLearner", "FrontLearner")),
+            *((kind, "COMPUTING", "DONE") for kind in ("Learner", "GroupLearner", "ShardedLearner", "FrontLearner")),
+            *(("FrontLearner", state, "DONE") for state in ("SHIPPING", "RETURNING")),
         ],
         "a learner that was dropped may hear of it only with the end of all; a simulated one is gone at once",
     ),
     **dict.fromkeys(
-        [("FirstShard", state, "INITIALISING") for state in ("TRAINING", "DRAINING")],
+        [(kind, state, "INITIALISING") for kind in ("FirstShard", "FrontServer") for state in ("TRAINING", "DRAINING")],
         "servers that share the weights never begin anew: a learner can be missed, and the job does not change",
     ),
     **dict.fromkeys(
@@ -154,6 +167,10 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
         follow(dying_, 60, seen, 0)
         for rule in ("easgd", "average"):
             follow(dying_.with_(protocol={"name": rule}, topology=replicas), 60, seen, 0)
+    for tenths in range(0, 40, 7):  # somebody stops it while learners compute, ship, and compute again
+        placed = alike("base", {"compute_s": 1.0}).with_(placement={"cut": 1})
+        follow(placed, 60, seen, 0, stop_at=tenths / 10)
+        follow(placed, 60, seen, 0)
     follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2), 60, seen, 0)
 
     @seed(0)

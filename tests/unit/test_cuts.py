@@ -12,6 +12,7 @@ from torch.nn import functional
 from rudra.compute import networks
 from rudra.compute.cuts import Chain, chain
 from rudra.compute.flat import FlatModel
+from rudra.data.trees import called
 from rudra.errors import ConfigError
 
 
@@ -53,7 +54,7 @@ class Functions(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
         self.relu = nn.ReLU(inplace=True)
         self.block = Block(4)
-        self.features = nn.Sequential(nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU(inplace=True))
+        self.features = nn.Sequential(nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
         self.head = Head(5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,6 +83,17 @@ class Head(nn.Module):
         return self.out(torch.tanh(self.hidden(x.mean((2, 3)) * self.scale)))
 
 
+class Outside(nn.Module):
+    """Functions in front of all layers and behind them, and two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layers(torch.stack([x, y], dim=1)) * 2  # type: ignore[no-any-return]
+
+
 class Staged(nn.Module):
     """Says what its layers are; torch.fx cannot trace it."""
 
@@ -104,6 +116,7 @@ OWN: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, list[str]]] = {
         pictures(3, 10, 10),
         ["relu", "block", "features", "features.1", "relu:2", "head", "head.out"],
     ),
+    "a function beside a layer": (lambda: Twice(), pictures(4), ["two", "three"]),
     "stages": (lambda: Staged(), pictures(6), ["stages.1", "three"]),
 }
 
@@ -176,13 +189,20 @@ def test_numbers_and_names_say_the_same(make: Callable[[], nn.Module], inputs: t
         assert found.crossings[index - 1].shape == tuple(found.cut(index)[0].eval()(inputs).shape)
 
 
+@pytest.mark.parametrize("inputs", [{"y": torch.arange(4.0), "x": torch.ones(4)}, (torch.ones(4), torch.arange(4.0))])
+def test_several_inputs_go_to_the_front(inputs: Any) -> None:
+    model = Outside()
+    found = chain(model, inputs)
+    assert found.names == ("layers.0", "layers.1", "layers.2", "layers.3")
+    front, back = found.cut("layers.3")
+    assert torch.equal(back(called(front, inputs)), called(model, inputs))
+
+
 def test_names_are_those_of_the_model() -> None:
     found = chain(Functions(), pictures(3, 10, 10))
-    assert found.names == (
-        *("conv", "relu", "block", "features.0", "features.1", "features.2", "relu:2", "head.hidden", "head.out"),
-    )
+    assert found.names == (*("conv", "relu", "block", "features.0", "features.1", "relu:2", "head.hidden", "head.out"),)
     assert found.place("features") == 3
-    assert found.place("head") == 7
+    assert found.place("head") == 6
 
 
 class Twice(nn.Module):
@@ -202,6 +222,8 @@ class Twice(nn.Module):
             return first  # type: ignore[no-any-return]
         if self.mode == "crossing":
             return self.three(self.two(first)) + x  # type: ignore[no-any-return]
+        if self.mode == "short cut":
+            return self.unused(self.three(self.two(first)) + first)  # type: ignore[no-any-return]
         return self.three(self.two(first) + first)  # type: ignore[no-any-return]
 
 
@@ -232,7 +254,7 @@ def with_tuples() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "at", "text"),
     [
-        (lambda: Twice(), "two", r"\[placement\] cut = 'two' is inside of layer '\w+', where more than one tensor cr"),
+        (lambda: Twice("short cut"), "three", r"cut = 'three' is inside of layer 'two', where more than one tensor cr"),
         (lambda: Twice("crossing"), "two", r"\[model\] Twice cannot be cut, as more than one tensor crosses everywhe"),
         (lambda: Twice("branch"), "two", r"\[model\] Twice .* as the `forward` of Twice asks whether it is training; "),
         (lambda: Twice("values"), "two", r"\[model\] Twice cannot be cut, as torch.fx cannot trace Twice: .*; make it"),
@@ -268,7 +290,7 @@ def test_stages_that_are_none(model: type[nn.Module], text: str) -> None:
 
 def test_no_gradient_goes_to_whole_numbers() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Embedding(20, 3), nn.Flatten(), nn.Linear(21, 2))
-    with pytest.raises(ConfigError, match="cut = 1: what crosses between '0' and '1' is torch.int64, which has no"):
+    with pytest.raises(ConfigError, match=r"cut = 1: what crosses between '0' and '1' is torch.int64, which has no"):
         chain(model, characters(7)).cut(1)
 
 

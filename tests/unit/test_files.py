@@ -24,6 +24,8 @@ COMMANDS = {  # what writes -> its command line, and the files that it makes
     "replay": ("replay run.h5 --until 1 --quiet", ["run-1.pt"]),
     "replay elsewhere": ("replay run.h5 --until 0 --quiet --output new.pt", ["new.pt"]),
     "calibrate": ("calibrate digits -o new.toml --quiet", ["new.toml"]),
+    "profile": (f"profile digits -o new.svg --seconds 0.01 {TINY}", ["new.svg"]),
+    "place": (f"place digits -o new.svg --seconds 0.01 {TINY}", ["new.svg"]),
     "report": ("report run.h5", ["report.html"]),
 }
 

@@ -13,7 +13,20 @@ import h5py
 import numpy as np
 import pytest
 
-from rudra.core.records import AVERAGE, EPOCH, EVENT, GRADIENT, LEARNER, METRIC, MINIBATCH, ROLE, TIMES, TOTALS, UPDATE
+from rudra.core.records import (
+    AVERAGE,
+    EPOCH,
+    EVENT,
+    GRADIENT,
+    LEARNER,
+    METRIC,
+    MINIBATCH,
+    ROLE,
+    STAGE,
+    TIMES,
+    TOTALS,
+    UPDATE,
+)
 from rudra.errors import ResultsError
 from rudra.files import check_output, file_system
 from rudra.job.job import Job
@@ -112,6 +125,7 @@ def test_layout_of_the_file_is_the_documented_one(tmp_path):
         "metrics": METRIC,
         "events": EVENT,
         "averages": AVERAGE,
+        "stages": STAGE,
         "roles": ROLE,
         "learners": LEARNER,
         "totals": TOTALS,
@@ -490,7 +504,7 @@ def _altered(path):
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
-        (_newer, "has format version 99; this Rudra reads 5 to 8$"),
+        (_newer, "has format version 99; this Rudra reads 5 to 9$"),
         (_incomplete, "damaged: gradients, .* missing"),
         (_cut, "truncated"),
         (lambda path: _cut(path, keep=10_000), "truncated|not a result file"),

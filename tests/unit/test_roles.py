@@ -32,6 +32,7 @@ from rudra.core.events import (
     Evaluated,
     Event,
     Fail,
+    Forwarded,
     Hashed,
     Lost,
     Received,
@@ -46,7 +47,7 @@ from rudra.core.events import (
     Updated,
     Withdrawn,
 )
-from rudra.core.messages import ROWS, Kind, Message, Word
+from rudra.core.messages import DESCRIBED, ROWS, Kind, Message, Word
 from rudra.errors import ProtocolError
 from rudra.job.job import Job
 from rudra.job.tables import FaultToleranceTable
@@ -56,6 +57,8 @@ from rudra.roles import group as group_
 from rudra.roles import learner as learner_
 from rudra.roles import overlapped as overlapped_
 from rudra.roles import server as server_
+from rudra.roles import sharded as sharded_
+from rudra.roles import stages as stages_
 from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
 from rudra.roles.machine import short_digest
@@ -272,6 +275,8 @@ def snapshot(epoch: int) -> Received:
 
 
 PLAIN = job("async", training={"epochs": 1})
+STAGED = job("async").with_(placement={"cut": 1}, training={"epochs": 1})
+STAGE = 2 + STAGED.learners
 TREE = job("async", 4, topology={"name": "adv", "options": {"fan_out": 2}})
 OVERLAPPED = job("async", topology={"name": "adv*", "options": {"outstanding": 2}})
 GROUPS = job("async", 4, topology={"name": "groups", "options": {"groups": 2}})
@@ -279,11 +284,12 @@ TESTED = {"epochs": 2, "evaluate": "always"}
 REPLICAS = job("async", topology={"name": "groups"}, training=TESTED).with_(cluster={"learners": 3})
 OVERLAPS = {learner_.LearnerState.HELD, learner_.LearnerState.LEAVING}
 AVERAGES = {learner_.LearnerState.STEPPING}
-"""Of a learner that overlaps alone, and of one that averages alone."""
+PLACED = {learner_.LearnerState.SHIPPING, learner_.LearnerState.RETURNING}
+"""Of a learner that overlaps alone, of one that averages alone, and of one whose last layers are elsewhere."""
 
 
 def from_(sender: int, kind: Kind, buffer: str | None = None, value: int = 0) -> Received:
-    gradients = (sent_gradient(0, 0, 0),) if kind is Kind.GRADIENT else ()
+    gradients = (sent_gradient(0, 0, 0),) if kind in DESCRIBED else ()
     return Received(Message(kind, sender, value=value, gradients=gradients), buffer)
 
 
@@ -295,13 +301,28 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "learner": (
         PLAIN,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES - PLACED,
         [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE],
+    ),
+    "learner of the first layers": (
+        STAGED,
+        FIRST_LEARNER,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
+        [
+            *(Started(), weights(0), HASHED, START, Forwarded(0), Sent("activations", STAGE)),
+            *(from_(STAGE, Kind.RETURNED, "returned"), computed(0), SENT, STOP, DONE),
+        ],
+    ),
+    "stage server": (
+        STAGED,
+        STAGE,
+        {*sharded_.ShardState},
+        [Started(), START, from_(FIRST_LEARNER, Kind.ACTIVATIONS, "activations 2"), computed(0), updated(1), DONE],
     ),
     "overlapped learner": (
         OVERLAPPED,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - AVERAGES,
+        {*learner_.LearnerState} - AVERAGES - PLACED,
         [
             *(Started(), weights(0), HASHED, START, computed(0), computed(1), Sent("gradient 0", SERVER), STOP),
             *(Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
@@ -310,7 +331,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "group learner": (
         GROUPS,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES - PLACED,
         [
             *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
@@ -396,6 +417,7 @@ def any_event(trigger: Any) -> Event:
         Hashed: HASHED,
         Updated: updated(1),
         Computed: computed(0),
+        Forwarded: Forwarded(0),
         Stepped: Stepped(0.0),
         Reduced: reduced(0),
         Evaluated: Evaluated("snapshot 0", (), 0.0),
@@ -439,6 +461,9 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
         averaging_.Averager,
         server_.ParameterServer,
         tree_.TreeServer,
+        stages_.FrontLearner,
+        stages_.FrontServer,
+        stages_.StageServer,
         statistics_.StatisticsServer,
     ],
 )

@@ -1,0 +1,54 @@
+"""`rudra profile`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rudra.cli.options import force_option, job_argument, search_beside, set_option, start_plainly
+
+SUMMARY = "measure what each layer of a job's model takes, holds and gives"
+
+MORE = """\
+Computes gradients of the job's mini-batches for some seconds, and prints the time of each layer forward and
+backward, the bytes of its parameters, and those of its output for one sample. The sum stands beside the time of
+a whole step that is not taken apart. The model must be a chain of layers: an nn.Sequential, one with a method
+`stages()`, or one whose `forward` torch.fx can trace."""
+
+EXAMPLES = {
+    "rudra profile digits": "print the layers of lenet, with their times",
+    "rudra profile my-job.toml -o layers.svg": "draw them, too",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    job_argument(parser)
+    about = "draw times, sizes and the share of the parameters: .png, .svg or .pdf"
+    parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=about)
+    set_option(parser)
+    force_option(parser, "PICTURE.png")
+    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of computation; default: 2")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from rudra.job.job import Job
+    from rudra.studies import profile
+
+    start_plainly("profile")
+    search_beside(arguments.job)
+    job = Job.load(arguments.job, arguments.overrides)
+    if arguments.output is not None:
+        from rudra.report import layers
+
+        layers.check(arguments.output, force=arguments.force)
+    found = profile.profile(job, seconds=arguments.seconds)
+    if arguments.json:
+        print(json.dumps(found.as_dict()))
+    else:
+        threads = "thread" if found.threads == 1 else "threads"
+        print(f"{found.name}: μ = {found.minibatch_size}, {found.threads} {threads}")
+        print(profile.as_text(found))
+    if arguments.output is not None:
+        layers.draw(found.layers, arguments.output, found.name, force=arguments.force)
+        print(f"wrote {arguments.output}")
+    return 0

@@ -1,0 +1,223 @@
+"""Where a model is to be cut between learners and a stage server, from what its layers hold, give and cost.
+
+Source: Park et al., RALP, §4.3, for the skewness of parameters, its threshold, and the cut that sends least. The
+paper's Equation 1 is the skewness of parameter sizes, which is positive for all of its networks; its Table 1 is that of
+the parameters' positions, which is what is computed here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+THRESHOLD = -0.5
+"""The skewness up to which the paper cuts a model."""
+
+Rule = Literal["ralp", "auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        name: in the model.
+        kind: "convolution", "pool", "linear", "recurrent" or "embedding"; "" of one that only shapes or scales.
+        parameters_bytes: that it holds.
+        output_bytes: that go to the next layer, of one sample; forward and, as a gradient, backward.
+        forward_s: of a mini-batch.
+        backward_s: of a mini-batch.
+        cut: whether the model can be cut behind it.
+    """
+
+    name: str
+    kind: str
+    parameters_bytes: int
+    output_bytes: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    cut: bool = True
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Who takes part in a step, and the link of the server's node.
+
+    Attributes:
+        learners: λ.
+        minibatch_size: μ.
+        bytes_per_s: of the link, in each direction.
+        latency_s: of a message.
+        back_speed: how many times as fast the stage server computes as a learner does.
+    """
+
+    learners: int
+    minibatch_size: int
+    bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+    back_speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a step of all learners sends and takes when a model is cut.
+
+    Attributes:
+        index: how many layers the front has.
+        name: of the first layer of the back.
+        front_bytes: of the front's parameters.
+        activations_bytes: of a learner's mini-batch, at the cut.
+        placed_bytes: that all learners send and get in a step, in tensors.
+        step_s: predicted.
+        between_convolutions: whether a convolution is behind it.
+    """
+
+    index: int
+    name: str
+    front_bytes: int
+    activations_bytes: int
+    placed_bytes: int
+    step_s: float
+    between_convolutions: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether and where to cut a model.
+
+    Attributes:
+        cut: the one chosen; None where placing layers does not pay.
+        why: in a sentence.
+        skewness: of the parameters.
+        cuts: all that the model admits.
+        server_bytes: of tensors in a step through a parameter server.
+        allreduce_bytes: likewise by a ring.
+        server_s: predicted for a step through a parameter server.
+        allreduce_s: likewise by a ring.
+    """
+
+    cut: Cut | None
+    why: str
+    skewness: float
+    cuts: tuple[Cut, ...]
+    server_bytes: int
+    allreduce_bytes: int
+    server_s: float
+    allreduce_s: float
+
+
+def skewness(layers: Sequence[Layer]) -> float:
+    """How far the parameters are at the end of a model (below zero) or at its beginning (above).
+
+    The third standardised moment of the position of a parameter, counted in layers that have a kind; what the others
+    hold belongs to the one before. 0 where all parameters are in one layer.
+    """
+    held: list[int] = []
+    for layer in layers:
+        if layer.kind or not held:
+            held.append(0)
+        held[-1] += layer.parameters_bytes
+    total = sum(held)
+    if not total:
+        return 0.0
+    mean = sum(place * size for place, size in enumerate(held)) / total
+    second, third = (sum(size * (place - mean) ** n for place, size in enumerate(held)) / total for n in (2, 3))
+    return third / second**1.5 if second else 0.0
+
+
+def cuts(layers: Sequence[Layer], cluster: Cluster) -> tuple[Cut, ...]:
+    """All cuts that the model admits, with what they send and take."""
+    last = max((place for place, layer in enumerate(layers) if layer.kind == "convolution"), default=-1)
+    found, front_bytes = [], 0
+    for index, layer in enumerate(layers[:-1], 1):
+        front_bytes += layer.parameters_bytes
+        if layer.cut:
+            sent = layer.output_bytes * cluster.minibatch_size
+            placed = 2 * cluster.learners * (sent + front_bytes)
+            step_s = placed_s(layers, index, cluster)
+            found.append(Cut(index, layers[index].name, front_bytes, sent, placed, step_s, index <= last))
+    return tuple(found)
+
+
+def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
+    """Seconds of a synchronous step with layers placed: the stage server takes one learner's mini-batch after another.
+
+    Activations arrive over one link, one learner's after the other; while they do, the server computes.
+    """
+    front, back = layers[:index], layers[index:]
+    transfer_s = front[-1].output_bytes * cluster.minibatch_size / cluster.bytes_per_s
+    back_s = sum(layer.seconds for layer in back) / cluster.back_speed
+    weights_s = sum(layer.parameters_bytes for layer in front) / cluster.bytes_per_s
+    stage_s = 2 * transfer_s + back_s + (cluster.learners - 1) * max(transfer_s, back_s)
+    exchange_s = 2 * cluster.learners * weights_s
+    return sum(layer.seconds for layer in front) + stage_s + exchange_s + 4 * cluster.latency_s
+
+
+def server_s(layers: Sequence[Layer], cluster: Cluster) -> float:
+    """Seconds of a synchronous step through a parameter server, whose link all gradients and weights cross."""
+    size = sum(layer.parameters_bytes for layer in layers)
+    transfer_s = 2 * cluster.learners * size / cluster.bytes_per_s
+    return sum(layer.seconds for layer in layers) + transfer_s + 2 * cluster.latency_s
+
+
+def allreduce_s(layers: Sequence[Layer], cluster: Cluster) -> float:
+    """Seconds of a synchronous step by a ring."""
+    size, others = sum(layer.parameters_bytes for layer in layers), cluster.learners - 1
+    transfer_s = 2 * size * others / cluster.learners / cluster.bytes_per_s
+    return sum(layer.seconds for layer in layers) + transfer_s + 2 * others * cluster.latency_s
+
+
+def choose(rule: Rule, layers: Sequence[Layer], cluster: Cluster, threshold: float = THRESHOLD) -> Decision:
+    """Where to cut a model.
+
+    Args:
+        rule: "ralp", the paper's: where parameters are skewed, the cut behind the last convolution that sends least;
+            "auto": the cut whose step is predicted to be the shortest.
+        layers: of the model, in order.
+        cluster: who takes part.
+        threshold: the skewness up to which "ralp" cuts.
+    """
+    size, skewed, found = sum(layer.parameters_bytes for layer in layers), skewness(layers), cuts(layers, cluster)
+    decide: Callable[[], tuple[Cut | None, str]] = {
+        "ralp": lambda: _least_sent(found, size, skewed, threshold),
+        "auto": lambda: _shortest(found, server_s(layers, cluster), allreduce_s(layers, cluster)),
+    }[rule]
+    cut, why = decide() if found else (None, "the model cannot be cut anywhere")
+    return Decision(
+        cut,
+        why,
+        skewed,
+        found,
+        server_bytes=2 * cluster.learners * size,
+        allreduce_bytes=2 * (cluster.learners - 1) * size,
+        server_s=server_s(layers, cluster),
+        allreduce_s=allreduce_s(layers, cluster),
+    )
+
+
+def _least_sent(found: Sequence[Cut], size: int, skewed: float, threshold: float) -> tuple[Cut | None, str]:
+    if not skewed <= threshold:
+        return None, f"skewness {skewed:.2f} is above the threshold, {threshold:g}: parameters are not at the end"
+    behind = [cut for cut in found if not cut.between_convolutions]
+    if not behind:
+        return None, "every cut has a convolution behind it"
+    best = min(behind, key=lambda cut: cut.placed_bytes)
+    sent = best.activations_bytes + best.front_bytes
+    if sent >= size:
+        return None, f"activations and the front's parameters, {_mb(sent)}, are not less than the model's, {_mb(size)}"
+    return best, f"it sends least: {_mb(sent)} each way for a learner, where the whole model is {_mb(size)}"
+
+
+def _shortest(found: Sequence[Cut], server: float, allreduce: float) -> tuple[Cut | None, str]:
+    best = min(found, key=lambda cut: cut.step_s)
+    name, other = min(("the server", server), ("allreduce", allreduce), key=lambda form: form[1])
+    if best.step_s >= other:
+        return None, f"a step takes {best.step_s:.3g} s at best, cut at {best.name}, and {other:.3g} s by {name}"
+    return best, f"a step takes {best.step_s:.3g} s, and {other:.3g} s by {name}"
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:.3g} MB"

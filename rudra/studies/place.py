@@ -1,0 +1,117 @@
+"""Where a job's model would best be cut between its learners and a stage server."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rudra.core.placement import THRESHOLD, Cluster, Cut, Decision, Layer, Rule, choose
+from rudra.findings import Report
+from rudra.job.job import Job
+from rudra.job.simulation import SimulationTable
+from rudra.simulation import costs
+from rudra.studies.profile import profile
+
+RULES: tuple[Rule, ...] = ("ralp", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What both rules say.
+
+    Attributes:
+        name: of the job.
+        layers: of its model.
+        cluster: who takes part.
+        threshold: of the skewness.
+        decisions: by rule.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    cluster: Cluster
+    threshold: float
+    decisions: Mapping[Rule, Decision]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        chosen = {rule: {"cut": d.cut and d.cut.name, "why": d.why} for rule, d in self.decisions.items()}
+        about = asdict(self.decisions["ralp"])
+        about = {key: value for key, value in about.items() if key not in {"cut", "why"}}
+        layers = [asdict(layer) for layer in self.layers]
+        return {"job": self.name, **asdict(self.cluster), "layers": layers, **about, "chosen": chosen}
+
+
+def place(
+    job: Job, *, threshold: float = THRESHOLD, back_speed: float = 1.0, seconds: float | None = None
+) -> Placement:
+    """Asks both rules where to cut a job's model. Its layers are measured where its costs do not tell them.
+
+    Args:
+        job: its link and latency are those of `[simulation]`.
+        threshold: the skewness up to which "ralp" cuts.
+        back_speed: how many times as fast as a learner the stage server computes.
+        seconds: how long steps are timed.
+
+    Raises:
+        RudraError: a mistake in the job, or its model is no chain of layers.
+    """
+    table = costs.load(job).simulation
+    layers = known(table, job.training.minibatch_size) or profile(job, seconds=seconds).with_loss
+    cluster = Cluster(
+        job.resolved().learners,
+        job.training.minibatch_size,
+        table.bandwidth_bytes_per_s,
+        table.latency_s,
+        back_speed,
+    )
+    decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}
+    return Placement(job.name, layers, cluster, threshold, decisions)
+
+
+def known(table: SimulationTable, minibatch_size: int) -> tuple[Layer, ...]:
+    """The layers that costs tell of; none where they do not."""
+    return tuple(
+        Layer(
+            each.name,
+            each.kind,
+            each.parameters_bytes,
+            each.output_bytes,
+            _at(each.forward_s, minibatch_size),
+            _at(each.backward_s, minibatch_size),
+            cut=each.cut and index < len(table.layers),
+        )
+        for index, each in enumerate(table.layers, 1)
+    )
+
+
+def _at(times: Mapping[int, float], minibatch_size: int) -> float:
+    """Seconds at that μ; what takes no time at any μ takes none."""
+    return costs.at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)
+
+
+def as_text(found: Placement) -> str:
+    """A table of the cuts, and what was chosen and why."""
+    cluster, about = found.cluster, found.decisions["ralp"]
+    rate = f"{cluster.bytes_per_s:.3g} B/s, {cluster.latency_s * 1e6:.3g} µs"
+    head = f"{found.name}: λ = {cluster.learners}, μ = {cluster.minibatch_size}, link of the server {rate}"
+    report = Report(["first layer of the back", "front, kB", "activations, kB", "tensors a step, MB", "step, ms", ""])
+    for cut in about.cuts:
+        sizes = [f"{size / 1e3:,.1f}" for size in (cut.front_bytes, cut.activations_bytes)]
+        sizes.append(f"{cut.placed_bytes / 1e6:,.2f}")
+        report.rows.append((cut.name, *sizes, f"{cut.step_s * 1e3:.3g}", _said(found, cut)))
+    for name, size, seconds in (
+        ("(parameter server)", about.server_bytes, about.server_s),
+        ("(allreduce)", about.allreduce_bytes, about.allreduce_s),
+    ):
+        report.rows.append((name, "", "", f"{size / 1e6:,.2f}", f"{seconds * 1e3:.3g}", ""))
+    report.notes = [f"Skewness of the parameters {about.skewness:.2f}; threshold {found.threshold:g}."]
+    for rule, decision in found.decisions.items():
+        where = "no cut" if decision.cut is None else f"cut = {decision.cut.name!r}"
+        report.notes.append(f"{rule}: {where}: {decision.why}.")
+    return f"{head}\n{report.as_text()}"
+
+
+def _said(found: Placement, cut: Cut) -> str:
+    """Which rules choose a cut, and what speaks against it."""
+    rules = [rule for rule, decision in found.decisions.items() if decision.cut and decision.cut.index == cut.index]
+    return ", ".join([*rules, *(["convolutions behind it"] if cut.between_convolutions else [])])

@@ -1,0 +1,186 @@
+"""Measures what each layer of a job's model takes, holds and gives, in the steps of its training.
+
+A step is computed as any learner does, and the times are noted at which its layers begin and end.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rudra.core.placement import Layer
+from rudra.errors import ConfigError
+from rudra.findings import Report
+from rudra.job.job import Job
+from rudra.machine import cores
+
+if TYPE_CHECKING:
+    import torch
+
+    from rudra.compute.timing import TimedChain
+
+SECONDS = 2.0
+"""How long steps are timed, half of them with layers and half without."""
+
+LEAST, MOST = 5, 400
+"""Steps of each kind."""
+
+_QUICKEST = 4  # one in so many steps counts, the quickest: on a shared machine the others are not ours alone
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a model's layers cost.
+
+    Attributes:
+        name: of the job.
+        minibatch_size: μ.
+        layers: of the model, in order.
+        loss_s: of the loss, forward and backward.
+        rest_s: of what else a step does, such as gathering the gradient into one vector.
+        step_s: of a whole step, without anything noted on the way.
+        threads: of torch.
+    """
+
+    name: str
+    minibatch_size: int
+    layers: tuple[Layer, ...]
+    loss_s: float
+    rest_s: float
+    step_s: float
+    threads: int
+
+    @property
+    def sum_s(self) -> float:
+        """Of all parts."""
+        return sum(layer.seconds for layer in self.layers) + self.loss_s + self.rest_s
+
+    @property
+    def with_loss(self) -> tuple[Layer, ...]:
+        """The layers; whoever has the last computes the loss, too."""
+        *others, last = self.layers
+        return *others, replace(last, backward_s=last.backward_s + self.loss_s)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "sum_s": self.sum_s}
+
+
+def profile(job: Job, *, seconds: float | None = None) -> Profile:
+    """Measures.
+
+    Args:
+        job: whose model, data, μ and threads count.
+        seconds: how long steps are timed; by default `SECONDS`.
+
+    Raises:
+        RudraError: a mistake in the job, or its model is no chain of layers.
+    """
+    from rudra.compute import models, tasks
+    from rudra.compute.cuts import chain
+    from rudra.compute.executor import torch_as_in
+    from rudra.compute.flat import FlatModel
+    from rudra.compute.gradients import GradientSource
+    from rudra.compute.timing import TimedChain, layers_of
+    from rudra.core.work import portion
+    from rudra.data import trees
+    from rudra.data.load import load
+    from rudra.simulation.tensors import find_device
+
+    if job.training.compile:
+        raise ConfigError(f"{job.name}: compiled code has no layers to time; leave [training] compile out")
+    threads = job.resolved(cores=cores()).cluster.threads_per_rank
+    job = job.with_(
+        topology={"name": "base", "options": {}},
+        protocol={"name": "async", "n": None, "options": {}},
+        cluster={"learners_per_rank": 1, "shares": ()},
+    ).resolved(learners=1, threads_per_rank=threads)
+    device, plan = find_device(job), job.plan()
+    with torch_as_in(job):
+        data = load(job.data, test=False, seed=job.training.seed)
+        assert data.training is not None
+        task = tasks.make(job.task, data.info.classes)
+        plain = models.build(job.model, data.info, job.training.seed).to(device)
+        noted = models.build(job.model, data.info, job.training.seed).to(device)
+        models.check_model_output(plain, task, data.info)
+        flat = FlatModel(plain, task, 1, job.training.precision)
+        work = portion(plan, plan.learners[0], job.training.minibatch_size, ()).work(0)
+        inputs, target = GradientSource(job, 0, work, flat, data.training, prefetch=False).minibatch(0, work)
+        found = chain(noted, trees.moved(inputs, device))
+        timed = TimedChain(found, device)
+        whole = FlatModel(timed, task, 1, job.training.precision)
+        step, alone = (_step(each, inputs, target, device) for each in (whole, flat))
+        times, step_s = _measured(timed, step, alone, seconds or SECONDS)
+    middle = [median(column) for column in zip(*times, strict=True)]
+    made = zip(layers_of(found), middle, middle[len(found.layers) :], strict=False)
+    layers = tuple(replace(layer, forward_s=there, backward_s=back) for layer, there, back in made)
+    return Profile(job.name, work.count, layers, middle[-2], middle[-1], step_s, threads or 1)
+
+
+def _step(flat: Any, inputs: Any, target: Any, device: "torch.device") -> Callable[[], None]:
+    """One gradient, as a learner computes it."""
+    import torch
+
+    weights, out = torch.empty(2, flat.size, device=device)
+    flat.read_into(weights)
+    flat.bind(weights)
+
+    def step() -> None:
+        flat.gradient(inputs, target, out, 0)
+
+    return step
+
+
+def _measured(
+    timed: "TimedChain", step: Callable[[], None], alone: Callable[[], None], seconds: float
+) -> tuple[list[list[float]], float]:
+    """Times of the parts of quick steps, and the median of quick steps without any note, taken in turns."""
+    step()
+    alone()
+    timed.listen()
+    times: list[list[float]] = []
+    wholes: list[float] = []
+    ends = time.perf_counter() + seconds
+    while len(wholes) < LEAST or (time.perf_counter() < ends and len(wholes) < MOST):
+        began = timed.now()
+        step()
+        times.append(timed.parts(began, timed.now()))
+        began = timed.now()
+        alone()
+        wholes.append(timed.now() - began)
+    quick = max(1, len(wholes) // _QUICKEST)
+    return sorted(times, key=sum)[:quick], median(sorted(wholes)[:quick])
+
+
+def as_toml(found: Profile) -> str:
+    """`layers` of a cost file (`rudra.job.simulation.LayerCost`)."""
+    size = found.minibatch_size
+    rows = [
+        f"  {{ name = {json.dumps(layer.name)}, kind = {json.dumps(layer.kind)}"
+        f", parameters_bytes = {layer.parameters_bytes}, output_bytes = {layer.output_bytes}"
+        f", forward_s = {{ {size} = {layer.forward_s:.4g} }}, backward_s = {{ {size} = {layer.backward_s:.4g} }}"
+        f", cut = {json.dumps(layer.cut)} }},"
+        for layer in found.with_loss
+    ]
+    return "\n".join(["layers = [", *rows, "]"])
+
+
+def as_text(found: Profile) -> str:
+    """A table with one row for each layer."""
+    report = Report(
+        ["layer", "kind", "forward, ms", "backward, ms", "of a step", "parameters, kB", "output, kB/sample"]
+    )
+    for layer in found.layers:
+        times = (f"{seconds * 1e3:.3f}" for seconds in (layer.forward_s, layer.backward_s))
+        held = (f"{size / 1e3:,.1f}" if size else "–" for size in (layer.parameters_bytes, layer.output_bytes))
+        report.rows.append((layer.name, layer.kind, *times, f"{layer.seconds / found.sum_s:.1%}", *held))
+    for name, seconds in (("loss", found.loss_s), ("all else", found.rest_s)):
+        report.rows.append((name, "", f"{seconds * 1e3:.3f}", "", f"{seconds / found.sum_s:.1%}", "", ""))
+    ratio = found.sum_s / found.step_s
+    report.notes = [
+        f"Sum {found.sum_s * 1e3:.3f} ms; a whole step that is not taken apart {found.step_s * 1e3:.3f} ms: "
+        f"ratio {ratio:.3f}.",
+    ]
+    return report.as_text()

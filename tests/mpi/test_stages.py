@@ -1,0 +1,82 @@
+"""Layers with a stage server, on real ranks: the bits of virtual time, resumed, and with ranks that die."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import finish, ranks_of, replays, start, updates, wait_for_updates
+from test_losses import job_file as dying_job
+from test_resume import job_file, run_until
+
+import rudra
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+SYNCHRONOUS = '[placement]\ncut = 1\nrule = "synchronous"\n'
+
+
+def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_have_them_all(tmp_path: Path) -> None:
+    """BatchNorm and dropout are with the stage server."""
+    job, output = job_file(tmp_path, "hardsync", more=SYNCHRONOUS), tmp_path / "out.h5"
+    code, err = run_until(job, output, 20, signal.SIGKILL)
+    assert code == -9, err
+    code, err = run_until(job, output, updates(output) + 15, signal.SIGTERM)
+    assert code == 3, err
+    code, _, err = finish(start("run", job, "--output", output, "--resume"))
+    assert code == 0, err
+    whole = rudra.Job.load(job, ["placement.cut="])
+    with rudra.simulate(whole, output=tmp_path / "whole.h5", progress="quiet") as results:
+        expected, digests = results.summary(), results.updates["digest"]
+    with rudra.open_results(output) as results:
+        found = results.summary()
+        assert found["weights_sha256"] == expected["weights_sha256"] is not None
+        assert np.array_equal(results.updates["digest"], digests)
+        assert found["train_loss"] == expected["train_loss"]
+        assert len(results.stages) == len(results.gradients)
+        assert not results.stages["staleness"].any()
+        assert results.events["kind"].tolist().count(b"restart") == 2
+    assert replays(output)
+
+
+def test_merged_layers_replay_and_outlive_a_learner(tmp_path: Path) -> None:
+    job = dying_job(tmp_path, "async", placement="cut = 1\nlearning_rate = 0.02\nmomentum = 0.5")
+    output = tmp_path / "out.h5"
+    code, _, err = finish(start("run", job, "--output", output))
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        stages, gradients = results.stages, results.gradients
+        assert not stages["staleness"].any()
+        assert gradients["staleness"].any()
+        assert np.array_equal(stages["timestamp"], np.arange(1, len(stages) + 1))
+        assert results.summary()["final_test_error"] < 0.3
+    assert replays(output)
+    left = dying_job(tmp_path, "async", "dying_front", placement="cut = 1")
+    code, _, err = finish(start("run", left, "--output", tmp_path / "left.h5"))
+    assert code == 0, err
+    assert "learner 1 (rank 3) died; 2 learners are left" in err
+    with rudra.open_results(tmp_path / "left.h5") as results:
+        assert results.status == "finished"
+        totals = results.totals[0]
+        assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
+        assert {*results.stages["learner"]} == {0, 1, 2}
+    assert replays(tmp_path / "left.h5")
+
+
+def test_a_stage_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    job, output = job_file(tmp_path, "softsync", more="[placement]\ncut = 1\n"), tmp_path / "out.h5"
+    process = start("run", job, "--output", output)
+    wait_for_updates(process, output, 20)
+    os.kill(ranks_of(process)[5], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1, err
+    assert "stage server (rank 5) died" in err
+    assert output.with_suffix(".ckpt").exists()
+    code, _, err = finish(start("resume", output))
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        keys = {(row["learner"], row["step"]) for row in results.stages}
+        assert len(keys) == len(results.stages), "what is done again is recorded once"
+        assert keys >= {(row["learner"], row["step"]) for row in results.gradients}
+    assert replays(output)

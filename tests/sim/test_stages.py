@@ -1,0 +1,272 @@
+"""Layers with a stage server: the bits of one server's hardsync, no staleness when merged, and replays of both."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clusters import Guarded, job, train
+from clusters import timing as timed
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
+from test_replay import points
+from torch import nn
+
+import rudra
+from rudra.errors import ConfigError, RunError
+from rudra.job.job import Job
+
+SYNCHRONOUS = {"cut": 3, "rule": "synchronous"}
+EXPECTED = ("no learner is left", "died before training began")
+
+
+def dropping() -> nn.Module:
+    """Draws random numbers on both sides of a cut at "middle"; the last layers have buffers, and change their input."""
+    layers = OrderedDict(first=nn.Linear(12, 24), drop=nn.Dropout(0.3), middle=nn.ReLU(inplace=True))
+    layers |= OrderedDict(again=nn.Dropout(0.5), norm=nn.BatchNorm1d(24), last=nn.Linear(24, 4))
+    return nn.Sequential(layers)
+
+
+def small(rule_: str, learners: int, **tables: Any) -> Job:
+    """The network above, on a few points."""
+    return Job(
+        model={"name": dropping},
+        data={"name": points, "classes": 4},
+        training={"epochs": 3, "minibatch_size": 4, "seed": 5, **tables.pop("training", {})},
+        optimizer={"learning_rate": 0.02, "momentum": 0.9, **tables.pop("optimizer", {})},
+        protocol={"name": rule_, **tables.pop("protocol", {})},
+        cluster={"learners": learners, "threads_per_rank": 1},
+        simulation={"jitter": 0.8, "latency_jitter_s": 0.02, **tables.pop("simulation", {})},
+        **tables,
+    )
+
+
+def digits(model: str, learners: int, **tables: Any) -> Job:
+    return Job(
+        model={"name": model},
+        data={"name": "digits", "train_limit": 480},
+        training={"epochs": 2, "minibatch_size": 16},
+        optimizer={"learning_rate": 0.05, "momentum": 0.9, "milestones": (1,)},
+        protocol={"name": "hardsync"},
+        cluster={"learners": learners, "threads_per_rank": 1},
+        simulation={"jitter": 0.8},
+        **tables,
+    )
+
+
+GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*", "weight_decay": 0.01})
+
+
+@pytest.mark.parametrize(
+    ("run", "cut"),
+    [
+        (digits("mlp", 3), 3),
+        (digits("lenet", 3), 5),
+        (digits("lenet", 2), 6),  # the last layers change what crosses
+        (small("hardsync", 3), "middle"),
+        (small("hardsync", 2, optimizer={"groups": GROUPS, "momentum_form": "caffe"}), "norm"),
+        (small("hardsync", 3, optimizer={"name": "adam", "momentum": 0.0, "schedule": "cosine"}), "again"),
+    ],
+    ids=["mlp", "lenet", "in-place", "dropout", "groups", "adam"],
+)
+def test_synchronous_is_hardsync_with_all_layers_at_the_learners(tmp_path: Path, run: Job, cut: Any) -> None:
+    """The same rows, digests of weights, tests and final weights, bit for bit."""
+    whole, placed = run, run.with_(placement={"cut": cut, "rule": "synchronous"})
+    with rudra.simulate(whole, output=tmp_path / "whole.h5", progress="quiet") as one:
+        sha, gradients, updates, epochs = one.state["weights_sha256"], one.gradients, one.updates, one.epochs
+    with rudra.simulate(placed, output=tmp_path / "placed.h5", progress="quiet") as other:
+        assert other.attributes["initial_weights_sha256"] == one.attributes["initial_weights_sha256"]
+        assert other.gradients.tobytes() == gradients.tobytes()
+        for name in ("digest", "learning_rate", "samples"):
+            assert (other.updates[name] == updates[name]).all()
+        for name in ("weights_sha256", "test_loss", "train_loss"):
+            assert (other.epochs[name] == epochs[name]).all()
+        assert other.state["weights_sha256"] == sha
+        assert np.array_equal(other.stages["timestamp"], gradients["update"])
+        assert np.array_equal(other.stages["learner"], gradients["learner"])
+        assert not other.stages["staleness"].any()
+        assert (other.stages["front"] == gradients["timestamp"]).all()
+    assert rudra.replay(tmp_path / "placed.h5", job=placed, quiet=True).identical
+
+
+def test_merged_with_one_learner_is_hardsync_with_one(tmp_path: Path) -> None:
+    whole = small("hardsync", 1)
+    placed = whole.with_(placement={"cut": "middle"})
+    digests = []
+    for run, name in ((whole, "whole"), (placed, "placed")):
+        with rudra.simulate(run, output=tmp_path / f"{name}.h5", progress="quiet") as results:
+            digests.append((results.state["weights_sha256"], results.updates["learning_rate"].tolist()))
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(("protocol", "n"), [("async", None), ("softsync", 2), ("hardsync", None)])
+def test_merged_layers_are_never_stale(tmp_path: Path, protocol: str, n: int | None) -> None:
+    """Each mini-batch makes one update of theirs, at a rate of its own; the others are as stale as ever."""
+    tables = {"placement": {"cut": "norm", "learning_rate": 0.01, "momentum": 0.5}}
+    run = small(protocol, 4, protocol={} if n is None else {"n": n}, optimizer={"milestones": (1,)}, **tables)
+    with rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet") as results:
+        stages, gradients = results.stages, results.gradients
+        told = results.events[results.events["kind"] == b"stages"]
+        assert not stages["staleness"].any()
+        assert np.array_equal(stages["timestamp"], np.arange(1, len(stages) + 1))
+        applied = {(row["learner"], row["step"]): row["timestamp"] for row in gradients}
+        concluded = {(row["learner"], row["step"]): row["front"] for row in stages}
+        assert len(concluded) == len(stages)
+        assert applied.items() <= concluded.items()
+        assert gradients["staleness"].any() == (protocol != "hardsync")
+        factor = run.with_(placement={"cut": None}).make_protocol(run.plan(), 3).modulation.rate_factor(0.0)
+        assert stages["learning_rate"][0] == pytest.approx(0.01 * factor)
+        assert stages["learning_rate"][-1] == pytest.approx(0.001 * factor)
+        tested = results.epochs[results.epochs["weights_sha256"] != b""]
+        assert np.array_equal(told["timestamp"], tested["timestamp"]), "a snapshot names both timestamps"
+        assert told["gradients"][-1] == len(stages), "and after the last one nothing changes"
+    assert rudra.replay(tmp_path / "run.h5", job=run, quiet=True).identical
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Job:
+    """Learners that lag behind each other, links that are slow, and learners that die."""
+    learners = draw(st.integers(1, 5))
+    protocol = draw(st.sampled_from(["hardsync", "softsync", "async"]))
+    rule = draw(st.sampled_from(["merged", *(["synchronous"] if protocol == "hardsync" else [])]))
+    times = st.sampled_from([0.0, 1e-3, 0.05])
+    dying = draw(st.lists(st.integers(0, learners - 1), max_size=2, unique=True))
+    return small(
+        protocol,
+        learners,
+        placement={"cut": draw(st.sampled_from(["middle", "again"])), "rule": rule}
+        if draw(st.booleans())
+        else {"cut": 4, "rule": rule, "momentum": 0.0, "learning_rate": 0.01},
+        protocol={"n": draw(st.integers(1, learners))} if protocol == "softsync" else {},
+        training={"epochs": 2, "seed": draw(st.integers(0, 2**20)), "evaluate": draw(st.booleans())},
+        simulation={
+            "compute_s": 0.05,
+            "jitter": draw(st.sampled_from([0.0, 0.9])),
+            "latency_jitter_s": draw(times),
+            "bandwidth_bytes_per_s": draw(st.sampled_from([1e4, 1e5, 1e9])),
+            "message_s": draw(times),
+            "update_s": draw(times),
+            "evaluation_s": draw(st.sampled_from([0.0, 5.0])),
+            "detection_s": draw(times),
+            "faults": [{"learner": i, "dies_at_s": draw(st.floats(0.1, 3.0))} for i in dying],
+        },
+    )
+
+
+@pytest.mark.slow
+@cases(40)
+@given(st.data())
+def test_whoever_is_fast_and_whoever_dies(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Every gradient is accounted for, no mini-batch is taken in twice, and the record determines the weights."""
+    run = data.draw(runs())
+    path = tmp_path_factory.mktemp("run") / "run.h5"
+    try:
+        results = rudra.simulate(run, output=path, progress="quiet")
+    except RunError as error:
+        if not any(text in str(error) for text in EXPECTED):
+            raise
+        return
+    with results:
+        totals, stages = results.totals[0], results.stages
+        assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+        assert len({(row["learner"], row["step"]) for row in stages}) == len(stages) >= totals["applied"]
+        assert not stages["staleness"].any()
+        lost = (results.events["kind"] == b"lost").any()
+    replayed = rudra.replay(path, job=run, quiet=True)
+    assert replayed.difference is None, replayed.difference
+    assert lost or replayed.updates == totals["timestamp"]
+
+
+@pytest.mark.parametrize("rule", ["synchronous", "merged"])
+@pytest.mark.parametrize("stop_at", [None, 1.1])
+def test_lent_buffers_do_not_change(rule: str, stop_at: float | None) -> None:
+    """With poisoned buffers, every invariant and transition checked."""
+    run = small(
+        "hardsync", 3, placement={"cut": "again", "rule": rule}, simulation={"compute_s": 0.05, "update_s": 0.1}
+    )
+    trained = train(run, Guarded, stop_at=stop_at)
+    assert torch.isfinite(trained.weights).all()
+    assert trained.rows.code == (0 if stop_at is None else 3)
+
+
+@pytest.mark.parametrize("rule", ["synchronous", "merged"])
+def test_a_run_goes_on_from_both_parts_of_a_checkpoint(rule: str) -> None:
+    """Synchronously it is as if it had never stopped."""
+    tables: dict[str, Any] = {"placement": {"cut": "again", "rule": rule, "momentum": 0.5}}
+    run = small("hardsync", 3, results={"checkpoint_every": "5 updates"}, **tables)
+    whole = train(run)
+    assert len(whole.saved) > 1
+    saved = whole.saved[1]
+    assert len(saved.tensors["weights"]) == len(whole.weights)
+    assert {name.partition(".")[0] for name in saved.tensors} == {"weights", "optimizer", "back"}
+    resumed = train(run, resumed=saved)
+    assert resumed.rows.totals["timestamp"] == whole.rows.totals["timestamp"]
+    assert torch.equal(resumed.weights, whole.weights) or rule == "merged"
+    assert not resumed.rows["stages"]["staleness"].any()
+
+
+def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:
+    """The stage server is as good as one that computes last layers alone: it is the bound when they are large."""
+    run = job("async", 8, simulation={"compute_s": 0.1, "jitter": 0.0}, placement={"cut": 3})
+    rows = timed(run, 400)
+    stages = rows["stages"]
+    assert stages["compute_s"] == pytest.approx(0.05, abs=1e-4)
+    apart = np.diff(np.sort(stages["time_s"]))
+    assert apart.min() >= 0.05 - 1e-9, "one at a time"
+    assert stages["wait_s"].max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"topology": {"name": "adv", "options": {"fan_out": 1}}}, r"\[placement\] cut: not with topology adv so far"),
+        ({"topology": {"name": "sharded"}}, r"\[placement\] cut: not with topology sharded so far; valid: base"),
+        ({"topology": {"name": "adv*"}}, r"\[placement\] cut: not with topology adv\* so far; valid: base"),
+        ({"topology": {"name": "groups"}}, r"\[placement\] cut: not with topology groups so far; valid: base"),
+        (
+            {"placement": {"cut": 3, "rule": "synchronous"}},
+            "rule = 'synchronous': .* valid: protocol hardsync",
+        ),
+        ({"placement": {"cut": True}}, "cut must be the name of a layer, or its number, not true|not True"),
+        ({"optimizer": {"clip_norm": 1.0}}, "clip_norm goes by the norm of the whole gradient"),
+        ({"optimizer": {"schedule": "plateau"}}, "'plateau' goes by tests, of which the stage server"),
+        ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16' is for gradients alone"),
+        ({"cluster": {"device": "auto"}}, "device = 'auto': placed layers compute on CPUs so far; valid: cpu"),
+        ({"cluster": {"shares": [1, 2]}}, "shares: all mini-batches have one size so far"),
+        ({"cluster": {"learners_per_rank": 2}}, "learners_per_rank: a learner has a rank of its own so far"),
+        ({"training": {"compile": True}}, "compile = true compiles whole models"),
+        ({"training": {"precision": "bfloat16"}}, "precision = 'bfloat16': valid so far: float32"),
+        ({"simulation": {"batching": "vmap"}}, "batching computes whole models"),
+        (
+            {"changes": [{"at_epoch": 1, "optimizer": {"learning_rate": 0.1}}]},
+            "are placed cannot begin anew",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(tables: dict[str, Any], message: str) -> None:
+    run = small("async", 2, placement={"cut": 3})
+    with pytest.raises(ConfigError, match=message) as raised:
+        run.with_(**tables)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        ("nothing", "cut = 'nothing'"),
+        (9, r"cut = 9: the model has 6 layers; valid: 1 to 5"),
+        ("last", r"norm.running_mean, before it, is a buffer"),
+        ("drop", None),
+    ],
+)
+def test_the_model_says_where_it_can_be_cut(tmp_path: Path, cut: Any, message: str | None) -> None:
+    run = small("async", 2, placement={"cut": cut})
+    if message is None:
+        rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet").close()
+        return
+    with pytest.raises(ConfigError, match=message) as raised:
+        rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet")
+    assert "\n" not in str(raised.value)

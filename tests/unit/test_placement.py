@@ -1,0 +1,143 @@
+"""Where models are cut: the paper's tables from the shapes of its networks, and both rules."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rudra.core.placement import Cluster, Decision, Layer, choose, skewness
+from rudra.studies.convnets import NETWORKS
+
+GIB = 2**30
+
+PAPER = {  # its Table 1; and the layers, parameters in millions, and MB sent of the cut and of the whole model
+    "AlexNet": (-2.27, 11, 61.84, 31.7, 247),
+    "GoogLeNet": (-0.74, 72, 7.00, 24.0, 28),
+    "Inception-v3": (-0.96, 109, 23.82, 87.3, 95),
+    "LeNet": (-1.16, 6, 2.17, 0.62, 8.7),
+    "OverFeat": (-2.11, 11, 145.92, 68.6, 584),
+    "ResNet-50": (-1.26, 56, 25.53, 94.5, 102),
+    "VGG11": (-3.62, 16, 132.86, 43.3, 531),
+    "VGG19": (-3.02, 24, 143.67, 86.5, 575),
+}
+
+
+def decided(name: str, learners: int = 8, threshold: float = -0.5) -> Decision:
+    make, size = NETWORKS[name]
+    return choose("ralp", make(1000), Cluster(learners, size), threshold)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_table_1(name: str) -> None:
+    skewed, count, millions, sent, whole = PAPER[name]
+    layers = NETWORKS[name][0](1000)
+    assert f"{skewness(layers):.2f}" == f"{skewed:.2f}"
+    assert len(layers) == count
+    size = sum(layer.parameters_bytes for layer in layers)
+    assert size / 4e6 == pytest.approx(millions, abs=0.005)
+    assert size / 1e6 == pytest.approx(whole, rel=0.01)
+    cut = decided(name).cut
+    assert cut is not None
+    assert cut.name == "linear1"
+    assert (cut.front_bytes + cut.activations_bytes) / 1e6 == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ring", "placed"),
+    [("AlexNet", 0.23, 3.23, 0.47), ("Inception-v3", 0.09, 1.24, 1.30), ("VGG11", 0.50, 6.93, 0.64)],
+)
+def test_table_2(name: str, size: float, ring: float, placed: float) -> None:
+    """Its gigabytes are of 2^30 bytes, and its workers eight."""
+    found = decided(name)
+    assert found.cut is not None
+    taken = [found.server_bytes / 16, found.allreduce_bytes, found.cut.placed_bytes]
+    assert [each / GIB for each in taken] == pytest.approx([size, ring, placed], abs=0.0055)
+
+
+def test_a_threshold_of_one_and_a_half_takes_those_that_gain_most() -> None:
+    taken = {name for name in NETWORKS if decided(name, threshold=-1.5).cut is not None}
+    assert taken == {"AlexNet", "OverFeat", "VGG11", "VGG19"}
+
+
+def conv(size: int, out: int, seconds: float = 0.0) -> Layer:
+    return Layer("conv", "convolution", size, out, seconds)
+
+
+def linear(size: int, out: int, seconds: float = 0.0, *, cut: bool = True) -> Layer:
+    return Layer("linear", "linear", size, out, seconds, cut=cut)
+
+
+@pytest.mark.parametrize(
+    ("layers", "threshold", "index", "why"),
+    [
+        ([conv(1, 9), conv(1, 5), linear(900, 1), linear(5, 1)], -0.5, 2, "it sends least"),
+        ([conv(1, 9), Layer("relu", "", 0, 5), linear(900, 1), linear(5, 1)], 99, 2, "it sends least"),
+        ([conv(900, 9), conv(1, 5), linear(1, 1)], -0.5, None, "skewness .* is above the threshold, -0.5: param"),
+        ([conv(1, 1), conv(1, 9), linear(900, 800), linear(5, 1)], -0.1, 2, "it sends least"),
+        ([conv(1, 9), conv(1, 950), linear(900, 950), linear(5, 1)], -0.1, None, "are not less than the model's"),
+        ([linear(1, 9, cut=False), linear(900, 1)], 9, None, "the model cannot be cut anywhere"),
+        ([linear(1, 9), conv(900, 1)], 9, None, "every cut has a convolution behind it"),
+    ],
+)
+def test_the_papers_rule(layers: list[Layer], threshold: float, index: int | None, why: str) -> None:
+    found = choose("ralp", layers, Cluster(4, 1), threshold)
+    assert (found.cut and found.cut.index) == index
+    assert re.search(why, found.why)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "index", "why"),
+    [
+        (Cluster(4, 1, 1e3), 2, r"a step takes 2\.6 s, and 8\.13 s by allreduce"),  # bytes count: the small activations
+        (Cluster(4, 1, 1e9), None, r"a step takes .* s at best, cut at .*, and 2\.1 s by "),  # nothing but computing
+        (Cluster(4, 1, 1e5, back_speed=100), 1, r"a step takes 1\.11 s, and 2\.16 s by "),  # it computes nearly all
+    ],
+)
+def test_the_shortest_step(cluster: Cluster, index: int | None, why: str) -> None:
+    layers = [conv(10, 2000, 1.0), conv(10, 20, 1.0), linear(4000, 10, 0.1)]
+    found = choose("auto", layers, cluster)
+    assert (found.cut and found.cut.index) == index, found
+    assert re.search(why, found.why), found.why
+
+
+layers_of = st.lists(
+    st.builds(
+        Layer,
+        st.just("x"),
+        st.sampled_from(["convolution", "linear", "pool", ""]),
+        st.integers(0, 10**6),
+        st.integers(1, 10**6),
+        st.floats(0, 10),
+        st.floats(0, 10),
+        st.booleans(),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+@given(layers_of, st.integers(1, 64), st.integers(1, 512), st.floats(1e3, 1e12), st.floats(0.1, 100))
+def test_what_is_chosen_is_allowed_and_pays(
+    layers: list[Layer], learners: int, size: int, rate: float, speed: float
+) -> None:
+    cluster = Cluster(learners, size, rate, 1e-5, speed)
+    by_bytes, by_time = (choose(rule, layers, cluster, 0.0) for rule in ("ralp", "auto"))  # type: ignore[arg-type]
+    for found in (by_bytes, by_time):
+        assert [cut.index for cut in found.cuts] == [i for i, layer in enumerate(layers[:-1], 1) if layer.cut]
+        assert found.why
+    if (cut := by_bytes.cut) is not None:
+        assert by_bytes.skewness <= 0
+        assert not any(layer.kind == "convolution" for layer in layers[cut.index :])
+        assert cut.placed_bytes < by_bytes.server_bytes
+    best = min((cut.step_s for cut in by_time.cuts), default=float("inf"))
+    others = min(by_time.server_s, by_time.allreduce_s)
+    assert (by_time.cut is not None) == (best < others)
+    assert by_time.cut is None or by_time.cut.step_s == best
+
+
+@given(layers_of)
+def test_skewness_is_that_of_the_mirror_with_another_sign(layers: list[Layer]) -> None:
+    counted = [layer for layer in layers if layer.kind]
+    if sum(layer.parameters_bytes for layer in counted):
+        assert skewness(counted[::-1]) == pytest.approx(-skewness(counted), abs=1e-6)
