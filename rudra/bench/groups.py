@@ -10,28 +10,26 @@ t_compute(k): a group's iteration without the server: computing b/k samples, add
 t_server: what the server adds to the iteration of a lone group, from its gradient to its new weights: transfer there,
     the message, the update, transfer back.
 
-The model's server does one thing at a time. Ours takes a gradient in while it updates and sends, but does not update
-while it sends: weights under way must not change. So once it is saturated, the first t_server above is shorter,
-t_busy = max(transfer there, update + transfer back); both are shown. With g = 1 there is no server here: learners
-update replicas, and t_server is the update alone.
+Once our server is saturated, the first t_server above is shorter, t_busy = max(transfer there, update + transfer back)
+(`rudra.simulation.efficiency`); both are shown. With g = 1 there is no server here: learners update replicas, and
+t_server is the update alone.
 """
 
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rudra.api import run as train
 from rudra.bench.ranks import PlainLoop, write_images
 from rudra.compute.executor import torch_as_in
-from rudra.core.events import Update
 from rudra.core.messages import tensor_bytes
 from rudra.findings import Goal, Report, Spread, spread
 from rudra.job.job import Job
 from rudra.machine import cores
 from rudra.simulation import costs
 from rudra.simulation.costs import CostModel
+from rudra.simulation.efficiency import Times, unmerged
 from rudra.simulation.predict import Outline, predict, steady_rate
-from topologies import Plan
 
 MACHINES = 32
 BATCH = 256
@@ -54,24 +52,6 @@ LIGHT = {**OMNIVORE, "compute_s": {BATCH: 1.6e12 / (0.52 * 4.89e12)}, "update_s"
 """Machines with four K520 (Figures 3, 9) and a server that only adds gradients: its link takes most of its time."""
 
 LENET_BATCH = 64
-
-
-class Times(NamedTuple):
-    """What the model needs.
-
-    Attributes:
-        compute_s: t_compute(k).
-        server_s: t_server.
-        busy_s: t_busy.
-    """
-
-    compute_s: float
-    server_s: float
-    busy_s: float
-
-    def iteration_s(self, groups: int) -> float:
-        """HE(g)."""
-        return max(self.busy_s, (self.compute_s + self.server_s) / groups)
 
 
 def run(*, quick: bool) -> Report:
@@ -179,31 +159,7 @@ def model(job: Job, size_bytes: int) -> Times:
     """The times that the costs of a job with compute groups imply."""
     table, plan = job.simulation, job.plan(costs.places(job))
     charges = CostModel(table, plan, job.training.minibatch_size, size_bytes=tensor_bytes(size_bytes))
-    update_s = charges.local_seconds(Update)
-    members = plan.groups[0]
-    transfer_s = size_bytes / table.bandwidth_bytes_per_s
-    reduction_s = charges.reduction_s(members, size_bytes)
-    compute_s = charges.compute_s[members[0]]
-    if not plan.served:
-        return Times(compute_s + reduction_s, update_s, update_s)
-    handling_s = table.message_s + update_s
-    way_s = table.latency_s + transfer_s
-    return Times(
-        compute_s + reduction_s + handed_on_s(plan, way_s),
-        2 * way_s + handling_s + table.latency_s,
-        max(transfer_s, handling_s + way_s),
-    )
-
-
-def handed_on_s(plan: Plan, way_s: float) -> float:
-    """When the last of a group begins to compute, after its first member has the weights: each hands on first."""
-    has = {plan.groups[0][0]: 0.0}
-    last = 0.0
-    for member in plan.groups[0]:
-        for count, to in enumerate(plan.receivers[member], 1):
-            has[to] = has[member] + count * way_s
-        last = max(last, has[member] + len(plan.receivers[member]) * way_s)
-    return last
+    return unmerged(charges, size_bytes)
 
 
 # On real ranks.

@@ -11,7 +11,8 @@ SUMMARY = "predict time per epoch without training"
 MORE = """\
 Simulates the roles of the job without tensors and data, until the rate is steady. Costs come from the job's
 table [simulation], where `costs` names a preset (p775, the cluster of the Rudra paper) or a file of
-`rudra calibrate`. Otherwise they are those that `rudra calibrate` measured on this machine for this model."""
+`rudra calibrate`. Otherwise they are those that `rudra calibrate` measured on this machine for this model. Of groups or
+learners that update one at a time it also prints the time per iteration by Omnivore's model, HE(g)."""
 
 EXAMPLES = {
     "rudra predict digits --learners 1,2,4,8": "predict how training time falls with the number of learners",

@@ -708,7 +708,7 @@ class StudyTable(Table):
     """The variants of the job that `rudra sweep` runs, and the figure that `rudra report` draws of them."""
 
     title: str = Field("", description="heading of the report")
-    figure: Literal["staleness", "test-error", "target", "tradeoff", "speed-up", "table"] = Field(
+    figure: Literal["staleness", "test-error", "target", "tradeoff", "speed-up", "penalties", "table"] = Field(
         "table", description="figure that the report shows first"
     )
     grid: dict[str, list[Any]] = Field({}, description="job key -> list of values; the study runs every combination")

@@ -33,6 +33,7 @@ from rudra.report.panels import (
     set_axes,
     thin,
 )
+from rudra.report.penalties import penalties
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable, base_of, clock_of, percent, speed_up
 from rudra.report.targets import targets
@@ -57,6 +58,7 @@ def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> li
         *distances(lines),
         *_tradeoff(study, everything),
         *_speed_up(study),
+        *penalties(study),
         *_roles(study),
     ]
     first = {"test-error": ("error", "loss"), "speed-up": ("speedup",)}.get(study.figure, (study.figure,))

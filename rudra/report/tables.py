@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 from rudra.report.analysis import matters
@@ -248,11 +249,13 @@ def _pair(
         case "he_penalty":
             return name, theirs, _penalty(run, study.known), clock + "against one compute group"
         case "iteration_s":
-            return name, theirs, _iteration_s(run), clock.strip()
+            return name, theirs, iteration_s(run), clock.strip()
         case "best_momentum" | "best_learning_rate":
-            best = _best(run, study.known)
-            ours = None if best is None else best.job.get(f"optimizer.{key.removeprefix('best_')}")
-            return name, theirs, ours, "of the run with the smallest test error at this g"
+            alike = [r for r in study.known if r.finished and _of_as_many(r, run)]
+            best = best_of(alike)
+            ours = best[0].job.get(f"optimizer.{key.removeprefix('best_')}") if best else None
+            how = "fewest epochs to target" if _reached(best) else "smallest test error"
+            return name, theirs, ours, f"of the runs with the {how} at this g"
         case "implicit_momentum":
             sigma = run.summary["mean_staleness"]
             # Of the momentum itself a run of one seed tells nothing.
@@ -303,7 +306,7 @@ def _difference(key: str, theirs: float, ours: float | None) -> str | None:
     return signed(ours - theirs) + (" points" if key in ("test_error", "overlap") else "")
 
 
-def _iteration_s(run: Run) -> float | None:
+def iteration_s(run: Run) -> float | None:
     """Time per update: where each gradient of a compute group is one, Omnivore's time per iteration."""
     return run.time_s / run.summary["updates"] if run.summary["updates"] and run.time_s > 0 else None
 
@@ -315,14 +318,41 @@ def _penalty(run: Run, runs: Sequence[Run]) -> float | None:
     """
     one = [r for r in runs if r.finished and r.n == 1 and r.learners == run.learners and _same_work(r, run)]
     alike = [r for r in one if _served(r) == _served(run)]
-    ours, base = _iteration_s(run), _iteration_s(alike[0]) if alike else None
+    ours, base = iteration_s(run), iteration_s(alike[0]) if alike else None
     return ours / base if ours and base else None
 
 
-def _best(run: Run, runs: Sequence[Run]) -> Run | None:
-    """The one with the smallest test error among those with as many learners in as many groups."""
-    alike = [r for r in runs if r.finished and (r.n, r.learners) == (run.n, run.learners) and r.error is not None]
-    return min(alike, key=lambda r: r.error or 0.0, default=None)
+def _of_as_many(one: Run, other: Run) -> bool:
+    """Whether as many learners are in as many groups, and the same layers are with a stage server."""
+    placed = [run.job.get("placement.cut") for run in (one, other)]
+    return (one.n, one.learners, placed[0]) == (other.n, other.learners, placed[1])
+
+
+def best_of(runs: Sequence[Run]) -> list[Run]:
+    """The runs, with different seeds, of the momentum and the learning rate that need the fewest epochs to the target.
+
+    By medians over the seeds; between equals, and where there is no target, those with the smallest test error.
+    """
+    tried: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        setting = tuple(run.job.get(f"optimizer.{key}") for key in ("momentum", "learning_rate"))
+        tried.setdefault(setting, []).append(run)
+
+    def worth(alike: list[Run]) -> tuple[float, float]:
+        errors = [math.inf if run.error is None else run.error for run in alike]
+        return median(map(epochs_to_target, alike)), median(errors)
+
+    return min(tried.values(), key=worth, default=[])
+
+
+def epochs_to_target(run: Run) -> float:
+    """Infinite where it has none, or was not reached."""
+    reached = run.summary["target_epoch"]
+    return math.inf if reached is None else float(reached)
+
+
+def _reached(runs: Sequence[Run]) -> bool:
+    return bool(runs) and math.isfinite(median(map(epochs_to_target, runs)))
 
 
 def _served(run: Run) -> bool | None:

@@ -300,7 +300,7 @@ class Simulation:
         elif kind in self._pieces:
             seconds = actor.compute_s() * self._pieces[kind]
         else:
-            seconds = actor.local_s.get(kind, 0.0)
+            seconds, time = actor.local_s.get(kind, 0.0), max(time, actor.busy_until)  # behind an update, for example
         heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
 
     def _end(self, actor: Actor, action: Local) -> None:

@@ -22,6 +22,8 @@ from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.simulation import costs
 from rudra.simulation.assembly import assemble
+from rudra.simulation.efficiency import Efficiency, efficiency
+from rudra.simulation.efficiency import as_text as efficiency_text
 from rudra.simulation.tensors import make_cluster
 from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
@@ -68,6 +70,7 @@ class Prediction:
         bound: what limits the rate most: "compute", "server" or "link".
         bound_s: an epoch's time if everything else were free.
         guessed: of which mini-batch sizes nobody has measured how long they take, and what stands for it; or nothing.
+        efficiency: time per iteration by Omnivore's model, where that is about such a job.
     """
 
     job: Job
@@ -82,11 +85,13 @@ class Prediction:
     bound: str
     bound_s: float
     guessed: str
+    efficiency: Efficiency | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """In numbers and texts that fit into JSON; the job by its learners."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "job"}
-        return {"learners": self.job.learners, **fields}
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in {"job", "efficiency"}}
+        model = {"efficiency": self.efficiency.as_dict()} if self.efficiency else {}
+        return {"learners": self.job.learners, **fields, **model}
 
 
 def outline(job: Job) -> Outline:
@@ -140,7 +145,7 @@ def predict(
     simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size, placed=known.placed)
     simulation.run()
     found = _evaluate(job, plan, simulation.costs, meter, rows, training_samples, size)
-    return replace(found, costs=measured)
+    return replace(found, costs=measured, efficiency=efficiency(job, simulation.costs, size, found.samples_per_s))
 
 
 def _enough(job: Job, per_update: int) -> int:
@@ -290,4 +295,5 @@ def as_text(predictions: Sequence[Prediction]) -> str:
         f"From {simulated}; tests of weights do not count.",
         *dict.fromkeys(p.guessed for p in predictions if p.guessed),
     ]
-    return report.as_text()
+    modelled = [p.efficiency for p in predictions if p.efficiency]
+    return "\n\n".join([report.as_text(), *([efficiency_text(modelled)] if modelled else [])])

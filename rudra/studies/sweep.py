@@ -275,6 +275,9 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
         "modulation": modulation,
         "topology": job.topology.name,
         "nodes": job.simulation.nodes,
+        "merged": job.placement.given,
+        "momentum": job.optimizer.momentum,
+        "learning_rate": job.optimizer.learning_rate,
     }
     if isinstance(protocol, Averaging):
         ours |= {"period": protocol.period, "outer_momentum": protocol.outer.momentum}

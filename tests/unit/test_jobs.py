@@ -149,7 +149,16 @@ def test_a_study_has_the_papers_points(name: str, points: int, matched: int) -> 
 
 @pytest.mark.parametrize(
     ("name", "points", "matched"),
-    [("figure6", 48, 8), ("figure17", 2, 2), ("figure18", 2, 2), ("figure20", 6, 2), ("figure21", 3, 3)],
+    [
+        ("figure6", 48, 8),
+        ("figure17", 2, 2),
+        ("figure18", 2, 2),
+        ("figure20", 6, 2),
+        ("figure21", 3, 3),
+        ("figure28", 48, 4),
+        ("figure31", 15, 3),
+        ("table3", 120, 3),
+    ],
 )
 def test_a_study_of_omnivore_has_its_groups_and_one_batch_for_each(name: str, points: int, matched: int) -> None:
     study = sweep.plan(f"omnivore/{name}")
@@ -163,6 +172,20 @@ def test_a_study_of_omnivore_has_its_groups_and_one_batch_for_each(name: str, po
     assert len(batches) == 1
     if name == "figure20":
         assert all(point.job.plan().served for point in study.points), "like with like"
+    if rows[0].get("merged"):
+        matched_jobs = [next(point.job for point in study.points if point.file == row["file"]) for row in rows]
+        assert all(job.plan().stage is not None for job in matched_jobs)
+
+
+def test_the_ladder_of_figure_31_is_against_what_is_not_merged() -> None:
+    study = sweep.plan("omnivore/figure31")
+    jobs = {point.file: point.job for point in study.points}
+    for row in study.paper:
+        ours, base = jobs[row["file"]], jobs[row["against"]]
+        assert (ours.placement.given, base.placement.given) == (True, False)
+        assert (ours.optimizer.momentum, ours.optimizer.learning_rate) == (row["momentum"], row["learning_rate"])
+        assert (base.learners, base.optimizer.momentum, base.optimizer.learning_rate) == (32, 0.9, 0.001)
+        assert ours.training.seed == base.training.seed
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,215 @@
+"""Hardware efficiency: the time per iteration of g compute groups by Omnivore's model, in the terms of our costs.
+
+An iteration is one gradient of one group. While a group of k machines computes convolutions, t_conv(k), others may;
+but one server at a time does what comes behind them, t_fc, for one group:
+
+    HE(g) = max(t_fc, (t_conv(k) + t_fc) / g)
+
+Merged, that server is the stage server, which has the last layers. Unmerged, each group computes these itself, and
+gets all weights from the parameter server: the time of an iteration is again that of a lone group, divided by g.
+
+The paper's server does one thing at a time. Ours take in and send tensors while they compute, so one that is saturated
+has an iteration done after t_busy, which is shorter than t_fc; and in both cases a saturated parameter server bounds
+the rate, too, of which the paper says nothing. A parameter server does not update while it sends: weights under way
+must not change.
+
+Source: omnivore.txt §IV-B and appendix D-D1.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rudra.core.events import Backward, Conclude, Forward, Update
+from rudra.findings import Report
+from rudra.job.job import Job
+from rudra.simulation import costs
+from rudra.simulation.costs import CostModel
+from topologies import Plan
+
+
+class Times(NamedTuple):
+    """What the model needs, in seconds.
+
+    Attributes:
+        compute_s: t_conv(k), unmerged with t_fc': an iteration of a group without the server.
+        server_s: t_fc: what the server adds to the iteration of a lone group.
+        busy_s: t_busy: from one iteration to the next where a server is saturated.
+    """
+
+    compute_s: float
+    server_s: float
+    busy_s: float
+
+    def iteration_s(self, groups: int) -> float:
+        """HE(g)."""
+        return max(self.busy_s, (self.compute_s + self.server_s) / groups)
+
+
+def convolutions_s(machines: int, compute_s: float, network_s: float, *, overlapped: bool = True) -> float:
+    """t_conv(k): a batch is divided by k machines, and each of them exchanges the weights of the convolutions.
+
+    Args:
+        machines: k of a group.
+        compute_s: T_cc, of one machine for a whole batch.
+        network_s: T_nc, of the exchange of one machine.
+        overlapped: machines compute while they exchange, as the paper has it; ours wait, except on `adv*`.
+    """
+    computing_s, exchanging_s = compute_s / machines, network_s * machines
+    return max(computing_s, exchanging_s) if overlapped else computing_s + exchanging_s
+
+
+def merged(model: CostModel, size_bytes: int) -> Times:
+    """The times of learners whose last layers a stage server has; each is a group of one.
+
+    Args:
+        model: what things cost.
+        size_bytes: of a gradient on the wire.
+    """
+    plan, stage = model.plan, model.plan.stage
+    assert stage is not None
+    learner = plan.learners[0]
+    whole_s = model.compute_s[learner]
+    front_s = whole_s * (model.pieces[Forward] + model.pieces[Backward])
+    exchange_s, server_busy_s = _exchange(model, learner, plan.server, size_bytes)
+    there, back = (_Way.of(model, *ends, size_bytes) for ends in ((learner, stage), (stage, learner)))
+    costs = model.local_s(stage)
+    conclude_s, update_s = costs[Conclude], costs.get(Update, 0.0)
+    links_s = there.transfer_s + back.transfer_s if there.blocking else max(there.transfer_s, back.transfer_s)
+    return Times(
+        convolutions_s(1, front_s, exchange_s, overlapped=plan.overlapped),
+        there.seconds + model.table.message_s + conclude_s + back.seconds,
+        max(links_s, conclude_s + update_s, server_busy_s),
+    )
+
+
+def unmerged(model: CostModel, size_bytes: int) -> Times:
+    """The times of groups, or of learners without groups, that have all layers; arguments as for `merged`."""
+    plan = model.plan
+    members = plan.groups[0] if plan.groups else plan.learners[:1]
+    first = members[0]
+    compute_s = model.compute_s[first] + model.reduction_s(members, size_bytes)
+    if not plan.served:
+        update_s = model.local_seconds(Update)
+        return Times(compute_s, update_s, update_s)
+    way_s = _Way.of(model, first, plan.server, size_bytes).seconds
+    return Times(compute_s + handed_on_s(plan, way_s), *_exchange(model, first, plan.server, size_bytes))
+
+
+class _Way(NamedTuple):
+    """What a tensor takes from one role to another, and whether that keeps others from going the other way."""
+
+    latency_s: float
+    transfer_s: float
+    blocking: bool
+
+    @classmethod
+    def of(cls, model: CostModel, sender: int, receiver: int, size_bytes: int) -> "_Way":
+        link = model.link(sender, receiver)
+        transfer_s = size_bytes * model.travelling(sender, receiver) * link.seconds_per_byte
+        return cls(link.latency_s, transfer_s, bool(link.blocking))
+
+    @property
+    def seconds(self) -> float:
+        return self.latency_s + self.transfer_s
+
+
+def _exchange(model: CostModel, learner: int, server: int, size_bytes: int) -> tuple[float, float]:
+    """What a lone learner takes from its gradient to its new weights, and how long a saturated server does."""
+    there, back = (_Way.of(model, *ends, size_bytes) for ends in ((learner, server), (server, learner)))
+    handling_s = model.table.message_s + model.local_s(server).get(Update, 0.0)
+    cycle_s = handling_s + back.seconds
+    busy_s = there.transfer_s + cycle_s if there.blocking else max(there.transfer_s, cycle_s)
+    return there.seconds + handling_s + back.seconds, busy_s
+
+
+def handed_on_s(plan: Plan, way_s: float) -> float:
+    """When the last of a group begins to compute, after its first member has the weights: each hands on first."""
+    if not plan.groups:
+        return 0.0
+    has = {plan.groups[0][0]: 0.0}
+    last = 0.0
+    for member in plan.groups[0]:
+        for count, to in enumerate(plan.receivers[member], 1):
+            has[to] = has[member] + count * way_s
+        last = max(last, has[member] + len(plan.receivers[member]) * way_s)
+    return last
+
+
+class Efficiency(NamedTuple):
+    """A job's groups by the model, and in virtual time.
+
+    Attributes:
+        groups: g.
+        group_size: k.
+        merged: the model's times, if a stage server has the last layers.
+        unmerged: those of the job in which none has.
+        simulated_s: per iteration.
+    """
+
+    groups: int
+    group_size: int
+    merged: Times | None
+    unmerged: Times
+    simulated_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """In numbers that fit into JSON."""
+        kinds = {"merged": self.merged, "unmerged": self.unmerged}
+        told = {
+            name: {**times._asdict(), "iteration_s": times.iteration_s(self.groups)}
+            for name, times in kinds.items()
+            if times is not None
+        }
+        return {"groups": self.groups, "group_size": self.group_size, **told, "simulated_s": self.simulated_s}
+
+
+def efficiency(job: Job, model: CostModel, size_bytes: int, samples_per_s: float) -> Efficiency | None:
+    """What the model says of a job.
+
+    Args:
+        job: resolved, with its costs read in.
+        model: what things cost in it.
+        size_bytes: of a gradient on the wire.
+        samples_per_s: in virtual time.
+
+    Returns:
+        None: it is not about such a job, but of groups that update one parameter server one at a time.
+    """
+    plan = model.plan
+    firsts = [members[0] for members in plan.groups] or plan.learners
+    pushing = {plan.roles[i].parent for i in firsts}
+    parameter_servers = len(plan.owners) - (plan.stage is not None)
+    alone = plan.workers < 2 or plan.averaging or job.make_protocol(plan).gradients_per_update != 1
+    if alone or not plan.served or plan.overlapped or parameter_servers != 1 or pushing != {plan.server}:
+        return None
+    batch = job.training.minibatch_size * len(plan.learners) / plan.workers
+    whole = model
+    if plan.stage is not None:
+        without = job.with_(placement={"cut": None})
+        there = without.plan(costs.places(job))
+        whole = CostModel(job.simulation, there, job.training.minibatch_size, job.cluster.parts, model.size_bytes)
+    return Efficiency(
+        plan.workers,
+        len(plan.learners) // plan.workers,
+        merged(model, size_bytes) if plan.stage is not None else None,
+        unmerged(whole, size_bytes),
+        batch / samples_per_s,
+    )
+
+
+def as_text(found: Sequence[Efficiency]) -> str:
+    """A table with one row for each."""
+    placed = all(one.merged for one in found)
+    own = ("t_conv, s", "t_fc, s", "merged, s") if placed else ("t_conv + t_fc, s", "server, s")
+    report = Report(["g", "k", *own[:2], "busy, s", *own[2:], "unmerged, s", "simulated, s"])
+    for one in found:
+        times = one.merged if placed and one.merged else one.unmerged
+        merged_s = [times.iteration_s(one.groups)] if placed else []
+        seconds = (*times, *merged_s, one.unmerged.iteration_s(one.groups), one.simulated_s)
+        report.rows.append((str(one.groups), str(one.group_size), *seconds))
+    server, lone = ("t_fc", "t_conv + t_fc") if placed else ("server", "t_conv + t_fc + server")
+    report.notes = [
+        f"Time per iteration of g groups of k learners, by Omnivore's model: max(busy, ({lone})/g).",
+        f"busy: of {server}, what a saturated server spends on an iteration.",
+    ]
+    return report.as_text()
