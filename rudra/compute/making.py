@@ -71,6 +71,7 @@ def make_executors(
     if not all(kind.serves for kind in kinds):
         _check_output(job, task, flat, data)
     fronts = piece(len(roles), back=False) if plan.stage is not None else None
+    cuts: tuple[slice, ...]
     if fronts is not None:
         cuts = fronts[1].parts(job.optimizer, flat.layout)
     else:
