@@ -55,6 +55,7 @@ class Chain:
         names: of the layers, as they are in the model.
         layers: what computes them; they hold the model's own parameters and buffers.
         crossings: what goes from each layer to the next, for the example that the chain was found with.
+        within: for each layer, names of modules in it that nobody can cut at.
     """
 
     model: nn.Module
