@@ -149,8 +149,14 @@ def dying_3() -> nn.Module:
 
 
 def dying_front() -> nn.Module:
-    """The first layer is that of learner 1's death."""
-    return nn.Sequential(dying_3(), nn.Linear(CLASSES, CLASSES))
+    """As `network`; before its first layer computes, learner 1 may die."""
+    trap, model = dying_3(), network()
+
+    def spring(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        trap(*inputs)
+
+    next(model.children()).register_forward_pre_hook(spring)
+    return model
 
 
 def deaf() -> nn.Module:
