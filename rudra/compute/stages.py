@@ -55,7 +55,7 @@ class Cut(NamedTuple):
         """How large the pieces are, compared with a vector of so many floats, for mini-batches of so many samples."""
         return Placed(self.parameters / size, self.floats(samples) / size, self.back_flops)
 
-    def parts(self, table: OptimizerTable, layout: Sequence[Entry]) -> tuple[slice, slice]:
+    def parts(self, table: OptimizerTable, layout: Sequence[Entry]) -> tuple[slice, ...]:
         """Which part of the flat vector each side has.
 
         Raises:
