@@ -25,4 +25,4 @@ def test_lenet_learns_fashion_mnist_with_two_learners(tmp_path: Path) -> None:
         summary = results.summary()
     assert summary["learners"] == 2
     assert summary["driver"] == "mpi"
-    assert summary["final_test_error"] <= 0.35
+    assert summary["final_test_error"] <= 0.22  # 0.18; processors differ in the last bits
