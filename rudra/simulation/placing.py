@@ -57,7 +57,7 @@ def choose_cut(job: Job, ranks: int | None = None) -> str | None:
         layers = _timed(layers, known(table, size) or profile(job).with_loss, rule)
     cluster = Cluster(job.learners, size, table.bandwidth_bytes_per_s, table.latency_s)
     decision = choose(rule, layers, cluster)
-    cut = decision.cut and decision.cut.name
+    cut = None if decision.cut is None else decision.cut.name
     chosen = "places no layers" if cut is None else f"chooses {cut!r}"
     log.info(f"{job.name}: [placement] cut = {rule!r} {chosen}: {decision.why}")
     return cut
@@ -83,8 +83,10 @@ def _layers(job: Job) -> tuple[Layer, ...]:
 
 def _why(found: Chain) -> str:
     """What keeps a model from being cut anywhere."""
-    reason = found.refusal(1)
-    return reason or f"{next(found.layers[0].named_buffers())[0]} in {found.names[0]!r} is a buffer, which goes behind"
+    if found.admissible():
+        name, _ = next(found.model.named_buffers())
+        return f"{name}, before those where the model can be cut, is a buffer, and such cannot be placed so far"
+    return str(found.refusal(1))
 
 
 def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tuple[Layer, ...]:
