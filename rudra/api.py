@@ -83,7 +83,9 @@ def run(
         start_mpi()
         from rudra.mpi.session import run_ranks
 
-        code, path = run_ranks(job, output=named, progress=shown, overwrite=force, resume=wanted, origin=origin)
+        code, path = run_ranks(
+            job, output=named, progress=shown, overwrite=force, resume=wanted, origin=origin, choose_cut=_choose_cut
+        )
     else:
         name = partial(default_output, job.name, now=datetime.now())
         begin = decide(job, named, wanted, force=force, named=name, origin=origin)
@@ -99,11 +101,20 @@ def run(
     return open_results(path)
 
 
+def _choose_cut(job: Job, ranks: int | None = None) -> str | None:
+    """`rudra.simulation.placing.choose_cut`; imports torch, which who starts ranks usually does without."""
+    from rudra.simulation.placing import choose_cut
+
+    return choose_cut(job, ranks)
+
+
 def _launched(job: Job, begin: Decision, origin: Path | None, shown: dict[str, Any], *, verbose: bool) -> int:
     """Starts the ranks, and again where the job says so; the exit code."""
     from rudra.mpi.launch import launch
 
-    path, job = begin.output, job.with_(cluster=begin.cluster or {}).resolved(cores=cores())
+    path, job = begin.output, job.with_(**(begin.decided or {})).resolved(cores=cores())
+    if job.placement.by_rule:
+        job = job.with_(placement={"cut": _choose_cut(job)})
     plan = job.plan()
     names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
     if shown["mode"] != "quiet":  # each imports torch, which takes seconds where there are fewer cores than ranks
@@ -151,11 +162,12 @@ def simulate(
     from rudra.results.recorder import Recorder, make_writer
     from rudra.simulation import costs
     from rudra.simulation.assembly import assemble
+    from rudra.simulation.placing import placed
     from rudra.simulation.tensors import find_device, make_cluster
 
     path = _output(job, output, force)
     measured = costs.source(job)
-    job = costs.load(job.resolved(cores=cores()))
+    job = placed(costs.load(job.resolved(cores=cores())))
     if job.simulation.tensors:
         job = job.with_(cluster={"device": find_device(job).type})
     elif job.hooks:

@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.job.job import Job
-    from rudra.studies import profile
+    from rudra.simulation import profile
 
     start_plainly("profile")
     search_beside(arguments.job)

@@ -38,6 +38,10 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.report.topology import message, roles
 
     job = job_of(arguments).resolved(cores=cores())
+    if job.placement.by_rule and not arguments.syntax:
+        from rudra.simulation.placing import placed
+
+        job = placed(job)
     plan, topology = job.plan(), job.make_topology()
     protocol = job.make_protocol(plan)
     factor = protocol.modulation.rate_factor(0.0)
@@ -78,7 +82,9 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     elif job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
-    if job.placement.given:
+    if job.placement.by_rule:
+        lines["placement"] = f"by rule {job.placement.cut}, which chooses before training; {job.placement.rule}"
+    elif job.placement.given:
         lines["placement"] = f"layers from {job.placement.cut} on are with a stage server, {job.placement.rule}"
     if isinstance(protocol, Averaging):
         lines["averaging"] = protocol.text

@@ -430,13 +430,18 @@ class AveragingTable(Table):
         return {key: value for key, value in self.model_dump(exclude_none=True).items() if value != {}}
 
 
+PLACEMENT_RULES = ("ralp", "auto")
+"""By which a layer is chosen, where a job names none."""
+
+
 class PlacementTable(Table):
     """Which layers a stage server has, and how it updates them; learners have those before."""
 
     cut: Any = Field(
         None,
-        description="first layer that the stage server has: its name, or how many layers there are before it; default: "
-        "learners have all layers",
+        description="first layer that the stage server has: its name, or how many layers there are before it; ralp or "
+        "auto: chosen before training by that rule of `rudra place` (so no layer can be named so); default: learners "
+        "have all layers",
     )
     rule: Literal["merged", "synchronous"] = Field(
         "merged",
@@ -462,8 +467,13 @@ class PlacementTable(Table):
 
     @property
     def given(self) -> bool:
-        """Whether some layers are with a stage server."""
+        """Whether some layers are with a stage server, or may be."""
         return self.cut is not None
+
+    @property
+    def by_rule(self) -> bool:
+        """Whether a rule is still to choose the layer."""
+        return self.cut in PLACEMENT_RULES
 
     def rate_factor(self, table: OptimizerTable) -> float | None:
         """By how much its learning rate differs from that of the other layers; None: by nothing."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -61,6 +61,8 @@ from rudra.roles.ledger import Owner
 from rudra.roles.statistics import StatisticsServer
 from topologies import Plan
 
+T = TypeVar("T")
+
 RESERVED = 24
 """Buffers for each role, with their forms as float16, for which neighbours leave room in their address spaces."""
 
@@ -94,6 +96,7 @@ def run_ranks(
     origin: Path | None = None,
     launched: bool = False,
     comm: MPI.Comm | None = None,
+    choose_cut: Callable[[Job, int | None], str | None] | None = None,
 ) -> tuple[int, Path]:
     """Runs this rank's part of a job, to the end.
 
@@ -106,6 +109,8 @@ def run_ranks(
         origin: a checkpoint of another run, with all of which this one begins, unless it goes on.
         launched: `rudra.mpi.launch` started this rank, and will say what is to be said of a run that was ended.
         comm: of the ranks that run it; by default all.
+        choose_cut: says for a job and a number of ranks which layer the job's rule for placement chooses; needed only
+            where the job has one.
 
     Returns:
         The exit code: 0, 1 (the run failed), 2 (a mistake in the job or the launch) or 3 (it was stopped as somebody
@@ -115,7 +120,7 @@ def run_ranks(
         begin = partial(
             decide, job, output, resume, force=overwrite, named=lambda: default_output(job.name), origin=origin
         )
-        return _run_ranks(job, output, progress, begin, launched, (comm or MPI.COMM_WORLD).Dup())
+        return _run_ranks(job, output, progress, begin, launched, (comm or MPI.COMM_WORLD).Dup(), choose_cut)
 
 
 def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
@@ -149,6 +154,7 @@ def _run_ranks(
     decision: Callable[[], Decision],
     launched: bool,
     comm: MPI.Comm,
+    choose_cut: Callable[[Job, int | None], str | None] | None,
 ) -> tuple[int, Path]:
     speak_as(comm.rank)
     begin = _decided(comm, decision)
@@ -158,8 +164,14 @@ def _run_ranks(
         log.info(begin.text)
     if begin.finished:
         return 0, begin.output
+    by_rule, job = job.placement.by_rule, job.with_(**(begin.decided or {}))
+    if job.placement.by_rule and choose_cut is not None:
+        cut = _decided(comm, partial(choose_cut, job, comm.size))
+        if isinstance(cut, int):
+            return cut, begin.output
+        job = job.with_(placement={"cut": cut})
     try:
-        job, plan, device = _resolve(job.with_(cluster=begin.cluster or {}), comm)
+        job, plan, device = _resolve(job, comm, spare=by_rule and not job.placement.given)
     except RudraError as error:
         if comm.rank == 0:
             log.error(error)
@@ -175,25 +187,31 @@ def _run_ranks(
     return code, begin.output
 
 
-def _decided(comm: MPI.Comm, decision: Callable[[], Decision]) -> Decision | int:
+def _decided(comm: MPI.Comm, decision: Callable[[], T]) -> T | int:
     """What rank 0 decides, on every rank; or the exit code, if it cannot, and says why."""
-    found: Decision | int = 0
+    found: T | int = 0
     if comm.rank == 0:
         try:
             found = decision()
         except RudraError as error:
             found = error.exit_code
             log.error(error)
-    agreed: Decision | int = comm.bcast(found)
+    rest(comm)
+    agreed: T | int = comm.bcast(found)
     return agreed
 
 
-def _resolve(job: Job, comm: MPI.Comm) -> tuple[Job, Plan, torch.device]:
-    """Fits the job to the ranks there are; every rank comes to the same result, and to where it computes itself."""
+def _resolve(job: Job, comm: MPI.Comm, *, spare: bool = False) -> tuple[Job, Plan, torch.device]:
+    """Fits the job to the ranks there are; every rank comes to the same result, and to where it computes itself.
+
+    A `spare` rank, started for a stage server that there is not, may be left over.
+    """
     topology = job.make_topology()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     places: list[int] = comm.allgather(node.bcast(comm.rank))
     node.Free()
+    if spare and job.cluster.learners is not None and job.plan().ranks == comm.size - 1:
+        places = places[:-1]
     try:
         plan = topology.fit(places, job.cluster.learners)
     except ValueError as error:

@@ -62,6 +62,10 @@ def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cas
         raise ConfigError(f"--nodes {','.join(map(str, sizes))}: has {sum(sizes)} ranks, but -n is {ranks}")
     places = [node for node, size in enumerate(sizes or [ranks or 0]) for _ in range(size)]
     try:
+        if job.placement.by_rule:
+            from rudra.simulation.placing import choose_cut
+
+            job = job.with_(placement={"cut": choose_cut(job, len(places) or None)})
         if places:
             plan = job.make_topology().fit(places, job.cluster.learners)
             job = job.resolved(learners=len(plan.learners), cores=cores())

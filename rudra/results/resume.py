@@ -63,7 +63,7 @@ class Decision(NamedTuple):
         output: result file.
         checkpoint: to go on from; None: begin.
         position: where.
-        cluster: keys of that table which the checkpoint decides.
+        decided: keys that the checkpoint decides, by table.
         overwrite: whether the result file may be replaced.
         finished: there is nothing left to do.
         replanned: what would have been otherwise so far, had it all been this job's; often nothing.
@@ -74,7 +74,7 @@ class Decision(NamedTuple):
     output: Path
     checkpoint: Path | None = None
     position: TrainingState = BEGINNING
-    cluster: dict[str, Any] | None = None
+    decided: dict[str, Any] | None = None
     overwrite: bool = False
     finished: bool = False
     replanned: str = ""
@@ -129,15 +129,15 @@ def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
             f"{origin}: does not fit: {key} was {then}, and is {now} in this job; valid: the same, or --carry weights"
         )
     _check_longer(job, state)
-    cluster = _decided_cluster(state, job)
+    decided = _decided(state, job)
     text = f"{job.name}: begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}"
-    fitting = job.with_(cluster=cluster)
+    fitting = job.with_(**decided)
     other = ""
     if differences := _differences(state.job, fitting):
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {differences[0][0]}"
         other += f" was {differences[0][1]}"
     return Decision(
-        begin.output, origin, position, cluster, begin.overwrite, False, other or _replanned(state, fitting), True, text
+        begin.output, origin, position, decided, begin.overwrite, False, other or _replanned(state, fitting), True, text
     )
 
 
@@ -184,16 +184,16 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
     if wanted is True and not path.exists():  # the run was killed between two names
         path = checkpoint.previous_of(path)
     state, _ = checkpoint.read(path)
-    position, cluster = state.position, fitted(state, job)
+    position, decided = state.position, fitted(state, job)
     if _is_over(state, job):
         if output != checkpoint.results_of(path):
             raise ConfigError(f"{path}: is of a finished run; {_onwards(state)}")
         return Decision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
     _check_longer(job, state)
     text = f"{job.name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
-    replanned = _replanned(state, job.with_(cluster=cluster))
+    replanned = _replanned(state, job.with_(**decided))
     text += f"; {replanned}" if replanned else ""
-    return Decision(output, path, position, cluster, overwrite=force, replanned=replanned, text=text)
+    return Decision(output, path, position, decided, overwrite=force, replanned=replanned, text=text)
 
 
 def source(given: Path) -> Path:
@@ -303,7 +303,7 @@ def job_of(state: SavedState, overrides: Sequence[str] = ()) -> Job:
 
 
 def fitted(state: SavedState, job: Job) -> dict[str, Any]:
-    """What the checkpoint decides of a job's table [cluster]: what bits depend on, but no device that the job names.
+    """What the checkpoint decides of a job, by table: what bits depend on, but no device or layer that the job names.
 
     Raises:
         CheckpointError: it is of another job.
@@ -312,16 +312,18 @@ def fitted(state: SavedState, job: Job) -> dict[str, Any]:
         key, then, now = differences[0]
         text = f"{state.path}: is of another job: {key} was {then}, and is {now} now"
         raise CheckpointError(f"{text}; give another --output, or the job of the checkpoint (rudra resume)")
-    return _decided_cluster(state, job)
+    return _decided(state, job)
 
 
-def _decided_cluster(state: SavedState, job: Job) -> dict[str, Any]:
-    decided = ["learners", "threads_per_rank"]
-    decided += [key for key in ("device", "shares") if getattr(job.cluster, key) == "auto"]
-    return {key: decisive(state.job)["cluster"][key] for key in decided}
+def _decided(state: SavedState, job: Job) -> dict[str, Any]:
+    keys = ["learners", "threads_per_rank"]
+    keys += [key for key in ("device", "shares") if getattr(job.cluster, key) == "auto"]
+    then = decisive(state.job)
+    placed: dict[str, Any] = {"placement": {"cut": then["placement"]["cut"]}} if job.placement.by_rule else {}
+    return {"cluster": {key: then["cluster"][key] for key in keys}, **placed}
 
 
-def decisive(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def decisive(job: Mapping[str, Any]) -> dict[str, Any]:
     """The `DECISIVE` tables of a job that a file holds; a key that is younger than the file has its default."""
     default = json.loads(Job().to_json())
     return {table: {**default[table], **job.get(table, {})} for table in DECISIVE}
@@ -336,6 +338,7 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
             name, before = f"{table}.{key}", ran[table][key]
             measured = key == "shares" and value == "auto" and before  # then, whatever they came to
             open_ = table == "cluster" and (value is None or key == "device" or measured)
+            open_ |= name == "placement.cut" and job.placement.by_rule  # then whatever was chosen
             if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_:
                 found.append((name, before, value))
     if now["changes"] != (before := then.get("changes", [])):

@@ -24,6 +24,7 @@ from rudra.simulation import costs
 from rudra.simulation.assembly import assemble
 from rudra.simulation.efficiency import Efficiency, efficiency
 from rudra.simulation.efficiency import as_text as efficiency_text
+from rudra.simulation.placing import placed
 from rudra.simulation.tensors import make_cluster
 from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
@@ -122,7 +123,7 @@ def predict(
         RudraError: a mistake in the job.
     """
     measured = costs.source(job)
-    job = costs.load(job).resolved(learners=job.cluster.learners)
+    job = placed(costs.load(job).resolved(learners=job.cluster.learners))
     job = (
         job.at(0)
         .without_tests()

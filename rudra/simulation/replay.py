@@ -524,7 +524,8 @@ def _checked(results: Results, job: Job) -> Job:
     """The job that the caller gives, if it is the one of the record."""
     then = decisive(results.job)
     decided = ("learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else []))
-    job = job.with_(cluster={key: then["cluster"][key] for key in decided})
+    cut = then["placement"]["cut"] if job.placement.by_rule else job.placement.cut
+    job = job.with_(cluster={key: then["cluster"][key] for key in decided}, placement={"cut": cut})
     unknown = results.attributes["python_objects"].split(", ")
     now = json.loads(job.to_json())
     for table in DECISIVE:

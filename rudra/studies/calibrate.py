@@ -32,7 +32,7 @@ from rudra.mpi.launch import launch
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
-from rudra.studies.profile import as_toml, profile
+from rudra.simulation.profile import as_toml, profile
 from topologies import base
 
 if TYPE_CHECKING:

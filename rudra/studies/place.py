@@ -7,9 +7,9 @@ from typing import Any
 from rudra.core.placement import THRESHOLD, Cluster, Cut, Decision, Layer, Rule, choose
 from rudra.findings import Report
 from rudra.job.job import Job
-from rudra.job.simulation import SimulationTable
 from rudra.simulation import costs
-from rudra.studies.profile import profile
+from rudra.simulation.placing import known
+from rudra.simulation.profile import profile
 
 RULES: tuple[Rule, ...] = ("ralp", "auto")
 
@@ -66,27 +66,6 @@ def place(
     )
     decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}
     return Placement(job.name, layers, cluster, threshold, decisions)
-
-
-def known(table: SimulationTable, minibatch_size: int) -> tuple[Layer, ...]:
-    """The layers that costs tell of; none where they do not."""
-    return tuple(
-        Layer(
-            each.name,
-            each.kind,
-            each.parameters_bytes,
-            each.output_bytes,
-            _at(each.forward_s, minibatch_size),
-            _at(each.backward_s, minibatch_size),
-            cut=each.cut and index < len(table.layers),
-        )
-        for index, each in enumerate(table.layers, 1)
-    )
-
-
-def _at(times: Mapping[int, float], minibatch_size: int) -> float:
-    """Seconds at that μ; what takes no time at any μ takes none."""
-    return costs.at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)
 
 
 def as_text(found: Placement) -> str:

@@ -23,6 +23,7 @@ from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, Change, parsed, read_job, read_toml
+from rudra.job.tables import PLACEMENT_RULES
 from rudra.machine import cores
 from rudra.simulation import costs
 
@@ -312,6 +313,8 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], driver: Dr
         decided.add(("cluster", "threads_per_rank"))
     if wanted["cluster"]["shares"] == "auto" and found.get("cluster", {}).get("shares"):
         decided.add(("cluster", "shares"))
+    if wanted["placement"]["cut"] in PLACEMENT_RULES:
+        decided.add(("placement", "cut"))
     return [
         f"[{table}] {key} is {json.dumps(found.get(table, {}).get(key))}, not {json.dumps(value)}"
         for table, keys in wanted.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import finish, ranks_of, replays, start, updates, wait_for_updates
+from processes import finish, mpirun, ranks_of, replays, start, updates, wait_for_updates
 from test_losses import job_file as dying_job
 from test_resume import job_file, run_until
 
@@ -37,6 +37,45 @@ def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_h
         assert len(results.stages) == len(results.gradients)
         assert not results.stages["staleness"].any()
         assert results.events["kind"].tolist().count(b"restart") == 2
+    assert replays(output)
+
+
+BY_RULE = '[placement]\ncut = "ralp"\nrule = "synchronous"\n'
+
+
+def test_a_rule_chooses_once_and_what_goes_on_asks_it_no_more(tmp_path: Path) -> None:
+    job, output = job_file(tmp_path, "hardsync", more=BY_RULE), tmp_path / "out.h5"
+    job.write_text(job.read_text().replace("user_code:dropping", "user_code:skewed"))
+    code, err = run_until(job, output, 20, signal.SIGTERM)
+    assert code == 3, err
+    assert err.count("[placement] cut = 'ralp' chooses '1': it sends least") == 1
+    code, _, err = finish(start("run", job, "--output", output, "--resume"))
+    assert code == 0, err
+    assert "[placement] cut" not in err
+    named = rudra.Job.load(job, ["placement.cut=1"])
+    with rudra.simulate(named, output=tmp_path / "named.h5", progress="quiet") as results:
+        expected = results.summary()["weights_sha256"]
+    with rudra.open_results(output) as results:
+        assert results.job["placement"]["cut"] == "1"
+        assert results.summary()["weights_sha256"] == expected is not None
+        assert len(results.stages) == len(results.gradients)
+    assert replays(output)
+
+
+@pytest.mark.parametrize(("model", "cut"), [("skewed", "1"), ("dropping", None)])
+def test_under_mpirun_one_rank_chooses_and_none_is_refused_where_nothing_is_placed(
+    tmp_path: Path, model: str, cut: str | None
+) -> None:
+    job, output = job_file(tmp_path, "hardsync", more=BY_RULE), tmp_path / "out.h5"
+    text = job.read_text().replace("user_code:dropping", f"user_code:{model}").replace("epochs = 5", "epochs = 1")
+    job.write_text(text.replace("milestones = [1, 2]\n", ""))
+    code, _, err = mpirun(6, "run", str(job), "--output", str(output))
+    assert code == 0, err
+    assert err.count("[placement] cut = 'ralp'") == 1
+    assert ("1 of 6 ranks have no role" in err) == (cut is None)
+    with rudra.open_results(output) as results:
+        assert results.job["placement"]["cut"] == cut
+        assert results.summary()["learners"] == 3
     assert replays(output)
 
 

@@ -131,6 +131,11 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))
 
 
+def skewed() -> nn.Module:
+    """Most parameters are at the end."""
+    return nn.Sequential(nn.Linear(20, 4), nn.Tanh(), nn.Linear(4, 200), nn.Dropout(0.3), nn.Linear(200, CLASSES))
+
+
 def wide() -> nn.Module:
     return nn.Linear(20, 7)
 

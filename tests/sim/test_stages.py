@@ -57,6 +57,28 @@ def digits(model: str, learners: int, **tables: Any) -> Job:
     )
 
 
+def test_a_layer_that_a_rule_chooses_is_one_that_the_job_names(tmp_path: Path) -> None:
+    """The file names it, so that a replay does not choose; the job that was given is that of the file, too."""
+    run = digits("lenet", 3)
+    shas = set()
+    for cut in ("ralp", "4"):
+        placed = run.with_(placement={"cut": cut, "rule": "synchronous"})
+        with rudra.simulate(placed, output=tmp_path / f"{cut}.h5", progress="quiet") as results:
+            assert results.job["placement"]["cut"] == "4"
+            shas.add(results.state["weights_sha256"])
+        assert rudra.replay(tmp_path / f"{cut}.h5", job=placed).difference is None
+    assert len(shas) == 1
+
+
+def test_what_a_rule_does_not_place_is_not_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = digits("mlp", 3).with_(placement={"cut": "ralp", "rule": "synchronous"})
+    with rudra.simulate(run, output=tmp_path / "none.h5", progress="quiet") as results:
+        assert results.job["placement"]["cut"] is None
+        assert not len(results.stages)
+    assert capsys.readouterr().err.count("[placement] cut = 'ralp' places no layers: skewness 2.15 is above") == 1
+    assert rudra.replay(tmp_path / "none.h5").difference is None
+
+
 GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*", "weight_decay": 0.01})
 
 

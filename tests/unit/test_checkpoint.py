@@ -170,8 +170,8 @@ def test_a_checkpoint_is_of_one_job(tmp_path: Path, tables: dict[str, Any], said
     state, _ = read(tmp_path / "run.ckpt")
     job = AUTO.with_(**tables)
     if said is None:
-        assert fitted(state, job) == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
-        assert "device" not in fitted(state, job.with_(cluster={"device": "cpu"})), "who names one has it"
+        assert fitted(state, job)["cluster"] == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
+        assert "device" not in fitted(state, job.with_(cluster={"device": "cpu"}))["cluster"], "who names one has it"
     else:
         with pytest.raises(CheckpointError) as caught:
             fitted(state, job)
@@ -182,7 +182,7 @@ def test_a_checkpoint_from_before_a_key_is_of_the_job_that_leaves_it_out(tmp_pat
     write(tmp_path / "run.ckpt")
     state, _ = read(tmp_path / "run.ckpt")
     del state.job["optimizer"]["clip_norm"], state.job["optimizer"]["schedule"]
-    assert fitted(state, AUTO) == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
+    assert fitted(state, AUTO)["cluster"] == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
     with pytest.raises(CheckpointError, match=r"optimizer\.schedule was step, and is cosine now"):
         fitted(state, AUTO.with_(optimizer={"schedule": "cosine"}))
 

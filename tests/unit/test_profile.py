@@ -17,8 +17,8 @@ from rudra.compute.timing import TimedChain, layers_of
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.simulation.profile import Profile, as_toml, profile
 from rudra.studies.place import as_text, place
-from rudra.studies.profile import Profile, as_toml, profile
 
 CPU = torch.device("cpu")
 SMALL = {"training": {"minibatch_size": 4}, "data": {"train_limit": 32, "test_limit": 16}}

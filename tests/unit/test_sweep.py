@@ -423,6 +423,15 @@ def test_shares_that_a_point_measures_are_its_own(here: Path) -> None:
         without.finished(Path())
 
 
+def test_a_cut_that_a_rule_chose_is_the_points_own(here: Path) -> None:
+    wanted = ["placement.cut=ralp", "protocol.name=hardsync"]
+    study = sweep.plan("job.toml", grid={"training.seed": [1]}, overrides=wanted)
+    (point,) = study.points
+    with rudra.simulate(point.job, output=Path(point.file), progress="quiet") as results:
+        assert results.job["placement"]["cut"] != point.job.placement.cut == "ralp"
+    assert study.finished(Path()) == {point.file}
+
+
 def test_no_more_threads_than_cores(here: Path) -> None:
     study = sweep.plan("job.toml")
     assert sweep.workers_for(study, None) == min(cores(), len(study.points))

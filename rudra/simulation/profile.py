@@ -94,9 +94,14 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         raise ConfigError(f"{job.name}: compiled code has no layers to time; leave [training] compile out")
     threads = job.resolved(cores=cores()).cluster.threads_per_rank
     job = job.with_(
+        hooks=(),
+        changes=(),
+        placement={"cut": None},
         topology={"name": "base", "options": {}},
         protocol={"name": "async", "n": None, "options": {}},
         cluster={"learners_per_rank": 1, "shares": ()},
+        simulation={"slowdown": {}, "learner_jitter": {}, "faults": ()},
+        fault_tolerance={"straggler_timeout_s": None},
     ).resolved(learners=1, threads_per_rank=threads)
     device, plan = find_device(job), job.plan()
     with torch_as_in(job):

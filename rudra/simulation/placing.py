@@ -1,0 +1,127 @@
+"""Where a job's model is cut whose `[placement] cut` names a rule: chosen once, before there are roles.
+
+The job that is run, stored, replayed and resumed then names the layer, and nobody chooses again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rudra.compute import models
+from rudra.compute.cuts import Chain, chain
+from rudra.compute.executor import torch_as_in
+from rudra.compute.timing import layers_of
+from rudra.core.placement import Cluster, Layer, choose
+from rudra.data.load import load
+from rudra.errors import ConfigError, TopologyError
+from rudra.job.job import Job
+from rudra.job.simulation import SimulationTable
+from rudra.log import log
+from rudra.simulation import costs
+from rudra.simulation.profile import profile
+
+
+def placed(job: Job) -> Job:
+    """The job with the layer's name where a rule is to choose it; where placing does not pay, without a cut.
+
+    Raises:
+        RudraError: a mistake in the job, or its model cannot be cut.
+    """
+    return job.with_(placement={"cut": choose_cut(job)}) if job.placement.by_rule else job
+
+
+def choose_cut(job: Job, ranks: int | None = None) -> str | None:
+    """What the rule in a job's `[placement] cut` chooses, and says why in one line.
+
+    Rule "ralp" depends on the job alone. Rule "auto" needs times: those of the job's costs, or they are measured.
+
+    Args:
+        job: whose λ may be open.
+        ranks: that there are, where they decide λ.
+
+    Returns:
+        Name of the first layer that the stage server has; None where placing layers does not pay.
+
+    Raises:
+        RudraError: a mistake in the job, or its model cannot be cut.
+    """
+    rule, size, learners = job.placement.cut, job.training.minibatch_size, job.cluster.learners
+    if learners is None and ranks is not None:
+        try:
+            learners = len(job.make_topology().fit([0] * ranks, None).learners)
+        except ValueError as error:
+            raise TopologyError(str(error)) from None
+    job = job.resolved(learners=learners)
+    table = costs.load(job).simulation
+    layers = _layers(job)
+    if rule == "auto":
+        layers = _timed(layers, known(table, size) or profile(job).with_loss, rule)
+    cluster = Cluster(job.learners, size, table.bandwidth_bytes_per_s, table.latency_s)
+    decision = choose(rule, layers, cluster)
+    cut = None if decision.cut is None else decision.cut.name
+    chosen = "places no layers" if cut is None else f"chooses {cut!r}"
+    log.info(f"{job.name}: [placement] cut = {rule!r} {chosen}: {decision.why}")
+    return cut
+
+
+def _layers(job: Job) -> tuple[Layer, ...]:
+    """What the layers of the job's model hold and give.
+
+    Raises:
+        ConfigError: it cannot be cut at all, or nowhere so that a stage server can have what is behind.
+    """
+    info = load(job.data, train=False, test=False, seed=job.training.seed).info
+    with torch_as_in(job):
+        model = models.build(job.model, info, job.training.seed)
+        model.eval()  # BatchNorm cannot do with one sample
+        found = chain(model, info.sample[0])
+        layers = layers_of(found)
+    if not any(layer.cut for layer in layers):
+        where = f"[placement] cut = {job.placement.cut!r}"
+        raise ConfigError(f"{where}: no layer can be the first that a stage server has: {_why(found)}")
+    return layers
+
+
+def _why(found: Chain) -> str:
+    """What keeps a model from being cut anywhere."""
+    if found.admissible():
+        name, _ = next(found.model.named_buffers())
+        return f"{name}, before those where the model can be cut, is a buffer, and such cannot be placed so far"
+    return str(found.refusal(1))
+
+
+def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tuple[Layer, ...]:
+    """Layers with their times.
+
+    Raises:
+        ConfigError: the times are those of another model.
+    """
+    ours, theirs = ([(each.name, each.parameters_bytes) for each in those] for those in (layers, times))
+    if ours != theirs:
+        names = ", ".join(each.name for each in layers)
+        raise ConfigError(
+            f"[simulation] layers are of another model, but [placement] cut = {rule!r} goes by them; valid: layers "
+            f"{names}, as rudra calibrate measures them"
+        )
+    pairs = zip(layers, times, strict=True)
+    return tuple(replace(layer, forward_s=time.forward_s, backward_s=time.backward_s) for layer, time in pairs)
+
+
+def known(table: SimulationTable, minibatch_size: int) -> tuple[Layer, ...]:
+    """The layers that costs tell of; none where they do not."""
+    return tuple(
+        Layer(
+            each.name,
+            each.kind,
+            each.parameters_bytes,
+            each.output_bytes,
+            _at(each.forward_s, minibatch_size),
+            _at(each.backward_s, minibatch_size),
+            cut=each.cut and index < len(table.layers),
+        )
+        for index, each in enumerate(table.layers, 1)
+    )
+
+
+def _at(times: Mapping[int, float], minibatch_size: int) -> float:
+    """Seconds at that μ; what takes no time at any μ takes none."""
+    return costs.at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)
