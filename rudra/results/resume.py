@@ -338,8 +338,8 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
             name, before = f"{table}.{key}", ran[table][key]
             measured = key == "shares" and value == "auto" and before  # then, whatever they came to
             open_ = table == "cluster" and (value is None or key == "device" or measured)
-            open_ |= name == "placement.cut" and job.placement.by_rule  # then whatever was chosen
-            if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_:
+            chosen = name == "placement.cut" and job.placement.by_rule  # then, whichever layer or none
+            if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_ and not chosen:
                 found.append((name, before, value))
     if now["changes"] != (before := then.get("changes", [])):
         found.append(("changes", before, now["changes"]))
