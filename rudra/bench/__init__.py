@@ -50,7 +50,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         'steps/s of reduction = "nodes" >= those of "ordered"',
     ),
     "islands": (
-        "DiLoCo with an average every 50 mini-batches, against hardsync by allreduce, on two hosts behind 100 Mbit/s",
+        "DiLoCo, an average every 50 mini-batches, against hardsync by allreduce; two hosts behind 100 Mbit/s",
         ">= 5 times its samples/s, in whichever order hardsync adds",
     ),
     "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),

@@ -232,7 +232,7 @@ class ReplicaState(States):
 
 
 AVERAGING = (ReplicaState.STEPPING, ReplicaState.HOLDING)
-ALIVE = [state for state in ReplicaState if state not in {ReplicaState.DONE, *AVERAGING}]
+ALIVE = [state for state in ReplicaState if state not in {ReplicaState.DONE, ReplicaState.POOLING, *AVERAGING}]
 TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, ReplicaState.STOPPED}]
 
 ALWAYS: Mapping[Any, str] = {

@@ -249,7 +249,7 @@ def test_modules_beside_a_job_file_stand_in_for_nobody_elses(tmp_path: Path) -> 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 @pytest.mark.slow
 def test_only_one_rank_speaks(rank: str, lines: int, tmp_path: Path) -> None:
-    done = run("run", "nope", cwd=tmp_path, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=rank)
+    done = run("run", "nope", cwd=tmp_path, anew=True, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=rank)
     assert (done.returncode, done.stderr.count("\n")) == (2, lines)
 
 

@@ -340,7 +340,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "replica": (
         REPLICAS,
         1,
-        {*group_.ReplicaState} - {*group_.AVERAGING},
+        {*group_.ReplicaState} - {*group_.AVERAGING, group_.ReplicaState.POOLING},
         [
             *(Started(), HASHED, *(from_(i, Kind.READY, value=DIGEST) for i in (2, 3))),
             *(Lost(3), Saved(0), from_(0, Kind.SAFE), Committed(0), Started(), HASHED),
