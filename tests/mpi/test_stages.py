@@ -46,7 +46,7 @@ BY_RULE = '[placement]\ncut = "ralp"\nrule = "synchronous"\n'
 def test_a_rule_chooses_once_and_what_goes_on_asks_it_no_more(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "hardsync", more=BY_RULE), tmp_path / "out.h5"
     job.write_text(job.read_text().replace("user_code:dropping", "user_code:skewed"))
-    code, err = run_until(job, output, 10, signal.SIGTERM)  # the stage server draws for all
+    code, err = run_until(job, output, 20, signal.SIGTERM)
     assert code == 3, err
     assert err.count("[placement] cut = 'ralp' chooses '1': it sends least") == 1
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
