@@ -139,7 +139,9 @@ def wait_for_updates(
         return _come(output, count, table, parts) and (not kept or output.with_suffix(".ckpt").exists())
 
     came = eventually(lambda: process.poll() is not None or come())
-    assert came, f"fewer than {count} {table} came"
+    if not came:
+        code, _, err = finish(process)
+        raise AssertionError(f"fewer than {count} {table} came before it was let go, which ended with {code}: {err}")
 
 
 def below(pid: int) -> list[int]:
