@@ -35,9 +35,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ralp": ("placed, synchronous (RALP)", {"placement": {"cut": CUT, "rule": "synchronous"}}),
     "merged": ("placed, merged, async", {"placement": {"cut": CUT, "rule": "merged"}, "protocol": {"name": "async"}}),
 }
-LINKS = {0.1: (5, 10, 5, 30, 30), 1.0: (12, 20, 12, 40, 40)}  # Gbit/s: steps of a run, by way
+LINKS = {0.1: (4, 8, 4, 20, 20), 1.0: (10, 20, 10, 40, 40)}  # Gbit/s: steps of a run, by way
 MEMORY = (60, 0, 0, 60, 60)
-ROUNDS = 3
+ROUNDS = 2
 
 
 def network(input_shape: Sequence[int], classes: int, hidden: int = HIDDEN) -> nn.Module:
@@ -59,7 +59,7 @@ def run(*, quick: bool) -> Report:
     if lacking := missing():
         links, report.notes = {}, [f"no rows of a link: {lacking}"]
     for gbit_s, steps in links.items():
-        about = given | {"gbit_s": gbit_s, "steps": steps}
+        about = given | {"link_gbit_s": gbit_s, "steps": steps}
         found = behind_a_link(measure, gbit_s=gbit_s, learners=LEARNERS + 1, away=LEARNERS, turns=rounds + 1, **about)[
             STATISTICS
         ]
@@ -68,7 +68,7 @@ def run(*, quick: bool) -> Report:
             f"{gbit_s * 1000:g} Mbit/s, by MPI from rank to rank: {spread(rate / 1e6 for rate in found['link'])} MB/s"
         )
     steps = (4, 0, 0, 4, 4) if quick else MEMORY
-    found = on_ranks(measure, LEARNERS + 1, gbit_s=0.0, steps=steps, **given)[STATISTICS]
+    found = on_ranks(measure, LEARNERS + 1, link_gbit_s=0.0, steps=steps, **given)[STATISTICS]
     _add(report, "one host, by memory", found, {})
     front, back = _sizes(hidden)
     report.notes += [
@@ -136,19 +136,19 @@ def _add(report: Report, place: str, found: dict[str, list[float]], moved: Mappi
 
 
 def measure(
-    comm: "MPI.Comm", directory: Path, gbit_s: float, steps: Sequence[int], rounds: int, hidden: int
+    comm: "MPI.Comm", directory: Path, link_gbit_s: float, steps: Sequence[int], rounds: int, hidden: int
 ) -> dict[str, list[float]]:
     """Takes turns; figure -> one for each round, on the statistics server.
 
     Args:
         comm: the servers' ranks, and then the learners'.
         directory: for files.
-        gbit_s: of the link; 0: there is none.
+        link_gbit_s: of the link; 0: there is none.
         steps: of a run, by way; 0: none is made.
         rounds: how many turns count.
         hidden: of the model.
     """
-    if gbit_s:
+    if link_gbit_s:
         on_half_the_cores()
     torch.set_num_threads(1)
     if comm.rank == 0:
@@ -156,17 +156,17 @@ def measure(
     rest(comm)
     figures: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
-        taken = {"link": link_rate(comm, 0.5 if rounds else 0.1, gbit_s)} if gbit_s else {}
+        taken = {"link": link_rate(comm, 0.5 if rounds else 0.1, link_gbit_s)} if link_gbit_s else {}
         for way, count in zip(WAYS, steps, strict=True):
             rest(comm)
-            before = sent_bytes() if gbit_s else 0
+            before = sent_bytes() if link_gbit_s else 0
             if count:
                 taken[way] = _trained(comm, directory, way, count, hidden)
             rest(comm)
-            if gbit_s:
+            if link_gbit_s:
                 sent = dict(comm.allgather((socket.gethostname(), sent_bytes() - before)))
                 taken[f"{way}, sent"] = sum(sent.values()) / count / 1e6
-        if gbit_s:
+        if link_gbit_s:
             turn_is_over(comm)
         for key, value in taken.items() if turn or not rounds else ():  # the first one warms up
             figures.setdefault(key, []).append(value)
