@@ -50,12 +50,12 @@ def network(input_shape: Sequence[int], classes: int, hidden: int = HIDDEN) -> n
 
 def run(*, quick: bool) -> Report:
     """Measures learners of one torch thread each, in turns."""
-    rounds, hidden = (0, 64) if quick else (ROUNDS, HIDDEN)
+    rounds, hidden = (0, 256) if quick else (ROUNDS, HIDDEN)
     heads = ["way", "samples/s", "/ base", "foretold", "/ foretold", "the link alone, samples/s", "MB a step", "sent"]
     report = Report([f"λ = {LEARNERS}, μ = {SIZE}", *heads])
     moved = crossing(hidden)
     given: dict[str, Any] = {"rounds": rounds, "hidden": hidden}
-    links: Mapping[float, Sequence[int]] = {0.1: (4, 4, 4, 4, 4)} if quick else LINKS
+    links: Mapping[float, Sequence[int]] = {1.0: (4, 4, 4, 4, 4)} if quick else LINKS
     if lacking := missing():
         links, report.notes = {}, [f"no rows of a link: {lacking}"]
     for gbit_s, steps in links.items():
@@ -67,10 +67,9 @@ def run(*, quick: bool) -> Report:
         report.notes.append(
             f"{gbit_s * 1000:g} Mbit/s, by MPI from rank to rank: {spread(rate / 1e6 for rate in found['link'])} MB/s"
         )
-    if not (quick and links):  # starting ranks takes most of what is quick
-        steps = (4, 0, 0, 4, 4) if quick else MEMORY
-        found = on_ranks(measure, LEARNERS + 1, link_gbit_s=0.0, steps=steps, **given)[STATISTICS]
-        _add(report, "one host, by memory", found, {})
+    steps = (4, 0, 0, 4, 4) if quick else MEMORY
+    found = on_ranks(measure, LEARNERS + 1, link_gbit_s=0.0, steps=steps, **given)[STATISTICS]
+    _add(report, "one host, by memory", found, {})
     front, back = _sizes(hidden)
     report.notes += [
         f"the model: {(front + back) / 1e6:.3g} MB, {back / (front + back):.0%} of it placed; "
