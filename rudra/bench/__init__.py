@@ -53,6 +53,10 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "DiLoCo, an average every 50 mini-batches, against hardsync by allreduce; two hosts behind 100 Mbit/s",
         ">= 5 times its samples/s, in whichever order hardsync adds",
     ),
+    "placed": (
+        "layers on a stage server (RALP, merged) against whole models: behind 100 Mbit/s, 1 Gbit/s, and on one host",
+        ">= 5 times the samples/s of base behind 100 Mbit/s, 0.8 of what bytes foretell; >= 0.9 on one host",
+    ),
     "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),
     "memory": ("peak memory of learner and server, in model sizes", "learner <= 3.5; server <= 4, +1 with a snapshot"),
     "input": (

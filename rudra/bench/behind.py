@@ -42,7 +42,7 @@ INSISTS_S, ENDS_S = 3.0, 10.0
 
 
 def behind_a_link(
-    measure: Measure, *, gbit_s: float, learners: int, turns: int, **arguments: Any
+    measure: Measure, *, gbit_s: float, learners: int, turns: int, away: int | None = None, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Calls a function on the ranks of two hosts, as `on_ranks` does.
 
@@ -51,15 +51,16 @@ def behind_a_link(
     Args:
         measure: a function of a module that can be imported there.
         gbit_s: of the link, each way.
-        learners: half of them on each host; the two other ranks are on the first.
+        learners: there are two ranks more, which are on the first host.
         turns: how often `turn_is_over` will be called on each rank.
+        away: how many learners, the last ones, are on the second host; without it, half of them.
         arguments: keyword arguments that fit into JSON.
 
     Raises:
         RunError: it failed there, after what was said on standard error.
     """
-    half = learners // 2
-    with two_hosts(gbit_s=gbit_s, slots=(LEARNER + half, half)) as hosts, _ends_in_order():
+    away = learners // 2 if away is None else away
+    with two_hosts(gbit_s=gbit_s, slots=(LEARNER + learners - away, away)) as hosts, _ends_in_order():
         what = [measure.__module__, measure.__name__, str(learners), json.dumps(arguments)]
         command = [sys.executable, "-m", __name__, *what]
         env = hosts.environment() | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}

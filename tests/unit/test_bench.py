@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rudra.bench import BENCHMARKS, contestants, heats, islands, reduction, scaling, topologies, tta
+from rudra.bench import BENCHMARKS, contestants, heats, islands, placed, reduction, scaling, topologies, tta
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, ratios, spread
@@ -204,6 +205,19 @@ def test_what_needs_two_hosts_says_in_a_line_why_there_are_none(
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     report = benchmark.run(quick=True)
     assert (report.rows, report.goals, report.notes) == ([], [], ["no rows: network namespaces need root"])
+
+
+def test_bytes_that_cross_the_link_are_those_of_the_traffic_model() -> None:
+    model = placed.network((1, 28, 28), 10)
+    sizes = [4 * sum(parameter.numel() for parameter in layer.parameters()) for layer in model.children()]
+    front, whole = sum(sizes[: placed.CUT]), sum(sizes)
+    assert front < 0.1 * whole
+    moved, learners = placed.crossing(placed.HIDDEN), placed.LEARNERS
+    assert moved["base"] == moved["async"] == (2 * learners * whole, 1)
+    activations = 4 * model[: placed.CUT](torch.zeros(placed.SIZE, 1, 28, 28)).numel()
+    assert moved["ralp"] == moved["merged"] == (2 * learners * (activations + front), 1)
+    size, ways = moved["allreduce"]
+    assert size / ways == pytest.approx(2 * (learners - 1) / learners * whole)
 
 
 @pytest.mark.slow
