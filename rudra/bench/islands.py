@@ -40,7 +40,7 @@ def run(*, quick: bool) -> Report:
         return report
     text = Path(os.environ.get("RUDRA_DATA", "data")) / "tinyshakespeare" / "input.txt"
     models = {"0.1 MB": 32} if quick else HIDDEN
-    given = {"models": models, "period": period, "rounds": rounds, "text": str(text.absolute())}
+    given: dict[str, Any] = {"models": models, "period": period, "rounds": rounds, "text": str(text.absolute())}
     turns = len(models) * (rounds + 1)
     figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
     for name in models:

@@ -43,7 +43,7 @@ def run(*, quick: bool) -> Report:
         report.notes = [f"no rows: {lacking}"]
         return report
     names, rounds = list(MODELS)[: 1 if quick else None], 0 if quick else 5
-    given = {"names": names, "rounds": rounds, "quick": quick}
+    given: dict[str, Any] = {"names": names, "rounds": rounds, "quick": quick}
     turns = len(names) * (rounds + 1)
     figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
     for name in names:
