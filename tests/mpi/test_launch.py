@@ -269,7 +269,10 @@ def test_ranks_that_are_killed_while_mpi_starts_are_not_waited_for(
     assert code == 1
     (line,) = lines
     if len(ranks) < len(ROLES):
-        assert line == f"rudra: {', '.join(f'rank {rank}' for rank in ranks)} died before training began"
+        # They are killed one after the other: mpirun may have ended all because of the first.
+        named = re.fullmatch(r"rudra: (rank \d(?:, rank \d)*) died before training began", line)
+        assert named, line
+        assert {int(rank) for rank in re.findall(r"\d", named[1])} <= {*ranks}, line
     else:  # mpirun may end before all were found dead
         assert line.endswith(" died before training began")
     assert gone(list(pids.values()))

@@ -27,7 +27,7 @@ def done(directory: Path, *line: str) -> subprocess.CompletedProcess[str]:
 def test_a_failed_run_is_looked_into(tmp_path: Path) -> None:
     for name, text in files(WALK).items():
         (tmp_path / name).write_text(text)
-    wild = WALK.replace("learning_rate=0.05 \\", "learning_rate=0.5 \\", 1)  # fails however old its gradients are
+    wild = WALK.replace("learning_rate=0.05 \\", "learning_rate=0.1 \\", 1)  # fails on any machine, after some updates
     first, *then = [line for block in blocks("sh", wild) for line in block.replace("\\\n", "").splitlines()]
     failed = done(tmp_path, *forks.rudra(), *shlex.split(first)[1:])
     assert failed.returncode == 1
