@@ -12,12 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +57,7 @@ def behind_a_link(
         RunError: it failed there, after what was said on standard error.
     """
     away = learners // 2 if away is None else away
-    with two_hosts(gbit_s=gbit_s, slots=(LEARNER + learners - away, away)) as hosts, _ends_in_order():
+    with two_hosts(gbit_s=gbit_s, slots=(LEARNER + learners - away, away)) as hosts:
         what = [measure.__module__, measure.__name__, str(learners), json.dumps(arguments)]
         command = [sys.executable, "-m", __name__, *what]
         env = hosts.environment() | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
@@ -86,29 +83,11 @@ def behind_a_link(
             code = process.wait()
         finally:
             _end(process)
-            hosts.end()
         if code:
             sys.stderr.write(said.read_text(errors="replace"))
             raise RunError("the benchmark failed on its hosts")
         figures: list[dict[str, Any]] = json.loads(last)
         return figures
-
-
-@contextmanager
-def _ends_in_order() -> Iterator[None]:
-    """SIGTERM raises an exception meanwhile, so that the hosts are put away."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 _libc = ctypes.CDLL(None)

@@ -51,12 +51,10 @@ class Hosts:
     Attributes:
         directory: where their files are.
         pids: of the processes that keep their namespaces.
-        networks: descriptors of their network namespaces.
     """
 
     directory: Path
     pids: tuple[int, int]
-    networks: tuple[int, int]
 
     def command(self, argv: Sequence[str], host: int = 0) -> list[str]:
         """What runs a command on a host."""
@@ -94,14 +92,6 @@ class Hosts:
             "OMPI_MCA_btl_tcp_if_include": "eth0",
         }
 
-    def end(self) -> None:
-        """Kills what still runs on them, but for what keeps their namespaces."""
-        networks = [os.fstat(descriptor).st_ino for descriptor in self.networks]
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
-                if int(entry.name) not in self.pids and (entry / "ns/net").stat().st_ino in networks:
-                    os.kill(int(entry.name), signal.SIGKILL)
-
 
 @contextmanager
 def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
@@ -138,12 +128,7 @@ def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
             agent = directory / "agent"
             agent.write_text(_agent(pids))
             agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
-            networks = (_network(pids[0]), _network(pids[1]))
-            try:
-                yield Hosts(directory, pids, networks)
-            finally:
-                for descriptor in networks:
-                    os.close(descriptor)
+            yield Hosts(directory, pids)
         finally:
             for holder in holders:
                 _end(holder)
@@ -155,11 +140,6 @@ def _environment() -> dict[str, str]:
 
 def _enter(pid: int) -> list[str]:
     return ["nsenter", "-t", str(pid), "-n", "-u", "-i", "-m"]
-
-
-def _network(pid: int) -> int:
-    """Descriptor of the network namespace of a process, whose number nothing else gets meanwhile."""
-    return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
 
 
 def _link(pids: tuple[int, int], gbit_s: float) -> None:
