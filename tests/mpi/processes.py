@@ -10,7 +10,7 @@ from typing import Any
 
 import rudra
 from rudra.errors import RudraError
-from rudra.mpi.failures import ranks_below
+from rudra.mpi.failures import lives, ranks_below
 from rudra.mpi.forkserver import process_of
 from rudra.mpi.launch import find_mpirun
 from tests import forks
@@ -166,11 +166,4 @@ def mpirun_of(process: "subprocess.Popen[Any]") -> int:
 
 def gone(pids: list[int], within_s: float = 40.0) -> bool:
     """Whether all processes end within that time."""
-    return eventually(lambda: not any(map(alive, pids)), within_s)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs, and is not only waited for."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    return eventually(lambda: not any(map(lives, pids)), within_s)
