@@ -40,7 +40,11 @@ def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup, tests that share what their module has set up go to one process, which does so once."""
+    """With --dist loadgroup, tests that share what their module has set up go to one process, which does so once.
+
+    Tests that need a GPU come first: CUDA looks for one once in a process, and is kept from the other tests.
+    """
+    items.sort(key=lambda item: "gpu" not in item.keywords)
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
         shared = [name for name, (*_, definition) in fixtures.items() if definition.scope == "module"]

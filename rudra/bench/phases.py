@@ -206,8 +206,8 @@ def _left(name: str, within_s: float) -> int:
 def _processes(name: str) -> Sequence[int]:
     """Those whose command line names a directory."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if name.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):  # it has ended meanwhile
+            if entry.isdigit() and name.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
+                found.append(int(entry))
     return found

@@ -47,6 +47,7 @@ class Kind(IntEnum):
     CREDIT = auto()  # statistics -> server: room for one more snapshot
     CHECKPOINT = auto()  # owner -> statistics: one of `timestamp` is written, after `value` epochs; are its rows safe?
     SAFE = auto()  # statistics -> owner: the rows up to `timestamp` are on the disk
+    REPORTED = auto()  # stage server -> statistics: you have my rows that belong to the checkpoint of `timestamp`
     END = auto()  # owner -> statistics: the run was stopped after `value` epochs; resume at `timestamp`, or -1
     DONE = auto()  # statistics -> all: everything is recorded, end with exit code `value`; if `flag`, apart
     GRADIENTS = auto()  # rows for the statistics server, from here on

@@ -289,6 +289,7 @@ class StageServer(Shard):
         self._counted: list[int] = []  # learners whose gradients are in the next update
         self._updating: deque[tuple[list[_Concluded], float]] = deque()  # and their rate
         self._update: Update | None = None  # waits until the weights are back
+        self._saved: deque[tuple[int, int]] = deque()  # checkpoints to report on, and of which of its updates they are
         self._final = self._ending = False
 
     def validate(self) -> None:
@@ -398,6 +399,8 @@ class StageServer(Shard):
                     actions[place] = self._stepping(action)
                 case Copy():
                     self._tell(number)
+                case Save():
+                    self._saved.append((number, self.timestamp))
                 case Send() if action.buffer == WEIGHTS:
                     self._final = True
                     self._tell(number)
@@ -430,7 +433,17 @@ class StageServer(Shard):
     def _go_on_at(self, now: float) -> list[Action]:
         """Whatever can be done now."""
         self._now = now
-        return [*self._go_on(), *self._make_update(), *self._work(now), *self._leave(now)]
+        return [*self._go_on(), *self._make_update(), *self._work(now), *self._report(now), *self._leave(now)]
+
+    def _report(self, now: float) -> list[Action]:
+        """Sends the rows that belong to a checkpoint, once the updates are made that it has."""
+        actions: list[Action] = []
+        done = self.timestamp - len(self._updating)
+        while self._saved and self._saved[0][1] <= done:
+            front, _ = self._saved.popleft()
+            reported = Message(Kind.REPORTED, self.id, front)
+            actions += [*self._outbox.flush(now), Send(self.plan.statistics, reported)]
+        return actions
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
         taken, rate = self._updating.popleft()
@@ -442,7 +455,7 @@ class StageServer(Shard):
             times = (concluded.began - self._began, concluded.wait_s, concluded.compute_s, event.seconds)
             self._outbox.add(Kind.STAGES, event.timestamp, *about, staleness, rate, *times, digest)
         told = self._ledger.note(event, now) if self._merged else super()._stepped(event, now)
-        return [*told, *self._outbox.due(now), *self._leave(now)]
+        return [*told, *self._outbox.due(now), *self._report(now), *self._leave(now)]
 
     # The end, of learners and of all.
 

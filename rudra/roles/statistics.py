@@ -75,6 +75,7 @@ class StatisticsServer(Machine):
         (StatisticsState.GATHERING, Kind.TOTALS): To("_account", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.EVENTS): To("_events", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.CHECKPOINT): To("_checkpoint", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.REPORTED): To("_stage_reported", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.END): To("_end_early", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Lost): To("_lose", StatisticsState.GATHERING),
     }
@@ -117,6 +118,7 @@ class StatisticsServer(Machine):
         self._began = 0.0
         self._final_weights: str | None = None
         self._awaits_stage = plan.stage is not None  # rows of the stage server may be under way
+        self._reported = -1  # timestamp of the last checkpoint whose rows of the stage server are here
 
     @property
     def waiting_for(self) -> str:
@@ -205,9 +207,13 @@ class StatisticsServer(Machine):
     def _stages(self, event: Received, now: float) -> list[Action]:
         return [Record("stages", _rows(event))]
 
+    def _stage_reported(self, event: Received, now: float) -> list[Action]:
+        self._reported = event.message.timestamp
+        return self._secure()
+
     def _stage_left(self, event: Received, now: float) -> list[Action]:
         self._awaits_stage = False
-        return self._finish()
+        return self._secure() + self._finish()
 
     def _epoch(self, event: Received, now: float) -> list[Action]:
         rows = _rows(event)
@@ -319,9 +325,11 @@ class StatisticsServer(Machine):
         return self._secure()
 
     def _secure(self) -> list[Action]:
-        """Brings all rows to the disk, once those of the epochs are recorded that a checkpoint wants."""
+        """Brings all rows to the disk, once those are here that a checkpoint wants: of epochs and of a stage server."""
         wanted = self._checkpointed
         if wanted is None or self._recorded < wanted.value:
+            return []
+        if self._awaits_stage and self._reported < wanted.timestamp:
             return []
         self._checkpointed = None
         return [Sync(), Send(self.plan.server, Message(Kind.SAFE, self.id, wanted.timestamp))]
