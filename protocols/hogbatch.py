@@ -43,6 +43,12 @@ class Worker:
     least: int
     most: int
 
+    @property
+    def text(self) -> str:
+        """For people; sizes are those of whole batches."""
+        threads = f" with {self.threads} threads" if self.threads > 1 else ""
+        return f"{self.kind}{threads}, batches of {self.least * self.threads} to {self.most * self.threads}"
+
 
 def parts(count: int, threads: int) -> list[int]:
     """The samples of each part of a batch: one part for each thread, as equal as can be, none of them empty."""
@@ -129,6 +135,23 @@ class Hogbatch(Protocol):
         """
         return tuple(worker.least if worker.kind == "small" else worker.most for worker in self.workers)
 
+    @property
+    def expected_staleness(self) -> float:
+        """⟨σ⟩, as in `Protocol`: the parts of a batch are as stale as there are parts before them, besides.
+
+        A worker with t threads brings (t + 1) / 2 gradients for the mean one of another, and (t - 1) / 2 for its own.
+        """
+        return sum((worker.threads + 1) / 2 for worker in self.workers) - 1
+
+    @property
+    def text(self) -> str:
+        """The rule, and what batches the workers take, for people."""
+        alike: dict[Worker, list[int]] = {}
+        for number, worker in enumerate(self.workers):
+            alike.setdefault(worker, []).append(number)
+        told = [f"{worker.text}: {_numbers(which)}" for worker, which in alike.items()]
+        return f"rule {self.rule}; {'; '.join(told)}"
+
     def counted(self, worker: int) -> float:
         """What a gradient of a worker adds to its count of updates."""
         return self.beta if self.workers[worker].kind == "small" else 1.0
@@ -171,6 +194,14 @@ class Hogbatch(Protocol):
 
     def rate_scale(self, samples: int) -> float:
         return samples / self.modulation.reference_batch_size if self.lr_scaling == "linear" else 1.0
+
+
+def _numbers(learners: Sequence[int]) -> str:
+    """Numbers of learners; of many the first and the last."""
+    few = [str(learner) for learner in learners]
+    if len(few) > 4:
+        few[2:-1] = ["…"]
+    return f"learner{'s' if len(few) > 1 else ''} {', '.join(few)}"
 
 
 PROTOCOL = Hogbatch

@@ -241,6 +241,9 @@ def test_a_small_worker_of_48_threads_and_a_fast_large_one(tmp_path: Path) -> No
         first = results.gradients[results.gradients["learner"] == 0][:48]
         assert len(set(first["timestamp"])) == 1
         assert np.array_equal(first["staleness"], first["update"] - 1)
+        expected = run.make_protocol().expected_staleness
+        assert expected == 24.5
+        assert results.gradients["staleness"].mean() == pytest.approx(expected, rel=0.1)
     assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
 
 
