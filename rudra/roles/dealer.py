@@ -4,7 +4,6 @@ Source: Hogbatch (Ma and Rusu 2020), §5.1 and Algorithms 1 and 2. Here every sa
 batch takes what is left, and what a worker had when it died, or when a run was stopped, is served again.
 """
 
-from bisect import insort
 from collections import deque
 from itertools import pairwise
 
@@ -108,8 +107,7 @@ class Dealer:
 
     def recall(self, worker: int, *, dead: bool = False) -> None:
         """What a worker has is served again, to others if it is dead."""
-        for part in self._given[worker]:
-            insort(self._again, part)
+        self._again = _joined([*self._again, *self._given[worker]])
         self._given[worker].clear()
         if dead:
             self._left.discard(worker)
@@ -128,9 +126,20 @@ class Dealer:
     def _about(self) -> Dealt:
         given = [part for of_worker in self._given for part in of_worker]
         given += (part for _, part in self._counted)
-        return tuple(sorted([*self._again, *given])), tuple(self.sizes), tuple(self.counts)
+        return tuple(_joined([*self._again, *given])), tuple(self.sizes), tuple(self.counts)
 
     @property
     def _base(self) -> int:
         """Where the epoch begins in the stream."""
         return self._epoch * self._samples if self._protocol.shuffles_each_epoch else 0
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    """In order, and those that touch as one."""
+    found: list[Range] = []
+    for first, count in sorted(ranges):
+        if found and sum(found[-1]) == first:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((first, count))
+    return found
