@@ -57,7 +57,7 @@ class Dealer:
             assert about.least <= size <= about.most
 
     def deal(self, worker: int) -> Work | None:
-        """The next batch of a worker that has none; None: nothing is left for it now.
+        """The next batch of a worker; None: nothing is left for it now.
 
         Args:
             worker: its number.
@@ -65,7 +65,6 @@ class Dealer:
         available = self._again[0] if self._again else (self._cursor, self._samples - self._cursor)
         if not available[1]:
             return None
-        assert not self._given[worker]
         self._before = self._before or self._about()
         rule = self._protocol
         remaining = self._samples - self._cursor + sum(count for _, count in self._again)
@@ -104,6 +103,10 @@ class Dealer:
             self.samples[worker] += samples
         self._counted.clear()
         self._before = None
+
+    def held(self, worker: int) -> int:
+        """How many parts a worker has whose gradients are not in an update yet."""
+        return len(self._given[worker])
 
     def recall(self, worker: int, *, dead: bool = False) -> None:
         """What a worker has is served again, to others if it is dead."""
