@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from rudra.compute.buffers import buffers_of
 from rudra.compute.compiled import CompiledStep
+from rudra.compute.sparse import RowsFound, SparseLinear
 from rudra.compute.statedict import StateEntry
 from rudra.compute.tasks import Classification, LossReduction, Task
 from rudra.core.layout import Entry, EntryKind
@@ -137,6 +138,9 @@ class FlatModel:
         mixed = precision != "float32"
         self._autocast = torch.autocast(self.device.type, getattr(torch, precision)) if mixed else None
         self._scale = _SCALE if precision == "float16" else 1.0
+        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        layers = [layer for layer in module.modules() if isinstance(layer, SparseLinear)]
+        self._sparse = {places[id(each.weight)]: each for each in layers if id(each.weight) in places}
         self._direct = {} if mixed or compiled else self._direct_layers()
         self.compiled = compiled
         self._step = CompiledStep(module, self.task, self._parameters, _LARGE) if compiled else None
@@ -318,6 +322,9 @@ class FlatModel:
             return loss, self.task.wrong(output, target)
         for index, layer in self._direct.items():
             layer.target = views[index]
+        found = {index: RowsFound() for index in self._sparse}
+        for index, sparse in self._sparse.items():
+            sparse.found = found[index]
         leaves = [inputs] if isinstance(inputs, torch.Tensor) and inputs.requires_grad else []
         output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
@@ -326,6 +333,9 @@ class FlatModel:
         for leaf, gradient in zip(leaves, gradients, strict=False):
             leaf.grad = gradient
         self._copy(gradients[len(leaves) :], views)
+        for index, at in found.items():
+            if at.rows is not None:
+                views[index].index_add_(0, *at.rows)
         self._collect_buffers(out)
         if scale != 1:
             scaled_gradient = out[: self.parameter_count]

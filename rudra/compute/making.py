@@ -57,6 +57,8 @@ def make_executors(
     task = tasks.make(job.task, data.info.classes)
     kinds = [plan.about(role) for role in roles]
     compiled = job.training.compile and any(kind.trains for kind in kinds)
+    if compiled and data.info.sparse:
+        raise ConfigError("[training] compile = true: no step on sparse inputs is compiled; valid: false")
 
     def model(roles: int = 1) -> FlatModel:
         module = models.build(job.model, data.info, job.training.seed).to(device)
