@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from protocols import Averaging
     from rudra.compute.schedule import planned
+    from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
     from rudra.report.topology import message, roles
 
@@ -61,6 +62,8 @@ def execute(arguments: argparse.Namespace) -> int:
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
     }
+    if told := form_of_gradients(job, plan):
+        lines["gradients"] = told
     if job.cluster.shares == "auto":
         lines["shares"] = "in proportion to the learners' speeds, which are measured before training"
     elif job.cluster.shares:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rudra.compute.flat import FlatModel
+from rudra.compute.rows import RowGradient
 from rudra.core.events import Score
 from rudra.core.work import Work
 from rudra.data import trees
@@ -69,14 +70,14 @@ class GradientSource:
         # A set that draws random numbers is asked in this thread, where nobody else draws any meanwhile.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not split.random else None
 
-    def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
+    def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor | RowGradient) -> BatchResult:
         """Computes the gradient of one step.
 
         Args:
             step: any; consecutive steps are prefetched.
             work: its samples.
             weights: (size,) float32, only read.
-            out: (size,) float32, as `FlatModel.gradient` fills it.
+            out: as `FlatModel.gradient` fills it.
 
         Raises:
             DataError: a label is out of range. Whatever else the user's dataset raises comes through.

@@ -16,6 +16,7 @@ from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.phases import parts
+from rudra.core.rows import dense_because
 from rudra.core.work import Portion, portion
 from rudra.data.load import Data
 from rudra.errors import ConfigError
@@ -34,6 +35,7 @@ def make_executors(
     prefetch: bool,
     device: torch.device = CPU,
     placing: Placing = "device",
+    rows: bool = True,
     first_weights: FirstWeights | None = None,
     memory: Memory | None = None,
 ) -> dict[int, Executor]:
@@ -47,6 +49,7 @@ def make_executors(
         prefetch: whether each learner gets an input thread.
         device: where to compute gradients and tests.
         placing: where buffers are; servers and optimisers work where theirs are.
+        rows: gradients of sparse layers may be rows (`rudra.core.rows`).
         first_weights: gives those of a warm start; jobs without one need none.
         memory: where buffers in main memory are to lie, of roles that send any.
 
@@ -88,6 +91,9 @@ def make_executors(
     if learners:
         _check_gradient(job, flat, model, data, portions)
     gradients = all_parts[0][2].max_gradients_per_message
+    form = flat.row_form if rows and data.info.sparse and flat.device.type == "cpu" else None
+    if any(dense_because(its, its_plan) for _, its, its_plan in all_parts):
+        form = None
     hooks = hooks_of(job, plan, roles, flat.layout)
     made: dict[int, Executor] = {}
     for role in roles:
@@ -96,6 +102,8 @@ def make_executors(
         assert isinstance(cls, type)
         own = flat if fronts is None or not kind.trains else fronts[0]
         executor = _allocated(cls, kind, own, part, gradients, placing, memory)
+        if form is not None:
+            executor.use_rows(form)
         if part is None and own is flat:
             executor.parts = owned
         if isinstance(executor, OwnerExecutor):

@@ -29,6 +29,12 @@ class Rows(NamedTuple):
     indices: torch.Tensor
     values: torch.Tensor
 
+    def among(self, count: int) -> torch.Tensor:
+        """The matrix of so many rows, of which the others are zero; (count, width)."""
+        found = self.values.new_zeros(count, self.values.shape[1])
+        found[self.indices] = self.values
+        return found
+
 
 class RowsFound:
     """Where a layer leaves the gradient of its weight, if it is in rows: for one pass."""
@@ -71,8 +77,7 @@ class _OfRows(torch.autograd.Function):
             if ctx.found is not None:
                 ctx.found.rows = rows
             else:
-                to_weight = gradient.new_zeros(ctx.features, gradient.shape[1])
-                to_weight[rows.indices] = rows.values
+                to_weight = rows.among(ctx.features)
         return None, None, None, to_weight, gradient.sum(0) if ctx.needs_input_grad[4] else None, None
 
 

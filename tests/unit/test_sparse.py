@@ -39,13 +39,12 @@ def compressed(dense: npt.NDArray[np.float32]) -> torch.Tensor:
     return rows_of(starts, np.nonzero(dense)[1].astype(np.int32), dense[dense != 0], dense.shape[1])
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
+def write_samples(directory: Path) -> Path:
     """48 samples in LIBSVM's format, and Mulan's."""
     dense = matrix(48)
     labels = (dense.sum(1) > 0).astype(int)
     rows = [[(i, row[i]) for i in np.flatnonzero(row)] for row in dense]
-    path = tmp_path / "some.svm"
+    path = directory / "some.svm"
     path.write_text(
         "\n".join(
             " ".join([str(label), *(f"{i + 1}:{value:.9g}" for i, value in row)])
@@ -57,8 +56,13 @@ def file(tmp_path: Path) -> Path:
         "{" + ", ".join([*(f"{i} {value:.9g}" for i, value in row), f"{WIDTH} {label}"]) + "}"
         for label, row in zip(labels, rows, strict=True)
     )
-    (tmp_path / "some.arff").write_text("\n".join(["@relation r", head, *lines]))
+    (directory / "some.arff").write_text("\n".join(["@relation r", head, *lines]))
     return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_samples(tmp_path)
 
 
 def table(file: Path, sparse: Any = True, **more: Any) -> DataTable:
