@@ -20,6 +20,7 @@ from rudra import siblings as _siblings  # noqa: F401  first: makes sure that pr
 
 if TYPE_CHECKING:
     from rudra.api import run, simulate
+    from rudra.compute.sparse import SparseLinear
     from rudra.core.hooks import Moment
     from rudra.errors import RudraError
     from rudra.job.job import Job
@@ -27,13 +28,25 @@ if TYPE_CHECKING:
     from rudra.results.reader import Results, open_results
     from rudra.simulation.replay import replay
 
-__all__ = ["Job", "Moment", "Results", "RudraError", "open_results", "replay", "run", "shipped_jobs", "simulate"]
+__all__ = [
+    "Job",
+    "Moment",
+    "Results",
+    "RudraError",
+    "SparseLinear",
+    "open_results",
+    "replay",
+    "run",
+    "shipped_jobs",
+    "simulate",
+]
 
 _LATE = {
     "Job": "job.job",
     "Moment": "core.hooks",
     "Results": "results.reader",
     "RudraError": "errors",
+    "SparseLinear": "compute.sparse",
     "open_results": "results.reader",
     "replay": "simulation.replay",
     "run": "api",

@@ -58,6 +58,10 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         ">= 5 times the samples/s of base behind 100 Mbit/s, 0.8 of what bytes foretell; >= 0.9 on one host",
     ),
     "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),
+    "sparse": (
+        "sparse inputs (44 of 8,315 features) against dense ones: the first layer, and the step of 8,315-512x4-2",
+        ">= 20 times as fast, and >= 5 times",
+    ),
     "memory": ("peak memory of learner and server, in model sizes", "learner <= 3.5; server <= 4, +1 with a snapshot"),
     "input": (
         "how long a learner waits for its mini-batches, with and without an input thread, and the steps/s of both",

@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from protocols import Averaging, Hogbatch
     from rudra.compute.schedule import planned
+    from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
     from rudra.report.topology import message, roles
 
@@ -64,6 +65,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if isinstance(protocol, Hogbatch):
         scale = f"times samples / {job.protocol.reference_batch_size}" if protocol.lr_scaling == "linear" else "for all"
         lines["minibatch"], lines["rates"] = protocol.text, f"the above {scale}"
+    if told := form_of_gradients(job, plan):
+        lines["gradients"] = told
     if job.cluster.shares == "auto":
         lines["shares"] = "in proportion to the learners' speeds, which are measured before training"
     elif job.cluster.shares:

@@ -17,11 +17,14 @@ from rudra.compute.devices import CPU, Stage, finish
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import BatchResult, GradientSource, evaluate
 from rudra.compute.optim import UpdateRule
+from rudra.compute.rows import RowForm, RowGradient, alike
+from rudra.compute.sparse import Rows
 from rudra.compute.statedict import StateEntry
-from rudra.compute.vectors import BorrowedBuffer, Buffer, Deferred, DirectBuffer, Memory, Take
+from rudra.compute.vectors import BorrowedBuffer, Buffer, Deferred, DirectBuffer, Memory, RowBuffer, Take
 from rudra.core.digest import sample
 from rudra.core.events import (
     DOWNCAST,
+    GRADIENT,
     SNAPSHOT,
     WEIGHTS,
     Accumulate,
@@ -92,6 +95,7 @@ class Executor:
         parts: of the vector, by the role that owns them, where they travel one by one; to a shard its part is a whole.
         sizes: floats of buffers that hold something else than such a vector, by the first word of their names.
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
+        form: of gradients, if they are rows; None: they are flat vectors.
         hooks: of this role; None: there are none.
         lent: how many transfers from each buffer are under way.
         fuses: averages wait for who needs them, so that an update takes them in with its step. Only where nobody writes
@@ -103,6 +107,7 @@ class Executor:
     parts: Mapping[int, slice] = {}
     sizes: Mapping[str, int] = {}
     state_dict: tuple[StateEntry, ...] = ()
+    form: RowForm | None = None
     hooks: RoleHooks | None = None
     fuses = False
 
@@ -223,8 +228,14 @@ class Executor:
         if buffer is not None and not buffer.borrowed and buffer not in self._buffers.values():
             self._idle.append(buffer)
 
+    def use_rows(self, form: RowForm) -> None:
+        """Gradients are rows from now on."""
+        self.form, self.sizes = form, {GRADIENT: form.floats}
+
     def new_buffer(self, name: str = WEIGHTS) -> Buffer:
         """A buffer without a name, as large as one of that name."""
+        if self.form is not None and name.startswith(GRADIENT):
+            return RowBuffer(self.form, self.tail, self._memory)
         size = self.size_of(name)
         if self.direct:
             return DirectBuffer(size, self.tail, self.device)
@@ -309,7 +320,7 @@ class Executor:
         buffer = self.buffer(name)
         if buffer.borrowed:
             own = self.spare(name)
-            own.vector.copy_(buffer.vector)
+            own.vector[: len(buffer.vector)] = buffer.vector
             self.put(name, own)
             buffer = own
         if halves:
@@ -380,10 +391,26 @@ class AveragingExecutor(Executor):
     def _accumulate(self, action: Accumulate) -> None:
         gradient, before = self.buffer(action.gradient), self.buffer(action.into)
         self._void(action.into)
-        after = self.spare() if before.borrowed or before.held else before
-        self._add(action, before.vector, gradient.vector, after.vector, self.parameters)
+        after = self.spare(action.into) if before.borrowed or before.held else before
+        if self.form is None:
+            self._add(action, before.vector, gradient.vector, after.vector, self.parameters)
+        else:
+            self._add_rows(action, before.gradient, gradient.gradient, after.gradient, self.form)
         if after is not before:
             self._replace(action.into, after)
+
+    def _add_rows(self, action: Accumulate, into: Any, gradient: Any, out: Any, form: RowForm) -> None:
+        """As `_add`, for gradients in rows: to the same bits."""
+        self._add(action, into.rest, gradient.rest, out.rest, self.parameters - form.features * form.width)
+        indices, mine, its = alike(into, gradient)
+        if action.into == action.gradient:
+            mine = its = mine.clone()
+        flat = mine.reshape(-1)
+        self._add(action, flat, flat if mine is its else its.reshape(-1), flat, len(flat))
+        if indices is None:
+            out.put_whole(mine)
+        else:
+            out.put(Rows(indices, mine))
 
     def _add(
         self, action: Accumulate, into: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, parameters: int
@@ -434,7 +461,7 @@ class OwnerExecutor(Executor):
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         """What updates the weights."""
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
-        return UpdateRule(table, weights, self.layout, self._part)
+        return UpdateRule(table, weights, self.layout, self._part, self.form)
 
     def _take_part(self, weights: torch.Tensor) -> None:
         """Begins with a part of these; only now can it tell their digest."""
@@ -507,15 +534,19 @@ class OwnerExecutor(Executor):
             self._replace(action.weights, self.spare())
         buffer = self.buffer(action.weights)
         moves, waits = buffer is not before, action.gradient in self._deferred
-        if (moves or waits) and self._rule.sliceable:
+        if (moves or waits) and self._rule.sliceable and self.form is None:
             self._update_in_slices(action, before.vector, buffer.vector)
         else:
             if moves:
                 buffer.vector.copy_(before.vector)
-            gradient = self.buffer(action.gradient).vector
-            if self.size > self.parameters:
-                buffer.vector[self.parameters :] = gradient[self.parameters :]
-            self._rule.step(gradient[: self.parameters], action.learning_rate)
+            gradient = self.buffer(action.gradient).gradient
+            others = gradient.rest if isinstance(gradient, RowGradient) else gradient
+            if behind := self.size - self.parameters:
+                buffer.vector[self.parameters :] = others[len(others) - behind :]
+            if isinstance(gradient, RowGradient):
+                self._rule.step_rows(gradient, action.learning_rate)
+            else:
+                self._rule.step(gradient[: self.parameters], action.learning_rate)
         self._give_back(action.gradient)
         if self.size > self.parameters:
             buffer.vector[self.size - self._counters :].round_()
@@ -619,7 +650,7 @@ class LearnerExecutor(Executor):
     def compute(self, action: Compute) -> Iterator[Computed]:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:
-            outcome = self.source.compute(action.step, action.work, weights.vector, gradient.vector)
+            outcome = self.source.compute(action.step, action.work, weights.vector, gradient.gradient)
             if self.direct:
                 finish(self.device)  # MPI may write to the weights at once
         else:

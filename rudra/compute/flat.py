@@ -20,6 +20,8 @@ from torch.nn import functional
 from rudra.compute.buffers import buffers_of
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
+from rudra.compute.rows import RowForm, RowGradient
+from rudra.compute.sparse import RowsFound, SparseLinear
 from rudra.compute.statedict import StateEntry
 from rudra.compute.tasks import Classification, LossReduction, Task
 from rudra.core.layout import Entry, EntryKind
@@ -29,6 +31,8 @@ from rudra.errors import ConfigError
 _KEPT = 8  # vectors for each role whose views are kept: generations of weights and of gradients
 _COUNTED = 2**20  # the mean of several float32 is nearest to the right whole number up to here
 _LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
+_NOWHERE = torch.empty(0)
+"""In place of a view: of what has another place than the vector."""
 _SCALE, _LESS = 2.0**12, 2.0**-4
 """What a loss is multiplied with in float16, where small gradients would be lost, and that scale where large ones are:
 2^12, 2^8, 2^4, 1, in each step anew, so that a step's bits depend on no other."""
@@ -132,6 +136,10 @@ class FlatModel:
         self._counts = torch.tensor([int(each.tensor) for each in counters], dtype=torch.int64, device=self.device)
         for counter, place in zip(counters, self._counts, strict=True):
             counter.tensor.data = place
+        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        layers = [layer for layer in module.modules() if isinstance(layer, SparseLinear)]
+        self._sparse = {places[id(each.weight)]: each for each in layers if id(each.weight) in places}
+        self._rows = min(self._sparse, default=None)  # of which layer gradients may have rows
         self._generator = torch.default_generator
         if self.device.type == "cuda":
             self._generator = torch.cuda.default_generators[self.device.index or 0]
@@ -143,6 +151,7 @@ class FlatModel:
         self.compiled = compiled
         self._step = CompiledStep(module, self.task, self._parameters, _LARGE) if compiled else None
         self._sizes = [entry.size for entry in entries]
+        self._behind = self.size - self.parameter_count
         self._kept = _KEPT * roles
         self._views: dict[int, list[torch.Tensor]] = {}  # by address of the vector, which they keep alive
         self._weights = torch.empty(0)  # the bound vector
@@ -200,14 +209,26 @@ class FlatModel:
         """
         self._copy(torch.autograd.grad(output, self._parameters, gradient, allow_unused=True), self._split(out))
 
-    def gradient(self, inputs: Any, target: Any, out: torch.Tensor, seed: int | torch.Tensor) -> tuple[float, float]:
+    @property
+    def row_form(self) -> RowForm | None:
+        """Of gradients in rows, which models have whose first layer is sparse."""
+        if self._rows is None:
+            return None
+        entry = self.layout[self._rows]
+        features, width = entry.shape
+        return RowForm(entry.offset, features, width, self.size)
+
+    def gradient(
+        self, inputs: Any, target: Any, out: torch.Tensor | RowGradient, seed: int | torch.Tensor
+    ) -> tuple[float, float]:
         """Computes the gradient of the mean loss at the bound weights.
 
         Args:
             inputs: (μ, …), a tensor or several. A tensor that requires its gradient has it as its `grad` afterwards.
             target: (μ, …), what the task compares the output with.
             out: (size,) float32, contiguous: takes the gradient of every parameter, zero for one that had no part in
-                the output, and behind them the buffers after this mini-batch.
+                the output, and behind them the buffers after this mini-batch. Or the same in rows, of `row_form`; not
+                compiled, nor in another precision.
             seed: of the device's default generator, for dropout and the like; or the state that it is to go on from.
 
         Returns:
@@ -308,23 +329,28 @@ class FlatModel:
         self,
         inputs: Any,
         target: Any,
-        out: torch.Tensor,
+        into: torch.Tensor | RowGradient,
         seed: int | torch.Tensor,
         reduction: LossReduction,
         scale: float,
     ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
         self._mode(training=True)
-        views = self._split(out)
+        rows = into if isinstance(into, RowGradient) else None
+        out = into.rest if isinstance(into, RowGradient) else into
+        views = self._split(out, None if rows is None else self._rows)
         if self._buffers:
-            out[self.parameter_count :] = self._weights[self.parameter_count :]
+            out[len(out) - self._behind :] = self._weights[self.parameter_count :]
             self._place_buffers(out, views)
         self.seed(seed)
         if self._step is not None and reduction == "mean":
             loss, output = self._step(inputs, target, views, self.device)
-            self._collect_buffers(out)
+            self._collect_buffers(out, views)
             return loss, self.task.wrong(output, target)
         for index, layer in self._direct.items():
             layer.target = views[index]
+        found = {index: RowsFound() for index in self._sparse}
+        for index, sparse in self._sparse.items():
+            sparse.found = found[index]
         leaves = [inputs] if isinstance(inputs, torch.Tensor) and inputs.requires_grad else []
         output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
@@ -332,12 +358,18 @@ class FlatModel:
         gradients = torch.autograd.grad(scaled, [*leaves, *self._parameters], allow_unused=True)
         for leaf, gradient in zip(leaves, gradients, strict=False):
             leaf.grad = gradient
-        self._copy(gradients[len(leaves) :], views)
-        self._collect_buffers(out)
+        gradients = gradients[len(leaves) :]
+        self._copy(gradients, views)
+        for index, at in found.items():
+            if index == self._rows and rows is not None:
+                rows.put_sum(at.rows, gradients[index])
+            elif at.rows is not None:
+                views[index].index_add_(0, *at.rows)
+        self._collect_buffers(out, views)
         if scale != 1:
             scaled_gradient = out[: self.parameter_count]
             if not scaled_gradient.isfinite().all():
-                return self._backward(inputs, target, out, seed, reduction, scale * _LESS)
+                return self._backward(inputs, target, into, seed, reduction, scale * _LESS)
             scaled_gradient.mul_(1 / scale)
         return loss, self.task.wrong(output, target)
 
@@ -374,6 +406,8 @@ class FlatModel:
     def _copy(self, gradients: Sequence[torch.Tensor | None], views: list[torch.Tensor]) -> None:
         sources, targets = [], []
         for index, (gradient, view) in enumerate(zip(gradients, views, strict=False)):
+            if view is _NOWHERE:
+                continue
             if gradient is None:
                 view.zero_()
             elif index not in self._direct or gradient.data_ptr() != view.data_ptr():
@@ -382,13 +416,21 @@ class FlatModel:
         if sources:
             torch._foreach_copy_(targets, sources)
 
-    def _split(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a flat vector, shaped as parameters and buffers; those of the latest vectors are kept."""
+    def _split(self, vector: torch.Tensor, without: int | None = None) -> list[torch.Tensor]:
+        """Views of a flat vector, shaped as parameters and buffers; those of the latest vectors are kept.
+
+        Args:
+            vector: that.
+            without: the entry that it lacks, which is nowhere then.
+        """
         address = vector.data_ptr()
         views = self._views.get(address)
         if views is None:
-            parts = torch.split(vector.detach(), self._sizes)
-            views = [part.view(entry.shape) for part, entry in zip(parts, self.layout, strict=True)]
+            there = [entry for index, entry in enumerate(self.layout) if index != without]
+            parts = torch.split(vector.detach(), [entry.size for entry in there])
+            views = [part.view(entry.shape) for part, entry in zip(parts, there, strict=True)]
+            if without is not None:
+                views.insert(without, _NOWHERE)
             if len(self._views) == self._kept:
                 del self._views[next(iter(self._views))]
             self._views[address] = views
@@ -403,13 +445,13 @@ class FlatModel:
         if count := len(self._counts):
             self._counts.copy_(vector[-count:])
 
-    def _collect_buffers(self, vector: torch.Tensor | None = None) -> None:
+    def _collect_buffers(self, vector: torch.Tensor | None = None, views: Sequence[torch.Tensor] = ()) -> None:
         """Brings to a vector what the module did not change there: counters, and buffers that it made anew."""
         if vector is not None and (count := len(self._counts)):
             vector[-count:] = self._counts
         for index, buffer in enumerate(self._buffers, len(self._parameters)):
             if (anew := buffer.replaced()) is not None and vector is not None:
-                self._split(vector)[index].copy_(anew.detach())
+                views[index].copy_(anew.detach())
 
     def _mode(self, *, training: bool) -> None:
         if self._training is not training:  # visiting every submodule takes longer than a small layer

@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from rudra.compute.flat import FlatModel
+from rudra.compute.rows import RowGradient
 from rudra.core.events import Score
 from rudra.core.work import Work
 from rudra.data import trees
 from rudra.data.augmentation import Augmentation
 from rudra.data.load import Batch, Samples, in_memory
 from rudra.data.sampling import Sampler, mix, seed_all
+from rudra.data.sparse import bytes_of, finite_rows, is_sparse, joined
+from rudra.data.sparse import split as rows_split
 from rudra.data.trees import mapped
 from rudra.errors import ConfigError, DataError
 from rudra.job.job import Job
@@ -67,14 +70,14 @@ class GradientSource:
         # A set that draws random numbers is asked in this thread, where nobody else draws any meanwhile.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not split.random else None
 
-    def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
+    def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor | RowGradient) -> BatchResult:
         """Computes the gradient of one step.
 
         Args:
             step: any; consecutive steps are prefetched.
             work: its samples.
             weights: (size,) float32, only read.
-            out: (size,) float32, as `FlatModel.gradient` fills it.
+            out: as `FlatModel.gradient` fills it.
 
         Raises:
             DataError: a label is out of range. Whatever else the user's dataset raises comes through.
@@ -128,7 +131,7 @@ def not_finite(batch: Any) -> npt.NDArray[np.bool_]:
     flags = np.zeros(len(trees.first(batch)), np.bool_)
 
     def look(tensor: torch.Tensor) -> None:
-        flags[:] |= ~tensor.isfinite().reshape(len(tensor), -1).all(1).numpy(force=True)
+        flags[:] |= ~finite_rows(tensor)
 
     mapped(look, batch)
     return flags
@@ -152,7 +155,7 @@ def joint_gradient(
         What each learner's own mini-batch came to.
     """
     batches = [source.minibatch(step, work) for source, work in zip(sources, works, strict=True)]
-    inputs, target = _together(torch.cat, batches)
+    inputs, target = _together(joined, batches)
     model, each = sources[0].model, len(sources)
     model.bind(weights)
     losses, wrong = model.joint_gradient(inputs, target, out, sources[0].seed(step))
@@ -215,7 +218,9 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
     norms = [name for name, m in model.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms:
         raise ConfigError(f"{where}: BatchNorm ({norms[0]}) depends on which samples share a batch; {instead}")
-    pair = _together(torch.cat, [sample, sample])
+    if batching == "vmap" and is_sparse(sample[0]):
+        raise ConfigError(f"{where}: the inputs are sparse; {instead}, big-batch")
+    pair = _together(joined, [sample, sample])
     out = torch.empty_like(weights)
     if len(weights) > model.parameter_count:
         model.bind(weights)
@@ -246,7 +251,7 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alo
     model.read_into(weights)
     model.bind(weights)
     try:
-        model.gradient(*(sample if alone else _together(torch.cat, [sample, sample])), out, 0)
+        model.gradient(*(sample if alone else _together(joined, [sample, sample])), out, 0)
     except (RuntimeError, TypeError, ValueError) as error:
         what = " ".join(str(error).split()).partition(". ")[0][:200]  # advice for developers may follow
         if alone is not None and isinstance(error, ValueError):  # BatchNorm's
@@ -274,7 +279,7 @@ class _Inputs:
         self._sampler: Sampler | None = None
         self._sample_bytes = 0
         if in_memory(split):
-            self._sample_bytes = sum(tensor.nbytes for tensor in split.batch(np.zeros(1, np.int64)))
+            self._sample_bytes = sum(bytes_of(tensor) for tensor in split.batch(np.zeros(1, np.int64)))
         self._drawn: dict[tuple[int, Work], Batch] = {}
 
     def indices(self, works: Sequence[Work]) -> npt.NDArray[np.int64]:
@@ -303,7 +308,7 @@ class _Inputs:
         if self._split.random:
             seed_all(mix(self._seed_of(step), _DRAWING))
         drawn = self._split.batch(self.indices(works))
-        pairs = [drawn] if together == 1 else zip(drawn[0].split(size), drawn[1].split(size), strict=True)
+        pairs = [drawn] if together == 1 else zip(rows_split(drawn[0], size), drawn[1].split(size), strict=True)
         for number, (inputs, target) in enumerate(pairs):
             if not self._augmentation.idle:
                 inputs = self._augmentation(inputs, mix(self._seed_of(step + number), _CHANGING))

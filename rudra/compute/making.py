@@ -17,6 +17,7 @@ from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.phases import parts
+from rudra.core.rows import dense_because
 from rudra.core.work import DEALT, Portion, portion
 from rudra.data.load import Data
 from rudra.errors import ConfigError
@@ -35,6 +36,7 @@ def make_executors(
     prefetch: bool,
     device: torch.device = CPU,
     placing: Placing = "device",
+    rows: bool = True,
     first_weights: FirstWeights | None = None,
     memory: Memory | None = None,
 ) -> dict[int, Executor]:
@@ -48,6 +50,7 @@ def make_executors(
         prefetch: whether each learner gets an input thread.
         device: where to compute gradients and tests.
         placing: where buffers are; servers and optimisers work where theirs are.
+        rows: gradients of sparse layers may be rows (`rudra.core.rows`).
         first_weights: gives those of a warm start; jobs without one need none.
         memory: where buffers in main memory are to lie, of roles that send any.
 
@@ -58,6 +61,8 @@ def make_executors(
     task = tasks.make(job.task, data.info.classes)
     kinds = [plan.about(role) for role in roles]
     compiled = job.training.compile and any(kind.trains for kind in kinds)
+    if compiled and data.info.sparse:
+        raise ConfigError("[training] compile = true: no step on sparse inputs is compiled; valid: false")
 
     def model(roles: int = 1) -> FlatModel:
         module = models.build(job.model, data.info, job.training.seed).to(device)
@@ -84,6 +89,9 @@ def make_executors(
     if learners:
         _check_gradient(job, flat, model, data, portions)
     gradients = all_parts[0][2].max_gradients_per_message
+    form = flat.row_form if rows and data.info.sparse and flat.device.type == "cpu" else None
+    if any(dense_because(its, its_plan) for _, its, its_plan in all_parts):
+        form = None
     hooks = hooks_of(job, plan, roles, flat.layout)
     made: dict[int, Executor] = {}
     for role in roles:
@@ -92,6 +100,8 @@ def make_executors(
         assert isinstance(cls, type)
         own = flat if fronts is None or not kind.trains else fronts[0]
         executor = _allocated(cls, kind, own, part, gradients, placing, memory)
+        if form is not None:
+            executor.use_rows(form)
         if part is None and own is flat:
             executor.parts = owned
         if isinstance(executor, OwnerExecutor):

@@ -24,8 +24,8 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
     """The job's model with its initial weights.
 
     Args:
-        table: which model. A factory gets the table's options, and `input_shape` and `classes` of the data where its
-            signature names them.
+        table: which model. A factory gets the table's options, and `input_shape`, `classes` and `sparse` of the data
+            where its signature names them.
         info: the data that it must fit.
         seed: of the weights, also where a factory draws them by NumPy.
 
@@ -37,7 +37,7 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
     if not callable(factory):
         raise ConfigError(f"[model] {name} is a {type(factory).__name__} and cannot be called")
     with seeded(seed):
-        offered = {"input_shape": info.input_shape, "classes": info.classes}
+        offered = {"input_shape": info.input_shape, "classes": info.classes, "sparse": info.sparse}
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", "Initializing zero-element tensors")  # a layer of no width
@@ -75,6 +75,9 @@ def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
         output = task.compared(tried(module, trees.moved(inputs, there)))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         what = " ".join(str(error).split())
+        if info.sparse:
+            text = f"[data] sparse = true: [model] does not take sparse inputs ({what}); valid: false, or a model that"
+            raise ConfigError(f"{text} begins with rudra.SparseLinear") from error
         raise ConfigError(
             f"[model] does not take inputs of shape {info.input_shape} as {info.name} has: {what}"
         ) from error

@@ -14,15 +14,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rudra.compute.sparse import SparseLinear
 from rudra.errors import ConfigError
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 
 
 def mlp(
-    input_shape: Sequence[int], classes: int, hidden: Sequence[int] = (128,), activation: str = "relu"
+    input_shape: Sequence[int],
+    classes: int,
+    hidden: Sequence[int] = (128,),
+    activation: str = "relu",
+    sparse: bool = False,
 ) -> nn.Module:
     """Fully connected layers with relu, sigmoid or tanh between them.
+
+    Where inputs are sparse the first layer is a `SparseLinear`, and all begins with the same weights.
 
     Hogbatch's networks have sigmoids and layers of 512: covtype's 1,342,466 parameters (54 inputs, six hidden layers,
     2 classes), delicious' 2,074,071 (500 inputs, six, 983 labels); their own have no biases.
@@ -39,6 +46,9 @@ def mlp(
     model = nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
     if activation != "relu":
         _xavier([layer for layer in model if isinstance(layer, nn.Linear)], sigmoid=activation == "sigmoid")
+    first = model[1]
+    if sparse and isinstance(first, nn.Linear):
+        model[0], model[1] = nn.Identity(), SparseLinear.like(first)  # no layer's name changes
     return model
 
 

@@ -14,6 +14,7 @@ from rudra.job.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
 if TYPE_CHECKING:
     import torch
 
+    from rudra.compute.rows import RowForm, RowGradient
     from rudra.core.layout import Entry
 
     Piece = tuple[torch.nn.Parameter, slice, slice]  # what of the weights, and of the parameter
@@ -43,13 +44,19 @@ class UpdateRule:
         weights: (P,) float32, contiguous, lent for the lifetime of the rule.
         layout: of the weights, and perhaps of what lies behind them; without it they are one tensor without a name.
         part: these weights are this part of those of the layout (`rudra.compute.parts`); None: they are all.
+        rows: of gradients for `step_rows`; torch's SGD, without momentum and weight decay, changes these rows alone.
 
     Raises:
         ConfigError: no such optimiser, options that it does not take, or a group of parameters that are not there.
     """
 
     def __init__(
-        self, table: OptimizerTable, weights: torch.Tensor, layout: Sequence[Entry] = (), part: slice | None = None
+        self,
+        table: OptimizerTable,
+        weights: torch.Tensor,
+        layout: Sequence[Entry] = (),
+        part: slice | None = None,
+        rows: RowForm | None = None,
     ) -> None:
         import torch
 
@@ -75,6 +82,13 @@ class UpdateRule:
         runs = runs_of(table.groups, parameters) if parameters else [(_REST, slice(0, len(weights)))]
         first = 0 if part is None else part.start
         number = 0
+        self._rows, self._row_form = torch.nn.Parameter(weights[:0]), rows
+        row_group = _REST
+        if rows is not None:
+            self._rows = torch.nn.Parameter(weights[rows.part].view(rows.features, rows.width))
+            runs = list(runs)
+            row_group = next(group for group, run in runs if run.start <= rows.start < run.stop)
+            runs = _around(runs, rows.part)
         for (group, fused), wholes in _parts(runs, tail).items():
             made: list[torch.nn.Parameter] = []
             for whole in wholes:
@@ -91,6 +105,9 @@ class UpdateRule:
                 groups.append({"params": made, **flags, **own})
                 self._factors.append(group.rate_factor)
         self._count = number
+        if rows is not None:
+            groups.append({"params": [self._rows], "fused": False})
+            self._factors.append(row_group.rate_factor)
         try:
             for fused in {fusible, False}:  # an option may be taken, and fail in the first step
                 trial = torch.nn.Parameter(torch.zeros(CACHE_LINE))
@@ -117,6 +134,26 @@ class UpdateRule:
                 parameter.grad = self._times(rate, gradient[part], part) if self._caffe else gradient[part]
         self.optimizer.step()
         for parameter in self._places:
+            parameter.grad = None
+
+    def step_rows(self, gradient: RowGradient, learning_rate: float) -> None:
+        """As `step`, with a gradient in rows."""
+        import torch
+
+        form, rows = gradient.form, gradient.rows
+        self._set_rates(learning_rate)
+        for parameter, part in self._places.items():
+            before = form.features * form.width if part.start > form.start else 0
+            parameter.grad = gradient.rest[part.start - before : part.stop - before]
+        if rows is None:
+            self._rows.grad = gradient.whole
+        else:
+            places, shape = rows.indices.long()[None], self._rows.shape
+            self._rows.grad = torch.sparse_coo_tensor(
+                places, rows.values, shape, check_invariants=False, is_coalesced=True
+            )
+        self.optimizer.step()
+        for parameter in (*self._places, self._rows):
             parameter.grad = None
 
     def _set_rates(self, learning_rate: float) -> list[float]:
@@ -219,6 +256,8 @@ class UpdateRule:
         self._weights = weights
         for parameter, part in self._places.items():
             parameter.data = weights[part]
+        if (form := self._row_form) is not None:
+            self._rows.data = weights[form.part].view(form.features, form.width)
 
     def reset(self) -> None:
         """Forgets all that the optimiser remembers."""
@@ -308,6 +347,14 @@ def runs_of(groups: Sequence[ParameterGroup], layout: Sequence[Entry]) -> Iterat
     for group, run in groupby(parameters, group_of):
         entries = list(run)
         yield group, slice(entries[0].offset, entries[-1].offset + entries[-1].size)
+
+
+def _around(runs: Iterable[tuple[ParameterGroup, slice]], hole: slice) -> Iterator[tuple[ParameterGroup, slice]]:
+    """The runs without what is in the hole."""
+    for group, run in runs:
+        for piece in (slice(run.start, min(run.stop, hole.start)), slice(max(run.start, hole.stop), run.stop)):
+            if piece.start < piece.stop:
+                yield group, piece
 
 
 def _parts(runs: Iterable[tuple[ParameterGroup, slice]], tail: int) -> dict[tuple[ParameterGroup, bool], list[slice]]:

@@ -23,6 +23,7 @@ from rudra.core.events import ACTIVATIONS, RETURNED, Backward, Computed, Conclud
 from rudra.core.layout import Entry, Placed
 from rudra.core.work import portion
 from rudra.data.load import DataInfo, Samples
+from rudra.data.sparse import joined
 from rudra.data.trees import called, mapped
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -96,7 +97,7 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> Cut:
             back(crossing)
     total = all_flops.get_total_flops()
     share = back_flops.get_total_flops() / total if total else 0.5
-    front_draws, several = _draws(front, mapped(lambda tensor: torch.cat([tensor, tensor]), inputs))
+    front_draws, several = _draws(front, mapped(lambda tensor: joined([tensor, tensor]), inputs))
     back_draws, _ = _draws(back, several)
     state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0
     parameters = sum(p.numel() for p in front.parameters() if p.requires_grad)

@@ -11,6 +11,7 @@ import torch
 from rudra.compute.averaging import CACHE_LINE
 from rudra.compute.devices import CPU, finish, lock_pages, page_locked
 from rudra.compute.half import from_half, to_half
+from rudra.compute.rows import RowForm, RowGradient
 from rudra.core.digest import digest_of, sample
 from rudra.core.messages import Message
 
@@ -79,6 +80,11 @@ class Buffer:
         return memory[first : first + length]
 
     @property
+    def gradient(self) -> torch.Tensor | RowGradient:
+        """What gradients are computed into, averaged and applied."""
+        return self.vector
+
+    @property
     def array(self) -> npt.NDArray[np.float32]:
         """The tensor in main memory: the same memory on a CPU, a copy from a GPU."""
         return self.vector.numpy(force=True) if self._array is None else self._array
@@ -142,15 +148,58 @@ class BorrowedBuffer(Buffer):
     Args:
         vector: (size,) float32.
         give_back: is called when nobody here needs it any more.
+        form: of a gradient in rows.
     """
 
     borrowed = True
 
-    def __init__(self, vector: torch.Tensor, give_back: Callable[[], None]) -> None:
+    def __init__(self, vector: torch.Tensor, give_back: Callable[[], None], form: RowForm | None = None) -> None:
         self.version = 0
         self.vector = vector
         self._array = vector.numpy()
         self.give_back = give_back
+        self._form = form
+
+    @property
+    def gradient(self) -> torch.Tensor | RowGradient:
+        return self.vector if self._form is None else RowGradient(self.vector, self._form)
+
+
+class RowBuffer(Buffer):
+    """A gradient in rows, behind the room for a message: what is used of both is one piece of memory.
+
+    Args:
+        form: which part of the flat vector is rows.
+        tail: bytes of the room for a message.
+        memory: where it is to lie.
+
+    Attributes:
+        vector: (form.floats,) float32, all the memory of the gradient.
+    """
+
+    def __init__(self, form: RowForm, tail: int, memory: Memory | None = None) -> None:
+        self.version = 0
+        self._memory = memory
+        self.wire = self._bytes(tail + form.floats * 4)
+        self._tail = self.wire[:tail].data
+        self._array = self.wire[tail:].view(np.float32)
+        self.vector = torch.from_numpy(self._array)
+        self._rows = RowGradient(self.vector, form)
+
+    @property
+    def gradient(self) -> RowGradient:
+        return self._rows
+
+    @property
+    def array(self) -> npt.NDArray[np.float32]:
+        """What is used of the vector, in main memory."""
+        assert self._array is not None
+        return self._array[: self._rows.used]
+
+    def write(self, message: Message) -> npt.NDArray[np.uint8]:
+        data_ = message.encode()
+        self._tail[: len(data_)] = data_
+        return self.wire[: len(self._tail) + 4 * self._rows.used]
 
 
 class DirectBuffer(Buffer):

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset, default_collate
 from rudra.data import trees
 from rudra.data.readers import READERS, SPLITS, Arrays, Reader, check_labels
 from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
-from rudra.data.sources import Dense, Source, are_tokens
+from rudra.data.sources import Dense, Source, Sparse, are_tokens
+from rudra.data.sparse import DENSEST, nothing, rows_of, zeros_like
 from rudra.data.trees import as_tensor, mapped
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
@@ -38,6 +39,7 @@ class DataInfo:
         input_shape: of one sample; of several inputs a tuple or dictionary of shapes.
         classes: that there are; labels of a multi-label set, numbers of a regression's target.
         example: a batch of one sample, of zeros, where it is not float32 inputs with an int64 label.
+        sparse: inputs are in compressed rows, torch's CSR tensors.
     """
 
     name: str
@@ -46,11 +48,15 @@ class DataInfo:
     input_shape: Any
     classes: int
     example: Batch | None = field(default=None, compare=False)
+    sparse: bool = False
 
     @property
     def sample(self) -> Batch:
         """A batch of one sample, of zeros."""
-        return self.example or (torch.zeros(1, *self.input_shape), torch.zeros(1, dtype=torch.int64))
+        if self.example is not None:
+            return self.example
+        inputs = nothing(1, *self.input_shape) if self.sparse else torch.zeros(1, *self.input_shape)
+        return inputs, torch.zeros(1, dtype=torch.int64)
 
 
 _BLOCK = 1 << 20  # numbers that are looked at together
@@ -74,7 +80,8 @@ class Samples(Protocol):
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         """Inputs (count, *input_shape) and targets (count, …) of the given samples, fresh and contiguous.
 
-        Inputs are float32, or int64 where they are tokens; targets are (count,) int64 where they are class labels.
+        Inputs are float32, or int64 where they are tokens; those that stay sparse are a CSR tensor with int32 indices.
+        Targets are (count,) int64 where they are class labels.
         """
 
 
@@ -90,6 +97,7 @@ class Split(Dataset[Batch]):
         mean: of one input, subtracted from each; float32, or float64 where deviations may be small beside it; or None.
         scale: factor on the inputs after that, one or one for each number of an input; not on tokens.
         limit: use only the first samples.
+        sparse: inputs, which are `Sparse` then, stay so; they have no mean, and one scale.
     """
 
     random = False
@@ -102,8 +110,10 @@ class Split(Dataset[Batch]):
         scale: float | npt.NDArray[np.float32] = 1.0,
         *,
         limit: int | None = None,
+        sparse: bool = False,
     ) -> None:
         self.inputs, self.targets = inputs, targets
+        self.sparse = sparse
         self.mean = mean
         self.scale = scale if isinstance(scale, np.ndarray) else np.float32(scale)
         self._scaled = bool(np.any(self.scale != 1))
@@ -114,10 +124,16 @@ class Split(Dataset[Batch]):
         return self.length
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        rows = self.inputs.rows(indices)
         targets = self.targets.rows(indices)
         whole = targets.dtype.kind in "iu"
         labels = torch.from_numpy(targets.astype(np.int64 if whole else np.float32, copy=False))
+        if self.sparse:
+            assert isinstance(self.inputs, Sparse)
+            starts, columns, values = self.inputs.compressed(indices)
+            if self._scaled:
+                values *= self.scale
+            return rows_of(starts, columns, values, self.inputs.shape[1]), labels
+        rows = self.inputs.rows(indices)
         if self._tokens:
             return torch.from_numpy(rows.astype(np.int64, copy=False)), labels
         # NumPy, because this runs in the input thread: it lets go of the GIL as torch does, but starts no second team
@@ -341,11 +357,12 @@ def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, see
     arrays = reader(table, {"train", *asked} if test and of_training else asked)
     if table.classes not in (None, arrays.classes):
         raise ConfigError(f"[data] classes: {table.classes}, but {table.name} has {arrays.classes} here")
+    stays = _stays_sparse(table, arrays)
     counts, kept = _counted(table, arrays, seed)
     for split, (_, targets) in arrays.pairs.items():
         if isinstance(targets, Dense) and targets.dtype == np.int64 and targets.array.ndim == 1:
             check_labels(targets.array, arrays.classes, f"{table.path or table.name} ({split})")
-    info = DataInfo(table.name, counts["train"], counts["test"], arrays.input_shape, arrays.classes)
+    info = DataInfo(table.name, counts["train"], counts["test"], arrays.input_shape, arrays.classes, sparse=stays)
     if not asked:
         return Data(None, None, info)
     inputs = next(iter(arrays.pairs.values()))[0]
@@ -360,9 +377,9 @@ def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, see
     splits: dict[str, Samples] = {}
     for split in asked:
         if table.test_split is None:
-            splits[split] = Split(*arrays.pairs[split], mean, scale, limit=counts[split])
+            splits[split] = Split(*arrays.pairs[split], mean, scale, limit=counts[split], sparse=stays)
         else:
-            splits[split] = Subset(Split(*arrays.pairs["train"], mean, scale), kept[split])
+            splits[split] = Subset(Split(*arrays.pairs["train"], mean, scale, sparse=stays), kept[split])
     example = _zeros(next(iter(splits.values())))
     return Data(splits.get("train"), splits.get("test"), replace(info, example=example))
 
@@ -370,7 +387,22 @@ def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, see
 def _zeros(samples: Samples) -> Batch:
     """A batch of one sample, of zeros."""
     inputs, target = samples.batch(np.zeros(1, np.int64))
-    return mapped(torch.zeros_like, inputs), mapped(torch.zeros_like, target)
+    return zeros_like(inputs), zeros_like(target)
+
+
+def _stays_sparse(table: DataTable, arrays: Arrays) -> bool:
+    """Whether mini-batches are sparse, as the data are.
+
+    Raises:
+        ConfigError: they are to be, and cannot.
+    """
+    if table.sparse == "auto":
+        return arrays.density is not None and arrays.density <= DENSEST and not table.standardise
+    if table.sparse and arrays.density is None:
+        raise ConfigError(f"[data] sparse = true: the inputs of {table.name} are dense; valid: false, 'auto'")
+    if table.sparse and table.standardise:
+        raise ConfigError("[data] standardise = true makes zeros other numbers; valid: false, or data.sparse = false")
+    return bool(table.sparse)
 
 
 def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int], dict[str, Any]]:
@@ -457,6 +489,8 @@ def _load_users(table: DataTable, seed: int) -> Data:
         raise ConfigError("[data] scale is for the data sets that Rudra reads; your own dataset scales its inputs")
     if table.standardise:
         raise ConfigError("[data] standardise is for the tables that Rudra reads; your own dataset scales its inputs")
+    if table.sparse is True:
+        raise ConfigError("[data] sparse = true: your own dataset makes its mini-batches; valid: false")
     collate = _collate(table)
     name, given = _users_pair(table)
     paired = isinstance(given, tuple | list) and len(given) == 2

@@ -98,15 +98,31 @@ class Sparse:
         self.values, self.columns, self.starts = values, columns, starts
         self.shape = (len(starts) - 1, width)
 
+    @property
+    def density(self) -> float:
+        """The share of its numbers that is stored."""
+        return len(self.values) / max(1, math.prod(self.shape))
+
     def rows(self, indices: Indices) -> Rows:
         result = np.zeros((len(indices), self.shape[1]), np.float32)
-        first = self.starts[indices]
-        lengths = self.starts[indices + 1] - first
-        ends = np.cumsum(lengths)
-        stored = np.arange(lengths.sum()) + np.repeat(first - (ends - lengths), lengths)
+        lengths, stored = self._stored(indices)
         places = self.columns[stored] + np.repeat(np.arange(len(indices)) * self.shape[1], lengths)
         result.reshape(-1)[places] = self.values[stored]
         return result
+
+    def compressed(self, indices: Indices) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """The same rows as they are stored: where each starts and the last ends, columns, and values; all fresh."""
+        lengths, stored = self._stored(indices)
+        starts = np.zeros(len(indices) + 1, np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        return starts, self.columns[stored], self.values[stored]
+
+    def _stored(self, indices: Indices) -> tuple[Indices, Indices]:
+        """How many elements each row has, and the places of all of them."""
+        first = self.starts[indices]
+        lengths = self.starts[indices + 1] - first
+        ends = np.cumsum(lengths)
+        return lengths, np.arange(lengths.sum()) + np.repeat(first - (ends - lengths), lengths)
 
 
 class Windows:

@@ -72,6 +72,11 @@ class DataTable(Table):
         description="shift and scale each column of a table, so that its training inputs have mean 0 and standard "
         "deviation 1",
     )
+    sparse: bool | Literal["auto"] = Field(
+        False,
+        description="inputs of which most is 0 stay sparse up to the model's first layer, as those of libsvm and arff "
+        "can; auto: if at most a tenth of them is stored",
+    )
     test_split: float | None = Field(
         None,
         gt=0,

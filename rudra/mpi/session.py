@@ -378,7 +378,8 @@ class _Session:
             )
             for executor in self._executors.values():
                 # A small model is stepped no faster in slices, and threads that share cores meet at the end of each.
-                executor.fuses = executor.size > CHUNK and self._job.cluster.threads_per_rank == 1
+                alone = self._job.cluster.threads_per_rank == 1
+                executor.fuses = executor.form is None and executor.size > CHUNK and alone
 
     def _restore(self) -> None:
         """Allocates what training needs, and takes over what a checkpoint holds."""

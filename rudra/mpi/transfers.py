@@ -160,7 +160,8 @@ class Transfers:
             place.check(self._arena.bytes_at(*where))
         if wanted.reads and not place.copied:
             executor.release(wanted.name)
-            executor.put(wanted.name, BorrowedBuffer(self._arena.floats_at(*where), done))
+            form = executor.form if wanted.name.startswith(GRADIENT) else None
+            executor.put(wanted.name, BorrowedBuffer(self._arena.floats_at(*where), done, form))
             self._arena.say(source, place.number, done=False)
         else:
             if wanted.part_of is not None:
@@ -168,7 +169,8 @@ class Transfers:
             elif wanted.halves:
                 executor.renew(wanted.name).take_half(self._arena.bytes_at(*where))
             else:
-                executor.renew(wanted.name).vector.copy_(self._arena.floats_at(*where))
+                floats = self._arena.floats_at(*where)
+                executor.renew(wanted.name).vector[: len(floats)] = floats
             done()
         if wanted.part_of is None:  # else who is told of the part counts it
             executor.buffer(wanted.name).version += 1

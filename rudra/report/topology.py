@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocols import Hogbatch
+from rudra.core.rows import form_of_gradients
 from rudra.errors import ConfigError, ResultsError, TopologyError
 from rudra.job.job import Job, hogbatch_of
 from rudra.machine import cores
@@ -35,6 +36,7 @@ class Cast:
         hosts: names of nodes, as far as they are known.
         idle: world ranks without a role.
         node_memory: whether ranks of a node read each other's memory, where the job decides that; None: not known.
+        gradients: in which form they are, where that is worth a word.
     """
 
     topology: str
@@ -45,6 +47,7 @@ class Cast:
     hosts: Mapping[int, str] = field(default_factory=dict)
     idle: tuple[int, ...] = ()
     node_memory: bool | None = None
+    gradients: str = ""
 
 
 def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cast:
@@ -90,7 +93,8 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
         label += f" ({protocol.text})"
     name = _with_options(job.make_topology().name, job.topology.options)
     nodes, shared = plan.nodes(near=near), job.cluster.node_memory
-    return Cast(name, label, plan, nodes, protocol.gradients_per_update, node_memory=shared)
+    form = form_of_gradients(job, plan)
+    return Cast(name, label, plan, nodes, protocol.gradients_per_update, node_memory=shared, gradients=form)
 
 
 def of_results(results: Results) -> Cast | None:
@@ -151,6 +155,7 @@ def as_text(cast: Cast, *, everything: bool = False) -> str:
     for head, tree in zip(heads, trees, strict=True):
         parts += [head, *(f"  {name:{width}}  {rest}".rstrip() for name, rest in tree), ""]
     parts += ["nodes:", *_placement(cast, everything=everything), "", *summary(plan, cast.per_update)]
+    parts += [f"gradients: {cast.gradients}"] if cast.gradients else []
     parts += [f"shared memory: {shared}"] if (shared := sharing(cast)) else []
     return "\n".join(parts)
 

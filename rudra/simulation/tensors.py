@@ -156,7 +156,7 @@ class RealTensors:
 
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
-        self._hold((role, action.gradient), self._new(role))
+        self._hold((role, action.gradient), self._new(role, action.gradient))
         (computed,) = self._learner(role).compute(action)
         self._forget_stale((role, action.weights))
         return computed
@@ -402,7 +402,10 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
     device = find_device(job)
     loaded = load(job.data, seed=job.training.seed)
     info, roles = loaded.info, tuple(range(len(plan.roles)))
-    executors = make_executors(job, plan, roles, loaded, prefetch=False, device=device, first_weights=final_weights)
+    alone = job.simulation.batching == "none"
+    executors = make_executors(
+        job, plan, roles, loaded, prefetch=False, device=device, rows=alone, first_weights=final_weights
+    )
     tensors = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
     if job.simulation.batching != "none":
         _check_batching(job, executors, torch.cat([executors[i].buffer(WEIGHTS).vector for i in plan.owners]), info)

@@ -254,6 +254,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
                 prefetch=False,
                 device=device,
                 placing=placing(device, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
+                rows=False,  # costs are those of whole vectors
             )
             weights = made[plan.server].buffer(WEIGHTS).vector
             for role in (plan.learners[0], plan.statistics):

@@ -93,6 +93,11 @@ class _Rows:
     values: NDArray[np.float64]
     sparse: bool
 
+    def density(self, attributes: list[int]) -> float | None:
+        """Which share of some of the attributes' values is stored; None: all are."""
+        stored = int(np.isin(self.columns, attributes).sum()) if self.sparse else 0
+        return stored / max(1, len(self.lines) * len(attributes)) if self.sparse else None
+
     def picked(self, attributes: list[int], of: int) -> Source:
         """Some of the attributes; `of` is the number of all."""
         if not self.sparse:
@@ -117,6 +122,7 @@ def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
     names = None if options.xml is None else _label_names(files["train"].parent / options.xml)
     layouts: list[_Layout] = []
     arrays = Arrays((), 0, 1.0)
+    densities: list[float | None] = []
     for split, file in files.items():
         lines = enumerate((line for block in blocks(file) for line in io.BytesIO(block)), 1)
         layout = _layout(list(_attributes(lines, file)), names, options.labels, file)
@@ -124,10 +130,12 @@ def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
         _check_alike(layouts[0], layout, file)
         rows = _rows(lines, layout, file)
         arrays.counts[split] = len(rows.lines)
+        densities.append(rows.density(layout.inputs))
         if split in wanted:
             inputs = rows.picked(layout.inputs, len(layout.attributes))
             arrays.pairs[split] = inputs, _targets(rows, layout)
     arrays.input_shape = (len(layout.inputs),)
+    arrays.density = None if None in densities else densities[0]
     arrays.classes = len(layout.targets)
     if layout.classes:
         arrays.classes = class_count(table, len(layout.classes), str(files["train"]))

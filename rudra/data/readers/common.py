@@ -86,6 +86,7 @@ class Arrays:
         input_shape: of one sample.
         classes: numbers that the model gives for a target.
         scale: factor that the job gets if it names none.
+        density: share of the inputs' numbers that is stored, where the others are 0; None: all are.
         counts: split -> samples, whether it was read or not; no test where there is none.
         pairs: split -> inputs and targets, for those that were read.
     """
@@ -93,6 +94,7 @@ class Arrays:
     input_shape: tuple[int, ...]
     classes: int
     scale: float
+    density: float | None = field(default=None, kw_only=True)
     counts: dict[str, int] = field(default_factory=dict)
     pairs: dict[str, tuple[Source, Source]] = field(default_factory=dict)
 

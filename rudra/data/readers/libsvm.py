@@ -64,7 +64,9 @@ def read_libsvm(table: DataTable, wanted: Collection[str]) -> Arrays:
         classes, targets = 1, {split: Dense(rows.labels.astype(np.float32)) for split, rows in found.items()}
     else:
         classes, targets = _number_classes(table, found, files)
-    arrays = Arrays((width,), classes, 1.0, {split: len(rows.labels) for split, rows in found.items()})
+    counts = {split: len(rows.labels) for split, rows in found.items()}
+    density = len(found["train"].values) / (width * counts["train"])
+    arrays = Arrays((width,), classes, 1.0, counts, density=density)
     for split, rows in found.items():
         if split in wanted:
             starts = np.concatenate([[0], np.cumsum(rows.lengths)])

@@ -1,0 +1,43 @@
+"""When gradients of a sparse first layer are rows, and when the flat vector after all."""
+
+from rudra.job.job import Job
+from topologies import Plan
+
+_CARRIERS = {f"rudra.compute.executor:{name}Executor" for name in ("Server", "Averaging", "Learner", "Statistics")}
+"""What carries gradients, or nothing that has to do with them."""
+
+
+def form_of_gradients(job: Job, plan: Plan) -> str:
+    """How gradients travel and are applied, in words; empty where nobody would ask, as inputs are dense."""
+    if not job.data.sparse:
+        return ""
+    reason = dense_because(job, plan)
+    return f"dense: {reason}" if reason else "rows, of a first layer whose inputs are sparse"
+
+
+def dense_because(job: Job, plan: Plan) -> str:
+    """What keeps the gradients of a sparse first layer from being rows; empty where nothing does.
+
+    Args:
+        job: resolved; its inputs are sparse.
+        plan: who is who.
+    """
+    optimizer, momentum = job.optimizer, job.explicit_momentum(plan)
+    decays = [optimizer.weight_decay, *(group.weight_decay or 0 for group in optimizer.groups)]
+    if optimizer.name != "sgd":
+        return f"{optimizer.name} has state for every weight"
+    if momentum:
+        return f"momentum = {momentum:g} moves every weight"
+    if any(decays):
+        return f"weight_decay = {max(decays):g} changes every weight"
+    if optimizer.clip_norm is not None:
+        return f"clip_norm = {optimizer.clip_norm:g} needs the norm of all"
+    if job.training.precision != "float32":
+        return f"precision = '{job.training.precision}'"
+    if job.cluster.gradient_format != "float32":
+        return f"gradient_format = '{job.cluster.gradient_format}'"
+    if plan.parted or plan.stage is not None:
+        return f"topology {job.make_topology().name} sends parts of gradients"
+    if plan.groups or any(plan.about(role).executor not in _CARRIERS for role in range(len(plan.roles))):
+        return f"topology {job.make_topology().name} adds gradients among learners"
+    return ""

@@ -1,0 +1,101 @@
+"""Inputs of which most is 0: mini-batches as torch's CSR tensors, and what torch itself cannot do with those."""
+
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rudra.data.trees import mapped
+
+DENSEST = 0.1
+"""Of which more is stored, rows stay dense where the job leaves it open: dense products are so much faster."""
+
+_CHANGING = "Sparse CSR tensor support is in beta state"
+
+
+def rows_of(
+    starts: NDArray[np.int32], columns: NDArray[np.int32], values: NDArray[np.float32], width: int
+) -> torch.Tensor:
+    """A mini-batch in compressed rows, of memory that is kept.
+
+    Args:
+        starts: (count + 1,) int32: row i has the elements starts[i] … starts[i + 1] - 1.
+        columns: (stored,) int32, each at most once in a row.
+        values: (stored,) float32.
+        width: columns that there are.
+    """
+    return _made(torch.from_numpy(starts), torch.from_numpy(columns), torch.from_numpy(values), width)
+
+
+def _made(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, width: int) -> torch.Tensor:
+    shape = (len(starts) - 1, width)
+    return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
+
+
+def _warn_now() -> None:
+    """torch says once in a process that such tensors may change; nobody who runs a job can do anything about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _CHANGING)
+        _made(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), 1)
+
+
+_warn_now()
+
+
+def is_sparse(tensor: Any) -> bool:
+    """Whether it is a tensor in compressed rows."""
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_csr
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Memory of what is stored, and of where."""
+    if not is_sparse(tensor):
+        return tensor.nbytes
+    return sum(part.nbytes for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+
+
+def split(tensor: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+    """Its rows, so many at a time, of which there is a whole number."""
+    if not is_sparse(tensor):
+        return torch.split(tensor, size)
+    starts, columns, values = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    cuts = starts[::size].tolist()
+    return [
+        _made(starts[i * size : (i + 1) * size + 1] - first, columns[first:last], values[first:last], tensor.shape[1])
+        for i, (first, last) in enumerate(pairwise(cuts))
+    ]
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all, one after the other."""
+    if not is_sparse(tensors[0]):
+        return torch.cat(list(tensors))
+    columns, values = (torch.cat([getattr(t, part)() for t in tensors]) for part in ("col_indices", "values"))
+    lengths = torch.cat([tensor.crow_indices().diff() for tensor in tensors])
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
+    return _made(starts, columns, values, tensors[0].shape[1])
+
+
+def zeros_like(tree: Any) -> Any:
+    """Tensors of the same shapes that hold zeros; in compressed rows, nothing is stored."""
+    return mapped(lambda t: nothing(len(t), t.shape[1]) if is_sparse(t) else torch.zeros_like(t), tree)
+
+
+def nothing(count: int, width: int) -> torch.Tensor:
+    """So many rows in which nothing is stored."""
+    empty = torch.zeros(0, dtype=torch.int32)
+    return _made(torch.zeros(count + 1, dtype=torch.int32), empty, torch.zeros(0), width)
+
+
+def finite_rows(tensor: torch.Tensor) -> NDArray[np.bool_]:
+    """Of any tensor: in which rows all numbers are finite, (count,)."""
+    if not is_sparse(tensor):
+        found: NDArray[np.bool_] = tensor.isfinite().reshape(len(tensor), -1).all(1).numpy(force=True)
+        return found
+    wrong = (~tensor.values().isfinite()).cumsum(0)
+    before = torch.cat([wrong.new_zeros(1), wrong])[tensor.crow_indices().long()]
+    return (before.diff() == 0).numpy(force=True)
