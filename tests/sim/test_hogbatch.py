@@ -115,7 +115,8 @@ def clusters(draw: st.DrawFn) -> tuple[Job, int]:
         "counts": draw(st.sampled_from(["run", "epoch"])),
     }
     rule = draw(st.sampled_from(["fixed", "adaptive", "balanced"]))
-    training = {"epochs": draw(st.integers(1, 4)), "seed": draw(st.integers(0, 99))}
+    training: dict[str, Any] = {"epochs": draw(st.integers(1, 4)), "seed": draw(st.integers(0, 99))}
+    training["evaluate"] = draw(st.sampled_from([False, True, "always"]))
     run = job(workers, learners, rule, options=options, simulation=simulation, training=training)
     return run, draw(st.integers(1, 700))
 
