@@ -20,8 +20,8 @@ TRAINING = (
     "target_window, stop_at_target, patience"
 )
 TABLES = (
-    "model, data, augment, task, training, optimizer, protocol, averaging, placement, topology, cluster, simulation, "
-    "fault_tolerance, results, workers, hooks, changes, study"
+    "model, data, augment, task, training, optimizer, protocol, weights, averaging, placement, topology, cluster, "
+    "simulation, fault_tolerance, results, workers, hooks, changes, study"
 )
 FOUR = {"learners": 4}
 
