@@ -43,7 +43,7 @@ def run(*, quick: bool) -> Report:
     with (
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
         tqdm(total=sum(1 if quick else kills for *_, kills in kinds.values()), leave=False, disable=None) as bar,
-        closing(Campaign(Path(name), random.Random(seed), bar, epochs=3)) as campaign,
+        closing(Campaign(Path(name), random.Random(seed), bar)) as campaign,
     ):
         for about, (kind, settings, kills) in kinds.items():
             campaign.undisturbed(settings)
