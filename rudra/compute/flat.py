@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rudra.compute.buffers import buffers_of
+from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
 from rudra.compute.statedict import StateEntry
 from rudra.compute.tasks import Classification, LossReduction, Task
@@ -137,6 +138,7 @@ class FlatModel:
         mixed = precision != "float32"
         self._autocast = torch.autocast(self.device.type, getattr(torch, precision)) if mixed else None
         self._scale = _SCALE if precision == "float16" else 1.0
+        self._chain = None if mixed or compiled else Chain.of(module, self._parameters, self.task)
         self._direct = {} if mixed or compiled else self._direct_layers()
         self.compiled = compiled
         self._step = CompiledStep(module, self.task, self._parameters, _LARGE) if compiled else None
@@ -214,7 +216,12 @@ class FlatModel:
         Raises:
             DataError: a label is outside the model's classes.
         """
-        loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale)
+        if self._chain is not None and self._chain.takes(inputs):
+            self.seed(seed)  # the task's loss may draw something
+            output, loss = self._chain.gradient(inputs, target, self._split(self._weights), self._split(out))
+            wrong = self.task.wrong(output, target)
+        else:
+            loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale)
         return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
 
     def joint_gradient(

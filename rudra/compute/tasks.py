@@ -106,6 +106,11 @@ class Classification(Task):
                 raise ConfigError(f"[task] options.weight: {short(weight)}; valid: numbers > 0")
             self._weight = torch.as_tensor(weight, dtype=torch.float32)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the loss is cross-entropy and no more."""
+        return self._weight is None and self._smoothing == 0
+
     def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         weight = None if self._weight is None else self._weight.to(output.device)
         try:

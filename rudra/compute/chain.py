@@ -1,0 +1,138 @@
+"""Gradients of a chain of linear layers, without torch's autograd.
+
+A small network's step is mostly what autograd needs to note and find again: with three layers of 64 units and one
+sample 210 µs, of which the arithmetic takes 50. Here the same kernels are called in the same order, and each gradient
+is written to where it is wanted, so that the bits are those of autograd (tests compare them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rudra.compute.tasks import Classification, Task
+
+_aten = torch.ops.aten
+
+_BACKWARD: dict[type[nn.Module], tuple[Callable[..., Any], Callable[..., Any]]] = {
+    nn.Sigmoid: (torch.sigmoid, _aten.sigmoid_backward.default),
+    nn.Tanh: (torch.tanh, _aten.tanh_backward.default),
+    nn.ReLU: (torch.relu, lambda gradient, output: _aten.threshold_backward.default(gradient, output, 0)),
+}
+"""Activation -> what it does, and the gradient of its input, of that of its output and that."""
+
+
+class Chain:
+    """Linear layers with activations between them, on a CPU.
+
+    Args:
+        activations: behind each layer but the last.
+        biases: whether each layer has one.
+        flattens: inputs become (μ, features) first.
+        task: what the output is for.
+    """
+
+    def __init__(
+        self, activations: Sequence[type[nn.Module]], biases: Sequence[bool], flattens: bool, task: Task
+    ) -> None:
+        self._activations = [_BACKWARD[kind] for kind in activations]
+        self._biases, self._flattens, self._task = tuple(biases), flattens, task
+        self._plain = type(task) is Classification and task.plain
+        self._one = torch.ones(())
+
+    @classmethod
+    def of(cls, module: nn.Module, parameters: Sequence[torch.Tensor], task: Task) -> Chain | None:
+        """The chain that a module is; None: it is another one, or somebody looks at what its layers do.
+
+        Args:
+            module: in question.
+            parameters: that are trained, in order.
+            task: what its output is for.
+        """
+        if type(module) is not nn.Sequential or _watched(module):
+            return None
+        layers = list(module)
+        flattens = (
+            bool(layers) and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1)
+        )
+        layers = layers[flattens:]
+        linear, between = layers[::2], layers[1::2]
+        if any(map(_watched, layers)) or any(type(layer) not in _BACKWARD for layer in between):
+            return None
+        if len(linear) != len(between) + 1 or any(type(layer) is not nn.Linear for layer in linear):
+            return None
+        own = [tensor for layer in linear for tensor in (layer.weight, layer.bias) if tensor is not None]
+        if list(map(id, own)) != list(map(id, parameters)) or own[0].device.type != "cpu":
+            return None
+        return cls([type(layer) for layer in between], [layer.bias is not None for layer in linear], flattens, task)
+
+    def takes(self, inputs: Any) -> bool:
+        """Whether these are inputs that it computes with."""
+        return (
+            type(inputs) is torch.Tensor
+            and inputs.dtype == torch.float32
+            and not inputs.requires_grad
+            and (inputs.dim() == 2 or (self._flattens and inputs.dim() > 2))
+        )
+
+    @torch.no_grad()
+    def gradient(
+        self, inputs: torch.Tensor, target: Any, weights: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the gradient of the mean loss.
+
+        Args:
+            inputs: (μ, …) float32.
+            target: (μ, …), as the task wants it.
+            weights: of each layer its weight and its bias, if it has one; read twice.
+            out: of the same shapes: takes the gradient.
+
+        Returns:
+            The output of the last layer, and the mean loss.
+        """
+        values = iter(weights)
+        layers = [(next(values), next(values) if bias else None) for bias in self._biases]
+        reached = inputs.flatten(1) if self._flattens else inputs
+        seen = [reached]
+        for (weight, bias), (forward, _) in zip(layers, self._activations, strict=False):
+            reached = forward(nn.functional.linear(reached, weight, bias))
+            seen.append(reached)
+        output = nn.functional.linear(reached, *layers[-1])
+        loss, gradient = self._loss(output, target)
+        place = len(out)
+        for number in range(len(layers) - 1, -1, -1):
+            if self._biases[number]:
+                place -= 1
+                torch.sum(gradient, 0, out=out[place])
+            place -= 1
+            torch.mm(gradient.t(), seen[number], out=out[place])
+            if number:
+                gradient = self._activations[number - 1][1](gradient.mm(layers[number][0]), seen[number])
+        return output, loss
+
+    def _loss(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss, and its gradient."""
+        if self._plain and output.dim() == 2:
+            logarithms = torch._log_softmax(output, 1, False)
+            try:
+                loss, total = _aten.nll_loss_forward.default(logarithms, target, None, 1, -100)
+            except IndexError:
+                return self._task.loss(output, target), output  # which says what is wrong
+            gradient = _aten.nll_loss_backward.default(self._one, logarithms, target, None, 1, -100, total)
+            return loss, torch._log_softmax_backward_data(gradient, logarithms, 1, torch.float32)
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            loss = self._task.loss(self._task.compared(leaf), target)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), gradient
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether somebody gets to know, or changes, what a module does."""
+    return "forward" in vars(module) or any(
+        vars(module).get(f"_{hooks}")
+        for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    )

@@ -1,0 +1,162 @@
+"""The memory of a window (`rudra.compute.window`), which ranks of one node map, and its lock.
+
+It is a file without a name (`memfd_create`), as the buffers of `rudra.mpi.arena` are: it is there as long as somebody
+maps it, whoever dies. The lock is a mutex in that memory, of the C library's robust kind: when its holder dies, the
+kernel says so to whoever waits, who takes it over. Nothing is to be mended then, because what it guards is changed by
+a single number. Measured on one core, for taking and giving back: 0.4 µs, `flock` 1.0 µs, an `F_OFD_SETLKW` lock
+1.6 µs; under contention all the same. And children that a rank may have forked hold no part in it, as they do in those.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+from typing import Any, Self
+
+import numpy as np
+from mpi4py import MPI
+
+from rudra.compute.window import Update, Window, window_bytes
+
+_TOKEN = 16
+_LOCK = 64
+"""Bytes before the window's: what the file begins with, and the mutex, which has 40 or 48."""
+
+_SHARED, _ROBUST = 1, 1  # PTHREAD_PROCESS_SHARED and PTHREAD_MUTEX_ROBUST of Linux
+_PAGE = mmap.ALLOCATIONGRANULARITY
+
+
+class RobustLock:
+    """A mutex between threads of several processes, which outlives its holder.
+
+    Args:
+        memory: of `_LOCK` bytes, the same for all.
+        new: it is to be made; else another process has made it.
+
+    Raises:
+        OSError: this system has none.
+    """
+
+    def __init__(self, memory: Any, *, new: bool) -> None:
+        library = ctypes.CDLL(None)
+        names = ("lock", "unlock", "consistent")
+        self._lock, self._unlock, self._consistent = (getattr(library, f"pthread_mutex_{name}") for name in names)
+        for function in (self._lock, self._unlock, self._consistent):
+            function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+        self._memory = (ctypes.c_char * _LOCK).from_buffer(memory)
+        self._address = ctypes.addressof(self._memory)
+        if new:
+            kind = ctypes.create_string_buffer(_LOCK)
+            _checked(library.pthread_mutexattr_init(kind))
+            _checked(library.pthread_mutexattr_setpshared(kind, _SHARED))
+            _checked(library.pthread_mutexattr_setrobust(kind, _ROBUST))
+            _checked(library.pthread_mutex_init(ctypes.c_void_p(self._address), kind))
+
+    def __call__(self) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        result = self._lock(self._address)
+        if result == errno.EOWNERDEAD:
+            result = self._consistent(self._address)
+        _checked(result)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _checked(self._unlock(self._address))
+
+
+def _checked(result: int) -> None:
+    if result:
+        raise OSError(result, os.strerror(result))
+
+
+class WindowFile:
+    """The file of a window; its maker keeps it open until the others have mapped it.
+
+    Args:
+        size, workers, update: of the window.
+
+    Attributes:
+        window: as this process sees it.
+        place: by which another process of the node maps it.
+
+    Raises:
+        OSError, AttributeError: this system has no such memory.
+    """
+
+    def __init__(self, size: int, workers: int, update: Update) -> None:
+        length = _PAGE + window_bytes(size, workers, update)
+        self._file = os.memfd_create("rudra-window", os.MFD_CLOEXEC)
+        token = secrets.token_bytes(_TOKEN)
+        try:
+            os.ftruncate(self._file, length)
+            os.posix_fallocate(self._file, 0, length)  # else a lack of memory shows as a signal that kills
+            os.pwrite(self._file, token, _LOCK)
+            self.window = _mapped(self._file, size, workers, update, new=True)
+        except BaseException:
+            self.close()
+            raise
+        self.place = os.getpid(), self._file, token, size, workers, update
+
+    def close(self) -> None:
+        """Nobody else can map it from now on."""
+        os.close(self._file)
+
+
+def window_at(place: tuple[int, int, bytes, int, int, Update]) -> Window:
+    """The window of another process of this node.
+
+    Raises:
+        OSError, ValueError: it cannot be mapped from here, or is another file.
+    """
+    pid, number, token, size, workers, update = place
+    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.pread(file, _TOKEN, _LOCK) != token:
+            raise ValueError("not the file that was meant")
+        return _mapped(file, size, workers, update, new=False)
+    finally:
+        os.close(file)
+
+
+def _mapped(file: int, size: int, workers: int, update: Update, *, new: bool) -> Window:
+    memory = mmap.mmap(file, 0)
+    lock = RobustLock(memory, new=new)
+    return Window(np.frombuffer(memory, np.uint8)[_PAGE:], size, workers, update, lock)
+
+
+def share_window(
+    comm: MPI.Comm, owner: int, size: int, workers: int, update: Update, *, member: bool
+) -> tuple[Window | None, str]:
+    """Gives the owner of the weights and its workers one window.
+
+    Args:
+        comm: of all ranks; all must call.
+        owner: rank that has the weights.
+        size: floats of them.
+        workers: that write to it.
+        update: how.
+        member: this rank needs the window.
+
+    Returns:
+        The window, None for who needs none; and why it cannot be had, on all ranks alike, empty if it can.
+    """
+    file, failure = None, ""
+    if comm.rank == owner:
+        try:
+            file = WindowFile(size, workers, update)
+        except (OSError, AttributeError) as error:
+            failure = str(error)
+    place = comm.bcast(None if file is None else file.place, owner)
+    window = None if file is None else file.window
+    if place is not None and member and window is None:
+        try:
+            window = window_at(place)
+        except (OSError, ValueError) as error:
+            failure = f"rank {comm.rank}: {error}"
+    found = [text for text in comm.allgather(failure) if text]  # the file stays open until all have opened it
+    if file is not None:
+        file.close()
+    return (None, found[0]) if found else (window, "")
