@@ -117,8 +117,15 @@ with one, and what that is."""
 _AVERAGERS: dict[Sharing, RoleKind] = {"nothing": AVERAGER, "replica": SHARER, "reference": REFERRER}
 
 WORKER = KINDS[LEARNER]._replace(machine="rudra.roles.worker:Worker", pushes_at_once=False)
+WINDOW_WORKER = WORKER._replace(
+    machine="rudra.roles.window:WindowWorker", executor="rudra.compute.hogwild:HogwildExecutor"
+)
 COORDINATOR = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.coordinator:Coordinator")
-"""What `LEARNER` and `PARAMETER_SERVER` are where the server deals the samples out."""
+WINDOW_COORDINATOR = COORDINATOR._replace(
+    machine="rudra.roles.window:WindowCoordinator", executor="rudra.compute.hogwild:HogwildServerExecutor"
+)
+"""What `LEARNER` and `PARAMETER_SERVER` are where the server deals the samples out, and where the learners bring their
+gradients into a window themselves."""
 
 SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", pushes_at_once=False)
 FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
@@ -191,6 +198,7 @@ class Plan:
             they train by the mean of their gradients; or a `"reference"`, towards which their replicas are corrected.
             It is then the replicas, or references, of the groups that are averaged.
         scheduled: whether the parameter server deals the samples out to the learners, as they ask for work.
+        window: whether these bring their gradients into weights that they share, in the memory of a node.
         gone: ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
     """
 
@@ -203,6 +211,7 @@ class Plan:
     averaging: bool = False
     sharing: Sharing = "nothing"
     scheduled: bool = False
+    window: bool = False
     gone: frozenset[int] = frozenset()
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
@@ -219,7 +228,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:  # once: all roles ask for what was worked out of their plan
-        return hash((self.roles, self.overlapped, self.averaging, self.sharing, self.scheduled, self.gone))
+        return hash((self.roles, self.overlapped, self.averaging, self.sharing, self.scheduled, self.window, self.gone))
 
     @property
     def ranks(self) -> int:
@@ -388,7 +397,7 @@ class Plan:
             if self.stage is not None:
                 return FRONT_SERVER
             if self.scheduled:
-                return COORDINATOR
+                return WINDOW_COORDINATOR if self.window else COORDINATOR
             return FIRST_SHARD if self.parted else CENTRAL if self.averaging else self.roles[role].about
         return self.roles[role].about
 
@@ -403,7 +412,7 @@ class Plan:
         if self.parted:
             return SHARDED
         if self.scheduled:
-            return WORKER
+            return WINDOW_WORKER if self.window else WORKER
         return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
 
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
@@ -524,6 +533,7 @@ class Topology:
         per_rank: most learners that share a rank.
         staged: a stage server holds the last layers.
         scheduled: the parameter server deals the samples out.
+        window: learners update weights that they share.
     """
 
     name: str
@@ -531,6 +541,7 @@ class Topology:
     per_rank: int = 1
     staged: bool = False
     scheduled: bool = False
+    window: bool = False
 
     def draw(self, nodes: Sequence[int]) -> Plan:
         """The plan for the node of every learner; `plan` and `fit` are what others ask for.
@@ -540,7 +551,7 @@ class Topology:
         """
         plan = self.function(nodes)
         if self.scheduled:
-            plan = replace(plan, scheduled=True)
+            plan = replace(plan, scheduled=True, window=self.window)
         if self.staged:
             plan = with_stage_server(plan)
         if self.per_rank == 1:
@@ -737,6 +748,7 @@ def load(
     *,
     staged: bool = False,
     scheduled: bool = False,
+    window: bool = False,
 ) -> Topology:
     """Binds a topology to its options.
 
@@ -746,6 +758,7 @@ def load(
         per_rank: most learners that share a rank.
         staged: whether a stage server holds the last layers.
         scheduled: whether the parameter server deals the samples out.
+        window: whether learners update weights that they share.
 
     Raises:
         KeyError: unknown name.
@@ -763,7 +776,7 @@ def load(
     except TypeError as error:
         valid = ", ".join([*signature.parameters][1:]) or "none"
         raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
-    return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled)
+    return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled, window)
 
 
 @cache

@@ -79,7 +79,11 @@ class GradientSource:
         Raises:
             DataError: a label is out of range. Whatever else the user's dataset raises comes through.
         """
-        inputs, target = self.minibatch(step, work)
+        return self.of_batch(step, work, self.minibatch(step, work), weights, out)
+
+    def of_batch(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
+        """As `compute`, for who has drawn the samples."""
+        inputs, target = batch
         self.model.bind(weights)
         loss, errors = self.model.gradient(inputs, target, out, self.seed(step))
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():

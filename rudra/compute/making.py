@@ -10,6 +10,7 @@ from rudra.compute.devices import CPU, Placing, Stage
 from rudra.compute.executor import Executor, FirstWeights, LearnerExecutor, OwnerExecutor, StatisticsExecutor
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource, check_gradient
+from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
 from rudra.compute.parts import cut
 from rudra.compute.replicas import ElasticExecutor
 from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
@@ -100,6 +101,16 @@ def make_executors(
             work = portions[0][role].work(0)
             source = GradientSource(job, plan.roles[role].index, work, own, data.training, prefetch=prefetch)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
+        if isinstance(executor, HogwildServerExecutor):
+            executor.workers = {learner: plan.roles[learner].index for learner in plan.learners}
+        if isinstance(executor, HogwildExecutor):
+            assert data.training is not None
+            _check_shared(flat)
+            alone, split = (job, plan.roles[role].index, portions[0][role].work(0)), data.training
+            more = (
+                GradientSource(*alone, model(), split, prefetch=False) for _ in range(1, threads_of(job, plan, role))
+            )
+            executor.share(job, plan, role, [executor.source, *more])
         if isinstance(executor, FrontExecutor):
             assert fronts is not None
             executor.place(fronts[1], portions[0][role].count)
@@ -122,6 +133,15 @@ def _portion(job: Job, plan: Plan, role: int) -> Portion:
     if plan.scheduled:
         return Portion(DEALT, 0, 1, 0)
     return portion(plan, role, job.training.minibatch_size, job.cluster.parts)
+
+
+def _check_shared(flat: FlatModel) -> None:
+    """That workers can share all that a model learns."""
+    if flat.size > flat.parameter_count:
+        raise ConfigError(
+            f"[weights] at = 'window': the model has buffers ({flat.layout[-1].name}), which are no weights that "
+            "workers could add to; valid: models without BatchNorm and the like, or server"
+        )
 
 
 def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> None:

@@ -11,7 +11,7 @@ between leaves the latest generation whole. Who made which generation, of which,
 Source: Hogbatch §5.1 and §6.1 (racing), which take their updates from Hogwild (Niu et al.).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
@@ -27,21 +27,39 @@ PROBES = 8
 """Elements that count updates: a cache line of int64."""
 
 LOGGED = 1 << 14
-"""Latest updates of which the log says who made them."""
+"""Latest updates of which the log of a locked window tells; that of a racing one tells of `LOGGED_OF_EACH` of each
+worker."""
+
+LOGGED_OF_EACH = 1 << 8
 
 _LINE = 64
 _WORDS = _LINE // 8
 _BEGUN, _MADE = 0, 1  # words of a worker's cache line, which nobody else writes
 
-LOG = np.dtype([("update", "<i8"), ("worker", "<i8"), ("step", "<i8"), ("timestamp", "<i8")])
-"""One update of a locked window: its number, who made it, by which of its gradients, of which weights."""
+LOG = np.dtype(
+    [
+        ("update", "<i8"),
+        ("worker", "<i4"),
+        ("samples", "<i4"),
+        ("step", "<i8"),
+        ("first", "<i8"),
+        ("timestamp", "<i8"),
+        ("fewest", "<i4"),
+        ("most", "<i4"),
+        ("loss", "<f8"),
+        ("errors", "<f8"),
+        ("rate", "<f8"),
+        ("digest", "<u8"),
+    ]
+)
+"""One update: its number, among all or those of the worker, and what it was made of."""
 
 
 class Reading(NamedTuple):
     """When weights were read: between which counts of the others' updates.
 
     Attributes:
-        made: that were complete when reading began.
+        made: that were complete when reading began; in a locked window, all that there were.
         begun: that had begun when it ended.
     """
 
@@ -49,18 +67,39 @@ class Reading(NamedTuple):
     begun: int
 
 
-class Applied(NamedTuple):
-    """What has come of an update of the window.
+class Contribution(NamedTuple):
+    """What an update is made of, beside the gradient.
 
     Attributes:
-        update: number of the update that made the weights; -1 where nobody can tell.
-        timestamp: updates that were complete when the gradient's weights were read; in a locked window those of which
-            they were.
+        worker: its number among those of the window.
+        step: which of its gradients.
+        first, samples: of the gradient, as in `rudra.core.work.Work`.
+        loss, errors: of these samples.
+        rate: α.
+    """
+
+    worker: int
+    step: int
+    first: int
+    samples: int
+    loss: float
+    errors: float
+    rate: float
+
+
+class Entry(NamedTuple):
+    """An update that is complete.
+
+    Attributes:
+        update: its number in a locked window; in a racing one nobody can tell, and it is that among the worker's own.
+        of: what it is made of.
+        timestamp: updates that were complete when the weights of its gradient were read.
         fewest, most: how many updates of others may have come between reading and writing: σ lies between.
-        digest: of a sample of the new weights; 0 where nobody can tell.
+        digest: of a sample of the new weights; 0 in a racing window, where others write meanwhile.
     """
 
     update: int
+    of: Contribution
     timestamp: int
     fewest: int
     most: int
@@ -76,23 +115,25 @@ def _sections(size: int, workers: int, update: Update) -> tuple[int, int, int, i
     """Bytes of its sections: the number of the latest generation, the workers' counts, the log, vectors with probes."""
     vector = -(-size * 4 // _LINE) * _LINE + PROBES * 8
     locked = update == "locked"
-    return _LINE, workers * _LINE, LOGGED * LOG.itemsize if locked else 0, vector * (2 if locked else 1)
+    logged = LOGGED if locked else LOGGED_OF_EACH * workers
+    return _LINE, workers * _LINE, -(-logged * LOG.itemsize // _LINE) * _LINE, vector * (2 if locked else 1)
 
 
 class Window:
-    """One worker's, or the coordinator's, view of the shared weights.
+    """The shared weights, as one process sees them.
 
     Args:
         memory: of `window_bytes`, aligned to 64 bytes, zeros at first; the same for all.
         size: floats of the weights.
         workers: that write to it.
         update: how.
-        lock: gives what is held while something is read or written, in a locked window; each thread of each process
-            that shares the memory has to be kept out by it.
+        lock: gives what is held while something is read or written, in a locked window; it has to keep out each thread
+            of each process that shares the memory.
 
     Attributes:
         update: how it is written to.
-        vector: (size,) float32, the weights, of a racing window; of a locked one the latest generation is `latest`.
+        size: floats of the weights.
+        vector: (size,) float32: the weights of a racing window. Those of a locked one are `latest`.
     """
 
     def __init__(
@@ -109,18 +150,20 @@ class Window:
         self._head = memory[:8].data.cast("B").cast("q")
         counts = memory[ends[0] : ends[1]].data.cast("B").cast("q")
         self._counts, self._begun, self._made = counts, counts[_BEGUN::_WORDS], counts[_MADE::_WORDS]
-        self._log = memory[ends[1] : ends[2]].view(LOG)
+        rings, length = (1, LOGGED) if update == "locked" else (workers, LOGGED_OF_EACH)
+        self._log = memory[ends[1] : ends[1] + rings * length * LOG.itemsize].view(LOG).reshape(rings, length)
         vectors = memory[ends[2] : ends[3]].reshape(2 if update == "locked" else 1, -1)
         self._vectors = [torch.from_numpy(vector[: size * 4].view(np.float32)) for vector in vectors]
         self._probes = torch.from_numpy(vectors[0][-PROBES * 8 :].view(np.int64))
         self.vector = self._vectors[0]
 
-    # The coordinator, while nobody writes.
+    # Their owner.
 
-    def fill(self, weights: torch.Tensor) -> None:
-        """Begins anew with these weights, (size,) float32; all counts are 0."""
-        self._vectors[0].copy_(weights)
+    def fill(self, weights: torch.Tensor, timestamp: int = 0) -> None:
+        """Begins anew with these weights, while nobody reads or writes: (size,) float32, after so many updates."""
         self._numbers[:] = 0
+        self._head[0] = timestamp
+        self.latest.copy_(weights)
         self._probes.zero_()
 
     @property
@@ -134,15 +177,21 @@ class Window:
 
     @property
     def made(self) -> int:
-        """How many updates are complete."""
-        return self._head[0] if self.update == "locked" else sum(self._made)
+        """How many updates are complete, with those before this window."""
+        return self._head[0] if self.update == "locked" else self._head[0] + sum(self._made)
 
-    def maker(self, update: int) -> tuple[int, int, int] | None:
-        """Who made an update of a locked window: worker, its step, timestamp of its weights; None: too long ago."""
-        row = self._log[update % LOGGED]
-        if row["update"] != update or update > self.made:
-            return None
-        return int(row["worker"]), int(row["step"]), int(row["timestamp"])
+    def entries(self, worker: int, after: int) -> list[Entry]:
+        """The updates of a worker that are complete, but for the first ones, in order.
+
+        Args:
+            worker: its number; it makes no more updates.
+            after: how many to leave out: in a locked window of all updates, else of those of this worker.
+        """
+        locked = self.update == "locked"
+        ring = self._log[0 if locked else worker]
+        last = self._head[0] if locked else self._made[worker]
+        rows = (ring[update % len(ring)].item() for update in range(max(after, last - len(ring)) + 1, last + 1))
+        return [_entry(*row) for row in rows if row[1] == worker]
 
     @property
     def surviving(self) -> float:
@@ -158,10 +207,14 @@ class Window:
     def _others(self, counts: memoryview, worker: int) -> int:
         return sum(counts) - counts[worker]
 
-    def begin(self, worker: int) -> Reading:
-        """Reading in place begins."""
+    def begin_reading(self, worker: int) -> Reading:
+        """A worker begins to read a racing window in place."""
         made = self._others(self._made, worker)
         return Reading(made, made)
+
+    def end_reading(self, worker: int, reading: Reading) -> Reading:
+        """It has read all of it."""
+        return Reading(reading.made, self._others(self._begun, worker))
 
     def copy(self, worker: int, into: torch.Tensor) -> Reading:
         """Copies the weights to `into`, (size,) float32; in a locked window a whole generation."""
@@ -169,62 +222,119 @@ class Window:
             with self._lock():
                 into.copy_(self.latest)
                 return Reading(self._head[0], self._head[0])
-        made = self._others(self._made, worker)
+        reading = self.begin_reading(worker)
         into.copy_(self.vector)
-        return Reading(made, self._others(self._begun, worker))
+        return self.end_reading(worker, reading)
 
     def add(
-        self,
-        worker: int,
-        step: int,
-        reading: Reading,
-        gradient: torch.Tensor,
-        rate: float,
-        instead: torch.Tensor | None = None,
-    ) -> Applied:
-        """Subtracts `rate * gradient` from the weights as they are now.
+        self, of: Contribution, reading: Reading, gradient: torch.Tensor, instead: torch.Tensor | None = None
+    ) -> Entry:
+        """Subtracts the rate times the gradient from the weights as they are now.
 
         Args:
-            worker: whose update it is.
-            step: which of its gradients.
+            of: what the update is made of.
             reading: of the weights that the gradient is of.
             gradient: (size,) float32.
-            rate: α.
             instead: subtract from these weights, and overwrite those that there are by what comes of it: what others
                 have done meanwhile is lost.
         """
         if self.update == "locked":
             with self._lock():
-                return self._make_generation(worker, step, reading, gradient, rate, instead)
-        place = worker * _WORDS
-        fewest = max(0, self._others(self._made, worker) - reading.begun)
-        self._counts[place + _BEGUN] += 1
+                return self._make_generation(of, reading, gradient, instead)
+        fewest = self.begin_update(of, reading)
         if instead is None:
-            self.vector.add_(gradient, alpha=-rate)
+            self.vector.add_(gradient, alpha=-of.rate)
         else:
-            torch.add(instead, gradient, alpha=-rate, out=self.vector)
+            torch.add(instead, gradient, alpha=-of.rate, out=self.vector)
         self._probes.add_(1)
-        most = self._others(self._begun, worker) - reading.made
-        own = self._counts[place + _MADE] = self._counts[place + _MADE] + 1
-        return Applied(-1, reading.made + own - 1, fewest, most, 0)
+        return self.end_update(of, reading, fewest)
+
+    def begin_update(self, of: Contribution, reading: Reading) -> int:
+        """A worker begins to write to a racing window; gives the fewest updates of others since it read."""
+        self._counts[of.worker * _WORDS + _BEGUN] += 1
+        return max(0, self._others(self._made, of.worker) - reading.begun)
+
+    def end_update(self, of: Contribution, reading: Reading, fewest: int) -> Entry:
+        """It has written all of it."""
+        most = self._others(self._begun, of.worker) - reading.made
+        place = of.worker * _WORDS + _MADE
+        own = self._counts[place] + 1
+        entry = Entry(own, of, self._head[0] + reading.made + own - 1, fewest, most, 0)
+        self._log[of.worker, own % LOGGED_OF_EACH] = _row(entry)
+        self._counts[place] = own  # whoever dies before this has not done it all
+        return entry
+
+    def copy_in_slices(self, worker: int, into: torch.Tensor, slices: int) -> Generator[None, None, Reading]:
+        """As `copy` of a racing window, for who lets others write between slices; yields after each."""
+        reading = self.begin_reading(worker)
+        for part in _parts(self.size, slices):
+            into[part] = self.vector[part]
+            yield
+        return self.end_reading(worker, reading)
+
+    def add_in_slices(
+        self, of: Contribution, reading: Reading, gradient: torch.Tensor, instead: torch.Tensor | None, slices: int
+    ) -> Generator[None, None, Entry]:
+        """As `add` to a racing window, for who lets others read and write between slices; yields in each.
+
+        A slice is read, and written a moment later: what others have written to it in between is lost.
+        """
+        fewest = self.begin_update(of, reading)
+        source = self.vector if instead is None else instead
+        probes = self._probes.clone()
+        for part in _parts(self.size, slices):
+            if part.stop == self.size:
+                probes.copy_(self._probes)
+            new = torch.add(source[part], gradient[part], alpha=-of.rate)
+            yield
+            self.vector[part] = new
+        self._probes.copy_(probes.add_(1))
+        return self.end_update(of, reading, fewest)
 
     def _make_generation(
-        self,
-        worker: int,
-        step: int,
-        reading: Reading,
-        gradient: torch.Tensor,
-        rate: float,
-        instead: torch.Tensor | None,
-    ) -> Applied:
+        self, of: Contribution, reading: Reading, gradient: torch.Tensor, instead: torch.Tensor | None
+    ) -> Entry:
         before = self._head[0]
         update = before + 1
         weights = self._vectors[update % 2]
-        torch.add(self._vectors[before % 2] if instead is None else instead, gradient, alpha=-rate, out=weights)
-        self._log[update % LOGGED] = (update, worker, step, reading.made)
+        torch.add(self._vectors[before % 2] if instead is None else instead, gradient, alpha=-of.rate, out=weights)
         digest = digest_of(weights[sample(update, self.size)].numpy().tobytes())
+        staleness = before - reading.made
+        entry = Entry(update, of, reading.made, staleness, staleness, digest)
+        self._log[0, update % LOGGED] = _row(entry)
         self._head[0] = update  # whoever dies before this has done nothing
-        place = worker * _WORDS
+        place = of.worker * _WORDS
         self._counts[place + _BEGUN] += 1
         self._counts[place + _MADE] += 1
-        return Applied(update, reading.made, before - reading.made, before - reading.made, digest)
+        return entry
+
+
+def _parts(size: int, slices: int) -> list[slice]:
+    """Nearly equal slices of a vector; no more than it has elements."""
+    count = min(size, slices)
+    return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
+
+
+def _row(entry: Entry) -> tuple[float, ...]:
+    of = entry.of
+    made_of = (of.worker, of.samples, of.step, of.first)
+    measured = (of.loss, of.errors, of.rate, entry.digest)
+    return (entry.update, *made_of, entry.timestamp, entry.fewest, entry.most, *measured)
+
+
+def _entry(
+    update: int,
+    worker: int,
+    samples: int,
+    step: int,
+    first: int,
+    timestamp: int,
+    fewest: int,
+    most: int,
+    loss: float,
+    errors: float,
+    rate: float,
+    digest: int,
+) -> Entry:
+    of = Contribution(worker, step, first, samples, loss, errors, rate)
+    return Entry(update, of, timestamp, fewest, most, digest)

@@ -97,6 +97,44 @@ class Computed(Struct, frozen=True, gc=False):
     samples: int
 
 
+class Made(Struct, frozen=True, gc=False):
+    """One gradient that is in the window's weights.
+
+    Attributes:
+        gradient: its `update` is the number of that update in a locked window, else -1; `timestamp` counts the updates
+            that were complete when its weights were read.
+        rate: α.
+        digest: of a sample of the new weights (`rudra.core.digest`); 0 in a racing window.
+        seconds: that the update took.
+        most: σ at most, where others may have updated while this one read or wrote; `gradient.staleness` is the least.
+    """
+
+    gradient: Gradient
+    rate: float
+    digest: int
+    seconds: float
+    most: int
+
+
+class Trained(Struct, frozen=True, gc=False):
+    """The work that `Train` named is in the weights, gradient by gradient."""
+
+    made: tuple[Made, ...]
+
+
+class Fetched(Struct, frozen=True, gc=False):
+    """The window's weights are in the buffer that `Fetch` named; this part of the updates so far has survived races."""
+
+    surviving: float
+
+
+class Found(Struct, frozen=True, gc=False):
+    """What `Look` asked for: updates of a role, in order."""
+
+    role: int
+    made: tuple[Made, ...]
+
+
 class Reduced(Struct, frozen=True, gc=False):
     """A group's gradients are added up; what its members gave and said, in group_rank order."""
 
@@ -161,6 +199,9 @@ Event = (
     | Stepped
     | Forwarded
     | Computed
+    | Trained
+    | Fetched
+    | Found
     | Reduced
     | Evaluated
     | Saved
@@ -289,6 +330,46 @@ class Conclude(Local, frozen=True, gc=False):
     weights: str
     gradient: str
     returned: str
+
+
+class Train(Local, frozen=True, gc=False):
+    """Compute gradients at the weights in the window, and bring each into them at once; its end is `Trained`.
+
+    Attributes:
+        step: of the first gradient.
+        works: of each gradient its samples; those of one action may be computed at the same time.
+        rates: α of each.
+    """
+
+    long = True
+    step: int
+    works: tuple[Work, ...]
+    rates: tuple[float, ...]
+
+
+class Publish(Local, frozen=True, gc=False):
+    """Have the window begin with these weights, of a timestamp; nobody reads or updates it yet."""
+
+    reads = ("weights",)
+    weights: str
+    timestamp: int
+
+
+class Fetch(Local, frozen=True, gc=False):
+    """Copy the window's weights to a buffer, while nobody updates them; its end is `Fetched`."""
+
+    changes = ("weights",)
+    weights: str
+
+
+class Look(Local, frozen=True, gc=False):
+    """Find the updates of the window that a role made, and that came after so many; its end is `Found`.
+
+    They are counted among all updates of a locked window, and among those of that role in a racing one.
+    """
+
+    role: int
+    after: int
 
 
 class Reduce(Struct, frozen=True, gc=False):

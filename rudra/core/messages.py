@@ -35,7 +35,8 @@ class Kind(IntEnum):
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
-    EXECUTE = auto()  # coordinator -> worker: compute these samples; weights follow if newer than those held
+    EXECUTE = auto()  # coordinator -> worker: compute these samples, at the rate `seconds`; weights follow if newer
+    MADE = auto()  # worker -> coordinator: these are in the window; digest `value`; I want `timestamp` batches
     APPLIED = auto()  # server -> learner: one gradient of yours is in the weights of `timestamp`
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
     LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `seconds`
@@ -82,7 +83,7 @@ GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS})
 PARTS = frozenset({Kind.GRADIENT_PART, Kind.WEIGHTS_PART})
 """Kinds whose tensors go up, from learners, and are read once; and kinds of parts."""
 
-DESCRIBED = frozenset({Kind.GRADIENT, Kind.ACTIVATIONS, Kind.RETURNED})
+DESCRIBED = frozenset({Kind.GRADIENT, Kind.ACTIVATIONS, Kind.RETURNED, Kind.MADE})
 """Kinds that tell of which mini-batches their tensors are."""
 
 URGENT = frozenset({Kind.LOG, Kind.TAKEN})
@@ -114,6 +115,9 @@ PACK = {kind: _struct(dtype).pack for kind, dtype in ROWS.items()}
 _GRADIENT = _struct(records.GRADIENT)
 CONTROL_BYTES = 3584
 """Largest control message; below the eager limit of every transport that we know."""
+
+CONTROL_GRADIENTS = (CONTROL_BYTES - _HEADER.size) // _GRADIENT.size
+"""Gradients of which one can tell."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):

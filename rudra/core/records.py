@@ -222,7 +222,7 @@ EVENT = table(
         "kind",
         "S16",
         "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience`, `plateau`, `change`, `branch`, "
-        "`averaging`, `stages`",
+        "`averaging`, `stages`, `window`",
     ),
     ("role", "<i4", "row of `/roles` that the event is about; -1: none"),
     ("pad", "<i4", ""),

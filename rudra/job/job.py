@@ -40,6 +40,7 @@ from rudra.job.tables import (
     TaskTable,
     TopologyTable,
     TrainingTable,
+    WeightsTable,
     WorkersTable,
 )
 from topologies.plan import TREE_SERVER
@@ -62,6 +63,7 @@ class Job(Table):
         training: table `[training]`: epochs, mini-batch size, seed, tests, target.
         optimizer: table `[optimizer]`: the update rule and the learning rate.
         protocol: table `[protocol]`: how many gradients make an update, and the modulation of the learning rate.
+        weights: table `[weights]`: where the weights are, and how workers update them.
         averaging: table `[averaging]`: how learners average replicas of their own.
         placement: table `[placement]`: which layers a stage server has.
         topology: table `[topology]`: which roles exchange gradients and weights.
@@ -86,6 +88,7 @@ class Job(Table):
     training: TrainingTable = TrainingTable()
     optimizer: OptimizerTable = OptimizerTable()
     protocol: ProtocolTable = ProtocolTable()
+    weights: WeightsTable = WeightsTable()
     averaging: AveragingTable = AveragingTable()
     placement: PlacementTable = PlacementTable()
     topology: TopologyTable = TopologyTable()
@@ -363,6 +366,8 @@ class Job(Table):
             self._check_averaging(plan)
         if plan.scheduled:
             self._check_scheduled(plan)
+        if self.weights.at == "window":
+            self._check_window(plan, protocol)
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
             what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
@@ -415,6 +420,36 @@ class Job(Table):
             "[cluster] shares: the coordinator says what each learner takes; valid: none": self.cluster.shares,
             f"[simulation] batching = '{batching}': batches of different sizes cannot be computed together; "
             "valid: none": batching != "none",
+        }
+        for text in (text for text, wanted in refused.items() if wanted):
+            raise ValueError(f"{on}: {text}")
+
+    def _check_window(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
+        """Raises ValueError for what cannot be where workers update the weights themselves."""
+        on, optimizer, kept = "[weights] at = 'window'", self.optimizer, self.results.kept_interval
+        nodes = len({plan.roles[i].node for i in plan.learners})
+        state = optimizer.name != "sgd" or optimizer.momentum or optimizer.options.get("nesterov")
+        refused = {
+            "only workers of protocol hogbatch update the weights themselves; valid: server": not plan.scheduled,
+            f"workers on {nodes} nodes share no memory; valid: one node, or server": nodes > 1,
+            "[optimizer] workers keep no state, so they step by plain SGD; valid: name sgd, momentum 0": state,
+            "[optimizer] weight_decay, clip_norm, groups and options are not for a window so far; valid: none": (
+                optimizer.weight_decay or optimizer.clip_norm is not None or optimizer.groups or optimizer.options
+            ),
+            f"[protocol] modulation = '{protocol.modulation.name}': workers do not know how stale their gradients will "
+            "be; valid: none": protocol.modulation.name != "none",
+            "[cluster] device = 'cuda': windows are in main memory, and workers compute there so far; valid: cpu": (
+                self.cluster.device == "cuda"
+            ),
+            "[cluster] gradient_format = 'float16': no gradient travels; valid: float32": (
+                self.cluster.gradient_format != "float32"
+            ),
+            "[hooks] at = 'update': no role sees the weights of an update; valid: epoch, end": any(
+                hook.at == "update" for hook in self.hooks
+            ),
+            "[results] keep_every: checkpoints are made at epochs' ends; valid: epochs": (
+                kept is not None and kept[1] == "update"
+            ),
         }
         for text in (text for text, wanted in refused.items() if wanted):
             raise ValueError(f"{on}: {text}")
@@ -622,7 +657,8 @@ class Job(Table):
         per_rank, staged = self.cluster.learners_per_rank, self.placement.given
         factory = plugins.choose("[protocol] name", self.protocol.name, protocols.shipped())
         scheduled = isinstance(factory, type) and issubclass(factory, protocols.Hogbatch)
-        return topologies.load(topology, self.topology.options, per_rank, staged=staged, scheduled=scheduled)
+        how = {"staged": staged, "scheduled": scheduled, "window": scheduled and self.weights.at == "window"}
+        return topologies.load(topology, self.topology.options, per_rank, **how)
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""

@@ -109,7 +109,7 @@ class SimulationTable(Table):
     nodes: int | dict[int, int] | None = Field(
         None,
         description="number of nodes that hold the learners, or a table of λ = nodes; default: one node for each "
-        "rank with learners",
+        "rank with learners, or one if they share weights in a window",
     )
     servers_on_first_node: bool = Field(
         False, description="true: servers share the node of the first learners; false: they have a node of their own"
@@ -154,6 +154,12 @@ class SimulationTable(Table):
     )
     copy_s_per_byte: float = Field(
         0.0, ge=0, description="seconds for each byte of weights that a server copies, such as those that are tested"
+    )
+    tear: int = Field(
+        1,
+        ge=1,
+        le=100_000,
+        description="slices into which reads and writes of a racing window are torn, between which other workers come",
     )
     evaluation_s: float = Field(0.1, ge=0, description="seconds that one test of the weights takes")
     faults: tuple[Fault, ...] = Field(

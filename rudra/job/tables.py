@@ -436,6 +436,26 @@ class WorkersTable(Table):
         return Worker(self.kind, self.threads, *own)
 
 
+class WeightsTable(Table):
+    """Where the weights are that workers update, to which protocol hogbatch deals samples out."""
+
+    at: Literal["server", "window"] = Field(
+        "server",
+        description="server: workers push gradients to the coordinator; window: the ranks of one node share memory "
+        "with the weights, and bring their gradients into it themselves",
+    )
+    update: Literal["racing", "locked"] = Field(
+        "racing",
+        description="how workers write to a window: racing: in place and without a lock, as in Hogwild; locked: one "
+        "after the other, each making a new generation of the weights",
+    )
+    push: Literal["gradient", "overwrite"] = Field(
+        "gradient",
+        description="what large workers do in a window: gradient: they bring it into the weights as they are by then; "
+        "overwrite: the weights become their updated copy, and what others did meanwhile is lost",
+    )
+
+
 class AveragingTable(Table):
     """How learners average replicas of their own; keys that are left out are as the protocol has them."""
 

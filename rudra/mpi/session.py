@@ -24,6 +24,7 @@ from mpi4py import MPI
 from rudra.compute import devices
 from rudra.compute.averaging import CHUNK
 from rudra.compute.executor import Executor, OwnerExecutor
+from rudra.compute.hogwild import give_window
 from rudra.compute.making import make_executors
 from rudra.compute.parts import joined
 from rudra.compute.schedule import phases_of
@@ -44,6 +45,7 @@ from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outli
 from rudra.mpi.forkserver import launcher
 from rudra.mpi.node_memory import share
 from rudra.mpi.relay import exit_line
+from rudra.mpi.shared_window import share_window
 from rudra.mpi.start import gpu_aware
 from rudra.mpi.tags import FAILURE_TAG
 from rudra.mpi.trial import Trial
@@ -267,7 +269,7 @@ class _Session:
     def prepare(self, progress: dict[str, Any]) -> int | None:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
         measured = (self._try, self._time, self._divide) if self._job.cluster.shares == "auto" else ()
-        ready = (self._build, self._restore, self._meet_neighbours, lambda: self._open(progress))
+        ready = (self._build, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
         for step in (self._load, self._share, *measured, *ready):
             error = self._agree(step)
             if error is not None:
@@ -410,6 +412,21 @@ class _Session:
                 host = f"node memory cannot be had on {socket.gethostname()}"
                 log.warning(f"{host} ({failure}): its ranks exchange messages instead, which is slower")
         self._node.Free()
+
+    def _share_window(self) -> None:
+        """Gives the workers of a node, and their coordinator, one memory for the weights, if the job says so."""
+        if not self._plan.window:
+            return
+        owner, update = self._plan.roles[self._plan.server].world_rank, self._job.weights.update
+        executor = self._executors.get(self._plan.server)
+        about = (0 if executor is None else executor.size, self._plan.learner_numbers, update)
+        mine = [self._plan.about(role) for role in self._roles]
+        member = any(kind.trains or kind.serves for kind in mine)
+        window, failure = share_window(self._comm, owner, *about, member=member)
+        if failure:
+            raise ConfigError(f"[weights] at = 'window': its memory cannot be had here ({failure}); valid: server")
+        if window is not None:
+            give_window(self._executors, window)
 
     def _open(self, progress: dict[str, Any]) -> None:
         server = self._plan.roles[self._plan.server].world_rank

@@ -27,7 +27,7 @@ from topologies import Plan
 
 DECISIVE = (
     *("model", "data", "augment", "task", "training", "optimizer"),
-    *("protocol", "averaging", "placement", "topology", "cluster"),
+    *("protocol", "weights", "averaging", "placement", "topology", "cluster"),
 )
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 

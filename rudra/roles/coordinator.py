@@ -35,7 +35,8 @@ class Coordinator(ParameterServer):
             return []
         _, held = self._pulls.pop(child)
         rows = np.array([(work.first, work.count)], records.WORK)
-        execute = Send(child, Message(Kind.EXECUTE, self.id, ledger.timestamp, rows=rows))
+        rate = ledger.rate_for(work.count)
+        execute = Send(child, Message(Kind.EXECUTE, self.id, ledger.timestamp, rows=rows, seconds=rate))
         if held in (ledger.timestamp, NO_WEIGHTS):
             return [execute]
         self._lent += 1

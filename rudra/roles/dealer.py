@@ -57,7 +57,7 @@ class Dealer:
             assert about.least <= size <= about.most
 
     def deal(self, worker: int) -> Work | None:
-        """The next batch of a worker that has none; None: nothing is left for it now.
+        """The next batch of a worker; None: nothing is left for it now.
 
         Args:
             worker: its number.
@@ -65,7 +65,6 @@ class Dealer:
         available = self._again[0] if self._again else (self._cursor, self._samples - self._cursor)
         if not available[1]:
             return None
-        assert not self._given[worker]
         self._before = self._before or self._about()
         rule = self._protocol
         remaining = self._samples - self._cursor + sum(count for _, count in self._again)

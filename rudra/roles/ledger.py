@@ -259,7 +259,24 @@ class Ledger:
         own_rate = protocol.outer_rate
         about = (self.timestamp, self.epoch + 1, samples, time_s)
         update = Update(gradient, WEIGHTS, rate if own_rate is None else own_rate, *about)
-        actions: list[Action] = [update]
+        return [update, *self._applied(rate, now)]
+
+    def enter(self, rate: float, now: float) -> list[Action]:
+        """Enters an update by all that was counted, which somebody has made already, at such a rate."""
+        self.timestamp += 1
+        return self._applied(rate, now)
+
+    def rate_for(self, samples: int) -> float:
+        """The rate of the schedule for somebody who will apply so many samples, as it is now."""
+        progress = (self.samples + self._pending_samples + samples) / self._training_samples
+        return self.schedule.rate(self.epoch, progress, self.timestamp)
+
+    def _applied(self, rate: float, now: float) -> list[Action]:
+        """Enters the update that led to this timestamp; what is to be done if an epoch ends with it."""
+        gradients, samples, staleness = self._pending, self._pending_samples, self._pending_staleness
+        count = len(gradients)
+        mean_staleness, time_s = staleness / count, now - self.began
+        actions: list[Action] = []
         self.samples += samples
         self.applied += count
         self.outbox.extend(Kind.GRADIENTS, gradients)

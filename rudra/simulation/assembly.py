@@ -16,6 +16,7 @@ from rudra.simulation.costs import CostModel, paces_of
 from rudra.simulation.driver import Check, RowSink, Simulation
 from rudra.simulation.regrouping import Make
 from rudra.simulation.timing_only import Tensors
+from rudra.simulation.windows import Windows
 from topologies import Plan
 
 
@@ -85,7 +86,7 @@ def assemble(
     phases = phases_of(job, plan, training_samples)
     machines, make = machines_of(phases, training_samples, position)
     price = prices_of(phases, size_bytes, placed)
-    return Simulation(
+    simulation = Simulation(
         phase_at(phases, position.epoch).plan,
         machines,
         tensors,
@@ -99,3 +100,6 @@ def assemble(
         save=save,
         check=check,
     )
+    if plan.window:
+        Windows(simulation, job, plan)
+    return simulation

@@ -31,6 +31,7 @@ from rudra.core.events import (
     Forward,
     Local,
     Step,
+    Train,
     Update,
 )
 from rudra.core.layout import Placed
@@ -146,6 +147,7 @@ class CostModel:
             Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
             Update: _affine(table.update_s, table.update_s_per_byte),
             Step: _affine(table.update_s, table.update_s_per_byte),
+            Train: _affine(table.update_s, table.update_s_per_byte),  # its update
             Approach: _affine(0.0, table.copy_s_per_byte),
             Copy: _affine(0.0, table.copy_s_per_byte),
             Evaluate: _affine(table.evaluation_s, None),
@@ -394,13 +396,17 @@ def guessed(compute_s: float | Mapping[int, float], sizes: Collection[int]) -> s
 
 
 def places(job: Job) -> list[int]:
-    """The node of every learner in a simulation: blocks of ranks with learners that differ by one at most."""
+    """The node of every learner in a simulation: blocks of ranks with learners that differ by one at most.
+
+    Workers that share memory are on one node, if the job does not say how many there are.
+    """
     learners, each, count = job.learners, job.cluster.learners_per_rank, job.simulation.nodes
     if isinstance(count, Mapping):
         known = max((size for size in count if size <= learners), default=min(count))
         count = math.ceil(count[known] * learners / known)
     ranks = -(-learners // each)
-    count = ranks if count is None else min(count, ranks)
+    alone = 1 if job.weights.at == "window" else ranks
+    count = alone if count is None else min(count, ranks)
     return [i // each * count // ranks for i in range(learners)]
 
 

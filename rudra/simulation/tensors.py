@@ -75,6 +75,7 @@ class RealTensors:
     idle: Collection[type[Local]] = ()
 
     def __init__(self, executors: dict[int, Executor], *, poison: bool = False, halves: bool = False) -> None:
+        self.executors: Mapping[int, Executor] = executors
         self._executors, self._poison, self._halves = executors, poison, halves
         self._servers = {role for role, executor in executors.items() if isinstance(executor, AveragingExecutor)}
         self._holders: dict[Buffer, set[RoleBuffer]] = {}

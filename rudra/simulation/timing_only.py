@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+from rudra.compute.executor import Executor
 from rudra.core.events import (
     Accumulate,
     Approach,
@@ -35,6 +36,7 @@ class Tensors(Protocol):
     `planned` that what a long action reads is fixed from now on; `lost` that a role is no more, `regroup` that it
     drops what it was about, and takes over the weights of their owner if it updates some itself. `perform` does a
     local action, and gives what comes of it, which has taken so many seconds; nothing comes of those that are `idle`.
+    `executors` are those of the roles, where there are any.
     """
 
     @property
@@ -56,6 +58,9 @@ class Tensors(Protocol):
     @property
     def regroup(self) -> Callable[[int, int], None] | None: ...
 
+    @property
+    def executors(self) -> Mapping[int, Executor]: ...
+
     def perform(self, role: int, action: Local, seconds: float) -> Event | None: ...
 
 
@@ -70,6 +75,8 @@ class TimingOnly:
     reduce: Callable[[Mapping[int, Reduce], Sequence[Sequence[int]]], None] | None = None
     lost: Callable[[int], None] | None = None
     regroup: Callable[[int, int], None] | None = None
+
+    executors: Mapping[int, Executor] = {}
 
     idle: Collection[type[Local]] = (Accumulate, Approach, Copy, Restart)
 

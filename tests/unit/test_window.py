@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rudra.compute.optim import UpdateRule
-from rudra.compute.window import LOGGED, Update, Window, window_bytes
+from rudra.compute.window import LOGGED, Contribution, Reading, Update, Window, window_bytes
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.shared_window import WindowFile, window_at
 
@@ -51,13 +51,17 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def of(worker: int, step: int = 0, rate: float = 1.0) -> Contribution:
+    return Contribution(worker, step, 10 * step, 10, 0.5, 3.0, rate)
+
+
 def count(window: Window, worker: int, updates: int) -> None:
     """Makes updates each of which adds 1 to every element."""
     torch.set_num_threads(1)
     own, ones = torch.empty(window.size), torch.full((window.size,), -1.0)
     for step in range(updates):
         reading = window.copy(worker, own)
-        window.add(worker, step, reading, ones, 1.0)
+        window.add(of(worker, step), reading, ones)
 
 
 @pytest.mark.parametrize("update", KINDS)
@@ -70,7 +74,7 @@ def test_an_update_has_the_bits_of_the_optimiser(update: Update, size: int) -> N
     for step, gradient in enumerate(gradients):
         rate = 0.1 / (step + 3)
         rule.step(gradient, rate)
-        window.add(0, step, window.begin(0), gradient, rate)
+        window.add(of(0, step, rate), Reading(step, step), gradient)
         assert torch.equal(window.latest, weights)
     assert window.made == 5
 
@@ -79,12 +83,12 @@ def test_an_update_has_the_bits_of_the_optimiser(update: Update, size: int) -> N
 def test_staleness_counts_updates_of_others(update: Update) -> None:
     window, own, gradient = made(update), torch.empty(100), torch.ones(100)
     first, second = window.copy(0, own), window.copy(1, own)
-    applied = [window.add(0, 0, first, gradient, 1.0), window.add(1, 0, second, gradient, 1.0)]
+    applied = [window.add(of(0), first, gradient), window.add(of(1), second, gradient)]
     assert [(a.fewest, a.most) for a in applied] == [(0, 0), (1, 1)]
     reading = window.copy(0, own)
     for step in (1, 2, 3):
-        window.add(1, step, window.copy(1, torch.empty(100)), gradient, 1.0)
-    last = window.add(0, 1, reading, gradient, 1.0)
+        window.add(of(1, step), window.copy(1, torch.empty(100)), gradient)
+    last = window.add(of(0, 1), reading, gradient)
     assert (last.fewest, last.most, last.timestamp) == (3, 3, 2)
     assert [window.updates_of(worker) for worker in (0, 1)] == [(2, 2), (4, 4)]
     assert torch.equal(window.latest, torch.full((100,), -6.0))
@@ -92,9 +96,9 @@ def test_staleness_counts_updates_of_others(update: Update) -> None:
 
 def test_staleness_of_what_is_read_in_place_is_an_interval() -> None:
     window, gradient = made("racing"), torch.ones(100)
-    reading = window.begin(0)
-    window.add(1, 0, window.begin(1), gradient, 1.0)
-    applied = window.add(0, 0, reading._replace(begun=window.begin(0).made), gradient, 1.0)
+    reading = window.begin_reading(0)
+    window.add(of(1), window.begin_reading(1), gradient)
+    applied = window.add(of(0), window.end_reading(0, reading), gradient)
     assert (applied.fewest, applied.most) == (0, 1)
 
 
@@ -102,18 +106,23 @@ def test_staleness_of_what_is_read_in_place_is_an_interval() -> None:
 def test_who_overwrites_discards_what_others_did_meanwhile(update: Update) -> None:
     window, own, gradient = made(update), torch.empty(100), torch.ones(100)
     reading = window.copy(0, own)
-    window.add(1, 0, window.begin(1), gradient, 5.0)
-    window.add(0, 0, reading, gradient, 1.0, instead=own)
+    window.add(of(1, rate=5.0), window.copy(1, torch.empty(100)), gradient)
+    window.add(of(0), reading, gradient, instead=own)
     assert torch.equal(window.latest, torch.full((100,), -1.0))
 
 
-def test_the_log_tells_who_made_which_generation_and_forgets_the_oldest() -> None:
-    window, own = made("locked", 4), torch.empty(4)
-    for step in range(LOGGED + 3):
-        window.add(step % 2, step, window.copy(step % 2, own), own, 1.0)
-    assert window.maker(LOGGED + 3) == (0, LOGGED + 2, LOGGED + 2)
-    assert window.maker(LOGGED + 4) is None, "nobody has made it"
-    assert window.maker(3) is None, "too long ago"
+@pytest.mark.parametrize("update", KINDS)
+def test_the_log_tells_what_a_worker_did_and_forgets_the_oldest(update: Update) -> None:
+    window, own = made(update, 4), torch.empty(4)
+    count = LOGGED + 3
+    found = [window.add(of(step % 2, step), window.copy(step % 2, own), own) for step in range(count)]
+    mine = [entry for entry in found if entry.of.worker == 0]
+    after = mine[-4].update
+    assert window.entries(0, after) == mine[-3:]
+    assert window.entries(0, mine[-1].update) == []
+    every = window.entries(1, 0)
+    assert every == [entry for entry in found if entry.of.worker == 1][-len(every) :]
+    assert 0 < len(every) < count // 2
 
 
 def test_what_races_lose_is_what_the_probes_say() -> None:
@@ -130,8 +139,9 @@ def test_locked_updates_all_survive() -> None:
         children = [forked(lambda worker=worker: count(there(), worker, 2000)) for worker in (0, 1)]  # type: ignore[misc]
         assert [ended(child) for child in children] == [0, 0]
         assert torch.equal(window.latest, torch.full((3000,), 4000.0))
-        makers = [window.maker(update) for update in range(1, 4001)]
-        assert [sum(maker is not None and maker[0] == worker for maker in makers) for worker in (0, 1)] == [2000, 2000]
+        made = [window.entries(worker, 0) for worker in (0, 1)]
+        assert [[entry.of.step for entry in of_worker] for of_worker in made] == [[*range(2000)]] * 2
+        assert sorted(entry.update for of_worker in made for entry in of_worker) == [*range(1, 4001)]
 
 
 @pytest.mark.timeout(60)

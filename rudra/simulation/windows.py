@@ -1,0 +1,176 @@
+"""A window of weights in virtual time: workers read it and write to it while others do.
+
+Under `[simulation] tear = N` whatever races is torn into N slices: a worker that computes in place reads them one after
+the other while it computes, one that makes a copy while it copies, and an update reads and writes them one after the
+other for as long as an update takes. Others come in between, always the same ones, so what races do can be looked at,
+and repeats itself. With one slice reads and writes are whole, as under a lock; in a locked window they always are.
+"""
+
+from collections import deque
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+import torch
+
+from rudra.compute.gradients import BatchResult
+from rudra.compute.hogwild import HogwildExecutor, give_window, made_of, manner, window_here
+from rudra.compute.window import Contribution
+from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
+from rudra.core.work import Work
+from rudra.job.job import Job
+from rudra.simulation.actor import Actor
+from rudra.simulation.driver import Simulation
+from topologies import Plan
+
+T = TypeVar("T")
+
+LOCK = -1.0
+"""In place of seconds: as long as it takes to get the lock."""
+
+Steps = Generator[float, None, Made]
+"""What one thread of a worker does: seconds until it goes on, and what it made in the end."""
+
+Thread = tuple[Steps, list[Made | None], int]
+"""What it does, what those of the batch have made so far, and its place among them."""
+
+
+class Windows:
+    """The window of a simulation.
+
+    Args:
+        simulation: whose roles use it.
+        job: resolved.
+        plan: who is who.
+    """
+
+    def __init__(self, simulation: Simulation, job: Job, plan: Plan) -> None:
+        self._simulation, self._queue, self._costs = simulation, simulation.queue, simulation.costs
+        executors = simulation.tensors.executors
+        owner = executors.get(plan.server)
+        size = 1 if owner is None else owner.size
+        self._window = window_here(size, plan.learner_numbers, job.weights.update)
+        give_window(executors, self._window)
+        self._executors = {role: e for role, e in executors.items() if isinstance(e, HogwildExecutor)}
+        self._workers = {role: plan.roles[role].index for role in plan.learners}
+        self._manners = {role: manner(job, plan, role) for role in plan.learners}
+        self._slices = min(size, job.simulation.tear)
+        self._holder: Actor | None = None  # of the lock
+        self._queued: deque[tuple[Actor, Thread]] = deque()
+        if owner is None:
+            simulation.do[Publish] = lambda actor, action, time: self._window.fill(torch.zeros(1), action.timestamp)
+            simulation.do[Look], simulation.do[Fetch] = self._look, self._fetch
+        simulation.do[Train] = self._train
+
+    def _look(self, actor: Actor, action: Look, time: float) -> None:
+        entries = self._window.entries(self._workers[action.role], action.after)
+        found = Found(action.role, tuple(made_of(entry, self._window.update) for entry in entries))
+        self._queue.later(time, actor.take, actor, found)
+
+    def _fetch(self, actor: Actor, action: Fetch, time: float) -> None:
+        self._queue.later(time, actor.take, actor, Fetched(self._window.surviving))
+
+    def _train(self, actor: Actor, action: Train, time: float) -> None:
+        """All its threads begin; it is over when the last one is."""
+        executor = self._executors.get(actor.role)
+        batches = executor.batches(action.step, action.works) if executor else [None] * len(action.works)
+        made: list[Made | None] = [None] * len(action.works)
+        actor.computing = True
+        for place, (work, rate, batch) in enumerate(zip(action.works, action.rates, batches, strict=True)):
+            steps = self._steps(actor, action.step + place, work, rate, batch)
+            self._queue.later(time, self._go_on, actor, (steps, made, place))
+
+    def _go_on(self, actor: Actor, what: Thread) -> None:
+        """One thread does what is next."""
+        steps, made, place = what
+        if actor.halted:
+            steps.close()
+            return
+        try:
+            wait_s = next(steps)
+        except StopIteration as end:
+            made[place] = end.value
+            if None not in made:
+                actor.computing = False
+                self._simulation.tell(actor.role, Trained(tuple(each for each in made if each is not None)))
+            return
+        if wait_s == LOCK:
+            self._queued.append((actor, what))
+            self._give_lock()
+        else:
+            self._queue.later(self._queue.now + wait_s, self._go_on, actor, what)
+
+    def _give_lock(self) -> None:
+        """The first that waits for the lock has it, when nobody has."""
+        while self._queued and self._holder is None:
+            actor, what = self._queued.popleft()
+            if not actor.halted:
+                self._holder = actor
+                self._go_on(actor, what)
+
+    def _release(self) -> None:
+        self._holder = None
+        self._give_lock()
+
+    def _seconds(self, actor: Actor, work: Work) -> float:
+        """That one thread computes a gradient."""
+        pace = self._costs.paces[actor.role]
+        return actor.compute_s() * self._costs.relative(actor.role, work.count) * pace.threads
+
+    def _steps(self, actor: Actor, step: int, work: Work, rate: float, batch: Any) -> Steps:
+        window, worker = self._window, self._workers[actor.role]
+        copies, overwrites = self._manners[actor.role]
+        own, gradient = torch.empty(window.size), torch.zeros(window.size)
+        read_s, write_s = self._costs.table.copy_s_per_byte * self._costs.size_bytes, self._costs.local_seconds(Train)
+        compute_s = self._seconds(actor, work)
+        locked, slices = window.update == "locked", self._slices
+        if locked:
+            yield from self._locked(read_s)
+            reading = window.copy(worker, own)
+            self._release()
+        elif slices == 1:
+            reading = window.copy(worker, own)
+            yield read_s if copies else 0.0
+        else:
+            reading = yield from _spread(
+                window.copy_in_slices(worker, own, slices), (read_s if copies else compute_s) / slices
+            )
+        if copies or slices == 1:
+            yield compute_s
+        executor = self._executors.get(actor.role)
+        if executor is None:
+            result = BatchResult(0.0, 0.0, work.count)
+        else:
+            result = executor.gradient_at(step, work, batch, own, gradient)
+        of = Contribution(worker, step, work.first, result.samples, result.loss, result.errors, rate)
+        instead = own if overwrites else None
+        if locked:
+            yield from self._locked(write_s)
+            entry = window.add(of, reading, gradient, instead)
+            self._release()
+        elif slices == 1:
+            yield write_s
+            entry = window.add(of, reading, gradient, instead)
+        else:
+            adding = window.add_in_slices(of, reading, gradient, instead, slices)
+            entry = yield from _spread(adding, write_s / slices)
+        return made_of(entry, window.update, write_s)
+
+    def _locked(self, seconds: float) -> Generator[float, None, None]:
+        """Waits for the lock, and has it for so long; what comes next is done before others have it."""
+        yield LOCK
+        try:
+            yield seconds
+        except GeneratorExit:
+            self._release()  # it has died
+            raise
+
+
+def _spread(slices: Generator[None, None, T], seconds: float) -> Generator[float, None, T]:
+    """Does something slice by slice, each of which takes so long."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        yield seconds

@@ -1,0 +1,198 @@
+"""Weights in a window, in virtual time: the bits of plainer ways to train, what races do, and what a death leaves."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clusters import timing, train
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
+from test_hogbatch import ALONE, UNLIKE, check_epochs, clusters, job, replayed_plainly
+
+import rudra
+from rudra.core.events import GRADIENT
+from rudra.errors import ConfigError, ReplayError
+from rudra.job.job import Job
+
+DIGITS: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 480}}
+LOCKED = {"at": "window", "update": "locked"}
+RACING = {"at": "window", "update": "racing"}
+
+
+@pytest.mark.slow
+@cases(100)
+@given(st.data())
+def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
+    """Whoever dies when, and whatever is torn; invariants are checked after every event."""
+    run, samples = data.draw(clusters())
+    weights = {
+        "at": "window",
+        "update": data.draw(st.sampled_from(["racing", "locked"])),
+        "push": data.draw(st.sampled_from(["gradient", "overwrite"])),
+    }
+    run = run.with_(weights=weights, simulation={"tear": data.draw(st.sampled_from([1, 5]))})
+    rows = timing(run, samples)
+    check_epochs(rows, samples, each_epoch=run.protocol.options["shuffle"] == "epoch")
+    totals = rows.totals
+    assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
+    assert totals["samples"] == samples * run.training.epochs
+    assert (rows["gradients"]["staleness"] >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "weights", [LOCKED, RACING, {**RACING, "push": "overwrite"}], ids=lambda w: " ".join(w.values())
+)
+@pytest.mark.parametrize("kind", ["small", "large"])
+def test_one_worker_is_async_with_one_learner(weights: dict[str, str], kind: str) -> None:
+    """On the same stream of samples, whose epochs are whole batches."""
+    optimizer = {"learning_rate": 0.1, "warm_up": 1.5, "milestones": (1,)}
+    protocol = {"reference_batch_size": 16}
+    workers = [{**ALONE[0], "kind": kind}]
+    about: dict[str, Any] = {"options": {"shuffle": "epoch"}, "protocol": protocol, "optimizer": optimizer}
+    alone = train(job(workers, 1, "fixed", weights=weights, **about, **DIGITS))
+    plain = Job(
+        protocol={"name": "async", "modulation": "none"},
+        cluster={"learners": 1, "threads_per_rank": 1},
+        training={"epochs": 3, "seed": 3, "evaluate": False, "minibatch_size": 16},
+        optimizer=optimizer,
+        **DIGITS,
+    )
+    other = train(plain.resolved())
+    assert torch.equal(alone.weights, other.weights)
+    for name in ("first", "samples", "step", "loss", "timestamp"):
+        assert np.array_equal(alone.rows["gradients"][name], other.rows["gradients"][name])
+    if weights["update"] == "locked":
+        assert np.array_equal(alone.rows["updates"]["digest"], other.rows["updates"]["digest"])
+
+
+@pytest.mark.parametrize("rule", ["fixed", "adaptive"])
+def test_a_locked_run_replays_and_its_record_alone_makes_the_weights(tmp_path: Path, rule: str) -> None:
+    simulation = {"jitter": 0.5, "latency_s": 0.001, "update_s": 0.002, "copy_s_per_byte": 1e-9}
+    run = job(UNLIKE, 2, rule, simulation=simulation, optimizer={"learning_rate": 0.2}, weights=LOCKED, **DIGITS)
+    trained = train(run)
+    check_epochs(trained.rows, 480)
+    assert trained.rows["gradients"]["staleness"].max() > 1
+    assert torch.equal(replayed_plainly(run, trained.rows), trained.weights)
+    path = tmp_path / "out.h5"
+    rudra.simulate(run, output=path, progress="quiet").close()
+    assert rudra.replay(path, quiet=True).identical
+
+
+@pytest.mark.parametrize(
+    ("update", "more", "why"),
+    [
+        ("racing", {}, "its workers raced .* nobody knows in which order they read and wrote"),
+        ("locked", {"weights": {"push": "overwrite"}}, "workers overwrote weights"),
+        ("locked", {"optimizer": {"warm_up": 1.0}}, "workers had rates of when they got work"),
+    ],
+)
+def test_what_no_record_determines_is_not_replayed(tmp_path: Path, update: str, more: dict[str, Any], why: str) -> None:
+    run = job(UNLIKE, 2, "fixed", weights={"at": "window", "update": update}, training={"epochs": 1}, **DIGITS)
+    path = tmp_path / "out.h5"
+    rudra.simulate(run.with_(**more), output=path, progress="quiet").close()
+    with pytest.raises(ReplayError, match=f"cannot be replayed: {why}"):
+        rudra.replay(path, quiet=True)
+
+
+def small(threads: int = 4, **tables: Any) -> Job:
+    workers = [{"kind": "small", "threads": threads, "min": 4, "compute_s": 0.01}]
+    simulation = {"jitter": 0.3, "update_s": 0.004, **tables.pop("simulation", {})}
+    about: dict[str, Any] = {"optimizer": {"learning_rate": 0.5}, "weights": RACING, "training": {"epochs": 2}}
+    return job(workers, 2, "fixed", simulation=simulation, **{**about, **tables}, **DIGITS)
+
+
+def test_torn_reads_and_writes_repeat_themselves_and_lose_updates(tmp_path: Path) -> None:
+    weights, survived = {}, {}
+    for name, tear in (("whole", 1), ("torn", 8), ("again", 8)):
+        with rudra.simulate(
+            small(simulation={"tear": tear}), output=tmp_path / f"{name}.h5", progress="quiet"
+        ) as found:
+            weights[name] = found.state["weights_sha256"]
+            (*_, last) = found.events[found.events["kind"] == b"window"]
+            survived[name] = float(last["text"].decode().split(" of all updates ")[1].split()[0])
+    assert weights["torn"] == weights["again"] != weights["whole"]
+    assert survived["whole"] == 1.0 > survived["torn"] == survived["again"] > 0.7
+
+
+def test_threads_of_a_small_worker_read_at_once_and_their_staleness_is_an_interval() -> None:
+    found = timing(small(threads=6, simulation={"tear": 20, "jitter": 0.0}), 600)
+    stale = found["gradients"]["staleness"]
+    assert stale.max() >= 6, "the others of the worker, and those of the other one"
+    texts = [row["text"].decode() for row in found["events"] if row["kind"] == b"window"]
+    low, high = (float(texts[-1].split("staleness ")[1].split(";")[0].split(" to ")[i]) for i in (0, 1))
+    assert 0 <= low < high == pytest.approx(stale[len(stale) // 2 :].mean(), abs=1.0)
+
+
+@pytest.mark.parametrize("update", ["racing", "locked"])
+@pytest.mark.parametrize("when", [0.0101, 0.0112, 0.0123, 0.0135, 0.214])
+def test_what_a_worker_did_that_died_counts_and_the_rest_is_served_again(
+    tmp_path: Path, update: str, when: float
+) -> None:
+    """Before, during and after its update, and before its word of it has come, which takes 5 ms."""
+    faults = [{"learner": 1, "dies_at_s": when}]
+    simulation = {"jitter": 0.0, "latency_s": 0.005, "faults": faults, "tear": 3}
+    run = small(threads=1, weights={"at": "window", "update": update}, simulation=simulation)
+    path = tmp_path / "out.h5"
+    with rudra.simulate(run, output=path, progress="quiet") as found:
+        assert found.status == "finished"
+        rows = found.gradients, found.updates
+        mine = rows[0][rows[0]["learner"] == 1]
+        (lost,) = found.events[found.events["kind"] == b"lost"]
+        assert f"when {len(mine)} of its gradients had been applied" in lost["text"].decode()
+        for epoch in (1, 2):
+            of = np.sort(rows[0][rows[1]["epoch"][rows[0]["update"] - 1] == epoch], order="first")
+            ends = of["first"] + of["samples"]
+            assert (of["first"][0], ends[-1]) == (0, 480)
+            assert (of["first"][1:] == ends[:-1]).all()
+    if update == "locked":
+        assert rudra.replay(path, quiet=True).identical
+
+
+@pytest.mark.parametrize("weights", [LOCKED, RACING])
+def test_a_run_that_is_stopped_resumes_with_the_samples_that_are_left(weights: dict[str, str]) -> None:
+    run = small(weights=weights, results={"checkpoint_every": "1 epoch"})
+    stopped = train(run, stop_at=0.3)
+    position, tensors = stopped.saved[-1]
+    assert 0 < position.samples < 960
+    resumed = train(run, resumed=stopped.saved[-1])
+    assert resumed.rows.totals["samples"] == 960
+    assert position.timestamp + len(resumed.rows["updates"]) == resumed.rows.totals["timestamp"]
+    assert torch.isfinite(resumed.weights).all()
+
+
+def test_the_coordinator_has_no_gradients() -> None:
+    trained = train(small())
+    names = [*trained.executors[trained.plan.server].names]
+    assert not [name for name in names if name.startswith(GRADIENT)]
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"protocol": {"name": "softsync", "rule": None}, "workers": ()}, "only workers of protocol hogbatch"),
+        ({"optimizer": {"momentum": 0.9}}, "step by plain SGD; valid: name sgd, momentum 0"),
+        ({"optimizer": {"name": "adam"}}, "step by plain SGD; valid: name sgd, momentum 0"),
+        ({"optimizer": {"weight_decay": 0.1}}, "weight_decay, clip_norm, groups and options are not for a window"),
+        ({"protocol": {"modulation": "mean_staleness"}}, "workers do not know how stale .* valid: none"),
+        ({"cluster": {"device": "cuda"}}, "windows are in main memory .* valid: cpu"),
+        ({"simulation": {"nodes": 2}}, "workers on 2 nodes share no memory; valid: one node, or server"),
+        ({"hooks": [{"name": "csv", "at": "update"}]}, "no role sees the weights of an update; valid: epoch, end"),
+        ({"results": {"keep_every": "10 updates"}}, "checkpoints are made at epochs' ends; valid: epochs"),
+    ],
+)
+def test_what_a_window_cannot_do_is_said_in_a_line(tables: dict[str, Any], line: str) -> None:
+    run = small(threads=1)
+    with pytest.raises(ConfigError, match=rf"^\[weights\] at = 'window': .*{line}") as found:
+        changed = run.with_(**tables)
+        changed.plan([0] * 2 if changed.simulation.nodes is None else [0, 1])
+    assert "\n" not in str(found.value)
+
+
+def test_a_model_with_buffers_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^\[weights\] at = 'window': the model has buffers \(.*valid: models without"
+    ):
+        train(small(model={"name": "resnet", "options": {"depth": 8}}))
