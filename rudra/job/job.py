@@ -447,7 +447,7 @@ class Job(Table):
             "[hooks] at = 'update': no role sees the weights of an update; valid: epoch, end": any(
                 hook.at == "update" for hook in self.hooks
             ),
-            "[results] keep_every: checkpoints are made at epochs' ends; valid: epochs": (
+            "[results] keep_checkpoints: they are made at epochs' ends; valid: epochs": (
                 kept is not None and kept[1] == "update"
             ),
         }

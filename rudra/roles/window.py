@@ -7,7 +7,8 @@ made there alone.
 
 In a locked window updates have numbers, by which the coordinator takes them in, whatever comes first, and gives out
 work; so a replay gives out the same. In a racing window nobody can tell: it is the order in which they are told, and σ
-is an interval, of which the rows have the end. A worker there asks for batches ahead, as many as take it `AHEAD_S`, tells of several at a time, and does not wait.
+is an interval, of which the rows have the end. A worker there asks for batches ahead, as many as take it `AHEAD_S`,
+tells of several at a time, and does not wait.
 
 A worker that dies may have made updates that it could not tell of: the coordinator looks for them in the window. They
 count; what is left of the worker's samples is served again.
@@ -104,7 +105,7 @@ class WindowCoordinator(Coordinator):
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         super()._follow(plan, position)
-        self.buffers = GradientBuffers((), 0, False)
+        self.buffers = GradientBuffers(plan.children[self.id], 0, False)
         self._numbered = self._job.weights.update == "locked"
         self._reports: deque[Report] = deque()
         self._early: dict[int, Report] = {}  # by number, those that others come before

@@ -16,6 +16,7 @@ import rudra
 from rudra.core.events import GRADIENT
 from rudra.errors import ConfigError, ReplayError
 from rudra.job.job import Job
+from rudra.simulation.costs import places
 
 DIGITS: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 480}}
 LOCKED = {"at": "window", "update": "locked"}
@@ -48,7 +49,9 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", ["small", "large"])
 def test_one_worker_is_async_with_one_learner(weights: dict[str, str], kind: str) -> None:
     """On the same stream of samples, whose epochs are whole batches."""
-    optimizer = {"learning_rate": 0.1, "warm_up": 1.5, "milestones": (1,)}
+    optimizer: dict[str, Any] = {"learning_rate": 0.1, "milestones": (1,)}
+    if weights["update"] == "locked":  # else it has its rate before its turn
+        optimizer["warm_up"] = 1.5
     protocol = {"reference_batch_size": 16}
     workers = [{**ALONE[0], "kind": kind}]
     about: dict[str, Any] = {"options": {"shuffle": "epoch"}, "protocol": protocol, "optimizer": optimizer}
@@ -98,10 +101,11 @@ def test_what_no_record_determines_is_not_replayed(tmp_path: Path, update: str, 
 
 
 def small(threads: int = 4, **tables: Any) -> Job:
+    tables = {**DIGITS, **tables}
     workers = [{"kind": "small", "threads": threads, "min": 4, "compute_s": 0.01}]
     simulation = {"jitter": 0.3, "update_s": 0.004, **tables.pop("simulation", {})}
     about: dict[str, Any] = {"optimizer": {"learning_rate": 0.5}, "weights": RACING, "training": {"epochs": 2}}
-    return job(workers, 2, "fixed", simulation=simulation, **{**about, **tables}, **DIGITS)
+    return job(workers, 2, "fixed", simulation=simulation, **{**about, **tables})
 
 
 def test_torn_reads_and_writes_repeat_themselves_and_lose_updates(tmp_path: Path) -> None:
@@ -114,11 +118,11 @@ def test_torn_reads_and_writes_repeat_themselves_and_lose_updates(tmp_path: Path
             (*_, last) = found.events[found.events["kind"] == b"window"]
             survived[name] = float(last["text"].decode().split(" of all updates ")[1].split()[0])
     assert weights["torn"] == weights["again"] != weights["whole"]
-    assert survived["whole"] == 1.0 > survived["torn"] == survived["again"] > 0.7
+    assert survived["whole"] == 1.0 > survived["torn"] == survived["again"] > 0.3
 
 
 def test_threads_of_a_small_worker_read_at_once_and_their_staleness_is_an_interval() -> None:
-    found = timing(small(threads=6, simulation={"tear": 20, "jitter": 0.0}), 600)
+    found = train(small(threads=6, simulation={"tear": 20})).rows
     stale = found["gradients"]["staleness"]
     assert stale.max() >= 6, "the others of the worker, and those of the other one"
     texts = [row["text"].decode() for row in found["events"] if row["kind"] == b"window"]
@@ -155,7 +159,7 @@ def test_what_a_worker_did_that_died_counts_and_the_rest_is_served_again(
 def test_a_run_that_is_stopped_resumes_with_the_samples_that_are_left(weights: dict[str, str]) -> None:
     run = small(weights=weights, results={"checkpoint_every": "1 epoch"})
     stopped = train(run, stop_at=0.3)
-    position, tensors = stopped.saved[-1]
+    position = stopped.saved[-1].position
     assert 0 < position.samples < 960
     resumed = train(run, resumed=stopped.saved[-1])
     assert resumed.rows.totals["samples"] == 960
@@ -169,6 +173,11 @@ def test_the_coordinator_has_no_gradients() -> None:
     assert not [name for name in names if name.startswith(GRADIENT)]
 
 
+def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
+    changed = run.with_(**tables)
+    changed.plan(places(changed))
+
+
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
@@ -177,17 +186,19 @@ def test_the_coordinator_has_no_gradients() -> None:
         ({"optimizer": {"name": "adam"}}, "step by plain SGD; valid: name sgd, momentum 0"),
         ({"optimizer": {"weight_decay": 0.1}}, "weight_decay, clip_norm, groups and options are not for a window"),
         ({"protocol": {"modulation": "mean_staleness"}}, "workers do not know how stale .* valid: none"),
-        ({"cluster": {"device": "cuda"}}, "windows are in main memory .* valid: cpu"),
+        ({"cluster": {"device": "cuda"}}, "windows are in main memory, .* valid: cpu"),
         ({"simulation": {"nodes": 2}}, "workers on 2 nodes share no memory; valid: one node, or server"),
-        ({"hooks": [{"name": "csv", "at": "update"}]}, "no role sees the weights of an update; valid: epoch, end"),
-        ({"results": {"keep_every": "10 updates"}}, "checkpoints are made at epochs' ends; valid: epochs"),
+        (
+            {"hooks": [{"call": "csv", "at": "update", "role": "learner 0"}]},
+            "no role sees the weights of an update; valid: epoch, end",
+        ),
+        ({"results": {"keep_checkpoints": "10 updates"}}, "they are made at epochs' ends; valid: epochs"),
     ],
 )
 def test_what_a_window_cannot_do_is_said_in_a_line(tables: dict[str, Any], line: str) -> None:
     run = small(threads=1)
     with pytest.raises(ConfigError, match=rf"^\[weights\] at = 'window': .*{line}") as found:
-        changed = run.with_(**tables)
-        changed.plan([0] * 2 if changed.simulation.nodes is None else [0, 1])
+        places_and_plan(run, tables)
     assert "\n" not in str(found.value)
 
 
@@ -195,4 +206,4 @@ def test_a_model_with_buffers_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^\[weights\] at = 'window': the model has buffers \(.*valid: models without"
     ):
-        train(small(model={"name": "resnet", "options": {"depth": 8}}))
+        train(small(model={"name": "resnet32"}))
