@@ -104,6 +104,10 @@ class Dealer:
         self._counted.clear()
         self._before = None
 
+    def held(self, worker: int) -> int:
+        """How many parts a worker has whose gradients are not in an update yet."""
+        return len(self._given[worker])
+
     def recall(self, worker: int, *, dead: bool = False) -> None:
         """What a worker has is served again, to others if it is dead."""
         self._again = _joined([*self._again, *self._given[worker]])

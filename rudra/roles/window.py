@@ -246,14 +246,21 @@ class WindowCoordinator(Coordinator):
 
     def _found(self, event: Found, now: float) -> list[Action]:
         """What a worker did that died; those updates are in the weights, whether it told of them or not."""
-        role = event.role
+        role, dealer = event.role, self.ledger.dealer
+        assert dealer is not None
         self._looked.add(role)
-        for made in event.made:
-            told = made.gradient.update <= self.ledger.timestamp or made.gradient.update in self._early
-            at_hand = self._at_hand is not None and made.gradient.update == self._at_hand.gradient.update
-            if not (self._numbered and (told or at_hand)):
-                gradients = (on_its_way(made, numbered=self._numbered),)
-                self._take_in(Message(Kind.MADE, role, gradients=gradients, seconds=made.seconds), made.digest)
+        last = self.ledger.timestamp + (self._at_hand is not None)
+        new = [
+            made
+            for made in event.made
+            if not self._numbered or (made.gradient.update > last and made.gradient.update not in self._early)
+        ]
+        told = sum(report.sender == role for report in (*self._early.values(), *self._reports))
+        done = told + len(new) == dealer.held(self.plan.roles[role].index)
+        for place, made in enumerate(new, 1):
+            asks = int(self._numbered and done and place == len(new))  # as it would have, and does in a replay
+            gradients = (on_its_way(made, numbered=self._numbered),)
+            self._take_in(Message(Kind.MADE, role, asks, gradients=gradients, seconds=made.seconds), made.digest)
         role_ = self.plan.roles[role]
         actions = self._work(now)
         return actions + self._go_on_without(role, f"{role_.name} (rank {role_.world_rank})", now) + self._close(now)

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -197,6 +198,38 @@ def deaf() -> nn.Module:
 
 def dying_5() -> nn.Module:
     return Trap(15, "kill", 5)
+
+
+def struck() -> nn.Module:
+    """As `network`; of the workers of a window learner 1 dies within its 15th update, learner 2 right after it.
+
+    In a locked window both hold the lock then, and nobody has told of the second update.
+    """
+    from rudra.compute import window
+    from rudra.mpi.shared_window import RobustLock
+
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK")
+    places: dict[str | None, list[tuple[Any, str, int]]] = {
+        "3": [(window, "digest_of", 15), (window.Window, "begin_update", 15)],
+        "4": [(RobustLock, "__exit__", 30), (window.Window, "end_update", 15)],
+    }
+    for where, name, count in places.get(rank, []):
+        setattr(where, name, _deadly(getattr(where, name), count, before=name == "__exit__"))
+    return network()
+
+
+def _deadly(plain: Any, count: int, *, before: bool) -> Any:
+    """A function whose callers die when they have called it so often, with what it does or before."""
+    calls = itertools.count(1)
+
+    def call(*about: Any) -> Any:
+        last = next(calls) == count
+        result = None if last and before else plain(*about)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return call
 
 
 def everything() -> nn.Module:
