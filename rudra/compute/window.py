@@ -133,6 +133,7 @@ class Window:
     Attributes:
         update: how it is written to.
         size: floats of the weights.
+        lock: as given.
         vector: (size,) float32: the weights of a racing window. Those of a locked one are `latest`.
     """
 
@@ -144,7 +145,7 @@ class Window:
         update: Update,
         lock: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.update, self.size, self._lock = update, size, lock
+        self.update, self.size, self.lock = update, size, lock
         ends = np.cumsum(_sections(size, workers, update)).tolist()
         self._numbers = memory[: ends[2]]
         self._head = memory[:8].data.cast("B").cast("q")
@@ -219,7 +220,7 @@ class Window:
     def copy(self, worker: int, into: torch.Tensor) -> Reading:
         """Copies the weights to `into`, (size,) float32; in a locked window a whole generation."""
         if self.update == "locked":
-            with self._lock():
+            with self.lock():
                 into.copy_(self.latest)
                 return Reading(self._head[0], self._head[0])
         reading = self.begin_reading(worker)
@@ -239,7 +240,7 @@ class Window:
                 have done meanwhile is lost.
         """
         if self.update == "locked":
-            with self._lock():
+            with self.lock():
                 return self._make_generation(of, reading, gradient, instead)
         fewest = self.begin_update(of, reading)
         if instead is None:
