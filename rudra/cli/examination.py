@@ -39,11 +39,14 @@ from rudra.mpi.arena import Arena
 arena, node = Arena(), comm.Split_type(MPI.COMM_TYPE_SHARED)
 arena.allocate(1 << 20)
 memory = [node.size, arena.meet(node, comm.rank, %d)]
+from rudra.mpi.shared_window import share_window
+near = node.size == comm.size
+window = [near, share_window(comm, 0, 1000, 2, "locked", member=True)[1] if near else ""]
 if comm.rank == 0:
     from rudra.mpi.start import gpu_aware
     print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "threads": levels[MPI.Query_thread()],
                       "size": comm.size, "hosts": sorted(set(names)), "gpu": gpu_aware(),
-                      "memory": memory}), flush=True)
+                      "memory": memory, "window": window}), flush=True)
 """.replace("%d", str(RESERVED))
 
 ULFM_PROBE = """
@@ -189,6 +192,7 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
     }
     yield Finding("mpi gpu-aware", "ok", told[seen["gpu"]])
     yield _node_memory(*seen["memory"])
+    yield _window(*seen["window"])
 
 
 def _node_memory(ranks: int, failure: str) -> Finding:
@@ -204,6 +208,15 @@ def _node_memory(ranks: int, failure: str) -> Finding:
         return Finding("node memory", "ok", found)
     advice = "ulimit -f unlimited, which is for memory that is shared, too; else larger models travel by messages"
     return Finding("node memory", "warn", f"{found}, but a rank may share at most {limit / 2**30:.1f} GiB", advice)
+
+
+def _window(tried: bool, failure: str) -> Finding:
+    """Whether workers of this node can share weights, and a lock that outlives who holds it."""
+    if failure:
+        advice = 'weights.at = "server" works; a window needs Linux\'s memfd_create and robust mutexes'
+        return Finding("window", "warn", f"ranks cannot share weights: {_first_line(failure)}", advice)
+    found = "ranks can share weights, racing or locked" if tried else "not tried: the two ranks met on two nodes"
+    return Finding("window", "ok", found)
 
 
 def _remedy(failure: str) -> str:
