@@ -14,7 +14,7 @@ import torch
 
 from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, arithmetic_of_thread
 from rudra.compute.gradients import BatchResult, GradientSource
-from rudra.compute.window import Contribution, Entry, Update, Window, window_bytes
+from rudra.compute.window import LOGGED, Contribution, Entry, Shape, Update, Window
 from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
 from rudra.core.records import Gradient
 from rudra.core.work import DEALT, Work
@@ -165,9 +165,15 @@ def made_of(entry: Entry, update: Update, seconds: float = 0.0) -> Made:
     return Made(gradient, rate, entry.digest, seconds, entry.most)
 
 
-def window_here(size: int, workers: int, update: Update) -> Window:
+def shape_of(job: Job, plan: Plan, size: int) -> Shape:
+    """The window for weights of so many floats."""
+    most = max(table.threads for table in job.team(plan.learner_numbers))
+    return Shape(size, plan.learner_numbers, job.weights.update, max(LOGGED, 3 * most))
+
+
+def window_here(shape: Shape) -> Window:
     """A window for roles that share a process."""
-    return Window(np.zeros(window_bytes(size, workers, update), np.uint8), size, workers, update)
+    return Window(np.zeros(shape.bytes, np.uint8), shape)
 
 
 def give_window(executors: Mapping[int, Executor], window: Window) -> None:

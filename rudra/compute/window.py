@@ -13,6 +13,7 @@ Source: Hogbatch §5.1 and §6.1 (racing), which take their updates from Hogwild
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.core.digest import digest_of, sample
+from rudra.errors import RunError
 
 Update = Literal["racing", "locked"]
 
@@ -27,10 +29,7 @@ PROBES = 8
 """Elements that count updates: a cache line of int64."""
 
 LOGGED = 1 << 14
-"""Latest updates of which the log of a locked window tells; that of a racing one tells of `LOGGED_OF_EACH` of each
-worker."""
-
-LOGGED_OF_EACH = 1 << 8
+"""Latest updates of which a log tells at least: more than are made until somebody looks who made them."""
 
 _LINE = 64
 _WORDS = _LINE // 8
@@ -106,27 +105,53 @@ class Entry(NamedTuple):
     digest: int
 
 
-def window_bytes(size: int, workers: int, update: Update) -> int:
-    """Memory that a window needs."""
-    return sum(_sections(size, workers, update))
+class Shape(NamedTuple):
+    """What a window holds.
 
+    Attributes:
+        size: floats of the weights.
+        workers: that write to it.
+        update: how.
+        logged: latest updates of which the log tells; of a racing window those of each worker.
+    """
 
-def _sections(size: int, workers: int, update: Update) -> tuple[int, int, int, int]:
-    """Bytes of its sections: the number of the latest generation, the workers' counts, the log, vectors with probes."""
-    vector = -(-size * 4 // _LINE) * _LINE + PROBES * 8
-    locked = update == "locked"
-    logged = LOGGED if locked else LOGGED_OF_EACH * workers
-    return _LINE, workers * _LINE, -(-logged * LOG.itemsize // _LINE) * _LINE, vector * (2 if locked else 1)
+    size: int
+    workers: int
+    update: Update
+    logged: int = LOGGED
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it needs."""
+        return self.ends[-1]
+
+    @property
+    def ends(self) -> list[int]:
+        """Of its sections, in bytes: the number of the latest generation, the workers' counts, the log, vectors, each
+        with probes behind it.
+        """
+        vector = -(-self.size * 4 // _LINE) * _LINE + PROBES * 8
+        log = self.logs * self.logged * LOG.itemsize
+        sections = (_LINE, self.workers * _LINE, -(-log // _LINE) * _LINE, vector * self.generations)
+        return list(accumulate(sections))
+
+    @property
+    def generations(self) -> int:
+        """Vectors."""
+        return 2 if self.update == "locked" else 1
+
+    @property
+    def logs(self) -> int:
+        """One, of all updates, or one of each worker's."""
+        return 1 if self.update == "locked" else self.workers
 
 
 class Window:
     """The shared weights, as one process sees them.
 
     Args:
-        memory: of `window_bytes`, aligned to 64 bytes, zeros at first; the same for all.
-        size: floats of the weights.
-        workers: that write to it.
-        update: how.
+        memory: `shape.bytes` of it, aligned to 64 bytes, zeros at first; the same for all.
+        shape: what it holds.
         lock: gives what is held while something is read or written, in a locked window; it has to keep out each thread
             of each process that shares the memory.
 
@@ -140,21 +165,19 @@ class Window:
     def __init__(
         self,
         memory: npt.NDArray[np.uint8],
-        size: int,
-        workers: int,
-        update: Update,
+        shape: Shape,
         lock: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.update, self.size, self.lock = update, size, lock
-        ends = np.cumsum(_sections(size, workers, update)).tolist()
+        self.update, self.size, self.lock = shape.update, shape.size, lock
+        ends = shape.ends
         self._numbers = memory[: ends[2]]
         self._head = memory[:8].data.cast("B").cast("q")
         counts = memory[ends[0] : ends[1]].data.cast("B").cast("q")
         self._counts, self._begun, self._made = counts, counts[_BEGUN::_WORDS], counts[_MADE::_WORDS]
-        rings, length = (1, LOGGED) if update == "locked" else (workers, LOGGED_OF_EACH)
-        self._log = memory[ends[1] : ends[1] + rings * length * LOG.itemsize].view(LOG).reshape(rings, length)
-        vectors = memory[ends[2] : ends[3]].reshape(2 if update == "locked" else 1, -1)
-        self._vectors = [torch.from_numpy(vector[: size * 4].view(np.float32)) for vector in vectors]
+        log = memory[ends[1] : ends[1] + shape.logs * shape.logged * LOG.itemsize]
+        self._log, self._logged = log.view(LOG).reshape(shape.logs, shape.logged), shape.logged
+        vectors = memory[ends[2] : ends[3]].reshape(shape.generations, -1)
+        self._vectors = [torch.from_numpy(vector[: shape.size * 4].view(np.float32)) for vector in vectors]
         self._probes = torch.from_numpy(vectors[0][-PROBES * 8 :].view(np.int64))
         self.vector = self._vectors[0]
 
@@ -187,11 +210,16 @@ class Window:
         Args:
             worker: its number; it makes no more updates.
             after: how many to leave out: in a locked window of all updates, else of those of this worker.
+
+        Raises:
+            RunError: the log does not tell of all of them any more.
         """
         locked = self.update == "locked"
         ring = self._log[0 if locked else worker]
         last = self._head[0] if locked else self._made[worker]
-        rows = (ring[update % len(ring)].item() for update in range(max(after, last - len(ring)) + 1, last + 1))
+        if last - after > len(ring):
+            raise RunError(f"the window's log has the latest {len(ring)} updates, and {last - after} are to be found")
+        rows = (ring[update % len(ring)].item() for update in range(after + 1, last + 1))
         return [_entry(*row) for row in rows if row[1] == worker]
 
     @property
@@ -261,7 +289,7 @@ class Window:
         place = of.worker * _WORDS + _MADE
         own = self._counts[place] + 1
         entry = Entry(own, of, self._head[0] + reading.made + own - 1, fewest, most, 0)
-        self._log[of.worker, own % LOGGED_OF_EACH] = _row(entry)
+        self._log[of.worker, own % self._logged] = _row(entry)
         self._counts[place] = own  # whoever dies before this has not done it all
         return entry
 
@@ -302,7 +330,7 @@ class Window:
         digest = digest_of(weights[sample(update, self.size)].numpy().tobytes())
         staleness = before - reading.made
         entry = Entry(update, of, reading.made, staleness, staleness, digest)
-        self._log[0, update % LOGGED] = _row(entry)
+        self._log[0, update % self._logged] = _row(entry)
         self._head[0] = update  # whoever dies before this has done nothing
         place = of.worker * _WORDS
         self._counts[place + _BEGUN] += 1

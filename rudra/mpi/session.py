@@ -24,7 +24,7 @@ from mpi4py import MPI
 from rudra.compute import devices
 from rudra.compute.averaging import CHUNK
 from rudra.compute.executor import Executor, OwnerExecutor
-from rudra.compute.hogwild import give_window
+from rudra.compute.hogwild import give_window, shape_of
 from rudra.compute.making import make_executors
 from rudra.compute.parts import joined
 from rudra.compute.schedule import phases_of
@@ -417,12 +417,12 @@ class _Session:
         """Gives the workers of a node, and their coordinator, one memory for the weights, if the job says so."""
         if not self._plan.window:
             return
-        owner, update = self._plan.roles[self._plan.server].world_rank, self._job.weights.update
+        owner = self._plan.roles[self._plan.server].world_rank
         executor = self._executors.get(self._plan.server)
-        about = (0 if executor is None else executor.size, self._plan.learner_numbers, update)
+        shape = None if executor is None else shape_of(self._job, self._plan, executor.size)
         mine = [self._plan.about(role) for role in self._roles]
         member = any(kind.trains or kind.serves for kind in mine)
-        window, failure = share_window(self._comm, owner, *about, member=member)
+        window, failure = share_window(self._comm, owner, shape, member=member)
         if failure:
             raise ConfigError(f"[weights] at = 'window': its memory cannot be had here ({failure}); valid: server")
         if window is not None:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 from mpi4py import MPI
 
-from rudra.compute.window import Update, Window, window_bytes
+from rudra.compute.window import Shape, Window
 
 _TOKEN = 16
 _LOCK = 64
@@ -76,7 +76,7 @@ class WindowFile:
     """The file of a window; its maker keeps it open until the others have mapped it.
 
     Args:
-        size, workers, update: of the window.
+        shape: of the window.
 
     Attributes:
         window: as this process sees it.
@@ -86,58 +86,54 @@ class WindowFile:
         OSError, AttributeError: this system has no such memory.
     """
 
-    def __init__(self, size: int, workers: int, update: Update) -> None:
-        length = _PAGE + window_bytes(size, workers, update)
+    def __init__(self, shape: Shape) -> None:
+        length = _PAGE + shape.bytes
         self._file = os.memfd_create("rudra-window", os.MFD_CLOEXEC)
         token = secrets.token_bytes(_TOKEN)
         try:
             os.ftruncate(self._file, length)
             os.posix_fallocate(self._file, 0, length)  # else a lack of memory shows as a signal that kills
             os.pwrite(self._file, token, _LOCK)
-            self.window = _mapped(self._file, size, workers, update, new=True)
+            self.window = _mapped(self._file, shape, new=True)
         except BaseException:
             self.close()
             raise
-        self.place = os.getpid(), self._file, token, size, workers, update
+        self.place = os.getpid(), self._file, token, shape
 
     def close(self) -> None:
         """Nobody else can map it from now on."""
         os.close(self._file)
 
 
-def window_at(place: tuple[int, int, bytes, int, int, Update]) -> Window:
+def window_at(place: tuple[int, int, bytes, Shape]) -> Window:
     """The window of another process of this node.
 
     Raises:
         OSError, ValueError: it cannot be mapped from here, or is another file.
     """
-    pid, number, token, size, workers, update = place
+    pid, number, token, shape = place
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(file, _TOKEN, _LOCK) != token:
             raise ValueError("not the file that was meant")
-        return _mapped(file, size, workers, update, new=False)
+        return _mapped(file, shape, new=False)
     finally:
         os.close(file)
 
 
-def _mapped(file: int, size: int, workers: int, update: Update, *, new: bool) -> Window:
+def _mapped(file: int, shape: Shape, *, new: bool) -> Window:
     memory = mmap.mmap(file, 0)
     lock = RobustLock(memory, new=new)
-    return Window(np.frombuffer(memory, np.uint8)[_PAGE:], size, workers, update, lock)
+    return Window(np.frombuffer(memory, np.uint8)[_PAGE:], shape, lock)
 
 
-def share_window(
-    comm: MPI.Comm, owner: int, size: int, workers: int, update: Update, *, member: bool
-) -> tuple[Window | None, str]:
+def share_window(comm: MPI.Comm, owner: int, shape: Shape | None, *, member: bool) -> tuple[Window | None, str]:
     """Gives the owner of the weights and its workers one window.
 
     Args:
         comm: of all ranks; all must call.
         owner: rank that has the weights.
-        size: floats of them.
-        workers: that write to it.
-        update: how.
+        shape: of the window; the owner alone need know it.
         member: this rank needs the window.
 
     Returns:
@@ -145,8 +141,9 @@ def share_window(
     """
     file, failure = None, ""
     if comm.rank == owner:
+        assert shape is not None
         try:
-            file = WindowFile(size, workers, update)
+            file = WindowFile(shape)
         except (OSError, AttributeError) as error:
             failure = str(error)
     place = comm.bcast(None if file is None else file.place, owner)

@@ -57,8 +57,8 @@ AHEAD_S = 10e-3
 """How long a worker has work for, where it may ask for it ahead: longer than a coordinator takes to answer that shares
 its core, and short enough that nobody waits for it at an epoch's end."""
 
-BATCHES_AHEAD = 64
-"""At most."""
+BATCHES_AHEAD, UPDATES_AHEAD = 64, 8192
+"""At most, but for one batch. The window's log has room for twice as many updates, of which nobody may know."""
 
 TRAINING, DRAINING = ServerState.TRAINING, ServerState.DRAINING
 COMPUTING, EXCHANGING = LearnerState.COMPUTING, LearnerState.EXCHANGING
@@ -113,6 +113,7 @@ class WindowCoordinator(Coordinator):
         self._told = dict.fromkeys(plan.children[self.id], 0)  # updates that each has told of
         self._wanted = dict.fromkeys(plan.children[self.id], 1)  # batches that each has asked for, and not got
         self._fewest = self._most = self._epoch_updates = 0  # σ of the epoch's updates, added up, lies between
+        self._leaving: list[int] = []  # dead, whose last updates are not entered yet
         self._looked: set[int] = set()  # at what the dead have done
 
     @property
@@ -183,6 +184,9 @@ class WindowCoordinator(Coordinator):
                 actions += self._enter(self._at_hand, now)
                 actions += self._lose_deferred(now)
                 actions += self._answer_all()
+                for role in [role for role in self._leaving if not self._unentered(role)]:
+                    self._leaving.remove(role)
+                    actions += self._go_on_without(role, self._name_of(role), now)
             elif (report := self._next_report()) is not None:
                 gradient = report.gradient
                 self._fewest += gradient.staleness
@@ -222,7 +226,8 @@ class WindowCoordinator(Coordinator):
 
     def _close(self, now: float) -> list[Action]:
         """As soon as all who are left have told of all that they did."""
-        if self._at_hand is not None or self._reports or self._early or self._dead - self._looked & set(self._told):
+        unknown = self._leaving or (self._dead - self._looked) & self._told.keys()
+        if self._at_hand is not None or self._reports or self._early or unknown:
             return []
         actions = super()._close(now)
         return [Fetch(WEIGHTS), *actions] if actions and self.ledger.stopped else actions
@@ -240,9 +245,21 @@ class WindowCoordinator(Coordinator):
     # Workers that die.
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
-        if role in self._looked:
-            return super()._go_on_without(role, name, now)
-        return [Look(role, self.ledger.timestamp if self._numbered else self._told[role])]
+        if role not in self._looked:
+            return [Look(role, self.ledger.timestamp if self._numbered else self._told[role])]
+        if self._unentered(role):
+            self._leaving.append(role)
+            return []
+        return super()._go_on_without(role, name, now)
+
+    def _unentered(self, role: int) -> int:
+        """How many updates of a role are known, and not in the books."""
+        at_hand = [] if self._at_hand is None else [self._at_hand]
+        return sum(report.sender == role for report in (*self._early.values(), *self._reports, *at_hand))
+
+    def _name_of(self, role: int) -> str:
+        about = self.plan.roles[role]
+        return f"{about.name} (rank {about.world_rank})"
 
     def _found(self, event: Found, now: float) -> list[Action]:
         """What a worker did that died; those updates are in the weights, whether it told of them or not."""
@@ -255,15 +272,14 @@ class WindowCoordinator(Coordinator):
             for made in event.made
             if not self._numbered or (made.gradient.update > last and made.gradient.update not in self._early)
         ]
-        told = sum(report.sender == role for report in (*self._early.values(), *self._reports))
-        done = told + len(new) == dealer.held(self.plan.roles[role].index)
+        early = sum(report.sender == role for report in self._early.values())
+        done = early + len(new) == dealer.held(self.plan.roles[role].index)
         for place, made in enumerate(new, 1):
             asks = int(self._numbered and done and place == len(new))  # as it would have, and does in a replay
             gradients = (on_its_way(made, numbered=self._numbered),)
             self._take_in(Message(Kind.MADE, role, asks, gradients=gradients, seconds=made.seconds), made.digest)
-        role_ = self.plan.roles[role]
         actions = self._work(now)
-        return actions + self._go_on_without(role, f"{role_.name} (rank {role_.world_rank})", now) + self._close(now)
+        return actions + self._go_on_without(role, self._name_of(role), now) + self._close(now)
 
 
 class Batch(NamedTuple):
@@ -289,6 +305,11 @@ class WindowLog(WorkLog):
         assert isinstance(protocol, Hogbatch)
         self._protocol = protocol
         super().__init__(role, setup)
+
+    @property
+    def threads(self) -> int:
+        """Parts of a batch."""
+        return self._threads
 
     def take_at(self, first: int, count: int, rate: float) -> None:
         """Work has come, at a rate that the rule scales by the samples of each gradient."""
@@ -376,7 +397,8 @@ class WindowWorker(Worker):
         """How many batches are to be here or on their way, beside the one that is computed."""
         if not self._ahead:
             return 0 if self.log.batches or self.state is COMPUTING else 1
-        return 1 if not self._batch_s else min(1 + int(AHEAD_S / self._batch_s), BATCHES_AHEAD)
+        most = min(BATCHES_AHEAD, UPDATES_AHEAD // self.log.threads)
+        return max(1, min(1 + int(AHEAD_S / self._batch_s), most)) if self._batch_s else 1
 
     def _next_batch(self, now: float) -> Action:
         self.state, self._batch_began = COMPUTING, now

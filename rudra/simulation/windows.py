@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from rudra.compute.gradients import BatchResult
-from rudra.compute.hogwild import HogwildExecutor, give_window, made_of, manner, window_here
+from rudra.compute.hogwild import HogwildExecutor, give_window, made_of, manner, shape_of, window_here
 from rudra.compute.window import Contribution
 from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
 from rudra.core.work import Work
@@ -48,7 +48,7 @@ class Windows:
         executors = simulation.tensors.executors
         owner = executors.get(plan.server)
         size = 1 if owner is None else owner.size
-        self._window = window_here(size, plan.learner_numbers, job.weights.update)
+        self._window = window_here(shape_of(job, plan, size))
         give_window(executors, self._window)
         self._executors = {role: e for role, e in executors.items() if isinstance(e, HogwildExecutor)}
         self._workers = {role: plan.roles[role].index for role in plan.learners}
