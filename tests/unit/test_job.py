@@ -20,7 +20,7 @@ TRAINING = (
     "target_window, stop_at_target, patience"
 )
 TABLES = (
-    "model, data, augment, task, training, optimizer, protocol, averaging, placement, topology, cluster, simulation, "
+    "model, data, augment, task, training, optimizer, protocol, weights, averaging, placement, topology, cluster, "
     "fault_tolerance, results, workers, hooks, changes, study"
 )
 FOUR = {"learners": 4}
