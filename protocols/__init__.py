@@ -10,6 +10,7 @@ protocol is a new file that answers them (`Protocol`):
 
 from protocols.averaging import Averaging
 from protocols.base import Clock, Protocol, make, rule_of, shipped
+from protocols.hogbatch import Hogbatch
 from protocols.modulation import MODULATIONS, Modulation
 
-__all__ = ["MODULATIONS", "Averaging", "Clock", "Modulation", "Protocol", "make", "rule_of", "shipped"]
+__all__ = ["MODULATIONS", "Averaging", "Clock", "Hogbatch", "Modulation", "Protocol", "make", "rule_of", "shipped"]

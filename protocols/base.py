@@ -98,6 +98,10 @@ class Protocol:
         """
         return pending >= self.gradients_per_update
 
+    def rate_scale(self, samples: int) -> float:
+        """Factor on the learning rate of an update that applies so many samples."""
+        return 1.0
+
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
         """Whether a learner that asks for weights is answered now. If not, it waits, and the server asks again later.
 

@@ -116,6 +116,10 @@ with one, and what that is."""
 
 _AVERAGERS: dict[Sharing, RoleKind] = {"nothing": AVERAGER, "replica": SHARER, "reference": REFERRER}
 
+WORKER = KINDS[LEARNER]._replace(machine="rudra.roles.worker:Worker", pushes_at_once=False)
+COORDINATOR = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.coordinator:Coordinator")
+"""What `LEARNER` and `PARAMETER_SERVER` are where the server deals the samples out."""
+
 SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", pushes_at_once=False)
 FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
 """What `LEARNER` and `PARAMETER_SERVER` are where the weights lie in parts at several servers."""
@@ -186,6 +190,7 @@ class Plan:
         sharing: what learners of a compute group have in common where they average: `"nothing"`; a `"replica"`, which
             they train by the mean of their gradients; or a `"reference"`, towards which their replicas are corrected.
             It is then the replicas, or references, of the groups that are averaged.
+        scheduled: whether the parameter server deals the samples out to the learners, as they ask for work.
         gone: ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
     """
 
@@ -197,6 +202,7 @@ class Plan:
     reduction: Reduction = "ordered"
     averaging: bool = False
     sharing: Sharing = "nothing"
+    scheduled: bool = False
     gone: frozenset[int] = frozenset()
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
@@ -213,7 +219,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:  # once: all roles ask for what was worked out of their plan
-        return hash((self.roles, self.overlapped, self.averaging, self.sharing, self.gone))
+        return hash((self.roles, self.overlapped, self.averaging, self.sharing, self.scheduled, self.gone))
 
     @property
     def ranks(self) -> int:
@@ -381,6 +387,8 @@ class Plan:
         if kind == PARAMETER_SERVER:
             if self.stage is not None:
                 return FRONT_SERVER
+            if self.scheduled:
+                return COORDINATOR
             return FIRST_SHARD if self.parted else CENTRAL if self.averaging else self.roles[role].about
         return self.roles[role].about
 
@@ -394,6 +402,8 @@ class Plan:
             return FRONT
         if self.parted:
             return SHARDED
+        if self.scheduled:
+            return WORKER
         return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
 
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
@@ -513,12 +523,14 @@ class Topology:
         function: makes a plan of the node of every learner.
         per_rank: most learners that share a rank.
         staged: a stage server holds the last layers.
+        scheduled: the parameter server deals the samples out.
     """
 
     name: str
     function: Callable[[Sequence[int]], Plan]
     per_rank: int = 1
     staged: bool = False
+    scheduled: bool = False
 
     def draw(self, nodes: Sequence[int]) -> Plan:
         """The plan for the node of every learner; `plan` and `fit` are what others ask for.
@@ -527,6 +539,8 @@ class Topology:
             ValueError: as in `plan`.
         """
         plan = self.function(nodes)
+        if self.scheduled:
+            plan = replace(plan, scheduled=True)
         if self.staged:
             plan = with_stage_server(plan)
         if self.per_rank == 1:
@@ -717,7 +731,12 @@ def _nodes_of_ranks(plan: Plan, sizes: Sequence[int]) -> dict[int, int]:
 
 
 def load(
-    topology: Any, options: Mapping[str, Any] | None = None, per_rank: int = 1, *, staged: bool = False
+    topology: Any,
+    options: Mapping[str, Any] | None = None,
+    per_rank: int = 1,
+    *,
+    staged: bool = False,
+    scheduled: bool = False,
 ) -> Topology:
     """Binds a topology to its options.
 
@@ -726,6 +745,7 @@ def load(
         options: keyword arguments for it.
         per_rank: most learners that share a rank.
         staged: whether a stage server holds the last layers.
+        scheduled: whether the parameter server deals the samples out.
 
     Raises:
         KeyError: unknown name.
@@ -743,7 +763,7 @@ def load(
     except TypeError as error:
         valid = ", ".join([*signature.parameters][1:]) or "none"
         raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
-    return Topology(text, partial(source.plan, **bound), per_rank, staged)
+    return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled)
 
 
 @cache

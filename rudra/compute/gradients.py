@@ -106,7 +106,8 @@ class GradientSource:
 
     def minibatch(self, step: int, work: Work) -> Batch:
         """The samples of one step."""
-        return (self._inputs if self._prefetched is None else self._prefetched).minibatch(step, work)
+        ahead = self._prefetched if work.stride else None
+        return (self._inputs if ahead is None else ahead).minibatch(step, work)
 
     def seed(self, step: int) -> int:
         """Of dropout and the like in one step."""
@@ -288,9 +289,9 @@ class _Inputs:
     def _draw(self, step: int, work: Work) -> Iterator[tuple[tuple[int, Work], Batch]]:
         """The mini-batches of several steps."""
         size, together = work.count, 1
-        if self._sample_bytes:
+        if self._sample_bytes and work.stride:
             together = max(1, _TOGETHER_BYTES // (self._sample_bytes * size))
-        before = min(step % together, work.first // work.stride)
+        before = min(step % together, work.first // work.stride) if work.stride else 0
         step -= before
         works = [work.after(i - before) for i in range(together)]
         if self._split.random:

@@ -16,7 +16,7 @@ from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.phases import parts
-from rudra.core.work import Portion, portion
+from rudra.core.work import DEALT, Portion, portion
 from rudra.data.load import Data
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -79,10 +79,7 @@ def make_executors(
     owned = dict(zip(plan.owners, cuts, strict=False))
     all_parts = list(parts(job, plan))
     learners = [role for role in roles if plan.about(role).trains]
-    portions = [
-        {role: portion(its_plan, role, its.training.minibatch_size, its.cluster.parts) for role in learners}
-        for _, its, its_plan in all_parts
-    ]
+    portions = [{role: _portion(its, its_plan, role) for role in learners} for _, its, its_plan in all_parts]
     if learners:
         _check_gradient(job, flat, model, data, portions)
     gradients = all_parts[0][2].max_gradients_per_message
@@ -118,6 +115,13 @@ def make_executors(
         executor.hooks = hooks.get(role)
         made[role] = executor
     return made
+
+
+def _portion(job: Job, plan: Plan, role: int) -> Portion:
+    """What a learner computes; of a worker only that it may be a single sample, at an epoch's end."""
+    if plan.scheduled:
+        return Portion(DEALT, 0, 1, 0)
+    return portion(plan, role, job.training.minibatch_size, job.cluster.parts)
 
 
 def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> None:

@@ -22,7 +22,7 @@ class Kind(IntEnum):
     """What a message says; the comment names sender and receiver."""
 
     WEIGHTS = auto()  # server -> learner or tree server, learner -> learner, tensor
-    GRADIENT = auto()  # learner or tree server -> server, tensor; if `value` >= 0 also a PULL
+    GRADIENT = auto()  # learner or tree server -> server, tensor; if `value` >= 0 also a PULL; `flag`: give me work
     SNAPSHOT = auto()  # server -> statistics, tensor: weights at an epoch's end
     GRADIENT_PART = auto()  # learner -> shard, bare tensor: part of a gradient, told of by a bare GRADIENT
     WEIGHTS_PART = auto()  # shard -> learner or statistics, bare tensor: likewise, of which TIMESTAMP or SNAPSHOT tells
@@ -35,6 +35,7 @@ class Kind(IntEnum):
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
+    EXECUTE = auto()  # coordinator -> worker: compute these samples; weights follow if newer than those held
     APPLIED = auto()  # server -> learner: one gradient of yours is in the weights of `timestamp`
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
     LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `seconds`
@@ -63,6 +64,7 @@ class Kind(IntEnum):
 ROWS = {
     Kind.SNAPSHOT: records.EPOCH,
     Kind.LOG: records.LOG,
+    Kind.EXECUTE: records.WORK,
     Kind.STEPPED: records.FLOATS,
     Kind.GRADIENTS: records.GRADIENT,
     Kind.UPDATES: records.UPDATE,

@@ -165,6 +165,9 @@ LOG = np.dtype(
 )
 """What the first of several servers has the others do (`rudra.roles.sharded`); no table of the results."""
 
+WORK = np.dtype([("first", "<i8"), ("count", "<i8")])
+"""The samples that a coordinator gives a worker (`rudra.core.work.Work`); no table of the results."""
+
 FLOATS = np.dtype([("value", "<f4")])
 """A few floats, as a message carries them."""
 

@@ -21,6 +21,9 @@ class TrainingState(Struct, frozen=True):
         learned: for each learner, the samples of its applied gradients.
         drawn: for each stream of samples, where the next batch begins: after the last that was applied.
         epoch_loss, epoch_errors, epoch_staleness, epoch_gradients, epoch_samples: sums over the epoch under way.
+        again: where a coordinator deals the samples out: those that it gave to somebody and that are not applied, by
+            their places in the epoch: the first and how many.
+        sizes, counts: for each of its workers, the size of the last batch, for each thread, and the count of updates.
         lowered: completed epochs after which the rate fell, or is to fall, because tests got no better.
     """
 
@@ -38,6 +41,9 @@ class TrainingState(Struct, frozen=True):
     epoch_gradients: int = 0
     epoch_samples: int = 0
     lowered: tuple[int, ...] = ()
+    again: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[int, ...] = ()
+    counts: tuple[float, ...] = ()
 
     def step(self, learner: int) -> int:
         """The next mini-batch of a learner."""

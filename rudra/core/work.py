@@ -8,6 +8,9 @@ from msgspec import Struct
 
 from topologies import Plan
 
+DEALT = 0
+"""Number of the stream from which the samples come that a coordinator deals out."""
+
 
 class Work(Struct, frozen=True, gc=False):
     """The samples of one gradient: `count` of them from the `first` on, in a stream of samples.
@@ -16,7 +19,7 @@ class Work(Struct, frozen=True, gc=False):
         stream: number of the walk through the training set that they are drawn from.
         first: position of the first one in that walk.
         count: how many.
-        stride: how much further on the learner's next work begins, unless something changes by then.
+        stride: how much further on the learner's next work begins, unless something changes by then; 0: nobody knows.
     """
 
     stream: int

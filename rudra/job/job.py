@@ -40,6 +40,7 @@ from rudra.job.tables import (
     TaskTable,
     TopologyTable,
     TrainingTable,
+    WorkersTable,
 )
 from topologies.plan import TREE_SERVER
 
@@ -68,6 +69,7 @@ class Job(Table):
         simulation: table `[simulation]`: what takes how long in virtual time.
         fault_tolerance: table `[fault_tolerance]`: what a run does about ranks that die or wait.
         results: table `[results]`: what the result file records.
+        workers: tables `[[workers]]`: what batches the learners take to which a coordinator deals samples out.
         hooks: tables `[[hooks]]`: code of the user that roles call.
         changes: tables `[[changes]]`: what has other values after an epoch.
         study: table `[study]`: what `rudra sweep` makes of the job.
@@ -91,6 +93,7 @@ class Job(Table):
     simulation: SimulationTable = SimulationTable()
     fault_tolerance: FaultToleranceTable = FaultToleranceTable()
     results: ResultsTable = ResultsTable()
+    workers: tuple[WorkersTable, ...] = ()
     hooks: tuple[Hook, ...] = ()
     changes: tuple[JobChange, ...] = ()
     study: StudyTable = StudyTable()
@@ -234,6 +237,7 @@ class Job(Table):
     def with_(
         self,
         *,
+        workers: Sequence[WorkersTable | Mapping[str, Any]] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         changes: Sequence[JobChange | Mapping[str, Any]] | None = None,
         **tables: Mapping[str, Any],
@@ -241,6 +245,7 @@ class Job(Table):
         """A copy with other values, checked as a whole: `job.with_(training={"epochs": 3})`.
 
         Args:
+            workers: all tables `[[workers]]` of the copy; None: those of this job.
             hooks: all hooks of the copy; None: those of this job.
             changes: all changes of the copy; None: those of this job.
             tables: table -> key -> new value; keys that are not named keep their values.
@@ -249,6 +254,7 @@ class Job(Table):
             ConfigError: there is no such table or key, or the copy contradicts itself.
         """
         merged = {field: getattr(self, field) for field in type(self).model_fields}
+        merged["workers"] = self.workers if workers is None else workers
         merged["hooks"] = self.hooks if hooks is None else hooks
         merged["changes"] = self.changes if changes is None else changes
         for table, keys in tables.items():
@@ -355,6 +361,8 @@ class Job(Table):
             self._check_placement(plan, protocol)
         if plan.averaging:
             self._check_averaging(plan)
+        if plan.scheduled:
+            self._check_scheduled(plan)
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
             what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
@@ -395,6 +403,51 @@ class Job(Table):
                 "[simulation] batching = 'big-batch' is for learners that share one vector of weights, which replicas "
                 "do not; valid: none, vmap"
             )
+
+    def _check_scheduled(self, plan: topologies.Plan) -> None:
+        """Raises ValueError for what cannot be where a coordinator deals the samples out."""
+        on, batching = "[protocol] name: hogbatch", self.simulation.batching
+        plain = all(plan.roles[i].parent == plan.server for i in plan.learners) and not plan.groups
+        if not plan.served or not plain or plan.overlapped or plan.averaging or plan.parted:
+            raise ValueError(f"{on}: not with topology {named(self.topology.name)} so far; valid: base")
+        refused = {
+            "[[changes]]: a coordinator cannot begin anew; valid: no changes": self.changes,
+            "[cluster] shares: the coordinator says what each learner takes; valid: none": self.cluster.shares,
+            f"[simulation] batching = '{batching}': batches of different sizes cannot be computed together; "
+            "valid: none": batching != "none",
+        }
+        for text in (text for text, wanted in refused.items() if wanted):
+            raise ValueError(f"{on}: {text}")
+
+    def team(self, learners: int) -> tuple[WorkersTable, ...]:
+        """The table `[[workers]]` of each learner, by its number, where a coordinator deals the samples out.
+
+        Raises:
+            ValueError: the tables `[[workers]]` do not name each learner once.
+        """
+        if not self.workers:
+            raise ValueError(
+                "[protocol] name: hogbatch needs tables [[workers]], which say what batches its learners take; "
+                'valid, for example: kind = "small"'
+            )
+        table_of: dict[int, int] = {}
+        for place, table in enumerate(self.workers):
+            for learner in table.ranks or ():
+                if not 0 <= learner < learners:
+                    raise ValueError(f"[workers] {place}.ranks names learner {learner}; valid: 0 to {learners - 1}")
+                if learner in table_of:
+                    raise ValueError(f"[workers] {place}.ranks names learner {learner} a second time; valid: once")
+                table_of[learner] = place
+        rest = [place for place, table in enumerate(self.workers) if table.ranks is None]
+        if len(rest) > 1:
+            raise ValueError(f"[workers] {rest[1]}.ranks is missing: one table can be of all that no other names")
+        others = [learner for learner in range(learners) if learner not in table_of]
+        if others and not rest:
+            raise ValueError(f"[workers] no table names learner {others[0]}; valid: ranks of all {learners} learners")
+        if rest and not others:
+            raise ValueError(f"[workers] {rest[0]}: other tables name all {learners} learners; valid: one less")
+        table_of |= dict.fromkeys(others, *rest)
+        return tuple(self.workers[table_of[learner]] for learner in range(learners))
 
     def _check_placement(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
         """Raises ValueError for what cannot be where layers are placed."""
@@ -507,6 +560,15 @@ class Job(Table):
                 f"[averaging] is for {', '.join(_averaging())}; valid with protocol {named(table.name)}: no keys"
             )
         options = table.options | self.averaging.given
+        schedules = isinstance(factory, type) and issubclass(factory, protocols.Hogbatch)
+        if not schedules and (key := next(iter([*table.of_hogbatch, *(["[[workers]]"] if self.workers else [])]), "")):
+            where = key if key.startswith("[") else f"[protocol] {key}"
+            raise ValueError(f"{where} is for hogbatch; valid with protocol {named(table.name)}: none")
+        if schedules:
+            for key in table.options.keys() & {"rule", "lr_scaling", "workers"}:
+                own = "[[workers]] is a list of tables" if key == "workers" else f"{key} is a key of [protocol] itself"
+                raise ValueError(f"[protocol] options.{key} is not possible; {own}")
+            options |= table.of_hogbatch | {"workers": [table.worker for table in self.team(plan.learner_numbers)]}
         if averages:
             options["served"] = plan.averaging and plan.served
             if plan.sharing == "reference":
@@ -558,7 +620,9 @@ class Job(Table):
         """
         topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
         per_rank, staged = self.cluster.learners_per_rank, self.placement.given
-        return topologies.load(topology, self.topology.options, per_rank, staged=staged)
+        factory = plugins.choose("[protocol] name", self.protocol.name, protocols.shipped())
+        scheduled = isinstance(factory, type) and issubclass(factory, protocols.Hogbatch)
+        return topologies.load(topology, self.topology.options, per_rank, staged=staged, scheduled=scheduled)
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""

@@ -149,7 +149,7 @@ def apply(tables: dict[str, Any], change: Change) -> None:
 
 def possible(key: str, value: Any) -> bool:
     """Whether a whole job can have this at its top: tables, but for its name and its lists."""
-    return isinstance(value, {"name": str, "hooks": list, "changes": list}.get(key, dict))
+    return isinstance(value, {"name": str, "workers": list, "hooks": list, "changes": list}.get(key, dict))
 
 
 def flattened(value: Any, prefix: str = "") -> Any:

@@ -9,14 +9,16 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
+from protocols.hogbatch import Worker
 from rudra.errors import ConfigError, unknown
 from rudra.job import renamed
 from rudra.job.jobfiles import flattened
@@ -345,8 +347,8 @@ class ProtocolTable(Table):
 
     name: Named = Field(
         "softsync",
-        description="hardsync, softsync, async; average, diloco, easgd, sma, with which learners average replicas; or "
-        "your own, package.module:class",
+        description="hardsync, softsync, async; hogbatch, which deals samples out to unlike workers; average, diloco, "
+        "easgd, sma, with which learners average replicas; or your own, package.module:class",
     )
     n: int | None = Field(
         None,
@@ -357,7 +359,7 @@ class ProtocolTable(Table):
     modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] = Field(
         "auto",
         description="rule by which the protocol changes the learning rate; auto: sqrt for hardsync, n for softsync "
-        "and async",
+        "and async, none for hogbatch",
     )
     reference_batch_size: int = Field(
         128,
@@ -365,7 +367,73 @@ class ProtocolTable(Table):
         description="B: batch size that learning_rate was tuned for; sqrt compares it with learners times "
         "minibatch_size",
     )
-    options: dict[str, Any] = Field({}, description="keyword arguments of your own protocol")
+    rule: Literal["fixed", "adaptive", "balanced"] | None = Field(
+        None,
+        description="of hogbatch: how many samples a worker gets next: fixed, adaptive (Algorithm 2) or balanced, "
+        "which changes the batches of large workers last; default: fixed",
+    )
+    lr_scaling: Literal["linear", "none"] | None = Field(
+        None,
+        description="of hogbatch: linear: the learning rate is multiplied by samples of the gradient / "
+        "reference_batch_size; default: linear",
+    )
+    options: dict[str, Any] = Field(
+        {}, description="hogbatch: alpha, beta, shuffle, counts; keyword arguments of your own protocol"
+    )
+
+    @property
+    def of_hogbatch(self) -> dict[str, Any]:
+        """Keys that only hogbatch has, as far as they are given."""
+        return {key: value for key in ("rule", "lr_scaling") if (value := getattr(self, key)) is not None}
+
+
+class WorkersTable(Table):
+    """Learners of one kind, to which protocol hogbatch deals samples out; there may be several such tables."""
+
+    ranks: tuple[int, ...] | None = Field(
+        None, description="numbers of the learners, from 0; default: all that no other table names"
+    )
+    kind: Literal["small", "large"] = Field(
+        description="small: a batch is computed in as many parts as there are threads, each of which is an update; "
+        "large: a batch is one gradient"
+    )
+    threads: int = Field(
+        1, ge=1, le=100_000, description="parts of a small worker's batch, computed one after another on real ranks"
+    )
+    min: int | None = Field(
+        None, ge=1, lt=2**31, description="smallest batch, in samples for each thread; default: small 1, large 128"
+    )
+    max: int | None = Field(
+        None, ge=1, lt=2**31, description="largest batch, in samples for each thread; default: small 64, large 8192"
+    )
+    compute_s: float | dict[int, float] | None = Field(
+        None,
+        description="in virtual time, seconds in which one thread computes a part: a number, or sizes and seconds as "
+        "in simulation.compute_s; default: simulation.compute_s",
+    )
+
+    @field_validator("compute_s")
+    @classmethod
+    def _positive(cls, value: Any) -> Any:
+        points = value if isinstance(value, dict) else {1: value}
+        if value is not None and not (points and all(size >= 1 and s > 0 for size, s in points.items())):
+            raise ValueError(f"must be seconds > 0, or a table of sizes >= 1 and such seconds, not {short(value)}")
+        return value
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.kind == "large" and self.threads > 1:
+            raise ValueError(f"threads = {self.threads}: a batch of a large worker is one gradient; valid: 1")
+        if self.worker.least > self.worker.most:
+            raise ValueError(f"min = {self.worker.least} is more than max = {self.worker.most}")
+        return self
+
+    @property
+    def worker(self) -> Worker:
+        """What the protocol is told of each of them."""
+        least, most = (1, 64) if self.kind == "small" else (128, 8192)
+        own = (least if self.min is None else self.min, most if self.max is None else self.max)
+        return Worker(self.kind, self.threads, *own)
 
 
 class AveragingTable(Table):

@@ -23,7 +23,7 @@ def rows_of(plan: Plan) -> Rows:
 
 def about(plan: Plan) -> dict[str, Any]:
     """What the rows do not tell."""
-    flags = {"overlapped": plan.overlapped, "averaging": plan.averaging}
+    flags = {"overlapped": plan.overlapped, "averaging": plan.averaging, "scheduled": plan.scheduled}
     added = {"reduction": plan.reduction, "sharing": plan.sharing}
     return {"records": plan.max_gradients_per_message, **flags, **added}
 
@@ -42,4 +42,5 @@ def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
         reduction=attributes["reduction"],
         averaging=bool(attributes.get("averaging", False)),  # files up to format 7 do not have it
         sharing=attributes.get("sharing", "nothing"),  # likewise
+        scheduled=bool(attributes.get("scheduled", False)),  # likewise
     )

@@ -54,6 +54,7 @@ ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results
     "overlapped": "whether learners push and pull beside computing",
     "averaging": "whether each learner trains a replica of its own, and they average these",
     "sharing": "what learners of a compute group share where they average: `nothing`, a `replica` or a `reference`",
+    "scheduled": "whether the parameter server deals the samples out to the learners",
     "reduction": "how compute groups add gradients: `ordered`, `nodes` or `mpi`",
     "learners": "λ: number of learners, at the start of the run",
     "momentum": "explicit momentum, after `momentum_correction`",

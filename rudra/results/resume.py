@@ -31,6 +31,9 @@ DECISIVE = (
 )
 """Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
 
+DECISIVE_LISTS = ("changes", "workers")
+"""So do these lists of tables, as a whole."""
+
 RESUME_MAY_CHANGE = (
     "data.path",
     "training.warm_start",
@@ -341,8 +344,7 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
             chosen = name == "placement.cut" and job.placement.by_rule  # then, whichever layer or none
             if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_ and not chosen:
                 found.append((name, before, value))
-    if now["changes"] != (before := then.get("changes", [])):
-        found.append(("changes", before, now["changes"]))
+    found += [(key, then.get(key, []), now[key]) for key in DECISIVE_LISTS if now[key] != then.get(key, [])]
     return found
 
 

@@ -38,7 +38,7 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("not_replayable", "python_objects", "initial_weights_sha256", "processor"), str),
     **dict.fromkeys(("format_version", "learners", "minibatch_size", "n", "epochs", "gradients_per_update"), int),
     **dict.fromkeys(("records", "threads_per_rank", "training_samples", "classes"), int),
-    **dict.fromkeys(("overlapped", "averaging", "flush_denormals"), (bool, int)),
+    **dict.fromkeys(("overlapped", "averaging", "scheduled", "flush_denormals"), (bool, int)),
     "hosts": list,
 }
 _STATUS = {"running", "finished", "failed", "interrupted"}

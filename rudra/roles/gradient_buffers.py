@@ -113,6 +113,11 @@ class GradientBuffers:
         dropped = self._forget(source)
         return dropped, [Withdraw(buffer) for buffer, of in self.posted.items() if of == source]
 
+    def mute(self, source: int) -> int:
+        """What a source has pushed counts only if it is added by now; how many gradients are dropped with it."""
+        self._silent.add(source)
+        return self._drop(source)
+
     def _forget(self, source: int) -> int:
         """Takes a source out of the order; how many gradients that had arrived are dropped with it."""
         place = self._sources.index(source)
@@ -122,6 +127,10 @@ class GradientBuffers:
             return 0
         if source in self._turns:
             self._turns.remove(source)
+        return self._drop(source)
+
+    def _drop(self, source: int) -> int:
+        """Drops what has arrived of a source; how many gradients that is."""
         gone = [entry for entry in self.arrived if entry[1].sender == source]
         for entry in gone:
             self.arrived.remove(entry)

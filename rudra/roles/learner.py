@@ -115,7 +115,7 @@ class Learner(Machine):
     def __init__(self, role: int, setup: Setup) -> None:
         plan = setup.plan
         super().__init__(role, plan)
-        self.log = MinibatchLog(role, setup)
+        self.log = self._make_log(role, setup)
         parent = plan.roles[role].parent
         self.server = role if parent is None else parent
         self.state = LearnerState.WAITING
@@ -130,6 +130,9 @@ class Learner(Machine):
         self._receive = Receive(WEIGHTS, self._source)
         self._computed_at = self._pushed_at = 0.0
         self._pulls = self._skipped_pulls = 0
+
+    def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
+        return MinibatchLog(role, setup)
 
     def inherit(self, before: "Learner") -> None:
         self.log.inherit(before.log)

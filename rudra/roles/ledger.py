@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from protocols import Hogbatch
 from rudra.core import records
 from rudra.core.events import (
     SNAPSHOT,
@@ -36,6 +37,7 @@ from rudra.core.phases import phase_at
 from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
+from rudra.roles.dealer import Dealer
 from rudra.roles.machine import Outbox, Setup, Silent, listed
 from topologies import Plan
 
@@ -91,6 +93,7 @@ class Ledger:
         steps: for each learner, one more than the last mini-batch that is counted.
         learned: for each learner, the samples that are counted.
         drawn: for each stream, the end of what was applied.
+        dealer: of the samples, where a coordinator deals them out.
         lowered: completed epochs after which the rate falls, because tests got no better.
         stopped: training ends before its time.
         began: seconds on the driver's clock.
@@ -102,10 +105,9 @@ class Ledger:
     def __init__(self, role: int, setup: Setup, *, reports: bool = True) -> None:
         job, position = setup.job, setup.position
         self.id = role
-        self._phases = setup.all_phases
+        self._phases, self._training_samples = setup.all_phases, setup.training_samples
         self._follow(setup.plan, position)
         self.epochs = job.training.epochs
-        self._training_samples = setup.training_samples
         self.timestamp, self.epoch = position.timestamp, position.epoch
         self.samples, self.applied = position.samples, position.applied
         self.stopped = False
@@ -141,6 +143,9 @@ class Ledger:
         self.steps = [position.step(i) for i in learners]
         self.learned = [position.learned_by(i) for i in learners]
         self.drawn = [position.drawn_from(i) for i in learners]
+        self.dealer: Dealer | None = None
+        if isinstance(self.protocol, Hogbatch):
+            self.dealer = Dealer(self.protocol, plan, self._training_samples, position)
         self._pending_drawn: dict[int, int] = {}  # by stream
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
         self._pending_samples = self._pending_staleness = 0
@@ -150,6 +155,8 @@ class Ledger:
         """Raises AssertionError unless the invariants hold."""
         assert 0 <= self._credits <= CREDITS
         assert self.epoch <= self.epochs
+        if self.dealer is not None:
+            self.dealer.validate(self.samples - self.epoch * self._training_samples)
 
     # Training as a whole.
 
@@ -218,6 +225,8 @@ class Ledger:
             self._pending_staleness += staleness
             self._pending_loss += loss * count
             self._pending_errors += errors
+            if self.dealer is not None:
+                self.dealer.count(g)
         self._pending_samples += samples
         return samples
 
@@ -242,12 +251,12 @@ class Ledger:
         count = len(gradients)
         mean_staleness = staleness / count
         progress = (self.samples + samples) / self._training_samples
-        rate = self.schedule.rate(self.epoch, progress, self.timestamp) * self.protocol.modulation.rate_factor(
-            mean_staleness
-        )
+        protocol = self.protocol
+        factor = protocol.modulation.rate_factor(mean_staleness) * protocol.rate_scale(samples)
+        rate = self.schedule.rate(self.epoch, progress, self.timestamp) * factor
         self.timestamp += 1
         time_s = now - self.began
-        own_rate = self.protocol.outer_rate
+        own_rate = protocol.outer_rate
         about = (self.timestamp, self.epoch + 1, samples, time_s)
         update = Update(gradient, WEIGHTS, rate if own_rate is None else own_rate, *about)
         actions: list[Action] = [update]
@@ -266,6 +275,8 @@ class Ledger:
         for stream, end in self._pending_drawn.items():
             self.drawn[stream] = end
         self._pending_drawn.clear()
+        if self.dealer is not None:
+            self.dealer.applied()
         while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self._training_samples:
             actions += self._end_epoch(now, rate)
         return actions
@@ -277,6 +288,8 @@ class Ledger:
 
     def _end_epoch(self, now: float, rate: float) -> list[Action]:
         self.epoch += 1
+        if self.dealer is not None:
+            self.dealer.end_epoch()
         gradients, samples = self._epoch_gradients, self._epoch_samples
         trained = (_mean(self._epoch_loss, samples), _mean(self._epoch_errors, samples))
         means = (_mean(self._epoch_staleness, gradients), rate, *trained)
@@ -407,7 +420,8 @@ class Ledger:
         counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)
         books = (self.timestamp, self.epoch, self.samples, self.applied)
         begun = (tuple(steps), tuple(learned), tuple(self.drawn))
-        return TrainingState(*books, now - self.began, *begun, *sums, *counts, self.lowered)
+        dealt = () if self.dealer is None else self.dealer.about()
+        return TrainingState(*books, now - self.began, *begun, *sums, *counts, self.lowered, *dealt)
 
     @property
     def last_position(self) -> TrainingState:

@@ -126,7 +126,7 @@ class MinibatchLog:
         times[3] += wait_s
         times[4] += pull_s
         times[5] += update_s
-        if self._reports_minibatches:
+        if self._minibatch:
             self.diary.add(Kind.MINIBATCHES, *self._minibatch, reduce_s, push_s, wait_s, pull_s, update_s)
 
     def report_unused(self) -> None:

@@ -269,7 +269,8 @@ class ParameterServer(Machine):
             self._downcast.await_update(gradients)
         actions = self.buffers.average(buffer, samples, scale)
         self._update_due = self.buffers.complete if self._ordered else ledger.protocol.update_due(self._units)
-        if message.value >= 0 and message.sender in self.roll.worker:  # else it has died since
+        asks = message.value >= 0 or message.flag
+        if asks and message.sender in self.roll.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.value)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions

@@ -1,6 +1,7 @@
 """Puts a job's roles into virtual time."""
 
 from collections.abc import Callable
+from typing import Any
 
 from rudra import roles
 from rudra.compute.schedule import phases_of
@@ -11,7 +12,7 @@ from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles import Machine
-from rudra.simulation.costs import CostModel
+from rudra.simulation.costs import CostModel, paces_of
 from rudra.simulation.driver import Check, RowSink, Simulation
 from rudra.simulation.regrouping import Make
 from rudra.simulation.timing_only import Tensors
@@ -44,7 +45,8 @@ def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> 
         at_epoch, job, plan, *_ = phase_at(phases, position.epoch)
         if at_epoch not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
-            known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, size_bytes=bytes_, placed=placed)
+            about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
+            known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
         return known[at_epoch]
 
     return price

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from protocols import Hogbatch
 from rudra.core.events import (
     Accumulate,
     Approach,
@@ -67,6 +68,38 @@ class Link(NamedTuple):
     blocking: tuple[tuple[str, int], ...] = ()
 
 
+class Pace(NamedTuple):
+    """How long a worker takes for parts of batches, which have any size.
+
+    Attributes:
+        compute_s: of one thread, as `at` takes it.
+        threads: that compute at once, so that parts, which come one after another, take so much less.
+        size: of the first part.
+    """
+
+    compute_s: float | Mapping[int, float]
+    threads: int
+    size: int
+
+    def seconds(self, samples: int) -> float:
+        """For a part of so many samples."""
+        return at(self.compute_s, samples) / self.threads
+
+
+def paces_of(job: Job, plan: Plan) -> dict[int, Pace]:
+    """The pace of each learner's role, where a coordinator deals samples out to them; else nothing."""
+    protocol = job.make_protocol(plan) if plan.scheduled else None
+    if not isinstance(protocol, Hogbatch):
+        return {}
+    team, common = job.team(plan.learner_numbers), job.simulation.compute_s
+    found = {}
+    for role in plan.learners:
+        number = plan.roles[role].index
+        own = team[number].compute_s
+        found[role] = Pace(common if own is None else own, team[number].threads, protocol.first_sizes[number])
+    return found
+
+
 class CostModel:
     """Durations in one cluster.
 
@@ -77,8 +110,10 @@ class CostModel:
         shares: of the learners (`rudra.core.work.portion`).
         size_bytes: of the weights, and of a gradient, in memory.
         placed: the pieces of a model of which a stage server has the last layers.
+        paces: of learners whose batches have any size; `compute_s` is that of their first one.
 
     Attributes:
+        paces: as given.
         node: of every role.
         compute_s: mean duration of a mini-batch, for every learner's role.
         guessed: of which mini-batch sizes nobody has measured `compute_s`, and what stands for it; or nothing.
@@ -93,7 +128,9 @@ class CostModel:
         shares: tuple[float, ...] = (),
         size_bytes: int = 0,
         placed: Placed | None = None,
+        paces: Mapping[int, Pace] | None = None,
     ) -> None:
+        self.paces = paces or {}
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
         self._placed = placed = placed or Placed()
         # A backward pass has twice the operations of a forward pass.
@@ -147,13 +184,18 @@ class CostModel:
 
     def _compute_times(self, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, float]:
         table, plan = self.table, self.plan
-        counts = {role: portion(plan, role, minibatch_size, shares).count for role in plan.learners}
-        alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
-        self.guessed = guessed(table.compute_s, alone_s)
+        if self.paces:
+            own_s = {role: pace.seconds(pace.size) for role, pace in self.paces.items()}
+            self.guessed = ""
+        else:
+            counts = {role: portion(plan, role, minibatch_size, shares).count for role in plan.learners}
+            alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
+            own_s = {role: alone_s[counts[role]] for role in plan.learners}
+            self.guessed = guessed(table.compute_s, alone_s)
         computers = {plan.roles[role].world_rank: self.node[role] for role in plan.learners}
         on_node = Counter(computers.values())  # those of a rank take turns, so they are as one
         return {
-            role: alone_s[counts[role]]
+            role: own_s[role]
             * (1 + table.node_slowdown * (on_node[self.node[role]] - 1))
             * table.slowdown.get(plan.roles[role].index, 1.0)
             for role in plan.learners
@@ -171,6 +213,11 @@ class CostModel:
             least_s, range_s = mean_s * (1.0 - width), 2.0 * mean_s * width
             return lambda: least_s + range_s * uniform()
         return lambda: mean_s * draw(source, width)
+
+    def relative(self, role: int, samples: int) -> float:
+        """How much longer a learner takes for so many samples than `compute_s` says."""
+        pace = self.paces.get(role)
+        return 1.0 if pace is None else pace.seconds(samples) / pace.seconds(pace.size)
 
     def link(self, sender: int, receiver: int) -> Link:
         """The way from one role to another: a node's link between nodes, a role's own copying inside one."""

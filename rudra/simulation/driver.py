@@ -107,6 +107,7 @@ class Simulation:
         self._saver, self._check = save, check
         self.plan, self.tensors, self.costs = plan, tensors, costs
         self.code = 0
+        self._sized = bool(costs.paces)
         self._cores, self._pieces = costs.table.cores_per_node, costs.pieces
         self._planned, self._performed = tensors.planned, tensors.perform
         self.actors: dict[int, Actor] = {}
@@ -297,6 +298,8 @@ class Simulation:
         kind = type(action)
         if kind is Compute:
             seconds = actor.compute_s()
+            if self._sized:
+                seconds *= self.costs.relative(actor.role, action.work.count)  # type: ignore[attr-defined]
         elif kind in self._pieces:
             seconds = actor.compute_s() * self._pieces[kind]
         else:

@@ -9,6 +9,7 @@ again. What is recorded now is compared with the record, row by row, and the fir
 """
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +58,15 @@ from rudra.machine import cores
 from rudra.results.export import save
 from rudra.results.reader import Results, open_results
 from rudra.results.recorder import arithmetic
-from rudra.results.resume import DECISIVE, decisive
+from rudra.results.resume import DECISIVE, DECISIVE_LISTS, decisive
 from rudra.results.warm_start import final_weights
 from rudra.roles import Machine
 from rudra.roles.averaging import joined
+from rudra.roles.coordinator import Coordinator
 from rudra.roles.elastic import Steps
 from rudra.roles.ledger import Owner
 from rudra.roles.machine import Setup, States, short_digest
+from rudra.roles.worker import threads_of, works
 from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
@@ -218,10 +221,13 @@ class _Fed(Machine):
         leads = not plan.roles[parent].about.trains
         self._ready = [Send(parent, Message(Kind.READY, role, value=digest))] if leads else []
         self.returned: Message | None = None  # what a stage server said last
+        self.given: Message | None = None  # what a coordinator did
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, Started):
             return [Receive(WEIGHTS, self._source)] if self._served else [*self._ready]
+        if isinstance(event, Received) and event.message.kind is Kind.EXECUTE:
+            self.given = event.message
         if isinstance(event, Received) and event.message.kind is Kind.RETURNED:
             self.returned = event.message
         return [*self._ready] if isinstance(event, Received) and event.message.kind is Kind.WEIGHTS else []
@@ -247,6 +253,7 @@ class _Replay:
         self._role = {plan.roles[role].index: role for role in plan.learners}  # by the learner's number
         self._works: dict[int, Work] = {}  # of each learner, the samples of its next mini-batch
         self._steps: dict[int, int] = {}  # and its number
+        self._parts: dict[int, deque[Work]] = {}  # of each worker, what is left of what a coordinator gave it
         machines, self._make_as_ever = machines_of(phases, training_samples)
         if plan.served:
             machines |= {role: self._make(role, plan, BEGINNING) for role in plan.learners}
@@ -264,6 +271,7 @@ class _Replay:
         owner = machines[plan.server]
         assert isinstance(owner, Owner)
         self._ledger = owner.ledger
+        self._coordinator = owner if isinstance(owner, Coordinator) else None
         self._exchanged: set[int] = set()  # learners whose replica is not what the weights are
         self._restarts = record.restarts  # places of rows before which all replicas are
         self._replicas = Steps(setup) if plan.averaging and plan.served else None
@@ -279,8 +287,11 @@ class _Replay:
         if not plan.served or not plan.about(role).trains:
             return self._make_as_ever(role, plan, position)
         job = phase_at(self._phases, position.epoch).job
-        mine = portion(plan, role, job.training.minibatch_size, job.cluster.parts)
-        self._works[role] = mine.work(position.drawn_from(mine.stream))
+        if plan.scheduled:
+            self._parts[role] = deque()
+        else:
+            mine = portion(plan, role, job.training.minibatch_size, job.cluster.parts)
+            self._works[role] = mine.work(position.drawn_from(mine.stream))
         self._steps[role] = position.step(plan.roles[role].index)
         return _Fed(role, plan, short_digest(self._tensors.sha256(plan.server, WEIGHTS)))
 
@@ -317,6 +328,8 @@ class _Replay:
         """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""
         if place in self._restarts:
             self._exchanged.clear()
+        if self._coordinator is not None:
+            self._go_on_as_scheduled(self._coordinator, place)
         members = self._together(self._rows[place])
         rows = self._rows[place : place + len(members)]
         computed = [self._compute_row(row, role) for row, role in zip(rows, members, strict=False)]
@@ -328,7 +341,8 @@ class _Replay:
         sender = members[0]
         parent = self._simulation.plan.roles[sender].parent
         assert parent is not None
-        message = Message(Kind.GRADIENT, sender, int(rows[0]["timestamp"]), -1, None, tuple(computed))
+        asks = self._coordinator is not None and not self._parts[sender] and place + 1 not in self._restarts
+        message = Message(Kind.GRADIENT, sender, int(rows[0]["timestamp"]), -1, None, tuple(computed), flag=asks)
         before = self._ledger.timestamp
         simulation = self._simulation
         buffer = GRADIENT if self._replicas is None else REPLICA
@@ -337,6 +351,17 @@ class _Replay:
         if self._ledger.timestamp > before:
             self._keep()
         return len(members)
+
+    def _go_on_as_scheduled(self, coordinator: Coordinator, place: int) -> None:
+        """Has a coordinator deal anew where the run went on from a checkpoint, as nobody was given work after that."""
+        if place in self._restarts:
+            for parts in self._parts.values():
+                parts.clear()
+            for action in coordinator.deal_anew():
+                self._simulation.do[type(action)](self._simulation.actors[coordinator.id], action, self._simulation.now)
+            self._simulation.queue.run()
+        if place + 1 in self._restarts:
+            coordinator.hold_back()
 
     def _lose(self, role: int) -> None:
         """A learner died here."""
@@ -364,7 +389,7 @@ class _Replay:
             differs(update, f"{who}: update", row["update"], update)
         if self._role.get(learner) != role:
             differs(update, "gradient of learner", learner, self._simulation.plan.roles[role].index)
-        works = [self._works[role].after(i) for i in range(self._period)]
+        works = self._works_of(role, who)
         if step != self._steps[role] + self._period - 1:
             differs(update, f"gradient of learner {learner}, step", step, self._steps[role] + self._period - 1)
         work, samples = works[-1], sum(work.count for work in works)
@@ -385,10 +410,27 @@ class _Replay:
             for i, each in enumerate(works)
         ]
         self._steps[role] += self._period
-        self._works[role] = work.after(1)
+        if self._coordinator is None:
+            self._works[role] = work.after(1)
+        else:
+            self._parts[role].popleft()
         self._exchanged.add(role)
         self._tensors.posted(role, WEIGHTS)
         return self._described(learner, timestamp, made, works)
+
+    def _works_of(self, role: int, who: str) -> list[Work]:
+        """The samples of a learner's next gradient, mini-batch by mini-batch."""
+        if self._coordinator is None:
+            return [self._works[role].after(i) for i in range(self._period)]
+        machine, parts = self._simulation.actors[role].machine, self._parts[role]
+        assert isinstance(machine, _Fed)
+        if machine.given is not None and machine.given.rows is not None:
+            plan, job = self._simulation.plan, self._phases[0].job
+            parts.extend(works(*machine.given.rows[0].item(), threads_of(job, plan, plan.roles[role].index)))
+            machine.given = None
+        if not parts:
+            raise Left(self._ledger.timestamp + 1, f"{who}: the coordinator gave no work for it")
+        return [parts[0]]
 
     def _described(self, learner: int, timestamp: int, made: Sequence[Computed], works: Sequence[Work]) -> Gradient:
         """What was computed, as it is pushed."""
@@ -506,7 +548,7 @@ def _restored(results: Results, overrides: Sequence[str]) -> Job:
             f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
             "from Python, rudra.replay(file, job=job) takes the job that has it"
         )
-    tables = {"name": results.job["name"], "changes": results.job.get("changes", [])}
+    tables = {"name": results.job["name"], **{key: results.job.get(key, []) for key in DECISIVE_LISTS}}
     tables |= {table: results.job.get(table, {}) for table in DECISIVE}
     for override in overrides:
         target, equals, value = (part.strip() for part in override.partition("="))
@@ -533,8 +575,9 @@ def _checked(results: Results, job: Job) -> Job:
             name = f"{table}.{key}"
             if value != then[table][key] and name not in {*unknown, *REPLAY_MAY_CHANGE, *INDIFFERENT}:
                 raise ConfigError(f"{results.path}: ran with {name} = {then[table][key]}; the job given has {value}")
-    if now["changes"] != (before := results.job.get("changes", [])):
-        raise ConfigError(f"{results.path}: ran with changes = {before}; the job given has {now['changes']}")
+    for key in DECISIVE_LISTS:
+        if now[key] != (before := results.job.get(key, [])):
+            raise ConfigError(f"{results.path}: ran with {key} = {before}; the job given has {now[key]}")
     return _quiet(job)
 
 

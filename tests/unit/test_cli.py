@@ -45,7 +45,7 @@ def run(*arguments: str, cwd: Path, anew: bool = False, **env: str) -> subproces
         ("validate digits --learners 0", r"rudra: .*\[cluster\] learners .* not 0"),
         (
             "validate digits --set protocol.name=fast",
-            r"rudra: .*'fast' is unknown; valid: async, average, diloco, easgd, hardsync, sma, softsync",
+            r"rudra: .*'fast' is unknown; valid: async, average, diloco, easgd, hardsync, hogbatch, sma, softsync",
         ),
         ("validate digits --set protocol.name=no.such:Rule", r"rudra: .*no.such:Rule: no module 'no'.*"),
         ("show nope.h5", r"rudra: nope.h5: .*"),

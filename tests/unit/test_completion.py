@@ -50,7 +50,7 @@ CASES: list[tuple[str, list[str]]] = [
     ("rudra run digits --set no.such=", []),
     (
         "rudra sweep w8a --grid protocol.name=async,",
-        [f"protocol.name=async,{name}" for name in ("average", "diloco", "easgd", "hardsync", "sma", "softsync")],
+        [f"protocol.name=async,{name}" for name in ("average", "diloco", "easgd", "hardsync", "hogbatch", "sma", "softsync")],
     ),
 ]  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_bash_completes_with_the_code_that_is_printed(place: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("no bash")
-    lines = ("rudra sch", "rudra run digits --set protocol.name=h")
+    lines = ("rudra sch", "rudra run digits --set protocol.name=ha")
     ask = 'COMP_LINE="{0}"; COMP_POINT=${{#COMP_LINE}}; _python_argcomplete rudra; echo "${{COMPREPLY[@]}}"\n'
     code = f'rudra() {{ "{sys.executable}" -m rudra "$@"; }}\nsource <(rudra completion bash)\n'
     code += "complete -p rudra\n" + "".join(map(ask.format, lines))

@@ -21,7 +21,7 @@ TRAINING = (
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, averaging, placement, topology, cluster, simulation, "
-    "fault_tolerance, results, hooks, changes, study"
+    "fault_tolerance, results, workers, hooks, changes, study"
 )
 FOUR = {"learners": 4}
 
@@ -69,7 +69,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"training": {"epoch": 1}}, f"[training] unknown key 'epoch'; valid: {TRAINING}; did you mean epochs?"),
     (
         {"protocol": {"nsoft": 2}},
-        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options",
+        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, rule, lr_scaling, options",
     ),
     ({"model": 3}, "model must be a table, not 3"),
     ({"model": {"name": 3}}, "[model] name must be a text, not 3"),
@@ -149,7 +149,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, f"[protocol] hardsync takes no n{AWAY}"),
     (
         {"protocol": {"name": "sync"}, "cluster": FOUR},
-        "[protocol] name: 'sync' is unknown; valid: async, average, diloco, easgd, hardsync, sma, softsync, "
+        "[protocol] name: 'sync' is unknown; valid: async, average, diloco, easgd, hardsync, hogbatch, sma, softsync, "
         "package.module:callable; did you mean async?",
     ),
     (

@@ -24,7 +24,16 @@ class Bounded(Protocol):
 
 
 def test_every_shipped_protocol_is_known() -> None:
-    assert list(protocols.shipped()) == ["async", "average", "diloco", "easgd", "hardsync", "sma", "softsync"]
+    assert list(protocols.shipped()) == [
+        "async",
+        "average",
+        "diloco",
+        "easgd",
+        "hardsync",
+        "hogbatch",
+        "sma",
+        "softsync",
+    ]
 
 
 @pytest.mark.parametrize(

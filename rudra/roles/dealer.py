@@ -1,0 +1,123 @@
+"""The samples of an epoch as the coordinator deals them out: which are left, and who has which.
+
+Source: Hogbatch (Ma and Rusu 2020), §5.1 and Algorithms 1 and 2. Here every sample of an epoch is served once: the last
+batch takes what is left, and what a worker had when it died, or when a run was stopped, is served again.
+"""
+
+from bisect import insort
+from collections import deque
+from itertools import pairwise
+
+from protocols import Hogbatch
+from protocols.hogbatch import parts
+from rudra.core.records import Gradient
+from rudra.core.training_state import TrainingState
+from rudra.core.work import DEALT, Work
+from rudra.errors import ProtocolError
+from topologies import Plan
+
+Range = tuple[int, int]
+"""The first sample, as its place in the epoch, and how many."""
+
+
+class Dealer:
+    """What is left of an epoch, and who is to compute what.
+
+    Args:
+        protocol: the rule.
+        plan: who is who.
+        training_samples: of an epoch.
+        position: where training begins; nothing is under way.
+
+    Attributes:
+        sizes: of the last batch of each worker, in samples for each of its threads.
+        counts: of updates of each worker, as the protocol counts them.
+    """
+
+    def __init__(self, protocol: Hogbatch, plan: Plan, training_samples: int, position: TrainingState) -> None:
+        self._protocol, self._samples, self._epoch = protocol, training_samples, position.epoch
+        self._left = {plan.roles[learner].index for learner in plan.learners}
+        self._given: list[deque[Range]] = [deque() for _ in protocol.workers]  # parts whose gradients are not applied
+        self._counted: list[tuple[int, Range]] = []  # those of the next update, and whose they are
+        self._again: list[Range] = sorted(position.again)  # were given to somebody who will not bring them
+        self._cursor = position.samples - position.epoch * training_samples + sum(count for _, count in self._again)
+        self.sizes = list(position.sizes or protocol.first_sizes)
+        self.counts = list(position.counts or (0.0,) * len(protocol.workers))
+
+    def validate(self, applied: int) -> None:
+        """Raises AssertionError unless all samples of the epoch but those that were applied are left, each once."""
+        ranges = [*self.about()[0], (self._cursor, self._samples - self._cursor)]
+        assert all(first + count <= other for (first, count), (other, _) in pairwise(ranges))
+        assert sum(count for _, count in ranges) == self._samples - applied
+        for about, size in zip(self._protocol.workers, self.sizes, strict=True):
+            assert about.least <= size <= about.most
+
+    def deal(self, worker: int) -> Work | None:
+        """The next batch of a worker that has none; None: nothing is left for it now.
+
+        Args:
+            worker: its number.
+        """
+        available = self._again[0] if self._again else (self._cursor, self._samples - self._cursor)
+        if not available[1]:
+            return None
+        assert not self._given[worker]
+        rule = self._protocol
+        self.sizes[worker] = rule.next_size(worker, self.sizes, self.counts, self._left)
+        threads = rule.workers[worker].threads
+        first, count = available[0], min(available[1], self.sizes[worker] * threads)
+        if self._again:
+            rest = (first + count, available[1] - count)
+            self._again[:1] = [rest] if rest[1] else []
+        else:
+            self._cursor += count
+        place = first
+        for part in parts(count, threads):
+            self._given[worker].append((place, part))
+            place += part
+        return Work(DEALT, self._base + first, count, 0)
+
+    def count(self, gradient: Gradient) -> None:
+        """A gradient is in the next update.
+
+        Raises:
+            ProtocolError: it is of other samples than its worker was given.
+        """
+        worker, part = gradient.learner, (gradient.first - self._base, gradient.samples)
+        given = self._given[worker]
+        if not given or given[0] != part:
+            was = f"samples {given[0][0]} and {given[0][1] - 1} more" if given else "nothing"
+            raise ProtocolError(f"learner {worker} pushed a gradient of {part[1]} from {part[0]} on, but had {was}")
+        self._counted.append((worker, given.popleft()))
+
+    def applied(self) -> None:
+        """That update is made."""
+        for worker, _ in self._counted:
+            self.counts[worker] += self._protocol.counted(worker)
+        self._counted.clear()
+
+    def recall(self, worker: int, *, dead: bool = False) -> None:
+        """What a worker has is served again, to others if it is dead."""
+        for part in self._given[worker]:
+            insort(self._again, part)
+        self._given[worker].clear()
+        if dead:
+            self._left.discard(worker)
+
+    def end_epoch(self) -> None:
+        """All samples are applied; the next epoch has them all again."""
+        self._epoch += 1
+        self._cursor = 0
+        if self._protocol.counts_each_epoch:
+            self.counts = [0.0] * len(self.counts)
+
+    def about(self) -> tuple[tuple[Range, ...], tuple[int, ...], tuple[float, ...]]:
+        """What `TrainingState` has of it: what is to be served again, sizes and counts."""
+        given = [part for of_worker in self._given for part in of_worker]
+        given += (part for _, part in self._counted)
+        return tuple(sorted([*self._again, *given])), tuple(self.sizes), tuple(self.counts)
+
+    @property
+    def _base(self) -> int:
+        """Where the epoch begins in the stream."""
+        return self._epoch * self._samples if self._protocol.shuffles_each_epoch else 0

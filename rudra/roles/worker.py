@@ -1,0 +1,126 @@
+"""The worker: a learner that asks the coordinator for work, and computes what it is given.
+
+Source: Hogbatch (Ma and Rusu 2020), §5.1, §6.1-6.3. A small worker computes its batch in parts, one for each of its
+threads, of the weights that it had at the beginning, as threads that begin together do; each part is a gradient of its
+own, which is pushed when it is ready. The parts are computed one after another, which makes runs that can be replayed.
+
+    READY       training starts                                  -> EXCHANGING  the coordinator gives work
+    EXCHANGING  work, and the newer weights received             -> COMPUTING   its first part
+    COMPUTING   a part is ready                                  -> EXCHANGING  push; the last one asks for work
+    EXCHANGING  delivered, and parts are left                    -> COMPUTING
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from protocols import Hogbatch
+from protocols.hogbatch import parts
+from rudra.core.events import GRADIENT, Action, Compute, Computed, Received, Send
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.core.training_state import TrainingState
+from rudra.core.work import DEALT, Work
+from rudra.job.job import Job
+from rudra.roles.coordinator import NO_WEIGHTS
+from rudra.roles.learner import PUSH, Learner, LearnerState
+from rudra.roles.machine import Setup, States, To, staying
+from rudra.roles.minibatch_log import MinibatchLog
+from topologies import Plan
+
+
+def works(first: int, count: int, threads: int) -> list[Work]:
+    """The parts of a batch that begins with a sample of the stream."""
+    found = []
+    for samples in parts(count, threads):
+        found.append(Work(DEALT, first, samples, 0))
+        first += samples
+    return found
+
+
+def threads_of(job: Job, plan: Plan, learner: int) -> int:
+    """In how many parts a learner computes its batches."""
+    protocol = job.make_protocol(plan)
+    assert isinstance(protocol, Hogbatch)
+    return protocol.workers[learner].threads
+
+
+class WorkLog(MinibatchLog):
+    """The mini-batches of a worker: the parts of the batches that it was given.
+
+    Attributes:
+        left: parts that are not begun.
+    """
+
+    __slots__ = ("_at_hand", "_threads", "left")
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        self.left: deque[Work] = deque()
+        self._at_hand = Work(DEALT, 0, 0, 0)
+        super().__init__(role, setup)
+
+    def go_on(self, job: Job, plan: Plan, position: TrainingState) -> None:
+        self._threads = threads_of(job, plan, self.learner)
+        self.step = position.step(self.learner)
+        self._samples = position.learned_by(self.learner) - self._before
+
+    def take(self, first: int, count: int) -> None:
+        """Work has come."""
+        self.left.extend(works(first, count, self._threads))
+
+    def begin(self, weights: str, gradient: str, timestamp: int, now: float) -> Compute:
+        self._since, self._at_hand = now, self.left.popleft()
+        return Compute(self.step, self._at_hand, weights, gradient, timestamp, now - self.began)
+
+    def describe(self, event: Computed, timestamp: int) -> Gradient:
+        self._samples += event.samples
+        about = (event.step, self._at_hand.first, timestamp, -1, 1.0, event.loss, event.errors, DEALT)
+        return Gradient(-1, self.learner, event.samples, *about)
+
+
+class Worker(Learner):
+    """One worker."""
+
+    __slots__ = ()
+
+    log: WorkLog
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **Learner.TRANSITIONS,
+        (LearnerState.READY, Kind.START): To("_begin", LearnerState.EXCHANGING),
+        (LearnerState.EXCHANGING, Kind.EXECUTE): To("_execute", LearnerState.EXCHANGING, LearnerState.COMPUTING),
+        **staying([LearnerState.STOPPED], {Kind.EXECUTE: "_in_vain"}),
+    }
+
+    def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
+        return WorkLog(role, setup)
+
+    @property
+    def waiting_for(self) -> str:
+        if self.state is LearnerState.EXCHANGING and self._delivered_at is not None:
+            return f"the {self.plan.roles[self.server].name} to give it work"
+        return super().waiting_for
+
+    def _begin(self, event: Received, now: float) -> list[Action]:
+        self.state = LearnerState.EXCHANGING
+        self.log.began = event.message.value * 1e-9
+        self._computed_at = self._pushed_at = self._delivered_at = now  # as if something had been pushed
+        return []
+
+    def _execute(self, event: Received, now: float) -> list[Action]:
+        rows = event.message.rows
+        assert rows is not None
+        self.log.take(*rows[0].item())
+        return self._answered(event, now)
+
+    def _push(self, event: Computed, now: float) -> list[Action]:
+        warnings, ends = self._computed(event, now)
+        if ends:
+            return warnings
+        self.state = LearnerState.EXCHANGING
+        timestamp, gradient, asks = self.timestamp, self._gradient(event, now), not self.log.left
+        if not asks:
+            self._answered_at = now  # nothing is asked
+        held = timestamp if asks else NO_WEIGHTS
+        message = Message(PUSH, self.id, timestamp, held, None, (gradient,), flag=asks)
+        return [Send(self.server, message, GRADIENT), *warnings]
