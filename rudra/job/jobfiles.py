@@ -99,6 +99,10 @@ def _at_its_line(said: str, text: str) -> str:
     return said
 
 
+LISTS = ("workers", "hooks", "changes")
+"""What stands at the top of a job as a list of tables."""
+
+
 class Change(NamedTuple):
     """One key of a job that gets another value.
 
@@ -131,10 +135,11 @@ def apply(tables: dict[str, Any], change: Change) -> None:
     """Changes a job's tables.
 
     Raises:
-        ConfigError: it is no key of a table.
+        ConfigError: it is no key of a table, and none of the lists of tables, of which the whole is given.
     """
     *tables_, last = (part.strip() for part in change.key.split("."))
-    if not (tables_ and last and all(tables_)):
+    whole = last in LISTS and isinstance(change.value, list)
+    if not ((tables_ or whole) and last and all(tables_)):
         raise ConfigError(f"{change.said}: must read table.key=value")
     place: Any = tables
     for depth, part in enumerate(tables_):
@@ -149,7 +154,7 @@ def apply(tables: dict[str, Any], change: Change) -> None:
 
 def possible(key: str, value: Any) -> bool:
     """Whether a whole job can have this at its top: tables, but for its name and its lists."""
-    return isinstance(value, {"name": str, "workers": list, "hooks": list, "changes": list}.get(key, dict))
+    return isinstance(value, {"name": str, **dict.fromkeys(LISTS, list)}.get(key, dict))
 
 
 def flattened(value: Any, prefix: str = "") -> Any:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from protocols import Averaging
+from protocols import Averaging, Hogbatch
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
 from rudra.job.job import Job
@@ -235,6 +235,8 @@ def _file_name(name: str) -> str:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(table, Mapping) and "kind" in table for table in value):
+        return "+".join(str(table["kind"]) for table in value)  # of [[workers]]
     return value if isinstance(value, str) else "default" if value is None else json.dumps(value, default=str)
 
 
@@ -280,6 +282,8 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
         "momentum": job.optimizer.momentum,
         "learning_rate": job.optimizer.learning_rate,
     }
+    if isinstance(protocol, Hogbatch):
+        ours |= {"rule": protocol.rule, "kinds": "+".join(worker.kind for worker in protocol.workers)}
     if isinstance(protocol, Averaging):
         ours |= {"period": protocol.period, "outer_momentum": protocol.outer.momentum}
     told = {"modulation": protocol.default_modulation, "topology": "base", **row}
