@@ -6,17 +6,17 @@ with its batch (§7). A rule is asked at each request of a worker how large its 
     fixed      small workers take their smallest batch, large ones their largest (§6.2, CPU+GPU Hogbatch)
     adaptive   begins there; who has made fewer updates than all others takes a smaller batch, who has made more a
                larger one, by a factor, within its bounds (§6.3, Algorithm 2)
-    balanced   ours: the same, but a large worker gives up its batch, with which it computes best, only when no small
-               one can change its own any more
+    balanced   ours: batches in proportion to the speeds so far, so that all make equally many updates, and as large as
+               the bounds allow; none of them takes longer than the others need for what is left of the epoch
 
 Where the paper is unclear: the smallest and the largest count of updates are those of the others, and equal counts
 change nothing; a batch is a whole number of samples for each thread; the samples that are left at the end of an epoch
-are a short batch.
+are a short batch. Speeds are told by what was applied, not by clocks, so that a replay decides alike.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from protocols.base import Protocol
 
@@ -43,12 +43,38 @@ class Worker:
     least: int
     most: int
 
+    @property
+    def text(self) -> str:
+        """For people; sizes are those of whole batches."""
+        threads = f" with {self.threads} threads" if self.threads > 1 else ""
+        return f"{self.kind}{threads}, batches of {self.least * self.threads} to {self.most * self.threads}"
+
 
 def parts(count: int, threads: int) -> list[int]:
     """The samples of each part of a batch: one part for each thread, as equal as can be, none of them empty."""
     number = min(count, threads)
     each, over = divmod(count, number)
     return [each + (place < over) for place in range(number)]
+
+
+class Team(NamedTuple):
+    """How far the workers are; all but `left` by the number of the worker.
+
+    Attributes:
+        sizes: of the last batch, in samples for each thread.
+        counts: of updates, as `Hogbatch.counted` has it.
+        samples: that were applied.
+        left: numbers of the workers that live.
+        remaining: samples of the epoch that nobody was given yet.
+        epoch: samples of an epoch.
+    """
+
+    sizes: Sequence[int]
+    counts: Sequence[float]
+    samples: Sequence[int]
+    left: Collection[int]
+    remaining: int
+    epoch: int
 
 
 class Hogbatch(Protocol):
@@ -109,44 +135,73 @@ class Hogbatch(Protocol):
         """
         return tuple(worker.least if worker.kind == "small" else worker.most for worker in self.workers)
 
+    @property
+    def expected_staleness(self) -> float:
+        """⟨σ⟩, as in `Protocol`: the parts of a batch are as stale as there are parts before them, besides.
+
+        A worker with t threads brings (t + 1) / 2 gradients for the mean one of another, and (t - 1) / 2 for its own.
+        """
+        return sum((worker.threads + 1) / 2 for worker in self.workers) - 1
+
+    @property
+    def text(self) -> str:
+        """The rule, and what batches the workers take, for people."""
+        alike: dict[Worker, list[int]] = {}
+        for number, worker in enumerate(self.workers):
+            alike.setdefault(worker, []).append(number)
+        told = [f"{worker.text}: {_numbers(which)}" for worker, which in alike.items()]
+        return f"rule {self.rule}; {'; '.join(told)}"
+
     def counted(self, worker: int) -> float:
         """What a gradient of a worker adds to its count of updates."""
         return self.beta if self.workers[worker].kind == "small" else 1.0
 
-    def next_size(self, worker: int, sizes: Sequence[int], counts: Sequence[float], left: Collection[int]) -> int:
+    def next_size(self, worker: int, team: Team) -> int:
         """The batch of a worker that asks for work, in samples for each thread.
 
         Args:
             worker: its number.
-            sizes: of the last batch of each worker, in samples for each thread.
-            counts: of updates of each worker, as `counted` has it.
-            left: numbers of the workers that live.
+            team: how far all workers are.
         """
-        about, size, count = self.workers[worker], sizes[worker], counts[worker]
-        others = [other for other in left if other != worker]
+        others = [other for other in team.left if other != worker]
         if self.rule == "fixed" or not others:
-            return size
-        if self.rule == "balanced" and about.kind == "large" and self._small_can_change(count, sizes, counts, others):
-            return size
-        if count < min(counts[other] for other in others):
+            return team.sizes[worker]
+        return self._adapted(worker, team, others) if self.rule == "adaptive" else self._balanced(worker, team)
+
+    def _adapted(self, worker: int, team: Team, others: Sequence[int]) -> int:
+        """Algorithm 2."""
+        about, size, count = self.workers[worker], team.sizes[worker], team.counts[worker]
+        if count < min(team.counts[other] for other in others):
             return max(about.least, int(size / self.alpha))
-        if count > max(counts[other] for other in others):
+        if count > max(team.counts[other] for other in others):
             return min(about.most, max(size + 1, int(size * self.alpha)))
         return size
 
-    def _small_can_change(
-        self, count: float, sizes: Sequence[int], counts: Sequence[float], others: Sequence[int]
-    ) -> bool:
-        """Whether a small worker that is ahead can take more, or one that is behind less."""
-        return any(
-            (counts[other] > count and sizes[other] < self.workers[other].most)
-            or (counts[other] < count and sizes[other] > self.workers[other].least)
-            for other in others
-            if self.workers[other].kind == "small"
-        )
+    def _balanced(self, worker: int, team: Team) -> int:
+        """As large a batch as all can have that make equally many updates, at the speeds so far."""
+        about, samples, total = self.workers[worker], team.samples, sum(team.samples[i] for i in team.left)
+        if not all(samples[other] for other in team.left):
+            return team.sizes[worker]
+
+        def share(of: int, among: int) -> int:
+            """Of so many samples, what a worker computes while all are computed, for each of its threads."""
+            return among * samples[of] // (total * self.workers[of].threads)
+
+        rate = max(samples[i] / max(1, min(self.workers[i].most, share(i, team.epoch))) for i in team.left)
+        ahead = (team.counts[worker] + 1) / (sum(team.counts[i] for i in team.left) / len(team.left) + 1)
+        size = min(int(samples[worker] / rate * ahead), share(worker, team.remaining))
+        return min(about.most, max(about.least, size))
 
     def rate_scale(self, samples: int) -> float:
         return samples / self.modulation.reference_batch_size if self.lr_scaling == "linear" else 1.0
+
+
+def _numbers(learners: Sequence[int]) -> str:
+    """Numbers of learners; of many the first and the last."""
+    few = [str(learner) for learner in learners]
+    if len(few) > 4:
+        few[2:-1] = ["…"]
+    return f"learner{'s' if len(few) > 1 else ''} {', '.join(few)}"
 
 
 PROTOCOL = Hogbatch

@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from protocols import Averaging
+    from protocols import Averaging, Hogbatch
     from rudra.compute.schedule import planned
     from rudra.core.work import portion
     from rudra.report.topology import message, roles
@@ -61,6 +61,9 @@ def execute(arguments: argparse.Namespace) -> int:
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
     }
+    if isinstance(protocol, Hogbatch):
+        scale = f"times samples / {job.protocol.reference_batch_size}" if protocol.lr_scaling == "linear" else "for all"
+        lines["minibatch"], lines["rates"] = protocol.text, f"the above {scale}"
     if job.cluster.shares == "auto":
         lines["shares"] = "in proportion to the learners' speeds, which are measured before training"
     elif job.cluster.shares:

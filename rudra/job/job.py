@@ -629,6 +629,21 @@ class Job(Table):
         return json.dumps(self.model_dump(exclude={"study"}), default=_name_of, sort_keys=True)
 
 
+def hogbatch_of(tables: Mapping[str, Any], learners: int) -> protocols.Hogbatch:
+    """The rule by which a coordinator dealt samples out to so many learners, from what a file says of its job.
+
+    Raises:
+        ConfigError: the file says nothing of the kind.
+    """
+    about = {
+        key: value for key, value in tables.get("protocol", {}).items() if key in ("rule", "lr_scaling", "options")
+    }
+    job = Job(protocol={"name": "hogbatch", **about}, workers=tables.get("workers", []), cluster={"learners": learners})
+    made = job.make_protocol()
+    assert isinstance(made, protocols.Hogbatch)
+    return made
+
+
 def _tables_with(job: type[Job], key: str) -> list[str]:
     """Tables that have a key."""
     kinds = {name: field.annotation for name, field in job.model_fields.items()}

@@ -100,7 +100,7 @@ def _at_its_line(said: str, text: str) -> str:
 
 
 LISTS = ("workers", "hooks", "changes")
-"""What stands at the top of a job as a list of tables."""
+"""Keys of a job that are lists of tables."""
 
 
 class Change(NamedTuple):
@@ -132,20 +132,27 @@ def parsed(override: str) -> Change:
 
 
 def apply(tables: dict[str, Any], change: Change) -> None:
-    """Changes a job's tables.
+    """Changes a job's tables; a list of tables as a whole, or one of them, named by its number.
 
     Raises:
-        ConfigError: it is no key of a table, and none of the lists of tables, of which the whole is given.
+        ConfigError: it is no key of a table.
     """
     *tables_, last = (part.strip() for part in change.key.split("."))
-    whole = last in LISTS and isinstance(change.value, list)
-    if not ((tables_ or whole) and last and all(tables_)):
+    if not (last and all(tables_) and (tables_ or last in LISTS)):
         raise ConfigError(f"{change.said}: must read table.key=value")
     place: Any = tables
     for depth, part in enumerate(tables_):
-        place = place.setdefault(part, {})
-        if not isinstance(place, dict):
+        if not isinstance(place, list):
+            place = place.setdefault(part, {})
+        elif part.isdecimal() and int(part) < len(place):
+            place = place[int(part)]
+        else:
+            whole = ".".join(tables_[:depth])
+            raise ConfigError(f"{change.said}: {whole} has no table {part}; valid: 0 to {len(place) - 1}")
+        if not isinstance(place, dict) and (depth or part not in LISTS or not isinstance(place, list)):
             raise ConfigError(f"{change.said}: {'.'.join(tables_[: depth + 1])} is not a table")
+    if not isinstance(place, dict):
+        raise ConfigError(f"{change.said}: must name one of the tables, such as {tables_[0]}.0.{last}")
     if change.value is None:
         place.pop(last, None)
     else:
@@ -154,7 +161,7 @@ def apply(tables: dict[str, Any], change: Change) -> None:
 
 def possible(key: str, value: Any) -> bool:
     """Whether a whole job can have this at its top: tables, but for its name and its lists."""
-    return isinstance(value, {"name": str, **dict.fromkeys(LISTS, list)}.get(key, dict))
+    return isinstance(value, str if key == "name" else list if key in LISTS else dict)
 
 
 def flattened(value: Any, prefix: str = "") -> Any:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from protocols import Hogbatch
 from rudra.errors import ConfigError, ResultsError, TopologyError
-from rudra.job.job import Job
+from rudra.job.job import Job, hogbatch_of
 from rudra.machine import cores
 from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.results.reader import Results, open_results
@@ -85,6 +86,8 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
     protocol = job.make_protocol(plan)
     name = getattr(job.protocol.name, "__name__", job.protocol.name)
     label = protocol_label({"protocol": name, "n": protocol.n})
+    if isinstance(protocol, Hogbatch):
+        label += f" ({protocol.text})"
     name = _with_options(job.make_topology().name, job.topology.options)
     nodes, shared = plan.nodes(near=near), job.cluster.node_memory
     return Cast(name, label, plan, nodes, protocol.gradients_per_update, node_memory=shared)
@@ -97,6 +100,8 @@ def of_results(results: Results) -> Cast | None:
         return None
     plan = results.plan()
     label = protocol_label({"protocol": about.get("protocol"), "n": about.get("n")})
+    if plan.scheduled:
+        label += f" ({hogbatch_of(job, plan.learner_numbers).text})"
     name = _with_options(about["topology"], job.get("topology", {}).get("options", {}))
     names = list(about.get("hosts") or ())
     real = about.get("driver") == "mpi"

@@ -149,12 +149,14 @@ def headline(job: Job, training_samples: int) -> str:
     label = protocol_label({"protocol": named(job.protocol.name), "n": protocol.n})
     factor = protocol.modulation.rate_factor(0.0)
     rate = rate_text(job.optimizer.learning_rate, factor, protocol.modulation.name)
-    size = f"λ = {job.learners}, μ = {table.minibatch_size}, α = {rate}"
+    size = f"λ = {job.learners}, {'' if job.workers else f'μ = {table.minibatch_size}, '}α = {rate}"
     return f"{job.name}: {label}, {size}, {job.optimizer.name}, {table.epochs} epochs of {training_samples:,} samples"
 
 
 def too_few(job: Job, training_samples: int) -> str:
     """What follows where an update takes more samples than an epoch has; empty where it does not."""
+    if job.workers:  # whose last batch takes what is left
+        return ""
     size = job.training.minibatch_size
     each = job.gradients_per_update(job.plan()) * size
     if each <= training_samples:
@@ -186,7 +188,7 @@ def summary_table(summary: dict[str, Any]) -> str:
     facts = [(name, text) for name, text in _facts(summary) if text]
     width = max(len(name) for name, _ in facts)
     lines = [_title(summary), "", *(f"  {name:<{width}}  {text}" for name, text in facts)]
-    for table in (_epochs_table(summary), _learners_table(summary)):
+    for table in (_epochs_table(summary), _learners_table(summary), _workers_table(summary)):
         if table:
             lines += ["", *_aligned(table)]
     return "\n".join(lines)
@@ -204,7 +206,8 @@ def _title(summary: dict[str, Any]) -> str:
     learners, size = summary["learners"], summary["minibatch_size"]
     where = {"mpi": "MPI", "simulation": "virtual time"}.get(summary["driver"], summary["driver"])
     rate = "" if summary["learning_rate"] is None else f"α = {summary['learning_rate']:.4g}, "
-    about = f"{protocol_label(summary)}, λ = {learners}, μ = {size}, {rate}{where}"
+    of_all = "" if summary["workers"] else f"μ = {size}, "
+    about = f"{protocol_label(summary)}, λ = {learners}, {of_all}{rate}{where}"
     title = f"{summary['name']}: {about}: {summary['status']}"
     if summary["status"] == "running":
         ago = duration(max(0.0, time.time() - summary["flushed_s"]))
@@ -335,6 +338,26 @@ def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
         head,
         *([name, f"{row['pushed']:,.0f}", *(shown(row[f"{s}_share"], ".1%") for s in shares)] for name, row in rows),
     ]
+
+
+def _workers_table(summary: dict[str, Any]) -> list[list[str]]:
+    """Of workers to whom samples were dealt out; of many, those of a kind together."""
+    workers = summary["workers"]
+    rows = [(str(worker["learner"]), [worker]) for worker in workers]
+    if len(workers) > 8:
+        kinds = dict.fromkeys(worker["kind"] for worker in workers)
+        rows = [(f"all {kind}", [worker for worker in workers if worker["kind"] == kind]) for kind in kinds]
+    table = [["worker", "kind", "updates", "of all", "samples", "mean batch", "last batch"]] if rows else []
+    for name, them in rows:
+        updates, samples = (sum(worker[key] for worker in them) for key in ("updates", "samples"))
+        share = sum(worker["updates_share"] or 0.0 for worker in them)
+        batches = (np.mean([w[key] for w in them if w[key] is not None] or [math.nan]) for key in _BATCHES)
+        sizes = [shown(float(size), ",.0f") for size in batches]
+        table.append([name, them[0]["kind"], f"{updates:,}", f"{share:.1%}", f"{samples:,}", *sizes])
+    return table
+
+
+_BATCHES = ("mean_batch", "last_batch")
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from protocols import rule_of
 from rudra.core.records import TIMES
 from rudra.errors import printable
+from rudra.job.job import hogbatch_of
 from rudra.job.target import WINDOW, Best, Target, Watch
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
     updates, gradients, epochs, totals = results.updates, results.gradients, results.epochs, results.totals
     account = {name: int(totals[0][name]) for name in ("pushed", "pending", "discarded", "lost")} if len(totals) else {}
     samples = int(totals[0]["samples"]) if len(totals) else int(updates["samples"].sum())
-    time_s = float(totals[0]["time_s"]) if len(totals) else float(updates["time_s"][-1]) if len(updates) else 0.0
+    time_s = _time_s(results)
     applied = int(totals[0]["applied"]) if len(totals) else len(gradients)
     staleness = gradients["staleness"]
     test_error = _numbers(epochs, "test_error")
@@ -77,6 +78,7 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
         "discarded": account.get("discarded"),
         "lost": account.get("lost"),
         "learner_times": [_times(row, time_s) for row in results.learners],
+        "workers": _workers(results),
         "overlap": _overlap(results.learners),
         "initial_weights_sha256": attributes.get("initial_weights_sha256"),
         "weights_sha256": state["weights_sha256"] or None,
@@ -205,6 +207,32 @@ def _overlap(learners: NDArray[np.void]) -> float | None:
     compute_s, *rest_s = (float(learners[name].sum()) for name in TIMES)
     whole_s = compute_s + sum(rest_s)
     return compute_s / whole_s if whole_s > 0 else None
+
+
+def _workers(results: "Results") -> list[dict[str, Any]]:
+    """Where a coordinator dealt the samples out: what each worker was, took and did; the busy share once it is known.
+
+    Batches are those of all threads of a worker.
+    """
+    learners, gradients = results.attributes.get("learners"), results.gradients
+    if not results.attributes.get("scheduled") or not learners:
+        return []
+    found = []
+    busy = {int(row["learner"]): _times(row, _time_s(results))["compute_share"] for row in results.learners}
+    for learner, worker in enumerate(hogbatch_of(results.job, learners).workers):
+        mine = gradients["samples"][gradients["learner"] == learner]
+        about = {"learner": learner, "kind": worker.kind, "threads": worker.threads, "updates": len(mine)}
+        share = {"updates_share": len(mine) / len(gradients) if len(gradients) else None, "samples": int(mine.sum())}
+        sizes = {"mean_batch": float(mine.mean()) * worker.threads, "last_batch": int(mine[-1]) * worker.threads}
+        none: dict[str, Any] = {"mean_batch": None, "last_batch": None}
+        found.append({**about, **share, **(sizes if len(mine) else none), "busy_share": busy.get(learner)})
+    return found
+
+
+def _time_s(results: "Results") -> float:
+    """Seconds of training so far."""
+    updates, totals = results.updates, results.totals
+    return float(totals[0]["time_s"]) if len(totals) else float(updates["time_s"][-1]) if len(updates) else 0.0
 
 
 def _times(row: np.void, time_s: float) -> dict[str, Any]:

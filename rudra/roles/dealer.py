@@ -9,7 +9,7 @@ from collections import deque
 from itertools import pairwise
 
 from protocols import Hogbatch
-from protocols.hogbatch import parts
+from protocols.hogbatch import Team, parts
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import DEALT, Work
@@ -32,6 +32,7 @@ class Dealer:
     Attributes:
         sizes: of the last batch of each worker, in samples for each of its threads.
         counts: of updates of each worker, as the protocol counts them.
+        samples: applied, of each worker.
     """
 
     def __init__(self, protocol: Hogbatch, plan: Plan, training_samples: int, position: TrainingState) -> None:
@@ -43,6 +44,7 @@ class Dealer:
         self._cursor = position.samples - position.epoch * training_samples + sum(count for _, count in self._again)
         self.sizes = list(position.sizes or protocol.first_sizes)
         self.counts = list(position.counts or (0.0,) * len(protocol.workers))
+        self.samples = [position.learned_by(worker) for worker in range(len(protocol.workers))]
 
     def validate(self, applied: int) -> None:
         """Raises AssertionError unless all samples of the epoch but those that were applied are left, each once."""
@@ -63,7 +65,9 @@ class Dealer:
             return None
         assert not self._given[worker]
         rule = self._protocol
-        self.sizes[worker] = rule.next_size(worker, self.sizes, self.counts, self._left)
+        remaining = self._samples - self._cursor + sum(count for _, count in self._again)
+        team = Team(self.sizes, self.counts, self.samples, self._left, remaining, self._samples)
+        self.sizes[worker] = rule.next_size(worker, team)
         threads = rule.workers[worker].threads
         first, count = available[0], min(available[1], self.sizes[worker] * threads)
         if self._again:
@@ -92,8 +96,9 @@ class Dealer:
 
     def applied(self) -> None:
         """That update is made."""
-        for worker, _ in self._counted:
+        for worker, (_, samples) in self._counted:
             self.counts[worker] += self._protocol.counted(worker)
+            self.samples[worker] += samples
         self._counted.clear()
 
     def recall(self, worker: int, *, dead: bool = False) -> None:

@@ -122,6 +122,11 @@ def predict(
     Raises:
         RudraError: a mistake in the job.
     """
+    if job.workers:
+        raise ConfigError(
+            "[protocol] name: hogbatch: batches change while it runs, which a prediction does not; valid: other "
+            "protocols, or rudra simulate with simulation.tensors = false"
+        )
     measured = costs.source(job)
     job = placed(costs.load(job).resolved(learners=job.cluster.learners))
     job = (

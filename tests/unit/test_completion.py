@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import protocols
 from rudra.bench import BENCHMARKS
 from rudra.cli.main import main, names
 from rudra.job import schema
@@ -50,7 +51,7 @@ CASES: list[tuple[str, list[str]]] = [
     ("rudra run digits --set no.such=", []),
     (
         "rudra sweep w8a --grid protocol.name=async,",
-        [f"protocol.name=async,{name}" for name in ("average", "diloco", "easgd", "hardsync", "hogbatch", "sma", "softsync")],
+        [f"protocol.name=async,{name}" for name in list(protocols.shipped())[1:]],
     ),
 ]  # fmt: skip
 

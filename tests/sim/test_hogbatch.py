@@ -1,0 +1,302 @@
+"""Hogbatch in virtual time: every sample served once, counts kept close, and the bits of plainer ways to train."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clusters import Rows, timing, train, validate
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rudra
+from protocols.hogbatch import Hogbatch
+from rudra.compute import models, tasks
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import GradientSource
+from rudra.compute.optim import UpdateRule
+from rudra.core.events import Event, Received
+from rudra.core.messages import Kind
+from rudra.core.work import Work
+from rudra.data.load import load
+from rudra.job.job import Job
+from rudra.roles import Machine
+from rudra.roles.machine import States
+from rudra.roles.worker import Worker
+
+UNLIKE: list[dict[str, Any]] = [
+    {"ranks": [0], "kind": "small", "threads": 4, "max": 16, "compute_s": {1: 0.004, 16: 0.064}},
+    {"kind": "large", "min": 16, "max": 128, "compute_s": {16: 0.01, 128: 0.02}},
+]
+
+
+def job(workers: list[dict[str, Any]], learners: int = 2, rule: str = "adaptive", **tables: Any) -> Job:
+    options = tables.pop("options", {})
+    training = {"epochs": 3, "seed": 3, "evaluate": False, **tables.pop("training", {})}
+    return Job(
+        protocol={"name": "hogbatch", "rule": rule, "options": options, **tables.pop("protocol", {})},
+        workers=workers,
+        cluster={"learners": learners, "threads_per_rank": 1},
+        training=training,
+        **tables,
+    ).resolved()
+
+
+def check_epochs(rows: Rows, samples: int, *, each_epoch: bool = False) -> None:
+    """Every epoch has applied each sample once."""
+    gradients, updates = rows["gradients"], rows["updates"]
+    of = updates["epoch"][gradients["update"] - 1]
+    assert (updates["gradients"] == 1).all()
+    for epoch in range(1, int(rows["epochs"]["epoch"].max()) + 1):
+        mine = np.sort(gradients[of == epoch], order="first")
+        begin = (epoch - 1) * samples if each_epoch else 0
+        ends = mine["first"] + mine["samples"]
+        assert mine["first"][0] == begin
+        assert ends[-1] == begin + samples
+        assert (mine["first"][1:] == ends[:-1]).all()
+
+
+class Given:
+    """Looks at the batches that workers are given."""
+
+    def __init__(self, run: Job, samples: int) -> None:
+        rule = run.make_protocol()
+        assert isinstance(rule, Hogbatch)
+        self.rule, self._samples = rule, samples
+        self.irregular = 0  # batches that are short
+
+    def __call__(self, machine: Machine, before: States, event: Event) -> None:
+        validate(machine, before, event)
+        execute = isinstance(event, Received) and event.message.kind is Kind.EXECUTE
+        if isinstance(machine, Worker) and execute:
+            assert event.message.rows is not None  # type: ignore[union-attr]
+            (first, count), about = event.message.rows[0].item(), self.rule.workers[machine.log.learner]  # type: ignore[union-attr]
+            assert 1 <= count <= about.most * about.threads
+            last = first % self._samples + count == self._samples
+            self.irregular += not last and (count % about.threads > 0 or count < about.least * about.threads)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[Job, int]:
+    learners = draw(st.integers(1, 5))
+    workers = []
+    for learner in range(learners):
+        small = draw(st.booleans())
+        least = draw(st.integers(1, 4 if small else 60))
+        most = least + draw(st.integers(0, 200))
+        threads = {"threads": draw(st.sampled_from([1, 2, 5, 48]))} if small else {}
+        kind = "small" if small else "large"
+        own_s = draw(st.sampled_from([None, 0.01, {1: 1e-4, 100: 1e-2}, {1: 1e-2, 1000: 0.2}]))
+        bounds = {"min": least, "max": most, "compute_s": own_s}
+        workers.append({"ranks": [learner], "kind": kind, **threads, **bounds})
+    times = st.sampled_from([0.0, 1e-4, 1e-3, 0.05])
+    faults = [
+        {"learner": learner, "dies_at_s": draw(st.floats(0.5, 5.0))}
+        for learner in range(1, learners)
+        if draw(st.booleans())
+    ]
+    simulation = {
+        "jitter": draw(st.sampled_from([0.0, 0.1, 0.9])),
+        "latency_s": draw(times),
+        "latency_jitter_s": draw(times),
+        "bandwidth_bytes_per_s": draw(st.sampled_from([1e7, 1e9, 1e13])),
+        "message_s": draw(times),
+        "update_s": draw(times),
+        "evaluation_s": draw(st.sampled_from([0.0, 1.0])),
+        "detection_s": draw(st.sampled_from([0.0, 0.1])),
+        "faults": faults,
+    }
+    options = {
+        "alpha": draw(st.sampled_from([1.1, 2.0, 3.0])),
+        "beta": draw(st.sampled_from([0.0, 0.5, 1.0])),
+        "shuffle": draw(st.sampled_from(["once", "epoch"])),
+        "counts": draw(st.sampled_from(["run", "epoch"])),
+    }
+    rule = draw(st.sampled_from(["fixed", "adaptive", "balanced"]))
+    training = {"epochs": draw(st.integers(1, 4)), "seed": draw(st.integers(0, 99))}
+    run = job(workers, learners, rule, options=options, simulation=simulation, training=training)
+    return run, draw(st.integers(1, 700))
+
+
+@pytest.mark.slow
+@cases(100)
+@given(st.data())
+def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
+    """Invariants, among them that sizes are within their bounds, are checked after every event."""
+    run, samples = data.draw(clusters())
+    look = Given(run, samples)
+    rows = timing(run, samples, look)
+    each_epoch = run.protocol.options["shuffle"] == "epoch"
+    check_epochs(rows, samples, each_epoch=each_epoch)
+    totals = rows.totals
+    assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
+    assert totals["samples"] == samples * run.training.epochs
+    assert run.simulation.faults or not look.irregular
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "share", "busy", "longer"),
+    [("fixed", (0.95, 1.0), 0.9, 1.1), ("adaptive", (0.45, 0.6), 0.05, 20), ("balanced", (0.45, 0.62), 0.85, 1.65)],
+)
+def test_updates_and_busy_time_of_unlike_workers(
+    rule: str, share: tuple[float, float], busy: float, longer: float
+) -> None:
+    """Table 2's batches for w8a, with a CPU of 48 threads that needs 270 times as long for an epoch as a GPU, which is
+    half as efficient with its smallest batch. `longer`: than if both were always busy with their best batches.
+    """
+    sample_s = 1e-6
+    cpu_s, gpu_s = {n: 48 * 270 * sample_s * n for n in (1, 64)}, {64: 2 * 64 * sample_s, 8192: 8192 * sample_s}
+    workers = [
+        {"ranks": [0], "kind": "small", "threads": 48, "compute_s": cpu_s},
+        {"kind": "large", "min": 64, "compute_s": gpu_s},
+    ]
+    simulation = {"latency_s": 0.0, "update_s": 0.0, "bandwidth_bytes_per_s": 1e13, "servers_on_first_node": True}
+    run = job(workers, 2, rule, simulation=simulation, training={"epochs": 20})
+    rows = timing(run, 49_749, lambda *_: None)
+    updates = [(rows["gradients"]["learner"] == worker).sum() for worker in (0, 1)]
+    time_s, minibatches = rows["epochs"]["time_s"][-1], rows["minibatches"]
+    assert share[0] <= updates[0] / sum(updates) <= share[1]
+    assert minibatches["compute_s"][minibatches["learner"] == 1].sum() / time_s > busy
+    assert 1.0 <= time_s / (20 * 49_749 * sample_s * 270 / 271) < longer
+
+
+# Bits.
+
+
+ALONE: list[dict[str, Any]] = [{"kind": "large", "min": 16, "max": 16}]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"learning_rate": 0.1}, {"name": "adam", "learning_rate": 0.002, "momentum": 0.0}]
+)
+@pytest.mark.parametrize(("scaling", "reference"), [("none", 128), ("linear", 16)])
+def test_one_worker_is_async_with_one_learner(optimizer: dict[str, Any], scaling: str, reference: int) -> None:
+    """On the same stream of samples, whose epochs are whole batches."""
+    common: dict[str, Any] = {
+        "model": {"name": "mlp"},
+        "data": {"name": "digits", "train_limit": 480},
+        "optimizer": {**optimizer, "warm_up": 1.5, "milestones": (1,)},
+    }
+    protocol = {"lr_scaling": scaling, "reference_batch_size": reference}
+    alone = train(job(ALONE, 1, "adaptive", options={"shuffle": "epoch"}, protocol=protocol, **common))
+    plain = Job(
+        protocol={"name": "async", "modulation": "none"},
+        cluster={"learners": 1, "threads_per_rank": 1},
+        training={"epochs": 3, "seed": 3, "evaluate": False, "minibatch_size": 16},
+        **common,
+    )
+    other = train(plain.resolved())
+    assert torch.equal(alone.weights, other.weights)
+    for name in ("first", "samples", "step", "loss"):
+        assert np.array_equal(alone.rows["gradients"][name], other.rows["gradients"][name])
+
+
+def replayed_plainly(run: Job, rows: Rows) -> torch.Tensor:
+    """The weights after all recorded work, in a loop that knows nothing of roles."""
+    data = load(run.data)
+    model = FlatModel(models.build(run.model, data.info, run.training.seed), tasks.make(run.task, data.info.classes), 1)
+    weights = torch.empty(model.size)
+    model.read_into(weights)
+    rule = UpdateRule(run.optimizer, weights, model.layout)
+    assert data.training is not None
+    sources = [
+        GradientSource(run, learner, Work(0, 0, 1, 0), model, data.training, prefetch=False)
+        for learner in range(run.learners)
+    ]
+    versions, gradient = [weights.clone()], torch.empty(model.size)
+    for row, update in zip(rows["gradients"], rows["updates"], strict=True):
+        work = Work(0, int(row["first"]), int(row["samples"]), 0)
+        sources[row["learner"]].compute(int(row["step"]), work, versions[row["timestamp"]], gradient)
+        rule.step(gradient, float(update["learning_rate"]))
+        versions.append(weights.clone())
+    return weights
+
+
+@pytest.mark.parametrize("rule", ["fixed", "adaptive"])
+def test_the_recorded_work_alone_makes_the_weights(rule: str) -> None:
+    simulation = {"jitter": 0.5, "latency_s": 0.001}
+    optimizer = {"learning_rate": 0.2, "momentum": 0.9}
+    common = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 400}}
+    run = job(UNLIKE, 2, rule, simulation=simulation, optimizer=optimizer, **common)
+    trained = train(run)
+    check_epochs(trained.rows, 400)
+    assert torch.equal(replayed_plainly(run, trained.rows), trained.weights)
+
+
+def test_a_small_worker_of_48_threads_and_a_fast_large_one(tmp_path: Path) -> None:
+    """In virtual time a part is pushed every 48th of what one thread takes; a run replays."""
+    workers = [
+        {"ranks": [0], "kind": "small", "threads": 48, "compute_s": {1: 0.02, 64: 1.28}},
+        {"kind": "large", "min": 64, "max": 256, "compute_s": {64: 0.01, 256: 0.02}},
+    ]
+    simulation = {"jitter": 0.0, "latency_s": 0.0, "update_s": 0.0, "bandwidth_bytes_per_s": 1e13}
+    common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits"}, "simulation": simulation}
+    run = job(workers, 2, "fixed", **common)
+    with rudra.simulate(run, output=tmp_path / "out.h5", progress="quiet") as results:
+        mine = results.minibatches[results.minibatches["learner"] == 0]
+        assert mine["compute_s"][:48] == pytest.approx(0.02 / 48)
+        first = results.gradients[results.gradients["learner"] == 0][:48]
+        assert len(set(first["timestamp"])) == 1
+        assert np.array_equal(first["staleness"], first["update"] - 1)
+        expected = run.make_protocol().expected_staleness
+        assert expected == 24.5
+        assert results.gradients["staleness"].mean() == pytest.approx(expected, rel=0.1)
+    assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rule", ["adaptive", "balanced"])
+def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) -> None:
+    workers = [
+        {"ranks": [0, 1], "kind": "small", "threads": 5, "max": 16, "compute_s": {1: 0.004, 16: 0.064}},
+        *UNLIKE[1:],
+    ]
+    simulation = {
+        "jitter": 0.9,
+        "latency_jitter_s": 0.01,
+        "update_s": 0.002,
+        "bandwidth_bytes_per_s": 1e7,
+        "faults": [{"learner": 1, "dies_at_s": 0.4 + 0.07 * seed}, {"learner": 3, "dies_at_s": 0.7}],
+        "detection_s": 0.03,
+    }
+    common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits"}, "simulation": simulation}
+    run = job(workers, 4, rule, training={"seed": seed}, **common)
+    with rudra.simulate(run, output=tmp_path / "out.h5", progress="quiet") as results:
+        rows = Rows({name: [getattr(results, name)] for name in ("gradients", "updates", "epochs")})
+        check_epochs(rows, results.attributes["training_samples"])
+        assert (results.events["kind"] == b"lost").sum() == 2
+    assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
+
+
+@pytest.mark.parametrize("at", [1, 30, 31, 32, 33, 60])
+def test_a_run_goes_on_from_any_checkpoint_with_each_sample_once(at: int) -> None:
+    common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 400}}
+    run = job(UNLIKE, results={"checkpoint_every": "1 updates"}, simulation={"jitter": 0.9}, **common)
+    whole = train(run)
+    saved = next(s for s in whole.saved if s.position.timestamp >= at)
+    resumed = train(run, resumed=saved)
+    tables: dict[str, list[Any]] = {}
+    for name in ("gradients", "updates", "epochs"):
+        clock = {"gradients": "update"}.get(name, "timestamp")
+        early = whole.rows[name][whole.rows[name][clock] <= saved.position.timestamp]
+        tables[name] = [early, *resumed.rows.tables[name]]
+    check_epochs(Rows(tables), 400)
+    assert resumed.rows.totals["samples"] == 1200
+    assert torch.equal(replayed_plainly(run, Rows(tables)), resumed.weights)
+
+
+def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 400}}
+    run = job(UNLIKE, simulation={"jitter": 0.9, "bandwidth_bytes_per_s": 1e7, "update_s": 0.01}, **common)
+    for stop_at in (0.35, 0.4, 0.45, 0.5):
+        first = train(run, stop_at=stop_at)
+        (saved,) = first.saved
+        second = train(run, resumed=saved)
+        tables = {
+            name: [*first.rows.tables.get(name, []), *second.rows.tables[name]]
+            for name in ("gradients", "updates", "epochs")
+        }
+        check_epochs(Rows(tables), 400)
