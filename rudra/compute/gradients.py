@@ -226,14 +226,14 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
             raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
 
 
-def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alone: bool) -> None:
+def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alone: tuple[str, str] | None) -> None:
     """Makes sure that torch can compute a model's gradients in a precision, and of one sample alone, by trying.
 
     Args:
         table: has the precision.
         model: in question, made for that precision; afterwards of no use.
         sample: a batch of one.
-        alone: whether mini-batches may be of one sample.
+        alone: because of what mini-batches may be of one sample, and what else is valid; None: they may not.
 
     Raises:
         ConfigError: it cannot; the text says why.
@@ -245,9 +245,11 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alo
         model.gradient(*(sample if alone else _together(torch.cat, [sample, sample])), out, 0)
     except (RuntimeError, TypeError, ValueError) as error:
         what = " ".join(str(error).split()).partition(". ")[0][:200]  # advice for developers may follow
-        if alone and isinstance(error, ValueError):  # BatchNorm's
-            where = "[training] minibatch_size = 1: torch cannot do this model with one sample"
-            raise ConfigError(f"{where} ({what}); valid: 2 or more") from error
+        if alone is not None and isinstance(error, ValueError):  # BatchNorm's
+            where, valid = alone
+            raise ConfigError(
+                f"{where}: torch cannot do this model with one sample ({what}); valid: {valid}"
+            ) from error
         if table.precision == "float32":
             raise
         where = f"[training] precision = '{table.precision}'"

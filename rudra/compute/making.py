@@ -151,8 +151,12 @@ def _check_gradient(
         data: what a sample looks like.
         portions: of each part of the run, by learner.
     """
-    alone = any(mine.count == 1 for of_part in portions for mine in of_part.values())
-    lonely = alone and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
+    alone = None
+    if any(mine.count == 1 for of_part in portions for mine in of_part.values()):
+        alone = ("[training] minibatch_size = 1", "2 or more")
+        if job.workers:
+            alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")
+    lonely = alone is not None and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
     if lonely or job.training.precision != "float32":
         check_gradient(job.training, model(), data.info.sample, alone=alone)
 

@@ -4,7 +4,6 @@ Source: Hogbatch (Ma and Rusu 2020), §5.1 and Algorithms 1 and 2. Here every sa
 batch takes what is left, and what a worker had when it died, or when a run was stopped, is served again.
 """
 
-from bisect import insort
 from collections import deque
 from itertools import pairwise
 
@@ -18,6 +17,8 @@ from topologies import Plan
 
 Range = tuple[int, int]
 """The first sample, as its place in the epoch, and how many."""
+Dealt = tuple[tuple[Range, ...], tuple[int, ...], tuple[float, ...]]
+"""What is to be served again, sizes and counts."""
 
 
 class Dealer:
@@ -40,6 +41,7 @@ class Dealer:
         self._left = {plan.roles[learner].index for learner in plan.learners}
         self._given: list[deque[Range]] = [deque() for _ in protocol.workers]  # parts whose gradients are not applied
         self._counted: list[tuple[int, Range]] = []  # those of the next update, and whose they are
+        self._before: Dealt | None = None  # what was dealt up to the last update, if more was since
         self._again: list[Range] = sorted(position.again)  # were given to somebody who will not bring them
         self._cursor = position.samples - position.epoch * training_samples + sum(count for _, count in self._again)
         self.sizes = list(position.sizes or protocol.first_sizes)
@@ -48,7 +50,7 @@ class Dealer:
 
     def validate(self, applied: int) -> None:
         """Raises AssertionError unless all samples of the epoch but those that were applied are left, each once."""
-        ranges = [*self.about()[0], (self._cursor, self._samples - self._cursor)]
+        ranges = [*self._about()[0], (self._cursor, self._samples - self._cursor)]
         assert all(first + count <= other for (first, count), (other, _) in pairwise(ranges))
         assert sum(count for _, count in ranges) == self._samples - applied
         for about, size in zip(self._protocol.workers, self.sizes, strict=True):
@@ -64,6 +66,7 @@ class Dealer:
         if not available[1]:
             return None
         assert not self._given[worker]
+        self._before = self._before or self._about()
         rule = self._protocol
         remaining = self._samples - self._cursor + sum(count for _, count in self._again)
         team = Team(self.sizes, self.counts, self.samples, self._left, remaining, self._samples)
@@ -100,11 +103,11 @@ class Dealer:
             self.counts[worker] += self._protocol.counted(worker)
             self.samples[worker] += samples
         self._counted.clear()
+        self._before = None
 
     def recall(self, worker: int, *, dead: bool = False) -> None:
         """What a worker has is served again, to others if it is dead."""
-        for part in self._given[worker]:
-            insort(self._again, part)
+        self._again = _joined([*self._again, *self._given[worker]])
         self._given[worker].clear()
         if dead:
             self._left.discard(worker)
@@ -116,13 +119,27 @@ class Dealer:
         if self._protocol.counts_each_epoch:
             self.counts = [0.0] * len(self.counts)
 
-    def about(self) -> tuple[tuple[Range, ...], tuple[int, ...], tuple[float, ...]]:
-        """What `TrainingState` has of it: what is to be served again, sizes and counts."""
+    def about(self) -> Dealt:
+        """What `TrainingState` has of it, as of the last update, so that a replay knows it, too."""
+        return self._before or self._about()
+
+    def _about(self) -> Dealt:
         given = [part for of_worker in self._given for part in of_worker]
         given += (part for _, part in self._counted)
-        return tuple(sorted([*self._again, *given])), tuple(self.sizes), tuple(self.counts)
+        return tuple(_joined([*self._again, *given])), tuple(self.sizes), tuple(self.counts)
 
     @property
     def _base(self) -> int:
         """Where the epoch begins in the stream."""
         return self._epoch * self._samples if self._protocol.shuffles_each_epoch else 0
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    """In order, and those that touch as one."""
+    found: list[Range] = []
+    for first, count in sorted(ranges):
+        if found and sum(found[-1]) == first:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((first, count))
+    return found

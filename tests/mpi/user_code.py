@@ -133,6 +133,11 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))
 
 
+def regular() -> nn.Module:
+    """As `network`, with dropout, but without statistics of batches, which may be single samples."""
+    return nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))
+
+
 def skewed() -> nn.Module:
     """Most parameters are at the end."""
     return nn.Sequential(nn.Linear(20, 4), nn.Tanh(), nn.Linear(4, 200), nn.Dropout(0.3), nn.Linear(200, CLASSES))

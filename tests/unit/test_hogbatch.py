@@ -172,22 +172,26 @@ def test_what_is_recalled_is_dealt_first() -> None:
     applied(cards, 0, 0, 1)
     cards.recall(0, dead=True)
     applied(cards, 1, 4, 100)
-    assert [cards.deal(1), cards.about()[0]] == [Work(0, 1, 1, 0), ((1, 1), (2, 1), (3, 1))]
-    applied(cards, 1, 1, 1)
-    cards.validate(102)
+    assert cards.deal(1) == Work(0, 1, 3, 0)
+    applied(cards, 1, 1, 3)
+    cards.validate(104)
 
 
-def test_a_position_tells_all_of_it() -> None:
+def test_a_position_tells_all_of_it_as_of_the_last_update() -> None:
     cards = dealer(300)
+    assert cards.about() == ((), (1, 100), (0.0, 0.0))
     cards.deal(0)
     cards.deal(1)
     applied(cards, 0, 0, 1)
     again, sizes, counts = cards.about()
+    assert again == ((1, 103),)
     same = dealer(300, TrainingState(samples=1, again=again, sizes=sizes, counts=counts))
     same.validate(1)
     assert same.about() == (again, sizes, counts)
-    assert [same.deal(1), same.deal(0)] == [Work(0, 1, 1, 0), Work(0, 2, 1, 0)]
-    assert same.about()[0] == again
+    assert [same.deal(0), same.deal(1)] == [Work(0, 1, 4, 0), Work(0, 5, 99, 0)]
+    assert same.about() == (again, sizes, counts)
+    applied(same, 1, 5, 99)
+    assert same.about()[0] == ((1, 4),)
 
 
 def test_a_gradient_of_other_samples_than_were_given_is_refused() -> None:
