@@ -786,8 +786,8 @@ class StudyTable(Table):
     """The variants of the job that `rudra sweep` runs, and the figure that `rudra report` draws of them."""
 
     title: str = Field("", description="heading of the report")
-    figure: Literal["staleness", "test-error", "target", "tradeoff", "speed-up", "penalties", "table"] = Field(
-        "table", description="figure that the report shows first"
+    figure: Literal["staleness", "test-error", "target", "tradeoff", "speed-up", "penalties", "workers", "table"] = (
+        Field("table", description="figure that the report shows first")
     )
     grid: dict[str, list[Any]] = Field({}, description="job key -> list of values; the study runs every combination")
     points: list[dict[str, Any]] = Field([], description="tables of job key = value; each is one more run")

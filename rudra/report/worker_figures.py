@@ -4,15 +4,18 @@ Source: Ma & Rusu, Heterogeneous CPU+GPU SGD, Figures 5 to 8.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.report.analysis import COLOURS, Band, draw_band, log_ticks, look, time_unit
+from rudra.report.analysis import COLOURS, Band, Numbers, draw_band, log_ticks, look, time_unit
 from rudra.report.panels import Figure, Panel, set_axes, thin
 from rudra.report.tables import MOST_ROWS, ReportTable, percent
 from rudra.report.workers import Workers
+
+GOAL = 0.95
+"""Of the drop in loss: where a run is compared with others."""
 
 _KINDS = ("small", "large")
 _DrawOne = Callable[[Any, Workers, int, float, dict[str, Any]], None]
@@ -27,48 +30,80 @@ def workers(found: Sequence[tuple[str, Workers]]) -> list[Figure]:
         (name if names.count(name) == 1 else f"{name}: {label}", about)
         for name, (label, about) in zip(names, found, strict=True)
     ]
-    return [*_convergence(named), _shares(named), *_over_time(named)]
+    courses = normalised([about for _, about in named])
+    return [*_convergence(named, courses), _shares(named, courses), *_over_time(named)]
 
 
-def _convergence(named: Sequence[tuple[str, Workers]]) -> list[Figure]:
-    """Normalised loss, (L0 - L) / (L0 - Lmin); Lmin is the least of all runs, in the time that all of them took."""
-    courses = {name: about.losses() for name, about in named}
-    courses = {name: course for name, course in courses.items() if len(course[2]) > 1 and np.isfinite(course[2]).all()}
-    if not courses:
+class Convergence(NamedTuple):
+    """How one run got on; of the arrays, each has one value for each window (`Workers.losses`).
+
+    Attributes:
+        time_s: since training began.
+        epochs: passes over the training set.
+        loss: of the training.
+        normalised: (L0 - L) / (L0 - Lmin).
+        reached_s: when its loss had fallen by 95 % of that (`Workers.falling`); None: not in the time that all took.
+    """
+
+    time_s: Numbers
+    epochs: Numbers
+    loss: Numbers
+    normalised: Numbers
+    reached_s: float | None = None
+
+
+def normalised(runs: Sequence[Workers]) -> list[Convergence]:
+    """The runs beside each other: L0 is the highest first loss, Lmin the least of all in the time that all took.
+
+    Where none fell, or nothing was learned, there is nothing to show: all are empty.
+    """
+    found = [about.losses() for about in runs]
+    shared_s = min(about.end_s for about in runs)
+    first = max((loss[0] for *_, loss in found if len(loss)), default=0.0)
+    least = min(
+        (loss[time_s <= shared_s].min() for time_s, _, loss in found if (time_s <= shared_s).any()), default=0.0
+    )
+    nothing = np.zeros(0)
+    if not first > least:  # NaN, too, where nothing was learned
+        return [Convergence(nothing, nothing, nothing, nothing)] * len(runs)
+    made = []
+    for about, course in zip(runs, found, strict=True):
+        since_s, loss = about.falling()
+        low = since_s[(loss <= first - GOAL * (first - least)) & (since_s <= shared_s)]
+        made.append(Convergence(*course, (first - course[2]) / (first - least), float(low[0]) if len(low) else None))
+    return made
+
+
+def _convergence(named: Sequence[tuple[str, Workers]], courses: Sequence[Convergence]) -> list[Figure]:
+    drawn = [(name, course) for (name, _), course in zip(named, courses, strict=True) if len(course.loss) > 1]
+    if not drawn:
         return []
     shared_s = min(about.end_s for _, about in named)
-    within = {name: [column[course[0] <= shared_s] for column in course] for name, course in courses.items()}
-    first = max(loss[0] for *_, loss in courses.values())
-    least = min(loss.min() for *_, loss in within.values() if len(loss))
-    if not first > least:
-        return []
     unit, unit_s = time_unit(shared_s)
 
-    def panel(title: str, column: int, label: str, per: float) -> Panel:
+    def panel(title: str, label: str, per: float, *, time: bool) -> Panel:
         def draw(axis: Any) -> None:
-            for i, (name, course) in enumerate(courses.items()):
-                x, y = course[column] / per, (first - course[2]) / (first - least)
+            ends = []
+            for i, (name, course) in enumerate(drawn):
+                x, y = (course.time_s if time else course.epochs) / per, course.normalised
                 draw_band(axis, Band(x, y, y, y), look(i), name)
-            axis.axhline(0.95, color=COLOURS[4], linewidth=1.2, linestyle=":")
-            set_axes(axis, title, label, "normalised loss", counts=column == 1)
-            axis.set_ylim(min(0.0, axis.get_ylim()[0]), 1.05)
-            most = max(course[column][-1] for course in courses.values()) / per
-            least_x = min(course[column][-1] for course in courses.values()) / per
-            if column == 0:
+                ends += [(x[0], x[-1])]
+            axis.axhline(GOAL, color=COLOURS[4], linewidth=1.2, linestyle=":")
+            set_axes(axis, title, label, "normalised loss")
+            axis.set_ylim(min(0.0, max(-0.3, axis.get_ylim()[0])), 1.08)
+            least, most = (np.array(side) for side in zip(*ends, strict=True))
+            if time:
                 axis.set_xlim(0, shared_s / per)
-            elif most > 20 * max(least_x, 1e-9):
-                starts = [course[1][1] for course in courses.values()]
-                log_ticks(axis.xaxis, min(starts), most)
-                axis.set_xlim(min(starts), most)
+            elif most.max() > 20 * most.min():  # small workers alone get through few epochs
+                log_ticks(axis.xaxis, least.min(), most.max())
+                axis.set_xlim(least.min(), most.max())
 
         return draw
 
     rows = []
-    for name, course in courses.items():
-        chosen = thin(len(course[0]), max(20, MOST_ROWS // len(courses)))
-        values = [column[chosen].tolist() for column in (course[0], course[1], course[2])]
-        scaled = ((first - course[2][chosen]) / (first - least)).tolist()
-        rows += list(zip([name] * len(chosen), *values, scaled, strict=True))
+    for name, course in drawn:
+        chosen = thin(len(course.loss), max(20, MOST_ROWS // len(drawn)))
+        rows += [(name, *values) for values in zip(*(column[chosen].tolist() for column in course[:4]), strict=True)]
     heads = ("run", "time (s)", "epochs", "training loss", "normalised loss")
     return [
         Figure(
@@ -78,8 +113,8 @@ def _convergence(named: Sequence[tuple[str, Workers]]) -> list[Figure]:
             "the time of the shortest. L is the mean over the samples of the gradients as they were computed, in "
             "windows of 1/40 of an epoch and of the time, or more. Dotted: 95 % of the drop.",
             [
-                panel("Over time", 0, f"time ({unit})", unit_s),
-                panel("Over epochs", 1, "epochs", 1.0),
+                panel("Over time", f"time ({unit})", unit_s, time=True),
+                panel("Over epochs", "epochs", 1.0, time=False),
             ],
             ReportTable("workers-convergence", heads, rows, {}),
             3.4,
@@ -88,8 +123,11 @@ def _convergence(named: Sequence[tuple[str, Workers]]) -> list[Figure]:
     ]
 
 
-def _shares(named: Sequence[tuple[str, Workers]]) -> Figure:
-    rows = [(name, *(about.share(kind) for kind in _KINDS)) for name, about in named]
+def _shares(named: Sequence[tuple[str, Workers]], courses: Sequence[Convergence]) -> Figure:
+    rows = [
+        (name, *(about.share(kind) for kind in _KINDS), course.reached_s)
+        for (name, about), course in zip(named, courses, strict=True)
+    ]
 
     def draw(axis: Any) -> None:
         left = np.zeros(len(rows))
@@ -97,7 +135,7 @@ def _shares(named: Sequence[tuple[str, Workers]]) -> Figure:
             width = np.array([row[1 + i] for row in rows])
             axis.barh(range(len(rows)), width, left=left, height=0.42, color=COLOURS[i], label=f"{kind} workers")
             left += width
-        for i, (name, small, _) in enumerate(rows):
+        for i, (name, small, _, _) in enumerate(rows):
             text = f"{name}: {small:.1f} %"
             note = axis.annotate(text, (0, i - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize="small")
             note.set_in_layout(False)
@@ -105,13 +143,13 @@ def _shares(named: Sequence[tuple[str, Workers]]) -> Figure:
         axis.set(xlim=(0, 100), xticks=range(0, 101, 25))
         axis.grid(False, axis="y")
 
-    heads = ("run", *(f"{kind}: updates (%)" for kind in _KINDS))
+    heads = ("run", *(f"{kind}: updates (%)" for kind in _KINDS), "time to 95 % of the drop in loss (s)")
     return Figure(
         "workers-updates",
         "Updates by kind of worker",
         "Share of the updates that small workers made, each part of their batches one, and of those of large ones.",
         [draw],
-        ReportTable("workers-updates", heads, rows, dict.fromkeys(heads[1:], percent)),
+        ReportTable("workers-updates", heads, rows, dict.fromkeys(heads[1:3], percent)),
         1.1 + 0.42 * len(rows),
     )
 

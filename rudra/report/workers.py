@@ -58,7 +58,7 @@ class Workers(NamedTuple):
         return self.began_s[own], self.samples[own] * self.threads[worker]
 
     def losses(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Seconds, epochs and the training loss, of windows of 1/40 of an epoch or more and of the run's time."""
+        """Seconds, epochs and the training loss, of windows of 1/40 of an epoch and of the run's time, or more."""
         order = np.argsort(self.began_s, kind="stable")
         samples, began_s = self.samples[order], self.began_s[order]
         done = np.cumsum(samples)
@@ -74,8 +74,26 @@ class Workers(NamedTuple):
             return np.zeros(0), np.zeros(0), np.zeros(0)
         count = np.add.reduceat(samples, at)
         loss = np.add.reduceat(self.loss[order] * samples, at) / count
-        middle_s = np.add.reduceat(began_s * samples, at) / count
-        return middle_s, (done[at] - samples[at]) / self.samples_of_epoch, loss
+        middle_s, middle = (np.add.reduceat(x * samples, at) / count for x in (began_s, done - samples / 2))
+        return middle_s, middle / self.samples_of_epoch, loss
+
+    def falling(self) -> tuple[Numbers, Numbers]:
+        """Seconds, and the training loss as a step function that never rises and fits the single gradients best.
+
+        Few samples a second say little of the loss in a short time: where it falls fast, a step is a few gradients, and
+        where it hardly does, many. Source: the algorithm of pooled adjacent violators (Ayer et al. 1955).
+        """
+        order = np.argsort(self.began_s, kind="stable")
+        blocks: list[tuple[float, float, float]] = []  # since when, the mean, and of how many samples
+        for began_s, samples, loss in zip(
+            *(x[order].tolist() for x in (self.began_s, self.samples, self.loss)), strict=True
+        ):
+            while blocks and blocks[-1][1] <= loss:
+                began_s, mean, count = blocks.pop()
+                samples, loss = samples + count, (loss * samples + mean * count) / (samples + count)
+            blocks.append((began_s, loss, samples))
+        since_s, means, _ = zip(*blocks, strict=True) if blocks else ((), (), ())
+        return np.array(since_s, float), np.array(means, float)
 
     def utilisation(self, worker: int) -> tuple[Numbers, Numbers]:
         """The worker's utilisation over time, in percent: seconds at the middle of each window, and its share of it.
@@ -89,11 +107,16 @@ class Workers(NamedTuple):
         worth = took_s
         if self.kinds[worker] == "large" and len(took_s) and (took_s > 0).all():
             pace = samples / took_s
-            worth = took_s * np.minimum(1.0, pace / np.quantile(pace, 0.95))
+            worth = took_s * np.minimum(1.0, pace / np.median(pace[samples >= 0.9 * samples.max()]))
         # What a gradient is worth, spread over the time that it took.
         done = np.concatenate(([0.0], np.cumsum(worth)))
         busy = np.interp(edges, *_steps(began_s, took_s, done)) if len(took_s) else np.zeros(len(edges))
         return (edges[1:] + edges[:-1]) / 2, 100 * np.diff(busy) / np.diff(edges)
+
+    def used(self, kind: str) -> float | None:
+        """Mean utilisation of the workers of a kind, in percent; None: there are none."""
+        own = [self.utilisation(i)[1].mean() for i, other in enumerate(self.kinds) if other == kind]
+        return float(np.mean(own)) if own else None
 
 
 def _steps(began_s: Numbers, took_s: Numbers, done: Numbers) -> tuple[Numbers, Numbers]:
