@@ -436,6 +436,13 @@ class WorkersTable(Table):
         return Worker(self.kind, self.threads, *own)
 
 
+def kinds_of(value: Any) -> str | None:
+    """`small+large`, for people, of a list of tables `[[workers]]`; None: it is none."""
+    if not (isinstance(value, list) and value and all(isinstance(table, dict) and "kind" in table for table in value)):
+        return None
+    return "+".join(str(table["kind"]) for table in value)
+
+
 class AveragingTable(Table):
     """How learners average replicas of their own; keys that are left out are as the protocol has them."""
 

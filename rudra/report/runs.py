@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from protocols import Protocol, rule_of
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import SWEEP_INDEX
+from rudra.job.tables import kinds_of
 from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.report.topology import Cast, of_results
 from rudra.report.workers import Workers, workers_of
@@ -392,7 +393,7 @@ def varying(runs: Sequence[Run]) -> list[str]:
 
 def text(value: Any) -> str:
     """A value of a job for people."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else kinds_of(value) or json.dumps(value, ensure_ascii=False)
 
 
 def _last(values: Numbers) -> float | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rudra.report.analysis import COLOURS, Band, Numbers, draw_band, log_ticks, look, time_unit
 from rudra.report.panels import Figure, Panel, set_axes, thin
 from rudra.report.tables import MOST_ROWS, ReportTable, percent
-from rudra.report.workers import Workers
+from rudra.report.workers import MANY, Workers
 
 GOAL = 0.95
 """Of the drop in loss: where a run is compared with others."""
@@ -57,18 +57,16 @@ def normalised(runs: Sequence[Workers]) -> list[Convergence]:
 
     Where none fell, or nothing was learned, there is nothing to show: all are empty.
     """
-    found = [about.losses() for about in runs]
+    found = [about.losses(MANY) for about in runs]
+    fits = [about.falling() for about in runs]
     shared_s = min(about.end_s for about in runs)
     first = max((loss[0] for *_, loss in found if len(loss)), default=0.0)
-    least = min(
-        (loss[time_s <= shared_s].min() for time_s, _, loss in found if (time_s <= shared_s).any()), default=0.0
-    )
+    least = min((loss[since_s <= shared_s][-1] for since_s, loss in fits if len(loss)), default=0.0)
     nothing = np.zeros(0)
     if not first > least:  # NaN, too, where nothing was learned
         return [Convergence(nothing, nothing, nothing, nothing)] * len(runs)
     made = []
-    for about, course in zip(runs, found, strict=True):
-        since_s, loss = about.falling()
+    for course, (since_s, loss) in zip(found, fits, strict=True):
         low = since_s[(loss <= first - GOAL * (first - least)) & (since_s <= shared_s)]
         made.append(Convergence(*course, (first - course[2]) / (first - least), float(low[0]) if len(low) else None))
     return made
@@ -111,7 +109,7 @@ def _convergence(named: Sequence[tuple[str, Workers]], courses: Sequence[Converg
             "Convergence of unlike workers",
             "Training loss L as (L0 − L) / (L0 − Lmin): 0 where training begins, 1 at the least loss of all runs in "
             "the time of the shortest. L is the mean over the samples of the gradients as they were computed, in "
-            "windows of 1/40 of an epoch and of the time, or more. Dotted: 95 % of the drop.",
+            "windows of 1/100 of an epoch and of the time, or more. Dotted: 95 % of the drop.",
             [
                 panel("Over time", f"time ({unit})", unit_s, time=True),
                 panel("Over epochs", "epochs", 1.0, time=False),

@@ -9,7 +9,11 @@ from numpy.typing import NDArray
 from rudra.report.analysis import Numbers
 from rudra.results.reader import Results
 
-_WINDOWS = 40  # of time, in a panel, and of the samples of an epoch, at most
+MANY = 100
+"""Parts of an epoch, and of a run's time, over which a loss is a mean."""
+
+_WINDOWS = 40  # of time, for utilisation
+_LAST = 40  # part of an epoch that the last step of a fit has at least
 
 
 class Workers(NamedTuple):
@@ -57,13 +61,13 @@ class Workers(NamedTuple):
         own = self.worker == worker
         return self.began_s[own], self.samples[own] * self.threads[worker]
 
-    def losses(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Seconds, epochs and the training loss, of windows of 1/40 of an epoch and of the run's time, or more."""
+    def losses(self, parts: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Seconds, epochs and the training loss, of windows of such a part of an epoch and of the time, or more."""
         order = np.argsort(self.began_s, kind="stable")
         samples, began_s = self.samples[order], self.began_s[order]
         done = np.cumsum(samples)
-        window = np.minimum(done * _WINDOWS // max(1, self.samples_of_epoch), 10**9)
-        clock = np.floor(began_s * _WINDOWS / max(self.end_s, 1e-12)).astype(np.int64)
+        window = done * parts // max(1, self.samples_of_epoch)
+        clock = np.floor(began_s * parts / max(self.end_s, 1e-12)).astype(np.int64)
         starts = [0]
         for i in range(1, len(order)):
             last = starts[-1]
@@ -81,9 +85,12 @@ class Workers(NamedTuple):
         """Seconds, and the training loss as a step function that never rises and fits the single gradients best.
 
         Few samples a second say little of the loss in a short time: where it falls fast, a step is a few gradients, and
-        where it hardly does, many. Source: the algorithm of pooled adjacent violators (Ayer et al. 1955).
+        where it hardly does, many. The last step is 1/40 of an epoch or more, as nothing after it bounds it.
+
+        Source: the algorithm of pooled adjacent violators (Ayer et al. 1955).
         """
         order = np.argsort(self.began_s, kind="stable")
+        enough = self.samples_of_epoch / _LAST
         blocks: list[tuple[float, float, float]] = []  # since when, the mean, and of how many samples
         for began_s, samples, loss in zip(
             *(x[order].tolist() for x in (self.began_s, self.samples, self.loss)), strict=True
@@ -92,6 +99,9 @@ class Workers(NamedTuple):
                 began_s, mean, count = blocks.pop()
                 samples, loss = samples + count, (loss * samples + mean * count) / (samples + count)
             blocks.append((began_s, loss, samples))
+        while len(blocks) > 1 and blocks[-1][2] < enough:
+            (began_s, mean, count), (_, loss, samples) = blocks[-2:]
+            blocks[-2:] = [(began_s, (mean * count + loss * samples) / (count + samples), count + samples)]
         since_s, means, _ = zip(*blocks, strict=True) if blocks else ((), (), ())
         return np.array(since_s, float), np.array(means, float)
 

@@ -23,7 +23,7 @@ from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, Change, parsed, read_job, read_toml
-from rudra.job.tables import PLACEMENT_RULES
+from rudra.job.tables import PLACEMENT_RULES, kinds_of
 from rudra.machine import cores
 from rudra.simulation import costs
 
@@ -235,9 +235,9 @@ def _file_name(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, list) and value and all(isinstance(table, Mapping) and "kind" in table for table in value):
-        return "+".join(str(table["kind"]) for table in value)  # of [[workers]]
-    return value if isinstance(value, str) else "default" if value is None else json.dumps(value, default=str)
+    if isinstance(value, str):
+        return value
+    return "default" if value is None else kinds_of(value) or json.dumps(value, default=str)
 
 
 def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> Iterator[dict[str, Any]]:

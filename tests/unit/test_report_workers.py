@@ -41,13 +41,13 @@ def made(loss: list[float], **more: object) -> Workers:
 
 def test_losses_are_means_over_the_samples_of_a_window() -> None:
     uneven = made([8.0, 4.0] + [2.0] * 8, samples=np.array([100, 300] + [75] * 8), samples_of_epoch=1000)
-    time_s, epochs, loss = uneven.losses()
+    time_s, epochs, loss = uneven.losses(40)
     assert loss.tolist() == [8.0, 4.0] + [2.0] * 8, "each is more than a 40th of an epoch, and of the time"
     assert time_s.tolist() == pytest.approx(np.arange(10) / 10)
     assert epochs[:2].tolist() == pytest.approx([0.05, 0.25])
     fine = made(list(range(100)), worker=np.zeros(100, np.int64), began_s=np.arange(100) / 100)
     fine = fine._replace(took_s=np.full(100, 0.01), samples=np.full(100, 10), loss=np.arange(100.0))
-    windows = fine.losses()[2]
+    windows = fine.losses(40)[2]
     assert 34 <= len(windows) <= 41
     assert (np.diff(windows) > 0).all()
     assert windows[-1] > 97
@@ -68,9 +68,11 @@ def test_losses_are_normalised_by_the_least_in_the_time_that_all_took() -> None:
 
 def test_a_loss_that_falls_is_a_mean_over_as_few_gradients_as_it_needs() -> None:
     noisy = made([4.0, 3.0, 1.5, 2.5, 2.0, 2.0, 1.0, 1.4, 0.8, 1.2], samples=np.array([100] * 9 + [300]))
+    noisy = noisy._replace(samples_of_epoch=10_000)
     since_s, loss = noisy.falling()
     assert since_s.tolist() == pytest.approx([0.0, 0.1, 0.2, 0.6, 0.8])
     assert loss.tolist() == pytest.approx([4.0, 3.0, 2.0, 1.2, (0.8 + 3 * 1.2) / 4])
+    assert noisy._replace(samples_of_epoch=17_000).falling()[0].tolist() == [0.0, 0.1, 0.2, 0.6], "too few at the end"
     assert made([1.0, 2.0] * 5).falling()[1].tolist() == [1.5], "nothing fell"
 
 
