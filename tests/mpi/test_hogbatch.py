@@ -68,11 +68,10 @@ def check(results: rudra.Results, epochs: int) -> None:
     assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
 
 
-@pytest.mark.parametrize("rule", ["adaptive", "balanced"])
-def test_two_unlike_workers(tmp_path: Path, rule: str) -> None:
+def test_two_unlike_workers(tmp_path: Path) -> None:
     """As many ranks as a user's own launcher starts."""
     output = tmp_path / "out.h5"
-    code, _, err = mpirun(4, "run", str(job_file(tmp_path, rule=rule)), "--output", str(output))
+    code, _, err = mpirun(4, "run", str(job_file(tmp_path, rule="balanced")), "--output", str(output))
     assert code == 0, err
     with rudra.open_results(output) as results:
         check(results, 4)

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -280,3 +281,21 @@ def test_one_table_is_of_all_learners_that_no_other_names() -> None:
     small = Worker("small", 3, 1, 64)
     assert rule.workers == (small, Worker("large", 1, 128, 200), small)
     assert job.with_(training={"epochs": 2}).workers == job.workers
+
+
+def test_set_changes_one_table_or_all(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    tables = "".join(f'[[workers]]\nranks = [{i}]\nkind = "{kind}"\n' for i, kind in enumerate(["small", "large"]))
+    path.write_text(f'[protocol]\nname = "hogbatch"\n[cluster]\nlearners = 2\n{tables}')
+    job = Job.load(path, ["workers.0.threads=8", "workers.1.max=200", "protocol.rule=adaptive"])
+    assert [table.worker for table in job.workers] == [Worker("small", 8, 1, 64), Worker("large", 1, 128, 200)]
+    whole = Job.load(path, ['workers=[{kind = "large"}]'])
+    assert [table.worker for table in whole.workers] == [Worker("large", 1, 128, 8192)]
+    assert not Job.load(path, ["workers=", "protocol.name=async"]).workers
+    for override, text in {
+        "workers.2.max=9": "workers has no table 2; valid: 0 to 1",
+        "workers.max=9": "must name one of the tables, such as workers.0.max",
+        "workers.0.max.x=9": "[workers] 0.max must be a whole number, not {'x': 9}",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(f"--set {override}: {text}")):
+            Job.load(path, [override])
