@@ -255,7 +255,7 @@ def _campaign(kills: int) -> tuple[int, int, list[str]]:
     with (
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
         tqdm(total=kills * len(kinds), unit=" kills", leave=False, disable=None) as bar,
-        closing(Campaign(Path(name), random.Random(seed), bar, epochs=4)) as campaign,
+        closing(Campaign(Path(name), random.Random(seed), bar)) as campaign,
     ):
         for update in kinds:
             settings = (

@@ -237,7 +237,7 @@ class FlatModel:
         Raises:
             DataError: a label is outside the model's classes.
         """
-        if self._chain is not None and self._chain.takes(inputs):
+        if self._chain is not None and self._chain.takes(inputs) and isinstance(out, torch.Tensor):
             self.seed(seed)  # the task's loss may draw something
             output, loss = self._chain.gradient(inputs, target, self._split(self._weights), self._split(out))
             wrong = self.task.wrong(output, target)

@@ -84,7 +84,9 @@ class GradientSource:
         """
         return self.of_batch(step, work, self.minibatch(step, work), weights, out)
 
-    def of_batch(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
+    def of_batch(
+        self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor | RowGradient
+    ) -> BatchResult:
         """As `compute`, for who has drawn the samples."""
         inputs, target = batch
         self.model.bind(weights)

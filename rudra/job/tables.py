@@ -461,6 +461,13 @@ class WeightsTable(Table):
     )
 
 
+def kinds_of(value: Any) -> str | None:
+    """`small+large`, for people, of a list of tables `[[workers]]`; None: it is none."""
+    if not (isinstance(value, list) and value and all(isinstance(table, dict) and "kind" in table for table in value)):
+        return None
+    return "+".join(str(table["kind"]) for table in value)
+
+
 class AveragingTable(Table):
     """How learners average replicas of their own; keys that are left out are as the protocol has them."""
 
@@ -811,8 +818,8 @@ class StudyTable(Table):
     """The variants of the job that `rudra sweep` runs, and the figure that `rudra report` draws of them."""
 
     title: str = Field("", description="heading of the report")
-    figure: Literal["staleness", "test-error", "target", "tradeoff", "speed-up", "penalties", "table"] = Field(
-        "table", description="figure that the report shows first"
+    figure: Literal["staleness", "test-error", "target", "tradeoff", "speed-up", "penalties", "workers", "table"] = (
+        Field("table", description="figure that the report shows first")
     )
     grid: dict[str, list[Any]] = Field({}, description="job key -> list of values; the study runs every combination")
     points: list[dict[str, Any]] = Field([], description="tables of job key = value; each is one more run")

@@ -37,6 +37,7 @@ from rudra.report.penalties import penalties
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable, base_of, clock_of, percent, speed_up
 from rudra.report.targets import targets
+from rudra.report.worker_figures import workers
 
 _MOST_POINTS = 150
 _MOST_BARS = 30
@@ -53,6 +54,7 @@ def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> li
     lines = lines_of(study.known) if study.known else []
     made = [
         *curves(study, lines, log=log),
+        *workers([(run.label, run.workers) for run in study.known if run.workers is not None]),
         *targets(study),
         *_staleness(lines),
         *distances(lines),

@@ -14,8 +14,10 @@ from pydantic import BaseModel, ValidationError
 from protocols import Protocol, rule_of
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import SWEEP_INDEX
+from rudra.job.tables import kinds_of
 from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.report.topology import Cast, of_results
+from rudra.report.workers import Workers, workers_of
 from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
 
@@ -51,6 +53,7 @@ class Run:
         update_s: time in the optimiser's steps.
         evaluation_s: time in tests.
         cast: who was who, where the file says so.
+        workers: who computed what, where learners are unlike; None: they are alike.
     """
 
     file: Path
@@ -76,6 +79,7 @@ class Run:
     update_s: float = 0.0
     evaluation_s: float = 0.0
     cast: Cast | None = None
+    workers: Workers | None = None
 
     @property
     def known(self) -> bool:
@@ -323,6 +327,7 @@ def read(path: Path) -> Run:
             float(updates["update_s"].sum()),
             float(ran[np.isfinite(ran)].sum()),
             of_results(results),
+            workers_of(results),
         )
 
 
@@ -388,7 +393,7 @@ def varying(runs: Sequence[Run]) -> list[str]:
 
 def text(value: Any) -> str:
     """A value of a job for people."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else kinds_of(value) or json.dumps(value, ensure_ascii=False)
 
 
 def _last(values: Numbers) -> float | None:

@@ -206,6 +206,8 @@ _QUANTITIES = {
     "iteration_s": "time per iteration (s)",
     "best_momentum": "best explicit momentum",
     "best_learning_rate": "best η",
+    "small_share": "updates by small workers (%)",
+    "large_utilisation": "utilisation of large workers (%)",
     "implicit_momentum": "⟨σ⟩ / (1 + ⟨σ⟩)",
     "samples_per_s": "samples/s",
     "samples_per_s_ratio": "samples/s, times as many",
@@ -261,6 +263,10 @@ def _pair(
             # Of the momentum itself a run of one seed tells nothing.
             remark = "staleness alone, geometric if 1 - 1/g; rudra bench momentum measures momentum"
             return name, theirs, None if sigma is None else sigma / (1 + sigma), remark
+        case "small_share" | "large_utilisation":
+            share = key == "small_share"
+            ours = run.workers and (run.workers.share("small") if share else run.workers.used("large"))
+            return name, 100 * theirs, ours, ""  # of a figure without numbers
         case "samples_per_s" | "time_to_target_s":
             ours, seeds = _median(run, study, key)
             return name, theirs, ours, "; ".join(filter(None, (clock.strip(), seeds)))

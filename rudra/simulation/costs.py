@@ -287,7 +287,7 @@ def source(job: Job) -> str | None:
     table = job.simulation
     if table.costs is not None:
         return None if table.costs == DEFAULTS else table.costs
-    if "compute_s" in table.model_fields_set:
+    if "compute_s" in table.model_fields_set or (job.workers and all(team.compute_s for team in job.workers)):
         return "the job"
     path = measured_path(job)
     return str(path) if path.is_file() else None

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from protocols import Averaging
+from protocols import Averaging, Hogbatch
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, Change, parsed, read_job, read_toml
-from rudra.job.tables import PLACEMENT_RULES
+from rudra.job.tables import PLACEMENT_RULES, kinds_of
 from rudra.machine import cores
 from rudra.simulation import costs
 
@@ -235,7 +235,9 @@ def _file_name(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "default" if value is None else json.dumps(value, default=str)
+    if isinstance(value, str):
+        return value
+    return "default" if value is None else kinds_of(value) or json.dumps(value, default=str)
 
 
 def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> Iterator[dict[str, Any]]:
@@ -280,6 +282,8 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
         "momentum": job.optimizer.momentum,
         "learning_rate": job.optimizer.learning_rate,
     }
+    if isinstance(protocol, Hogbatch):
+        ours |= {"rule": protocol.rule, "kinds": "+".join(worker.kind for worker in protocol.workers)}
     if isinstance(protocol, Averaging):
         ours |= {"period": protocol.period, "outer_momentum": protocol.outer.momentum}
     told = {"modulation": protocol.default_modulation, "topology": "base", **row}

@@ -208,6 +208,42 @@ def test_a_study_of_crossbow_compares_runs_that_the_paper_compares(name: str, po
             assert one.averaging.model_copy(update={"momentum": 0.0}) == other.averaging
 
 
+TABLE_2 = {  # hidden layers, largest batch of a thread, batches of the large worker
+    "w8a": (8, 64, (64, 8192)),
+    "delicious": (8, 32, (64, 2048)),
+    "reuters": (4, 64, (64 // 8, 8192 // 8)),  # for real-sim
+    "fashion": (6, 64, (128, 8192)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_2)
+def test_a_study_of_hogbatch_has_the_papers_networks_batches_and_speeds(name: str) -> None:
+    depth, most, bounds = TABLE_2[name]
+    for quick in (False, True):
+        study = sweep.plan(f"hogbatch/{name}", quick=quick)
+        assert [point.file for point in study.points] == [
+            "learners=1,workers=small,epochs=1.h5",
+            "learners=1,workers=large.h5",
+            *(f"rule={rule}.h5" for rule in ("fixed", "adaptive", "balanced")),
+        ]
+        assert {row["file"] for row in study.paper} == {"rule=fixed.h5", "rule=adaptive.h5"}
+    study = sweep.plan(f"hogbatch/{name}")
+    options = study.points[0].job.model.options
+    assert options["hidden"] == [512] * depth
+    assert (options["activation"], options["biases"]) == ("sigmoid", False)
+    alone = [point.job.workers[0] for point in study.points[:2]]
+    for point in study.points[2:]:
+        assert [table.model_copy(update={"ranks": None}) for table in point.job.workers] == alone
+    small, large = alone
+    assert (small.kind, small.threads, small.min, small.max) == ("small", 48, 1, most)
+    assert (large.kind, large.min, large.max) == ("large", *bounds)
+    seconds = {size: costs.at(large.compute_s, size) for size in bounds}
+    used = bounds[0] / seconds[bounds[0]] / (bounds[1] / seconds[bounds[1]])
+    assert used == pytest.approx(0.5, abs=0.02), "what is left of its samples a second in its smallest batch"
+    slower = costs.at(small.compute_s, 1) / 48 / (seconds[bounds[1]] / bounds[1])
+    assert 236 <= slower * (8 if name == "reuters" else 1) <= 317, "§7.2"
+
+
 def test_the_papers_numbers_are_consistent() -> None:
     """Tables 2 and 3 share three rows, and what the text says of them holds."""
     paper = tomllib.loads((ROOT / "jobs" / "rudra" / "paper.toml").read_text(encoding="utf-8"))

@@ -59,6 +59,18 @@ def train(
     [
         ("mlp", (7,), {"activation": "gelu"}, r"\[model\] mlp has no activation 'gelu'; valid: relu, sigmoid, tanh"),
         ("mlp", (7,), {"activation": []}, r"\[model\] mlp cannot be made with these options \(activation\): "),
+        (
+            "mlp",
+            (7,),
+            {"initialisation": "he"},
+            r"\[model\] mlp has no initialisation 'he'; valid: auto, fan-in, hogbatch",
+        ),
+        (
+            "mlp",
+            (7,),
+            {"activation": "sigmoid", "biases": False},
+            r"\[model\] mlp: Xavier's sigmoids need biases; valid: initialisation fan-in or hogbatch",
+        ),
         ("vgg16", (3, 7, 8), {}, r"\[model\] vgg16 takes images .* of 8x8 or more, not inputs of shape \(3, 7, 8\)"),
         ("vgg16", (3, 8, 8), {"width": 0}, r"\[model\] vgg16 cannot be made with these options \(width\): "),
         ("resnet32", (3, 8, 7), {}, r"\[model\] resnet32 takes images .* of 8x8 or more"),
@@ -79,14 +91,15 @@ def test_a_job_can_name_every_network_and_its_description_lists_them() -> None:
     assert described.startswith(f"shipped network ({', '.join(MODELS)}), or package.module:callable")
 
 
-HOGBATCH = {"hidden": [512] * 6, "activation": "sigmoid"}
+HOGBATCH = {"hidden": [512] * 6, "activation": "sigmoid", "biases": False, "initialisation": "hogbatch"}
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "classes", "options", "count"),
     [
-        ("mlp", (54,), 2, HOGBATCH, 54 * 512 + 5 * 512**2 + 512 * 2 + 6 * 512 + 2),
-        ("mlp", (500,), 983, HOGBATCH, 2_074_071),
+        ("mlp", (54,), 2, HOGBATCH, 54 * 512 + 5 * 512**2 + 512 * 2),
+        ("mlp", (500,), 983, HOGBATCH, 2_070_016),
+        ("mlp", (54,), 2, HOGBATCH | {"biases": True}, 54 * 512 + 5 * 512**2 + 512 * 2 + 6 * 512 + 2),
         ("lenet", (1, 28, 28), 10, {"channels": [32, 64], "hidden": 1024}, 1_111_946),  # 4.24 MiB, CROSSBOW's Table 1
         ("vgg16", (3, 32, 32), 100, {}, 15_038_116),  # 57.37 MiB, likewise
         ("vgg16", (3, 32, 32), 10, {"batch_norm": False}, 14_714_688 + 512 * 513 + 5130),
@@ -145,6 +158,58 @@ def test_networks_fit_any_size_down_to_their_least(name: str, shape: tuple[int, 
 def test_a_network_of_sigmoids_begins_as_the_one_of_tanh(depth: int) -> None:
     sigmoid, tanh = (make("mlp", 20, hidden=[30] * depth, activation=name) for name in ("sigmoid", "tanh"))
     torch.testing.assert_close(sigmoid(inputs(9, 20)), tanh(inputs(9, 20)))
+
+
+def test_hogbatchs_network_is_a_chain_of_products_and_sigmoids() -> None:
+    """Ma & Rusu, Eqs. 1 to 3, in plain torch: outputs, and a step of SGD with the mean gradient of a batch."""
+    model = make("mlp", 30, classes=2, **HOGBATCH | {"hidden": [24] * 3})
+    matrices = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    assert [m.shape for m in matrices] == [(24, 30), (24, 24), (24, 24), (2, 24)]
+    x, y = inputs(16, 30), torch.arange(16) % 2
+
+    def output() -> torch.Tensor:
+        state = x
+        for matrix in matrices[:-1]:
+            state = 1 / (1 + torch.exp(-(state @ matrix.T)))
+        return state @ matrices[-1].T
+
+    torch.testing.assert_close(model(x), output())
+    probabilities = torch.softmax(output(), 1)
+    gradients = torch.autograd.grad(-probabilities[torch.arange(16), y].log().mean(), matrices)
+    train(model, x, y, rate=0.5, steps=0)
+    for parameter, matrix, gradient in zip(model.parameters(), matrices, gradients, strict=True):
+        torch.testing.assert_close(parameter, matrix - 0.5 * gradient)
+
+
+@pytest.mark.parametrize(
+    ("initialisation", "deviations"),
+    [
+        ("fan-in", [54**-0.5, 512**-0.5, 512**-0.5]),
+        ("hogbatch", [(48 / 566) ** 0.5, (48 / 1024) ** 0.5, (48 / 514) ** 0.5]),  # d = ⌊√566⌋ + 1 = 24
+    ],
+)
+@pytest.mark.parametrize("biases", [False, True])
+def test_normal_initialisations_have_their_deviations(
+    initialisation: str, deviations: list[float], biases: bool
+) -> None:
+    options = {"hidden": [512] * 2, "activation": "sigmoid", "biases": biases, "initialisation": initialisation}
+    model = make("mlp", 54, classes=2, **options)
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    for layer, deviation in zip(layers, deviations, strict=True):
+        assert layer.weight.std().item() == pytest.approx(deviation, rel=4 / (2 * layer.weight.numel()) ** 0.5)
+        assert abs(layer.weight.mean().item()) < 4 * deviation / layer.weight.numel() ** 0.5
+        assert (layer.bias is not None) == biases
+        assert not biases or not layer.bias.any()
+
+
+def test_signals_keep_their_size_through_hogbatchs_layers() -> None:
+    """Unlike with "fan-in", behind whose eight sigmoids samples differ by less than a thousandth of a logit."""
+    spread = {}
+    for initialisation in ("fan-in", "hogbatch"):
+        options = HOGBATCH | {"hidden": [512] * 8, "initialisation": initialisation}
+        spread[initialisation] = make("mlp", 300, classes=2, **options)(inputs(64, 300)).std(0).mean().item()
+    assert spread["fan-in"] < 1e-3
+    assert spread["hogbatch"] > 0.1
 
 
 @pytest.mark.parametrize(("name", "options"), [("vgg16", {"width": 4}), ("resnet32", {"blocks": 1})])

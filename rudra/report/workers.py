@@ -1,0 +1,165 @@
+"""What a report needs to know of unlike workers (protocol `hogbatch`): who computed what, and when."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rudra.report.analysis import Numbers
+from rudra.results.reader import Results
+
+MANY = 100
+"""Parts of an epoch, and of a run's time, over which a loss is a mean."""
+
+_WINDOWS = 40  # of time, for utilisation
+_LAST = 40  # part of an epoch that the last step of a fit has at least
+
+
+class Workers(NamedTuple):
+    """Who computed what in one run; of the arrays, each has one value for each gradient, in the order of their ends.
+
+    Attributes:
+        rule: how batches were chosen.
+        kinds: of each worker, by its number.
+        threads: likewise.
+        samples_of_epoch: of the training set.
+        end_s: of the run.
+        updates: of each worker, as far as they were applied.
+        worker: number of the one that computed it.
+        began_s: when it began to.
+        took_s: how long it took.
+        samples: of the gradient.
+        loss: mean over these.
+    """
+
+    rule: str
+    kinds: tuple[str, ...]
+    threads: tuple[int, ...]
+    samples_of_epoch: int
+    end_s: float
+    updates: tuple[int, ...]
+    worker: NDArray[np.int64]
+    began_s: Numbers
+    took_s: Numbers
+    samples: NDArray[np.int64]
+    loss: Numbers
+
+    @property
+    def name(self) -> str:
+        """What sets it apart from other runs of the same workers."""
+        kinds = set(self.kinds)
+        return f"{kinds.pop()} alone" if len(kinds) == 1 else self.rule
+
+    def share(self, kind: str) -> float:
+        """Of the updates, those of workers of a kind, in percent."""
+        own = sum(count for count, other in zip(self.updates, self.kinds, strict=True) if other == kind)
+        return 100 * own / max(1, sum(self.updates))
+
+    def batches(self, worker: int) -> tuple[Numbers, NDArray[np.int64]]:
+        """When a worker began each gradient, in seconds, and the samples of the batch that it is of, or a part of."""
+        own = self.worker == worker
+        return self.began_s[own], self.samples[own] * self.threads[worker]
+
+    def losses(self, parts: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Seconds, epochs and the training loss, of windows of such a part of an epoch and of the time, or more."""
+        order = np.argsort(self.began_s, kind="stable")
+        samples, began_s = self.samples[order], self.began_s[order]
+        done = np.cumsum(samples)
+        window = done * parts // max(1, self.samples_of_epoch)
+        clock = np.floor(began_s * parts / max(self.end_s, 1e-12)).astype(np.int64)
+        starts = [0]
+        for i in range(1, len(order)):
+            last = starts[-1]
+            if window[i] > window[last] and (clock[i] > clock[last] or last == 0):
+                starts.append(i)
+        at = np.array(starts if len(order) else [], np.int64)
+        if not len(at):
+            return np.zeros(0), np.zeros(0), np.zeros(0)
+        count = np.add.reduceat(samples, at)
+        loss = np.add.reduceat(self.loss[order] * samples, at) / count
+        middle_s, middle = (np.add.reduceat(x * samples, at) / count for x in (began_s, done - samples / 2))
+        return middle_s, middle / self.samples_of_epoch, loss
+
+    def falling(self) -> tuple[Numbers, Numbers]:
+        """Seconds, and the training loss as a step function that never rises and fits the single gradients best.
+
+        Few samples a second say little of the loss in a short time: where it falls fast, a step is a few gradients, and
+        where it hardly does, many. The last step is 1/40 of an epoch or more, as nothing after it bounds it.
+
+        Source: the algorithm of pooled adjacent violators (Ayer et al. 1955).
+        """
+        order = np.argsort(self.began_s, kind="stable")
+        enough = self.samples_of_epoch / _LAST
+        blocks: list[tuple[float, float, float]] = []  # since when, the mean, and of how many samples
+        for began_s, samples, loss in zip(
+            *(x[order].tolist() for x in (self.began_s, self.samples, self.loss)), strict=True
+        ):
+            while blocks and blocks[-1][1] <= loss:
+                began_s, mean, count = blocks.pop()
+                samples, loss = samples + count, (loss * samples + mean * count) / (samples + count)
+            blocks.append((began_s, loss, samples))
+        while len(blocks) > 1 and blocks[-1][2] < enough:
+            (began_s, mean, count), (_, loss, samples) = blocks[-2:]
+            blocks[-2:] = [(began_s, (mean * count + loss * samples) / (count + samples), count + samples)]
+        since_s, means, _ = zip(*blocks, strict=True) if blocks else ((), (), ())
+        return np.array(since_s, float), np.array(means, float)
+
+    def utilisation(self, worker: int) -> tuple[Numbers, Numbers]:
+        """The worker's utilisation over time, in percent: seconds at the middle of each window, and its share of it.
+
+        That of a small worker is the share of the time in which it computes. A large worker's counts as much less as it
+        computes fewer samples a second than in its best batch: in small batches much of the device idles.
+        """
+        own = self.worker == worker
+        began_s, took_s, samples = self.began_s[own], self.took_s[own], self.samples[own]
+        edges = np.linspace(0, max(self.end_s, 1e-12), _WINDOWS + 1)
+        worth = took_s
+        if self.kinds[worker] == "large" and len(took_s) and (took_s > 0).all():
+            pace = samples / took_s
+            worth = took_s * np.minimum(1.0, pace / np.median(pace[samples >= 0.9 * samples.max()]))
+        # What a gradient is worth, spread over the time that it took.
+        done = np.concatenate(([0.0], np.cumsum(worth)))
+        busy = np.interp(edges, *_steps(began_s, took_s, done)) if len(took_s) else np.zeros(len(edges))
+        return (edges[1:] + edges[:-1]) / 2, 100 * np.diff(busy) / np.diff(edges)
+
+    def used(self, kind: str) -> float | None:
+        """Mean utilisation of the workers of a kind, in percent; None: there are none."""
+        own = [self.utilisation(i)[1].mean() for i, other in enumerate(self.kinds) if other == kind]
+        return float(np.mean(own)) if own else None
+
+
+def _steps(began_s: Numbers, took_s: Numbers, done: Numbers) -> tuple[Numbers, Numbers]:
+    """Where the worth that is done by a moment bends: it rises while something is computed."""
+    x, y = np.empty(2 * len(began_s)), np.empty(2 * len(began_s))
+    x[0::2], x[1::2] = began_s, began_s + took_s
+    y[0::2], y[1::2] = done[:-1], done[1:]
+    return np.maximum.accumulate(x), y
+
+
+def workers_of(results: Results) -> Workers | None:
+    """What a result file says of them; None: its learners are all alike."""
+    tables = results.job.get("workers") or ()
+    rows = np.concatenate([*results.pieces("minibatches"), results.minibatches[:0]])
+    if not tables or not len(rows):
+        return None
+    learners = int(results.summary()["learners"])
+    team: list[Mapping[str, Any]] = []
+    for learner in range(learners):
+        own = [table for table in tables if learner in (table.get("ranks") or ())]
+        team.append((own or [table for table in tables if table.get("ranks") is None])[0])
+    rows = rows[np.argsort(rows["time_s"], kind="stable")]
+    counts = np.bincount(results.gradients["learner"], minlength=learners)
+    return Workers(
+        str(results.job.get("protocol", {}).get("rule") or "fixed"),
+        tuple(str(table["kind"]) for table in team),
+        tuple(int(table.get("threads") or 1) for table in team),
+        int(results.attributes["training_samples"]),
+        float(rows["time_s"].max()),
+        tuple(int(count) for count in counts),
+        rows["learner"].astype(np.int64),
+        rows["time_s"] - rows["compute_s"],
+        rows["compute_s"].astype(float),
+        rows["samples"].astype(np.int64),
+        rows["loss"].astype(float),
+    )
