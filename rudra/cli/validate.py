@@ -123,10 +123,11 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         rates = [factor * rate for rate in schedule_of(job, plan, found.samples.training).rates]
         span = f"{rates[0]:.4g} at first, {max(rates):.4g} at most, {rates[-1]:.4g} at the end"
         more["schedule"] = f"{job.optimizer.schedule}, a rate for each update: {span}"
+    tried = 1 if job.workers else job.training.minibatch_size
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
     return {
         "data": f"{found.samples.training:,} training and {found.samples.test:,} test samples",
-        "model": f"{found.parameters:,} parameters; a gradient of {counted(job.training.minibatch_size, 'sample')} "
+        "model": f"{found.parameters:,} parameters; a gradient of {counted(tried, 'sample')} "
         f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
         **more,
         "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",

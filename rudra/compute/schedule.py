@@ -73,7 +73,7 @@ def planned(table: OptimizerTable, epochs: int, updates: int | None = None) -> S
 def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
     """Updates of a run in which every update is of c gradients; None where the protocol decides that otherwise."""
     protocol = job.make_protocol(plan)
-    if type(protocol).update_due is not Protocol.update_due:
+    if plan.scheduled or type(protocol).update_due is not Protocol.update_due:
         return None
     samples = protocol.gradients_per_update * job.training.minibatch_size * len(plan.learners) // plan.workers
     return -(-job.training.epochs * training_samples // samples)

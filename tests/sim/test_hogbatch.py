@@ -115,7 +115,8 @@ def clusters(draw: st.DrawFn) -> tuple[Job, int]:
         "counts": draw(st.sampled_from(["run", "epoch"])),
     }
     rule = draw(st.sampled_from(["fixed", "adaptive", "balanced"]))
-    training = {"epochs": draw(st.integers(1, 4)), "seed": draw(st.integers(0, 99))}
+    training: dict[str, Any] = {"epochs": draw(st.integers(1, 4)), "seed": draw(st.integers(0, 99))}
+    training["evaluate"] = draw(st.sampled_from([False, True, "always"]))
     run = job(workers, learners, rule, options=options, simulation=simulation, training=training)
     return run, draw(st.integers(1, 700))
 
@@ -247,7 +248,7 @@ def test_a_small_worker_of_48_threads_and_a_fast_large_one(tmp_path: Path) -> No
     assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", ["adaptive", "balanced"])
 def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) -> None:
     workers = [
@@ -271,7 +272,7 @@ def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) 
     assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
 
 
-@pytest.mark.parametrize("at", [1, 30, 31, 32, 33, 60])
+@pytest.mark.parametrize("at", [1, 31, 32, 60])
 def test_a_run_goes_on_from_any_checkpoint_with_each_sample_once(at: int) -> None:
     common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 400}}
     run = job(UNLIKE, results={"checkpoint_every": "1 updates"}, simulation={"jitter": 0.9}, **common)

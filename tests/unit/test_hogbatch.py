@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from protocols.hogbatch import Hogbatch, Team, Worker, parts
+from rudra.compute.schedule import schedule_of
 from rudra.core.records import Gradient
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.core.work import Work
@@ -268,6 +269,13 @@ def test_a_mistake_is_one_line(tables: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)) as error:
         Job(**given).resolved()
     assert "\n" not in str(error.value)
+
+
+def test_nobody_knows_how_many_updates_there_will_be() -> None:
+    job = Job(protocol={"name": "hogbatch"}, workers=TWO, cluster={"learners": 2})
+    job = job.with_(optimizer={"schedule": "cosine", "schedule_every": "update"})
+    with pytest.raises(ConfigError, match="how many updates the protocol makes of an epoch is its own"):
+        schedule_of(job, job.plan(), 1000)
 
 
 def test_one_table_is_of_all_learners_that_no_other_names() -> None:
