@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rudra.cli.main import main
-from rudra.core.events import Accumulate, Approach, Copy, Evaluate, Step, Update
+from rudra.core.events import Accumulate, Approach, Copy, Evaluate, Step, Train, Update
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import costs
@@ -244,7 +244,7 @@ def test_the_median_of_the_lognormal_is_the_mean_time() -> None:
 
 def test_what_a_server_and_a_test_take_is_in_the_table() -> None:
     known = model(2, gradient_s=1.0, update_s=2.0, evaluation_s=3.0)
-    assert known.local_s(SERVER) == {Accumulate: 1.0, Update: 2.0, Step: 2.0, Evaluate: 3.0}
+    assert known.local_s(SERVER) == {Accumulate: 1.0, Update: 2.0, Step: 2.0, Train: 2.0, Evaluate: 3.0}
 
 
 def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_them() -> None:
@@ -255,6 +255,7 @@ def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_the
         Accumulate: 100.0,
         Update: 200.0,
         Step: 200.0,
+        Train: 200.0,
         Approach: 50.0,
         Copy: 50.0,
         Evaluate: 3.0,
@@ -265,6 +266,7 @@ def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_the
         Accumulate: 25.0,
         Update: 50.0,
         Step: 50.0,
+        Train: 50.0,
         Approach: 12.5,
         Copy: 12.5,
         Evaluate: 0.75,
