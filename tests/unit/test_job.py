@@ -21,7 +21,7 @@ TRAINING = (
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, weights, averaging, placement, topology, cluster, "
-    "fault_tolerance, results, workers, hooks, changes, study"
+    "simulation, fault_tolerance, results, workers, hooks, changes, study"
 )
 FOUR = {"learners": 4}
 
