@@ -102,7 +102,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "nothing changed while it was read; no hang; all runs go on, or begin again",
     ),
     "hogbatch": (
-        "workers that share weights in a window: two against one, and torch's Hogwild; workers that are killed",
+        "workers that share weights in a window: two against one and against torch's Hogwild; workers killed",
         ">= 1.7 times the samples/s of one; >= 1.5 times torch's at μ = 1 and 8; <= 3 % waiting; all go on",
     ),
     "scaling": ("time per epoch in virtual time, 4 to 4,096 learners, every topology: where it saturates", "no goal"),

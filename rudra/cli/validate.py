@@ -67,6 +67,9 @@ def execute(arguments: argparse.Namespace) -> int:
         lines["minibatch"], lines["rates"] = protocol.text, f"the above {scale}"
     if told := form_of_gradients(job, plan):
         lines["gradients"] = told
+    if plan.window:
+        how = {"racing": "without a lock", "locked": "one after the other"}[job.weights.update]
+        lines["weights"] = f"in memory that all ranks of a node share; workers update them {how}"
     if job.cluster.shares == "auto":
         lines["shares"] = "in proportion to the learners' speeds, which are measured before training"
     elif job.cluster.shares:

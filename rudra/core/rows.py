@@ -36,6 +36,8 @@ def dense_because(job: Job, plan: Plan) -> str:
         return f"precision = '{job.training.precision}'"
     if job.cluster.gradient_format != "float32":
         return f"gradient_format = '{job.cluster.gradient_format}'"
+    if plan.window:
+        return "[weights] at = 'window' adds whole vectors"
     if plan.parted or plan.stage is not None:
         return f"topology {job.make_topology().name} sends parts of gradients"
     if plan.groups or any(plan.about(role).executor not in _CARRIERS for role in range(len(plan.roles))):

@@ -179,6 +179,8 @@ def _way_of_gradients(plan: Plan) -> str:
         return f"each of {len(plan.owners)} servers takes a part of every gradient, and gives a part of the weights:"
     if plan.averaging and plan.served:
         return "every learner trains a replica of its own; replicas go up one by one, and weights come back:"
+    if plan.window:
+        return "workers bring their gradients into weights that all share, and get their work from above:"
     if not plan.groups:
         return "gradients go up, and weights come down:"
     added = _ADDED[plan.reduction]

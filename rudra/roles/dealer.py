@@ -84,17 +84,18 @@ class Dealer:
         return Work(DEALT, self._base + first, count, 0)
 
     def count(self, gradient: Gradient) -> None:
-        """A gradient is in the next update.
+        """A gradient is in the next update; threads that compute at the same time may be done in any order.
 
         Raises:
             ProtocolError: it is of other samples than its worker was given.
         """
         worker, part = gradient.learner, (gradient.first - self._base, gradient.samples)
         given = self._given[worker]
-        if not given or given[0] != part:
+        if part not in given:
             was = f"samples {given[0][0]} and {given[0][1] - 1} more" if given else "nothing"
             raise ProtocolError(f"learner {worker} pushed a gradient of {part[1]} from {part[0]} on, but had {was}")
-        self._counted.append((worker, given.popleft()))
+        given.remove(part)
+        self._counted.append((worker, part))
 
     def applied(self) -> None:
         """That update is made."""

@@ -120,6 +120,12 @@ class WindowCoordinator(Coordinator):
     def pending(self) -> int:
         return self.ledger.pending + len(self._reports) + len(self._early)
 
+    def validate(self) -> None:
+        self.ledger.validate()
+        self.roll.validate(self.received)
+        assert self.received == self.ledger.applied + self.pending + self.discarded + self.lost
+        assert (self.ledger.pending == 1) == (self._at_hand is not None)
+
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Publish(WEIGHTS, self.ledger.timestamp), *super()._start(event, now)]
 
