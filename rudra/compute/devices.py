@@ -1,6 +1,6 @@
 """Where ranks compute: on the GPUs of their nodes or on the CPU, and where the vectors are that travel."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -26,19 +26,23 @@ def gpus_here() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def agreed(wanted: str, plan: Plan, gpus: Sequence[int], hosts: Sequence[str]) -> Literal["cpu", "cuda"]:
-    """Where learners compute: all of them on GPUs, or none.
+def agreed(
+    wanted: str, plan: Plan, gpus: Sequence[int], hosts: Sequence[str], on_cpu: Collection[int] = ()
+) -> Literal["cpu", "cuda"]:
+    """Where learners compute: on GPUs, but for those that are to compute on the CPU; or none of them.
 
     Args:
         wanted: `cluster.device` of the job.
         plan: who is who.
         gpus: that each rank sees.
         hosts: on which each rank is.
+        on_cpu: learners that need no GPU.
 
     Raises:
         ConfigError: a GPU is wanted, and some learner has none.
     """
-    without = [plan.roles[learner] for learner in plan.learners if not gpus[plan.roles[learner].world_rank]]
+    wanting = [plan.roles[learner] for learner in plan.learners if learner not in on_cpu]
+    without = [role for role in wanting if not gpus[role.world_rank]]
     if wanted == "cuda" and without:
         rank = without[0].world_rank
         who = f"{without[0].name} (rank {rank}) on {hosts[rank]}"
@@ -46,7 +50,7 @@ def agreed(wanted: str, plan: Plan, gpus: Sequence[int], hosts: Sequence[str]) -
     return "cpu" if wanted == "cpu" or without else "cuda"
 
 
-def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int) -> torch.device:
+def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int, on_cpu: Collection[int] = ()) -> torch.device:
     """The device of one rank where learners compute on GPUs.
 
     Learners of a node, and then the statistics server, take its GPUs in turn; other servers compute in main memory.
@@ -56,8 +60,10 @@ def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int) -> torch.de
         plan: who is who.
         places: node of every rank, any numbers.
         gpus: that the rank sees.
+        on_cpu: learners that need no GPU; one that is on a rank with another computes where that does.
     """
-    computing = (plan.roles[role].world_rank for role in (*plan.learners, plan.statistics))
+    wanting = [learner for learner in plan.learners if learner not in on_cpu]
+    computing = (plan.roles[role].world_rank for role in (*wanting, plan.statistics))
     here = list(dict.fromkeys(other for other in computing if places[other] == places[rank]))
     return torch.device("cuda", here.index(rank) % gpus) if gpus and rank in here else CPU
 

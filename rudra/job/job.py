@@ -484,6 +484,11 @@ class Job(Table):
         table_of |= dict.fromkeys(others, *rest)
         return tuple(self.workers[table_of[learner]] for learner in range(learners))
 
+    def learners_on_cpu(self, plan: topologies.Plan) -> frozenset[int]:
+        """Roles of the learners that compute on the CPU, wherever others do."""
+        team = self.team(plan.learner_numbers) if self.workers else ()
+        return frozenset(role for role in plan.learners if team and team[plan.roles[role].index].device == "cpu")
+
     def _check_placement(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
         """Raises ValueError for what cannot be where layers are placed."""
         on, table, optimizer = "[placement] cut", self.placement, self.optimizer

@@ -405,6 +405,9 @@ class WorkersTable(Table):
     threads: int = Field(
         1, ge=1, le=100_000, description="parts of a small worker's batch, computed one after another on real ranks"
     )
+    device: Literal["cpu"] | None = Field(
+        None, description="cpu: they compute there, where others have GPUs; default: cluster.device"
+    )
     min: int | None = Field(
         None, ge=1, lt=2**31, description="smallest batch, in samples for each thread; default: small 1, large 128"
     )

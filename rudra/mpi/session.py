@@ -227,8 +227,9 @@ def _resolve(job: Job, comm: MPI.Comm, *, spare: bool = False) -> tuple[Job, Pla
     job.with_(cluster={"learners": learners}).check(plan)
     gpus = 0 if job.cluster.device == "cpu" else devices.gpus_here()
     seen: list[tuple[int, str]] = comm.allgather((gpus, socket.gethostname()))
-    kind = devices.agreed(job.cluster.device, plan, [count for count, _ in seen], [host for _, host in seen])
-    device = devices.CPU if kind == "cpu" else devices.of_rank(comm.rank, plan, places, gpus)
+    on_cpu = job.learners_on_cpu(plan)
+    kind = devices.agreed(job.cluster.device, plan, [count for count, _ in seen], [host for _, host in seen], on_cpu)
+    device = devices.CPU if kind == "cpu" else devices.of_rank(comm.rank, plan, places, gpus, on_cpu)
     if job.cluster.gpu_aware_mpi and kind == "cuda" and False in (told := comm.allgather(bool(gpu_aware()))):
         rank = told.index(False)
         who = f"the MPI library of rank {rank} on {seen[rank][1]} does not report GPU support"

@@ -15,6 +15,7 @@ from rudra.compute.making import make_executors
 from rudra.compute.vectors import Buffer
 from rudra.core.messages import Kind, Message, tail_bytes
 from rudra.errors import ConfigError
+from rudra.job.job import Job
 from topologies import Plan
 from topologies import load as load_topology
 
@@ -49,6 +50,21 @@ def test_a_learner_without_a_gpu_is_named() -> None:
         agreed("cuda", fitted([0, 0, 1, 1]), [2, 2, 2, 0], ["a", "a", "b", "c"])
     told = "torch sees no GPU for learner 1 (rank 3) on c; valid there: cpu"
     assert str(caught.value) == f"[cluster] device = 'cuda': {told}"
+
+
+def test_workers_that_stay_on_the_cpu_need_no_gpu_and_take_none() -> None:
+    plan, places = fitted([0, 0, 0, 0, 0]), [0, 0, 0, 0, 1]
+    workers = [{"ranks": [0, 2], "kind": "small", "device": "cpu"}, {"kind": "large"}]
+    job = Job(protocol={"name": "hogbatch"}, workers=workers, cluster={"learners": 3, "device": "cuda"})
+    on_cpu = job.learners_on_cpu(plan)
+    assert on_cpu == {plan.learners[0], plan.learners[2]}
+    assert agreed("cuda", plan, [0, 0, 0, 1, 0], ["a"] * 5, on_cpu) == "cuda"
+    with pytest.raises(ConfigError, match="torch sees no GPU for learner 1 "):
+        agreed("cuda", plan, [1, 1, 1, 0, 1], ["a"] * 5, on_cpu)
+    found = [of_rank(rank, plan, places, 2, on_cpu).type for rank in range(5)]
+    assert found == ["cpu", "cuda", "cpu", "cuda", "cpu"]  # the statistics server tests on one
+    plain = Job(cluster={"learners": 2})
+    assert not plain.learners_on_cpu(plain.plan())
 
 
 @pytest.mark.parametrize(
