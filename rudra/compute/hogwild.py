@@ -30,13 +30,26 @@ class _Thread:
     Args:
         source: of the gradients, on a model of its own.
         size: of the weights.
-        copies: it computes at a copy of them.
+        copies: it computes at a copy of them; always where it computes on a GPU.
     """
 
     def __init__(self, source: GradientSource, size: int, *, copies: bool) -> None:
         self.source = source
-        self.gradient = torch.zeros(size)
-        self.own = torch.zeros(size) if copies else None
+        device = source.model.device
+        on_gpu = device.type == "cuda"
+        self.gradient = torch.zeros(size, pin_memory=on_gpu)
+        self.own = torch.zeros(size, pin_memory=on_gpu) if copies else None
+        self._there = [torch.zeros(size, device=device) for _ in range(2)] if on_gpu else []
+
+    def compute(self, step: int, work: Work, batch: Batch, weights: torch.Tensor) -> BatchResult:
+        """Computes a gradient at weights in main memory, to where it comes back."""
+        if not self._there:
+            return self.source.of_batch(step, work, batch, weights, self.gradient)
+        copy, gradient = self._there
+        copy.copy_(weights, non_blocking=True)
+        result = self.source.of_batch(step, work, batch, copy, gradient)
+        self.gradient.copy_(gradient)
+        return result
 
 
 class HogwildExecutor(LearnerExecutor):
@@ -89,7 +102,7 @@ class HogwildExecutor(LearnerExecutor):
     def _made(self, thread: _Thread, step: int, work: Work, batch: Batch, rate: float) -> Made:
         window, own = self.window, thread.own
         reading = window.begin_reading(self.worker) if own is None else window.copy(self.worker, own)
-        result = thread.source.of_batch(step, work, batch, window.vector if own is None else own, thread.gradient)
+        result = thread.compute(step, work, batch, window.vector if own is None else own)
         if own is None:
             reading = window.end_reading(self.worker, reading)
         began = time.perf_counter()

@@ -438,8 +438,11 @@ class Job(Table):
             ),
             f"[protocol] modulation = '{protocol.modulation.name}': workers do not know how stale their gradients will "
             "be; valid: none": protocol.modulation.name != "none",
-            "[cluster] device = 'cuda': windows are in main memory, and workers compute there so far; valid: cpu": (
+            "[cluster] device = 'cuda': small workers of a racing window compute where the weights are; "
+            'valid: device = "cpu" in their [[workers]]': (
                 self.cluster.device == "cuda"
+                and self.weights.update == "racing"
+                and any(table.kind == "small" and table.device != "cpu" for table in self.workers)
             ),
             "[cluster] gradient_format = 'float16': no gradient travels; valid: float32": (
                 self.cluster.gradient_format != "float32"

@@ -460,9 +460,13 @@ def find_device(job: Job) -> torch.device:
     """Where a simulation computes.
 
     Raises:
-        ConfigError: the job asks for a GPU, and there is none.
+        ConfigError: the job asks for a GPU, and there is none, or none is used.
     """
     wanted, there = job.cluster.device, torch.cuda.is_available()
+    if job.weights.at == "window":
+        if wanted == "cuda":
+            raise ConfigError("[cluster] device = 'cuda': windows of virtual time are in main memory; valid: cpu, auto")
+        return CPU
     if wanted == "cuda" and not there:
         raise ConfigError("[cluster] device = 'cuda': torch sees no GPU here; valid: cpu, auto")
     return torch.device("cuda", 0) if wanted != "cpu" and there else CPU

@@ -186,7 +186,7 @@ def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
         ({"optimizer": {"name": "adam"}}, "step by plain SGD; valid: name sgd, momentum 0"),
         ({"optimizer": {"weight_decay": 0.1}}, "weight_decay, clip_norm, groups and options are not for a window"),
         ({"protocol": {"modulation": "mean_staleness"}}, "workers do not know how stale .* valid: none"),
-        ({"cluster": {"device": "cuda"}}, "windows are in main memory, .* valid: cpu"),
+        ({"cluster": {"device": "cuda"}}, 'small workers of a racing window .* valid: device = "cpu" in their'),
         ({"simulation": {"nodes": 2}}, "workers on 2 nodes share no memory; valid: one node, or server"),
         (
             {"hooks": [{"call": "csv", "at": "update", "role": "learner 0"}]},
