@@ -210,3 +210,25 @@ def test_a_gpu_is_found_and_computes_what_a_cpu_does(gpu: torch.device, tmp_path
             assert results.attributes["device"] == resolved
             found.append(results.weights)
     assert np.abs(found[0] - found[1]).max() < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", ["server", "window"])
+def test_a_large_worker_on_a_gpu_learns_beside_a_small_one_on_the_cpu(
+    gpu: torch.device, tmp_path: Path, at: str
+) -> None:
+    job = rudra.Job.load("digits").with_(
+        protocol={"name": "hogbatch", "n": None, "rule": "fixed", "lr_scaling": "none"},
+        optimizer={"learning_rate": 0.1, "momentum": 0.0, "milestones": []},
+        weights={"at": at},
+        workers=[
+            {"ranks": [0], "kind": "small", "min": 8, "max": 8, "device": "cpu"},
+            {"kind": "large", "min": 64, "max": 64},
+        ],
+        cluster={"learners": 2, "device": "cuda"},
+        training={"epochs": 10},
+    )
+    with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.attributes["device"] == "cuda"
+        assert {*results.gradients["learner"]} == {0, 1}
+        assert results.summary()["final_test_error"] < 0.1
