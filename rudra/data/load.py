@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from rudra.data import trees
 from rudra.data.readers import READERS, SPLITS, Arrays, Reader, check_labels
@@ -221,6 +221,7 @@ class UserSplit:
         self.classes = classes
         self.name = name
         self._target, self._collate = target, collate
+        self._tensors: tuple[torch.Tensor, ...] = () if collate else _tensors_of(dataset)
         self.length = min(len(dataset), len(dataset) if limit is None else limit)
         before = random_states()
         if self.length:
@@ -237,9 +238,11 @@ class UserSplit:
             DataError: an item is no pair of an input and a target, or a label is out of range.
         """
         wanted = indices.tolist()
-        drawn = self._drawn(wanted)
+        drawn: Any = None if self._tensors else self._drawn(wanted)
         try:
-            if self._collate is None:
+            if self._tensors:
+                inputs, target = (tensor[torch.from_numpy(indices)] for tensor in self._tensors)
+            elif self._collate is None:
                 inputs, target = default_collate([self._pair(item, wanted) for item in drawn])
             else:
                 inputs, target = self._pair(drawn, wanted)
@@ -282,6 +285,13 @@ class UserSplit:
             first = outside.nonzero()[0]
             what, valid = f"label {int(labels[tuple(first)])}", f"valid: 0 to {self.classes - 1}"
             raise DataError(f"{self.name} sample {wanted[int(first[0])]} has {what}; {valid} ([data] classes)")
+
+
+def _tensors_of(dataset: object) -> tuple[torch.Tensor, ...]:
+    """Inputs and targets of torch's own set of tensors, of which items are taken together; else nothing."""
+    if not isinstance(dataset, TensorDataset) or type(dataset) is not TensorDataset or len(dataset.tensors) != 2:
+        return ()
+    return dataset.tensors if all(tensor.layout is torch.strided for tensor in dataset.tensors) else ()
 
 
 def _plain(tensor: Any) -> torch.Tensor:

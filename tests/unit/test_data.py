@@ -115,6 +115,19 @@ def test_what_inputs_and_targets_become(kind: str) -> None:
         assert x.tolist() == (array[wanted].astype(np.float32) / 2).tolist()
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.uint8, torch.int32])
+def test_a_set_of_tensors_is_drawn_at_once_as_its_items_one_by_one(kind: torch.dtype) -> None:
+    class Itemwise(TensorDataset):
+        pass
+
+    tensors = torch.arange(60).reshape(10, 2, 3).to(kind), torch.arange(10, dtype=torch.int32)
+    wanted = np.array([7, 2, 2, 9])
+    at_once, one_by_one = (UserSplit(kind_(*tensors), 10).batch(wanted) for kind_ in (TensorDataset, Itemwise))
+    for ours, theirs in zip(at_once, one_by_one, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
 def test_a_subset_of_any_samples_draws_those_alone() -> None:
     split = Split(Dense(np.arange(20.0).reshape(10, 2)), Dense(np.arange(10)))
     users = UserSplit(TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10)), 10)
