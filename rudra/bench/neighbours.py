@@ -20,7 +20,13 @@ from topologies.plan import LEARNER, PARAMETER_SERVER, TREE_SERVER
 CHANGED = "has changed meanwhile"
 MODEL = "model.name=rudra.bench.checked:network"
 SMALL = (MODEL, "model.options.hidden=[625, 625]")
-LARGE = (MODEL, "model.options.hidden=[8400, 8400]", "data.train_limit=96", "training.minibatch_size=4")
+LARGE = (
+    MODEL,
+    "model.options.hidden=[8400, 8400]",
+    "data.train_limit=96",
+    "training.minibatch_size=4",
+    "training.epochs=3",
+)
 KINDS: dict[str, tuple[str, Sequence[str], int]] = {
     "1.7 MB, learners, softsync": (LEARNER, (*SETTINGS["softsync"], *SMALL), 16),
     "1.7 MB, learners, hardsync": (LEARNER, ("protocol.name=hardsync", *SMALL), 14),
