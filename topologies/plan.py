@@ -172,6 +172,11 @@ class Role:
         return f"{self.kind} {self.index}" if self.about.numbered else self.kind
 
     @property
+    def title(self) -> str:
+        """Name and rank, for messages."""
+        return f"{self.name} (rank {self.world_rank})"
+
+    @property
     def about(self) -> RoleKind:
         """What is true of all roles of this kind."""
         return KINDS[self.kind]

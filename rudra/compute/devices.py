@@ -45,7 +45,7 @@ def agreed(
     without = [role for role in wanting if not gpus[role.world_rank]]
     if wanted == "cuda" and without:
         rank = without[0].world_rank
-        who = f"{without[0].name} (rank {rank}) on {hosts[rank]}"
+        who = f"{without[0].title} on {hosts[rank]}"
         raise ConfigError(f"[cluster] device = 'cuda': torch sees no GPU for {who}; valid there: cpu")
     return "cpu" if wanted == "cpu" or without else "cuda"
 
@@ -116,6 +116,11 @@ class Stage:
         The device may be reading the buffer still: it must not change until what was computed of it has come back.
         """
         if self._held != (buffer, buffer.version):
-            self._weights.copy_(buffer.vector, non_blocking=True)
+            self.copied(buffer.vector)
             self._held = buffer, buffer.version
         return self._weights
+
+    def copied(self, vector: torch.Tensor) -> torch.Tensor:
+        """A copy of weights in main memory, (size,) float32, as good for as long."""
+        self._held = None
+        return self._weights.copy_(vector, non_blocking=True)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rudra.compute.devices import Stage
 from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, arithmetic_of_thread
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.window import LOGGED, Contribution, Entry, Shape, Update, Window
@@ -35,20 +36,17 @@ class _Thread:
 
     def __init__(self, source: GradientSource, size: int, *, copies: bool) -> None:
         self.source = source
-        device = source.model.device
-        on_gpu = device.type == "cuda"
+        on_gpu = source.model.device.type == "cuda"
         self.gradient = torch.zeros(size, pin_memory=on_gpu)
         self.own = torch.zeros(size, pin_memory=on_gpu) if copies else None
-        self._there = [torch.zeros(size, device=device) for _ in range(2)] if on_gpu else []
+        self._stage = Stage(size, source.model.device) if on_gpu else None
 
     def compute(self, step: int, work: Work, batch: Batch, weights: torch.Tensor) -> BatchResult:
         """Computes a gradient at weights in main memory, to where it comes back."""
-        if not self._there:
+        if self._stage is None:
             return self.source.of_batch(step, work, batch, weights, self.gradient)
-        copy, gradient = self._there
-        copy.copy_(weights, non_blocking=True)
-        result = self.source.of_batch(step, work, batch, copy, gradient)
-        self.gradient.copy_(gradient)
+        result = self.source.of_batch(step, work, batch, self._stage.copied(weights), self._stage.gradient)
+        self.gradient.copy_(self._stage.gradient)
         return result
 
 

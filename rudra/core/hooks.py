@@ -192,7 +192,7 @@ class RoleHooks:
             except Interrupted:
                 raise
             except BaseException as error:  # sys.exit too: all of it is the user's
-                who, what = f"{role.name} (rank {role.world_rank})", f"{type(error).__name__}: {error}".rstrip(": ")
+                who, what = role.title, f"{type(error).__name__}: {error}".rstrip(": ")
                 ours = hook.name in Hook.SHIPPED
                 whose = "" if ours else ", which is the user's own code,"
                 text = f"{who}: hook {hook.name}{whose} failed at {which}: {what}"

@@ -289,7 +289,7 @@ class UserSplit:
 
 def _tensors_of(dataset: object) -> tuple[torch.Tensor, ...]:
     """Inputs and targets of torch's own set of tensors, of which items are taken together; else nothing."""
-    if not isinstance(dataset, TensorDataset) or type(dataset) is not TensorDataset or len(dataset.tensors) != 2:
+    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2:
         return ()
     return dataset.tensors if all(tensor.layout is torch.strided for tensor in dataset.tensors) else ()
 

@@ -421,8 +421,7 @@ class Job(Table):
             f"[simulation] batching = '{batching}': batches of different sizes cannot be computed together; "
             "valid: none": batching != "none",
         }
-        for text in (text for text, wanted in refused.items() if wanted):
-            raise ValueError(f"{on}: {text}")
+        _refuse(refused, on)
 
     def _check_window(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
         """Raises ValueError for what cannot be where workers update the weights themselves."""
@@ -454,8 +453,7 @@ class Job(Table):
                 kept is not None and kept[1] == "update"
             ),
         }
-        for text in (text for text, wanted in refused.items() if wanted):
-            raise ValueError(f"{on}: {text}")
+        _refuse(refused, on)
 
     def team(self, learners: int) -> tuple[WorkersTable, ...]:
         """The table `[[workers]]` of each learner, by its number, where a coordinator deals the samples out.
@@ -533,8 +531,7 @@ class Job(Table):
                 self.fault_tolerance.straggler_timeout_s
             ),
         }
-        for text in (text for text, wanted in refused.items() if wanted):
-            raise ValueError(text)
+        _refuse(refused)
 
     def _check_parts(self) -> None:
         """Raises ValueError for what needs all of a gradient, or of the weights, in one place."""
@@ -597,13 +594,13 @@ class Job(Table):
         plan = self.plan() if plan is None else plan
         left = plan.workers - lost
         factory = plugins.choose("[protocol] name", table.name, protocols.shipped())
-        averages = isinstance(factory, type) and issubclass(factory, protocols.Averaging)
+        averages = _is_a(factory, protocols.Averaging)
         if self.averaging.given and not averages:
             raise ValueError(
                 f"[averaging] is for {', '.join(_averaging())}; valid with protocol {named(table.name)}: no keys"
             )
         options = table.options | self.averaging.given
-        schedules = isinstance(factory, type) and issubclass(factory, protocols.Hogbatch)
+        schedules = _is_a(factory, protocols.Hogbatch)
         if not schedules and (key := next(iter([*table.of_hogbatch, *(["[[workers]]"] if self.workers else [])]), "")):
             where = key if key.startswith("[") else f"[protocol] {key}"
             raise ValueError(f"{where} is for hogbatch; valid with protocol {named(table.name)}: none")
@@ -664,13 +661,24 @@ class Job(Table):
         topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
         per_rank, staged = self.cluster.learners_per_rank, self.placement.given
         factory = plugins.choose("[protocol] name", self.protocol.name, protocols.shipped())
-        scheduled = isinstance(factory, type) and issubclass(factory, protocols.Hogbatch)
+        scheduled = _is_a(factory, protocols.Hogbatch)
         how = {"staged": staged, "scheduled": scheduled, "window": scheduled and self.weights.at == "window"}
         return topologies.load(topology, self.topology.options, per_rank, **how)
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""
         return json.dumps(self.model_dump(exclude={"study"}), default=_name_of, sort_keys=True)
+
+
+def _is_a(factory: Any, rule: type[protocols.Protocol]) -> bool:
+    """Whether a protocol, not yet made, is of a kind."""
+    return isinstance(factory, type) and issubclass(factory, rule)
+
+
+def _refuse(wanted: Mapping[str, Any], on: str = "") -> None:
+    """Raises ValueError with the first text whose thing is wanted, and what it does not go with."""
+    for text in (text for text, value in wanted.items() if value):
+        raise ValueError(f"{on}: {text}" if on else text)
 
 
 def hogbatch_of(tables: Mapping[str, Any], learners: int) -> protocols.Hogbatch:

@@ -555,7 +555,7 @@ class Rank:
         self._do_beside(self._saver, work, lambda event: self._events.append((role, event)))
 
     def _who(self, role: int) -> str:
-        return f"{self.plan.roles[role].name} (rank {self.plan.roles[role].world_rank})"
+        return self.plan.roles[role].title
 
     def _report_wait(self, waited: float) -> None:
         for role in self._running:
@@ -579,7 +579,7 @@ class Rank:
         """Ends the run if neither the owner of the weights nor the statistics server is left, of whom each would."""
         roles = [self.plan.roles[i] for i in sorted({self.plan.server, self.plan.statistics})]
         if all(role.world_rank in self._losses.dead for role in roles):
-            names = listed([f"{role.name} (rank {role.world_rank})" for role in roles])
+            names = listed([role.title for role in roles])
             left = sorted({role.world_rank for role in self.plan.roles} - self._losses.dead)
             time.sleep(SPEAKS_S * min(left.index(self.comm.rank), 3))  # the first ends the others
             failure = RunError(f"{names} died, and the run cannot go on without them")

@@ -478,9 +478,9 @@ class Replica(Machine):
         if not self._leads or role in self.ledger.recorded_losses:
             return []
         if role == self.plan.statistics:
-            return [Fail(f"the {lost.name} (rank {lost.world_rank}) died", lost=True)]
+            return [Fail(f"the {lost.title} died", lost=True)]
         if not self.ledger.started:
-            return [Fail(f"{lost.name} (rank {lost.world_rank}) died before training began", lost=True)]
+            return [Fail(f"{lost.title} died before training began", lost=True)]
         if self._ended_training:
             return self.ledger.record_late_loss(role, now)
         regrouping, self.state = self.state is ReplicaState.REGROUPING, ReplicaState.REGROUPING

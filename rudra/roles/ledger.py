@@ -386,7 +386,7 @@ class Ledger:
         """
         lost = sorted(dead - self.recorded_losses)
         dying = map(self.plan.roles.__getitem__, lost or sorted(dead))
-        names = listed([f"{role.name} (rank {role.world_rank})" for role in dying])
+        names = listed([role.title for role in dying])
         try:
             self.change(dead, position, now)
         except ValueError as error:

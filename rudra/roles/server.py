@@ -296,7 +296,7 @@ class ParameterServer(Machine):
         behind = max(self.roll.received.values()) - self.roll.received[child]
         text = f"silent for {silence_s:.0f} s, {behind} gradients behind the fastest"
         self.ledger.tell("straggler", self.ledger.timestamp, now - self.ledger.began, text, child)
-        return [Warn(f"{role.name} (rank {role.world_rank}) is a straggler: {text}")]
+        return [Warn(f"{role.title} is a straggler: {text}")]
 
     def _go_on(self, now: float) -> list[Action]:
         """Makes the update that waited for a test or a checkpoint."""
@@ -370,7 +370,7 @@ class ParameterServer(Machine):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, plan = event.role, self.plan
-        name = f"{plan.roles[role].name} (rank {plan.roles[role].world_rank})"
+        name = plan.roles[role].title
         if role == plan.statistics:
             return [Fail(f"the {name} died", lost=True)]
         if role in self.ledger.recorded_losses:

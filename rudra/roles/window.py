@@ -192,7 +192,7 @@ class WindowCoordinator(Coordinator):
                 actions += self._answer_all()
                 for role in [role for role in self._leaving if not self._unentered(role)]:
                     self._leaving.remove(role)
-                    actions += self._go_on_without(role, self._name_of(role), now)
+                    actions += self._go_on_without(role, self.plan.roles[role].title, now)
             elif (report := self._next_report()) is not None:
                 gradient = report.gradient
                 self._fewest += gradient.staleness
@@ -263,10 +263,6 @@ class WindowCoordinator(Coordinator):
         at_hand = [] if self._at_hand is None else [self._at_hand]
         return sum(report.sender == role for report in (*self._early.values(), *self._reports, *at_hand))
 
-    def _name_of(self, role: int) -> str:
-        about = self.plan.roles[role]
-        return f"{about.name} (rank {about.world_rank})"
-
     def _found(self, event: Found, now: float) -> list[Action]:
         """What a worker did that died; those updates are in the weights, whether it told of them or not."""
         role, dealer = event.role, self.ledger.dealer
@@ -285,7 +281,7 @@ class WindowCoordinator(Coordinator):
             gradients = (on_its_way(made, numbered=self._numbered),)
             self._take_in(Message(Kind.MADE, role, asks, gradients=gradients, seconds=made.seconds), made.digest)
         actions = self._work(now)
-        return actions + self._go_on_without(role, self._name_of(role), now) + self._close(now)
+        return actions + self._go_on_without(role, self.plan.roles[role].title, now) + self._close(now)
 
 
 class Batch(NamedTuple):

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from protocols import Hogbatch
 from protocols.hogbatch import parts
 from rudra.core.events import GRADIENT, Action, Compute, Computed, Received, Send
 from rudra.core.messages import Kind, Message
@@ -38,13 +37,6 @@ def works(first: int, count: int, threads: int) -> list[Work]:
     return found
 
 
-def threads_of(job: Job, plan: Plan, learner: int) -> int:
-    """In how many parts a learner computes its batches."""
-    protocol = job.make_protocol(plan)
-    assert isinstance(protocol, Hogbatch)
-    return protocol.workers[learner].threads
-
-
 class WorkLog(MinibatchLog):
     """The mini-batches of a worker: the parts of the batches that it was given.
 
@@ -60,7 +52,7 @@ class WorkLog(MinibatchLog):
         super().__init__(role, setup)
 
     def go_on(self, job: Job, plan: Plan, position: TrainingState) -> None:
-        self._threads = threads_of(job, plan, self.learner)
+        self._threads = job.team(plan.learner_numbers)[self.learner].threads
         self.step = position.step(self.learner)
         self._samples = position.learned_by(self.learner) - self._before
 

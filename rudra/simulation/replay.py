@@ -66,7 +66,7 @@ from rudra.roles.coordinator import Coordinator
 from rudra.roles.elastic import Steps
 from rudra.roles.ledger import Owner
 from rudra.roles.machine import Setup, States, short_digest
-from rudra.roles.worker import threads_of, works
+from rudra.roles.worker import works
 from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
@@ -426,7 +426,8 @@ class _Replay:
         assert isinstance(machine, _Fed)
         if machine.given is not None and machine.given.rows is not None:
             plan, job = self._simulation.plan, self._phases[0].job
-            parts.extend(works(*machine.given.rows[0].item(), threads_of(job, plan, plan.roles[role].index)))
+            team = job.team(plan.learner_numbers)
+            parts.extend(works(*machine.given.rows[0].item(), team[plan.roles[role].index].threads))
             machine.given = None
         if not parts:
             raise Left(self._ledger.timestamp + 1, f"{who}: the coordinator gave no work for it")

@@ -167,3 +167,15 @@ def mpirun_of(process: "subprocess.Popen[Any]") -> int:
 def gone(pids: list[int], within_s: float = 40.0) -> bool:
     """Whether all processes end within that time."""
     return eventually(lambda: not any(map(lives, pids)), within_s)
+
+
+def run_until(job: Path, output: Path, update: int, number: int) -> tuple[int, str]:
+    """Starts or resumes a run, and sends it a signal when it has come so far."""
+    parts = restarts(output)
+    process = start("run", job, "--output", output, "--resume")
+    wait_for_updates(process, output, update, parts=parts, kept=True)
+    ranks = below(process.pid)
+    process.send_signal(number)
+    code, _, err = finish(process)
+    assert gone(ranks)
+    return code, err

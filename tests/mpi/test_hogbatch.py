@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import below, finish, gone, mpirun, ranks_of, replays, restarts, start, wait_for_updates
+from processes import finish, mpirun, ranks_of, replays, run_until, start, wait_for_updates
 
 import rudra
 
@@ -102,14 +102,8 @@ def test_what_a_dead_worker_had_is_given_to_others(tmp_path: Path) -> None:
 def test_a_run_that_is_stopped_and_killed_goes_on_with_each_sample_once(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, epochs=12), tmp_path / "out.h5"
     for update, number in ((25, signal.SIGTERM), (60, signal.SIGKILL)):
-        parts = restarts(output)
-        process = start("run", job, "--output", output, "--resume")
-        wait_for_updates(process, output, update, parts=parts, kept=True)
-        ranks = below(process.pid)
-        process.send_signal(number)
-        code, _, err = finish(process)
+        code, err = run_until(job, output, update, number)
         assert code == (3 if number == signal.SIGTERM else -9), err
-        assert gone(ranks)
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
     with rudra.open_results(output) as results:

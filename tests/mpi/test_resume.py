@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import below, finish, gone, replays, restarts, start, updates, wait_for_updates
+from processes import finish, replays, run_until, start, updates
 
 import rudra
 
@@ -27,18 +27,6 @@ def job_file(directory: Path, protocol: str, optimizer: str = SGD, more: str = "
         f'[results]\nflush_s = 0.2\nreport_s = 0.05\nkeep_every = 1\ncheckpoint_every = "7 updates"\n{more}'
     )
     return path
-
-
-def run_until(job: Path, output: Path, update: int, number: int) -> tuple[int, str]:
-    """Starts or resumes a run, and sends it a signal when it has come so far."""
-    parts = restarts(output)
-    process = start("run", job, "--output", output, "--resume")
-    wait_for_updates(process, output, update, parts=parts, kept=True)
-    ranks = below(process.pid)
-    process.send_signal(number)
-    code, _, err = finish(process)
-    assert gone(ranks)
-    return code, err
 
 
 @pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "base"), (ADAM, "sharded"), (SGD, "groups")])

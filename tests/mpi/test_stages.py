@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import finish, mpirun, ranks_of, replays, start, updates, wait_for_updates
+from processes import finish, mpirun, ranks_of, replays, run_until, start, updates, wait_for_updates
 from test_losses import job_file as dying_job
-from test_resume import job_file, run_until
+from test_resume import job_file
 
 import rudra
 
