@@ -8,9 +8,21 @@ protocol is a new file that answers them (`Protocol`):
 * what are a gradient's weight in the average and the update's learning rate (`Modulation`)?
 """
 
-from protocols.averaging import Averaging
+from protocols.averaging import Averaging, Pair, pairs
 from protocols.base import Clock, Protocol, make, rule_of, shipped
 from protocols.hogbatch import Hogbatch
 from protocols.modulation import MODULATIONS, Modulation
 
-__all__ = ["MODULATIONS", "Averaging", "Clock", "Hogbatch", "Modulation", "Protocol", "make", "rule_of", "shipped"]
+__all__ = [
+    "MODULATIONS",
+    "Averaging",
+    "Clock",
+    "Hogbatch",
+    "Modulation",
+    "Pair",
+    "Protocol",
+    "make",
+    "pairs",
+    "rule_of",
+    "shipped",
+]

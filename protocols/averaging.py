@@ -14,7 +14,7 @@ block, and that by the sum of what its replicas give up; every `period` the refe
 each of after its block's correction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -28,6 +28,14 @@ class Outer(NamedTuple):
     optimizer: str
     momentum: float
     options: dict[str, Any]
+
+
+USUAL: dict[str, Callable[[int], float]] = {
+    "1/k": lambda k: 1 / k,
+    "1/(k + 1)": lambda k: 1 / (k + 1),
+    "1": lambda k: 1.0,
+}
+"""Elasticities that a rule may begin with, over the number of what is averaged."""
 
 
 class Averaging(Protocol):
@@ -99,8 +107,8 @@ class Averaging(Protocol):
         self.outer = Outer(name, momentum, given)
         self.restart = self.RESTART if restart is None else restart
         self.keeps_momentum = keeps_momentum
-        usual = (1 / (learners if momentum else learners + 1)) if self.early else 1.0
-        self.elasticity = α = usual if elasticity is None else elasticity
+        self._usual = self.usual_elasticity(momentum) if elasticity is None else ""
+        self.elasticity = α = USUAL[self._usual](learners) if elasticity is None else elasticity
         rate = α * self.gradients_per_update if self.early else self.LEARNING_RATE
         self.outer_rate: float = rate if learning_rate is None else learning_rate
         self._local, self._blocks = local_elasticity, sorted(set(blocks))
@@ -108,6 +116,15 @@ class Averaging(Protocol):
         self._check_blocks()
         if served:
             self._check_served(plain=learning_rate is None and self.outer == Outer("sgd", 0.0, {}))
+
+    @classmethod
+    def usual_elasticity(cls, momentum: float | None = None) -> str:
+        """α where a job says none, as a formula of `USUAL`.
+
+        Args:
+            momentum: of the outer optimiser; None: the rule's own.
+        """
+        return ("1/k" if (cls.MOMENTUM if momentum is None else momentum) else "1/(k + 1)") if cls.early else "1"
 
     def _check_stable(self) -> None:
         """Raises ValueError where the gap between z and the replicas' mean would grow (crossbow-facts, ambiguity 2)."""
@@ -183,17 +200,19 @@ class Averaging(Protocol):
         often = f"every {self.period} mini-batches" if self.period > 1 else "every mini-batch"
         beside = "each learner with the server alone" if self.served else "beside the next one"
         towards = f"before the step, {beside}" if self.early else "after the step"
+        synchronous = "synchronous" if self.waits else "asynchronous"
+        usual = f"{self._usual} = " if self._usual.startswith("1/") else ""
         name, momentum, options = self.outer
         more = f", momentum {momentum:g}" if momentum else ""
         more += "".join(f", {key} = {value}" for key, value in options.items())
         restart = "; replicas restart when the rate drops" if self.restart else ""
         outer = f"outer {name}, rate {self.outer_rate:.4g}{more}{restart}"
         if not self._blocks:
-            return f"{often}: α = {self.elasticity:.4g}, {towards}; {outer}"
+            return f"{synchronous}, {often}: α = {usual}{self.elasticity:.4g}, {towards}; {outer}"
         local = " to ".join(f"{α:.4g}" for α in sorted({self.local_elasticity(block) for block in self._blocks}))
         return (
-            f"every mini-batch: α = {local} in each block, before the step, beside the next one; {often}: references "
-            f"by α = {self.elasticity:.4g}; {outer}"
+            f"{synchronous}, every mini-batch: α = {local} in each block, before the step, beside the next one; "
+            f"{often}: references by α = {usual}{self.elasticity:.4g}; {outer}"
         )
 
     @property
@@ -202,3 +221,41 @@ class Averaging(Protocol):
 
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
         return self.served or clock.timestamp > timestamp
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "replicas, options.groups": {},
+    "replicas, options.server": {"served": True},
+    "hierarchical": {"blocks": (2, 2)},
+}
+"""What a job may have for `[topology]` where learners average, and what a rule is told of it."""
+
+
+class Pair(NamedTuple):
+    """A rule on a shape of topology, as code, `rudra validate` and docs list it.
+
+    Attributes:
+        protocol: name of the rule.
+        shape: a key of `SHAPES`.
+        synchronous: whether every average takes one difference of each learner.
+        elasticity: α where a job says none; k: number of what is averaged.
+    """
+
+    protocol: str
+    shape: str
+    synchronous: bool
+    elasticity: str
+
+
+def pairs(rules: Mapping[str, type[Averaging]]) -> list[Pair]:
+    """Every shape that each rule goes with; the rules themselves say so."""
+    found = []
+    for name, rule in rules.items():
+        for shape, told in SHAPES.items():
+            try:
+                made = rule(2, **told)
+            except ValueError:
+                continue
+            found.append(Pair(name, shape, made.waits, rule.usual_elasticity()))
+    return found

@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rudra.bench.ddp import connect, wrapped
-from rudra.bench.heats import CONTESTANTS, DATA, Outcome, Point
+from rudra.bench.heats import CONTESTANTS, DATA, MOVING, Outcome, Point
 from rudra.bench.ranks import LEARNER, STATISTICS, train
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
@@ -65,8 +66,10 @@ def measure(
     for point, job in jobs.items():
         rest(comm)
         outcome: Outcome | None = None
-        if point.contestant == "ddp":
-            outcome = learners.train(job, DATA[point.data].accuracy) if learners else None
+        contestant = CONTESTANTS[point.contestant]
+        if not contestant.protocol:
+            target = DATA[point.data].accuracy
+            outcome = learners.train(job, target, averaged=contestant.averaged) if learners else None
         elif job.topology.name == "base" or comm.rank >= STATISTICS:
             with train(job, directory / "run.h5", comm if job.topology.name == "base" else serverless) as results:
                 outcome = learners.test(job, results) if learners else None
@@ -91,7 +94,7 @@ def _unpack(path: Path, to: Path) -> None:
 
 def job_of(point: Point, path: Path, *, quick: bool = False) -> Job:
     """A run as a job; of DDP it says what that needs, too."""
-    protocol, topology = CONTESTANTS[point.contestant]
+    contestant = CONTESTANTS[point.contestant]
     limits = {"train_limit": 1024, "test_limit": 256} if quick else {}
     return Job(
         name="bench",
@@ -109,8 +112,9 @@ def job_of(point: Point, path: Path, *, quick: bool = False) -> Job:
             "momentum": MOMENTUM,
             "schedule": "cosine" if point.schedule == "cosine" else "step",
         },
-        protocol={"name": protocol or "hardsync", "modulation": "none"},
-        topology={"name": topology or "groups"},
+        protocol={"name": contestant.protocol or "hardsync", "modulation": "none"},
+        averaging=contestant.averaging,
+        topology=contestant.topology if contestant.protocol else {"name": "groups"},
         cluster={"learners": LEARNERS, "threads_per_rank": 1},
         results={"keep_every": 1},
         fault_tolerance={"non_finite_loss": "warn"},  # a rate that was too high is an answer
@@ -128,8 +132,11 @@ class _Learners:
         assert test is not None
         self._training, self._test = training, test
 
-    def train(self, job: Job, target: float) -> Outcome:
-        """Trains by DDP, as its users write it: a shuffled share of the samples for each learner in each epoch."""
+    def train(self, job: Job, target: float, *, averaged: bool) -> Outcome:
+        """Trains by DDP, as its users write it: a shuffled share of the samples for each learner in each epoch.
+
+        `averaged`: it tests torch's moving average of the weights.
+        """
         size, seed, epochs = job.training.minibatch_size, job.training.seed, job.training.epochs
         training = self._training
         network = models.build(job.model, self._info, seed)
@@ -137,6 +144,7 @@ class _Learners:
         rate = job.optimizer.learning_rate
         optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=MOMENTUM, fused=True)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+        moving = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(1 - MOVING)) if averaged else None
 
         def gradient(indices: npt.NDArray[np.int64]) -> None:
             optimizer.zero_grad(set_to_none=False)
@@ -153,11 +161,13 @@ class _Learners:
             for first in range(0, len(order) - size + 1, size):
                 gradient(order[first : first + size])
                 optimizer.step()
+                if moving:
+                    moving.update_parameters(network)
             so_far += time.perf_counter() - began
             if job.optimizer.schedule == "cosine":
                 cosine.step()
             outcome.seconds.append(so_far)
-            outcome.accuracy.append(self._accuracy(network))
+            outcome.accuracy.append(self._accuracy(moving or network))
         return outcome
 
     def test(self, job: Job, results: Results) -> Outcome:

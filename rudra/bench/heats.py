@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SEED = 1  # of the search
 
@@ -25,14 +25,38 @@ DATA = {"fashion-mnist": Goalpost("idx", 0.90, 4), "cifar-10": Goalpost("cifar10
 SIZES = (16, 32, 64, 128)
 RATES = (0.01, 0.02, 0.05, 0.1)
 SCHEDULES = ("constant", "cosine")
-CONTESTANTS = {  # name -> protocol and topology
-    "sma": ("sma", "replicas"),
-    "easgd": ("easgd", "replicas"),
-    "average": ("average", "replicas"),
-    "diloco": ("diloco", "replicas"),
-    "hardsync": ("hardsync", "groups"),
-    "softsync": ("softsync", "base"),
-    "ddp": ("", ""),
+MOVING = 0.02
+"""By how much of the way to them weights that are averaged over time move with every update."""
+
+
+class Contestant(NamedTuple):
+    """A way to train: tables of a job; without a protocol DDP, as `averaged` over time as weights may be.
+
+    Attributes:
+        protocol: its name.
+        topology: table `[topology]`.
+        averaging: table `[averaging]`.
+        averaged: whether DDP's weights are tested as a moving average of those of all updates.
+    """
+
+    protocol: str = ""
+    topology: dict[str, Any] = {"name": "replicas"}  # noqa: RUF012
+    averaging: dict[str, Any] = {}  # noqa: RUF012
+    averaged: bool = False
+
+
+CONTESTANTS = {
+    "sma": Contestant("sma"),
+    "easgd": Contestant("easgd"),
+    "average": Contestant("average"),
+    "diloco": Contestant("diloco"),
+    "moving": Contestant(
+        "easgd", {"name": "replicas", "options": {"groups": 1}}, {"elasticity": 0.0, "learning_rate": MOVING}
+    ),
+    "hardsync": Contestant("hardsync", {"name": "groups"}),
+    "softsync": Contestant("softsync", {"name": "base"}),
+    "ddp": Contestant(),
+    "ddp-moving": Contestant(averaged=True),
 }
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rudra.bench.contestants import LEARNERS, measure, read_kept
-from rudra.bench.heats import CONTESTANTS, DATA, RATES, SCHEDULES, SIZES, Outcome, Perform, Point, search
+from rudra.bench.heats import CONTESTANTS, DATA, MOVING, RATES, SCHEDULES, SIZES, Outcome, Perform, Point, search
 from rudra.bench.ranks import on_ranks
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, Spread, ratios, spread
@@ -83,7 +83,8 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
         + ", ".join(map(str, SEEDS)),
         "s to target: of training, until an epoch's test reaches "
         + ", ".join(f"{goal.accuracy:.0%} ({name})" for name, goal in DATA.items()),
-        "DDP / it: by how much it is faster than DDP, compiled or not, whichever is faster",
+        "DDP / it: by how much it is faster than DDP, compiled or not, whichever is faster; ddp-moving is DDP with torch's "
+        f"moving average of the weights, moving is hardsync by allreduce with ours; both move by {MOVING} per update",
         *lacking,
     ]
     return report
@@ -104,7 +105,7 @@ def _compare(report: Report, best: dict[str, Point], seeds: Sequence[int], perfo
         name = point.contestant + (", compiled" if point.compiled else "")
         about = (name, point.size, point.rate, point.schedule, spread(epochs for _, epochs in reached[point]))
         report.rows.append((data, *about, _told(times[point]), epoch_s, ratio))
-    ours = next((point for point in ordered if point.contestant != "ddp"), None)
+    ours = next((point for point in ordered if CONTESTANTS[point.contestant].protocol), None)
     if theirs and ours:
         faster = spread(times[theirs]).median / spread(times[ours]).median
         text = f"{data}, {ours.contestant}: the best of ours >= 1.5 times as fast as the best DDP"

@@ -596,9 +596,7 @@ class Job(Table):
         factory = plugins.choose("[protocol] name", table.name, protocols.shipped())
         averages = _is_a(factory, protocols.Averaging)
         if self.averaging.given and not averages:
-            raise ValueError(
-                f"[averaging] is for {', '.join(_averaging())}; valid with protocol {named(table.name)}: no keys"
-            )
+            raise ValueError(f"[averaging] is for {_averaging()}; valid with protocol {named(table.name)}: no keys")
         options = table.options | self.averaging.given
         schedules = _is_a(factory, protocols.Hogbatch)
         if not schedules and (key := next(iter([*table.of_hogbatch, *(["[[workers]]"] if self.workers else [])]), "")):
@@ -710,9 +708,15 @@ def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
     return True
 
 
-def _averaging() -> list[str]:
-    """Names of the shipped protocols by which learners average replicas."""
-    return [name for name, rule in protocols.shipped().items() if issubclass(rule, protocols.Averaging)]
+def averaging_pairs() -> list[protocols.Pair]:
+    """On which topologies learners average replicas, and by which of the shipped protocols."""
+    rules = protocols.shipped().items()
+    return protocols.pairs({name: rule for name, rule in rules if issubclass(rule, protocols.Averaging)})
+
+
+def _averaging(on: str = "replicas") -> str:
+    """Names of the shipped protocols by which learners average replicas on a topology."""
+    return ", ".join(pair.protocol for pair in averaging_pairs() if pair.shape == on)
 
 
 def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: Named) -> None:
@@ -720,8 +724,9 @@ def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: N
     name, on = type(protocol).__name__.lower(), f"[topology] name: {topology}"
     if plan.averaging != isinstance(protocol, protocols.Averaging):
         if plan.averaging:
-            raise ValueError(f"{on}: learners average replicas there; valid protocols: {', '.join(_averaging())}")
-        raise ValueError(f"{on}: protocol {name} averages replicas of the learners; valid: replicas, hierarchical")
+            raise ValueError(f"{on}: learners average replicas there; valid protocols: {_averaging()}")
+        shapes = ", ".join(dict.fromkeys(pair.shape for pair in averaging_pairs() if not pair.shape.partition(",")[2]))
+        raise ValueError(f"{on}: protocol {name} averages replicas of the learners; valid: {shapes}")
     if plan.overlapped and protocol.waits:
         raise ValueError(
             f"{on}: its learners never wait for a server, but with protocol {name} they must; valid: softsync, async, "

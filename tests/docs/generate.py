@@ -8,11 +8,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.docs import commands, job, results, shipped
+from tests.docs import averaging, commands, job, results, shipped
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 MAKERS: dict[str, Callable[..., list[str]]] = {
+    "averaging-pairs": averaging.pairs,
     "job-table": job.table,
     "models": job.models,
     "commands": commands.sections,

@@ -19,7 +19,7 @@ from rudra.core.events import REPLICA
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
-from rudra.job.job import Job
+from rudra.job.job import Job, averaging_pairs
 
 MU = 8
 DELAYS = {"jitter": 0.9, "latency_jitter_s": 0.05, "slowdown": {0: 3.0}}
@@ -289,6 +289,53 @@ def test_what_makes_no_sense_is_refused_in_one_line(tables: dict[str, Any], text
     with pytest.raises(ConfigError, match=text) as raised:
         averaged("sma", 4, 4).with_(**tables)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("protocol", ["average", "diloco", "easgd", "sma"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("replicas", {}),
+        ("replicas, options.groups", {"groups": 2}),
+        ("replicas, options.server", {"server": True}),
+        ("hierarchical", {"blocks": 2}),
+    ],
+)
+def test_the_table_of_pairs_says_what_jobs_may_have(protocol: str, shape: str, options: dict[str, Any]) -> None:
+    allowed = {(pair.protocol, pair.shape): pair.synchronous for pair in averaging_pairs()}
+    tables: dict[str, Any] = {"topology": {"name": shape.partition(",")[0], "options": options}}
+    if (protocol, shape) in allowed:
+        run = averaged(protocol, 4, 4, averaging={"period": 2}, **tables)
+        assert run.make_protocol().waits == allowed[protocol, shape]
+    else:
+        with pytest.raises(ConfigError, match="valid"):
+            averaged(protocol, 4, 4, averaging={"period": 2}, **tables)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+def test_one_group_averages_its_weights_over_time(alpha: float) -> None:
+    """Hardsync, and a moving average of its weights: of each update's before its step, a tenth; against plain torch."""
+    run = averaged(
+        "easgd",
+        3,
+        40,
+        averaging={"elasticity": alpha, "learning_rate": 0.1},
+        topology={"name": "replicas", "options": {"groups": 1}},
+    )
+    split, _, info, _ = load(run.data, test=False)
+    assert split is not None
+    network = models.build(run.model, info, run.training.seed)
+    stepper, moving = sgd(0.02)(network.parameters()), flat(network)
+    samplers = [Sampler(run.training.seed, j, run.data.train_limit or 0) for j in range(3)]
+    for step in range(40):
+        inputs, labels = split.batch(np.concatenate([sampler.indices(step * MU, MU) for sampler in samplers]))
+        stepper.zero_grad()
+        functional.cross_entropy(network(inputs), labels).backward()
+        before = flat(network)
+        torch.nn.utils.vector_to_parameters(before + alpha * (moving - before), network.parameters())
+        moving.lerp_(before, 0.1)
+        stepper.step()
+    assert (train(run).weights - moving).abs().max() <= 1e-5
 
 
 def test_averaging_is_refused_with_other_protocols() -> None:
