@@ -83,8 +83,9 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
         + ", ".join(map(str, SEEDS)),
         "s to target: of training, until an epoch's test reaches "
         + ", ".join(f"{goal.accuracy:.0%} ({name})" for name, goal in DATA.items()),
-        "DDP / it: by how much it is faster than DDP, compiled or not, whichever is faster; ddp-moving is DDP with torch's "
-        f"moving average of the weights, moving is hardsync by allreduce with ours; both move by {MOVING} per update",
+        "DDP / it: by how much it is faster than DDP, compiled or not, whichever is faster",
+        "moving: hardsync by allreduce, and a moving average of its weights; ddp-moving: DDP with torch's, "
+        f"both move by {MOVING} of the way with every update",
         *lacking,
     ]
     return report
