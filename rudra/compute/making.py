@@ -1,6 +1,7 @@
 """Makes the executors of a process's roles, which share one model, and sees whether the job can be computed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -16,6 +17,7 @@ from rudra.compute.replicas import ElasticExecutor
 from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
+from rudra.core.layout import Part
 from rudra.core.phases import parts
 from rudra.core.rows import dense_because
 from rudra.core.work import DEALT, Portion, portion
@@ -77,12 +79,15 @@ def make_executors(
     if not all(kind.serves for kind in kinds):
         _check_output(job, task, flat, data)
     fronts = piece(len(roles), back=False) if plan.stage is not None else None
-    cuts: tuple[slice, ...]
+    cuts: tuple[Part, ...]
     if fronts is not None:
         cuts = fronts[1].parts(job.optimizer, flat.layout)
     else:
-        cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
+        slices = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
+        cuts = tuple(Part((part,)) for part in slices)
     owned = dict(zip(plan.owners, cuts, strict=False))
+    ends = accumulate((part.size for part in cuts), initial=0)
+    travelling = dict(zip(plan.owners, (slice(start, stop) for start, stop in pairwise(ends)), strict=False))
     all_parts = list(parts(job, plan))
     learners = [role for role in roles if plan.about(role).trains]
     portions = [{role: _portion(its, its_plan, role) for role in learners} for _, its, its_plan in all_parts]
@@ -103,7 +108,7 @@ def make_executors(
         if form is not None:
             executor.use_rows(form)
         if part is None and own is flat:
-            executor.parts = owned
+            executor.parts, executor.parted = travelling, cuts
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
@@ -195,7 +200,7 @@ def _allocated(
     cls: type[Executor],
     kind: RoleKind,
     flat: FlatModel,
-    part: slice | None,
+    part: Part | None,
     gradients: int,
     placing: Placing,
     memory: Memory | None,
@@ -207,6 +212,7 @@ def _allocated(
     where = flat.device if placing == "device" or direct else CPU
     size, parameters = flat.size, flat.parameter_count
     if part is not None:
-        size, parameters = part.stop - part.start, min(part.stop, parameters) - part.start
+        first = part.stretches[0]
+        size, parameters = part.size, min(first.stop, parameters) - first.start
     mine = None if kind.tests else memory
     return cls(flat.layout, size, parameters, gradients, where, stage, direct=direct, memory=mine)

@@ -66,13 +66,13 @@ class Hashed(Struct, frozen=True, gc=False):
 class Updated(Struct, frozen=True, gc=False):
     """An update is over: how long the optimiser's step took, and a digest of a sample of the new weights.
 
-    Of a part of the weights there is the sample itself, float32.
+    Of a part of the weights there is the sample itself, float32, of each stretch of theirs (`rudra.core.layout`).
     """
 
     timestamp: int
     digest: int
     seconds: float
-    sampled: bytes = b""
+    sampled: tuple[bytes, ...] = ()
 
 
 class Stepped(Struct, frozen=True, gc=False):
@@ -258,6 +258,13 @@ class Hash(Local, frozen=True, gc=False):
     """Digest a buffer's floats; its end is `Hashed`."""
 
     reads = ("buffer",)
+    buffer: str
+
+
+class Arrange(Local, frozen=True, gc=False):
+    """Put weights whose parts have come one behind the other where the model has them."""
+
+    changes = ("buffer",)
     buffer: str
 
 

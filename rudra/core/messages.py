@@ -30,7 +30,8 @@ class Kind(IntEnum):
     RETURNED = auto()  # stage server -> learner, tensor: the gradient of those, and what the mini-batch came to
     LOG = auto()  # first shard -> others, or to the stage server: what to do
     TAKEN = auto()  # shard -> first: my part of the gradient of LOG's number `value` is here
-    STEPPED = auto()  # shard -> first: my part is of `timestamp`; an update took `seconds`; a sample of the new weights
+    STEPPED = auto()  # shard -> first: my part is of `timestamp`; an update took `seconds`; a sample of stretch
+    # `value` of the new weights; `flag`: that is its last one
     PULL = auto()  # tree server -> server: have you newer weights than `timestamp`? I hold those of `value`
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds

@@ -81,6 +81,23 @@ def entry(action: Action, number: int = 0) -> bytes:
     return PACK[Kind.LOG](_NUMBER[type(action)], *told)
 
 
+def stepped(shard: int, event: Updated) -> list[Message]:
+    """What a shard tells of an update of its part: a message for each stretch of that, in ascending order."""
+    samples = event.sampled or (b"",)
+    return [
+        Message(
+            Kind.STEPPED,
+            shard,
+            event.timestamp,
+            stretch,
+            np.frombuffer(sampled, records.FLOATS) if sampled else None,
+            seconds=event.seconds,
+            flag=stretch == len(samples) - 1,
+        )
+        for stretch, sampled in enumerate(samples)
+    ]
+
+
 @dataclass(slots=True)
 class _Coming:
     """A gradient whose parts are on their way.
@@ -131,7 +148,9 @@ class FirstShard(ParameterServer):
         self._coming: dict[str, _Coming] = {}  # by buffer
         self._number = 0
         self._log: list[bytes] = []
-        self._steps: dict[int, dict[int, tuple[bytes, float]]] = {}  # timestamp -> shard -> sample, and seconds
+        # timestamp -> number of a stretch, and the place of its owner -> sample of it, and seconds
+        self._steps: dict[int, dict[tuple[int, int], tuple[bytes, float]]] = {}
+        self._complete: Counter[int] = Counter()  # timestamp -> owners whose samples are all here
 
     def validate(self) -> None:
         super().validate()
@@ -225,20 +244,24 @@ class FirstShard(ParameterServer):
     # Updates: the row of one is complete when all shards have made it.
 
     def _stepped_here(self, event: Updated, now: float) -> list[Action]:
-        return self._stepped(event.timestamp, self.id, event.sampled, event.seconds, now)
+        actions: list[Action] = []
+        for message in stepped(self.id, event):
+            actions += self._stepped(message, now)
+        return actions
 
     def _stepped_there(self, event: Received, now: float) -> list[Action]:
-        message = event.message
-        sampled = b"" if message.rows is None else message.rows.tobytes()
-        return self._stepped(message.timestamp, message.sender, sampled, message.seconds, now)
+        return self._stepped(event.message, now)
 
-    def _stepped(self, timestamp: int, shard: int, sampled: bytes, seconds: float, now: float) -> list[Action]:
+    def _stepped(self, message: Message, now: float) -> list[Action]:
+        timestamp, owners = message.timestamp, (self.id, *self._stepping)
         steps = self._steps.setdefault(timestamp, {})
-        steps[shard] = sampled, seconds
-        if len(steps) <= len(self._stepping):
+        sampled = b"" if message.rows is None else message.rows.tobytes()
+        steps[message.value, owners.index(message.sender)] = sampled, message.seconds
+        self._complete[timestamp] += message.flag
+        if self._complete[timestamp] < len(owners):
             return []
-        del self._steps[timestamp]
-        samples = b"".join(steps[owner][0] for owner in (self.id, *self._stepping))
+        del self._steps[timestamp], self._complete[timestamp]
+        samples = b"".join(steps[place][0] for place in sorted(steps))
         digest = digest_of(samples) if samples else 0
         return self._updated(Updated(timestamp, digest, max(seconds for _, seconds in steps.values())), now)
 
@@ -373,8 +396,7 @@ class Shard(Machine):
         return self._go_on()
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
-        rows = np.frombuffer(event.sampled, records.FLOATS) if event.sampled else None
-        return [Send(self._first, Message(Kind.STEPPED, self.id, event.timestamp, rows=rows, seconds=event.seconds))]
+        return [Send(self._first, message) for message in stepped(self.id, event)]
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         return self._go_on()

@@ -447,7 +447,7 @@ class StageServer(Shard):
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
         taken, rate = self._updating.popleft()
-        digest = digest_of(event.sampled) if event.sampled else 0
+        digest = digest_of(b"".join(event.sampled)) if event.sampled else 0
         for concluded in taken:
             gradient = concluded.gradient
             about = (gradient.learner, gradient.samples, gradient.step, gradient.timestamp)

@@ -21,7 +21,7 @@ from msgspec import structs
 from tqdm import tqdm
 
 from rudra.compute import models
-from rudra.compute.executor import Executor, torch_as_in
+from rudra.compute.executor import OwnerExecutor, torch_as_in
 from rudra.compute.flat import sha256
 from rudra.compute.making import make_executors
 from rudra.compute.schedule import phases_of
@@ -42,7 +42,7 @@ from rudra.core.events import (
     Send,
     Started,
 )
-from rudra.core.layout import Entry
+from rudra.core.layout import Entry, interleaved
 from rudra.core.messages import Kind, Message
 from rudra.core.phases import Phases, phase_at
 from rudra.core.records import Gradient
@@ -507,7 +507,7 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     driver = _Replay(record, phases, info.training_samples, tensors, Comparison(record, bar.update))
     difference: Difference | None = None
-    owners = [executors[owner] for owner in plan.owners]
+    owners = [owner for owner in map(executors.__getitem__, plan.owners) if isinstance(owner, OwnerExecutor)]
     with bar:
         try:
             compare_weights(0, "initial", record.attributes["initial_weights_sha256"], sha256(_weights(owners)))
@@ -523,10 +523,10 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
 
 
-def _weights(owners: Sequence[Executor]) -> npt.NDArray[np.float32]:
+def _weights(owners: Sequence[OwnerExecutor]) -> npt.NDArray[np.float32]:
     """All weights, of those who own them."""
-    parts = [owner.buffer(WEIGHTS).array for owner in owners]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    parts = interleaved(owner.stretches for owner in owners)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy(force=True)
 
 
 def _save(path: Path, job: Job, info: DataInfo, layout: Sequence[Entry], weights: torch.Tensor) -> None:

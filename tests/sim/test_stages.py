@@ -24,8 +24,9 @@ EXPECTED = ("no learner is left", "died before training began")
 
 
 def dropping() -> nn.Module:
-    """Draws random numbers on both sides of a cut at "middle"; the last layers have buffers, and change their input."""
-    layers = OrderedDict(first=nn.Linear(12, 24), drop=nn.Dropout(0.3), middle=nn.ReLU(inplace=True))
+    """Has buffers, and draws random numbers, on both sides of a cut at "middle"; the last layers change their input."""
+    layers = OrderedDict(first=nn.Linear(12, 24), early=nn.BatchNorm1d(24))
+    layers |= OrderedDict(drop=nn.Dropout(0.3), middle=nn.ReLU(inplace=True))
     layers |= OrderedDict(again=nn.Dropout(0.5), norm=nn.BatchNorm1d(24), last=nn.Linear(24, 4))
     return nn.Sequential(layers)
 
@@ -89,10 +90,12 @@ GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*",
         (digits("lenet", 3), 5),
         (digits("lenet", 2), 6),  # the last layers change what crosses
         (small("hardsync", 3), "middle"),
+        (small("hardsync", 3), "early"),
+        (small("hardsync", 3), "last"),
         (small("hardsync", 2, optimizer={"groups": GROUPS, "momentum_form": "caffe"}), "norm"),
         (small("hardsync", 3, optimizer={"name": "adam", "momentum": 0.0, "schedule": "cosine"}), "again"),
     ],
-    ids=["mlp", "lenet", "in-place", "dropout", "groups", "adam"],
+    ids=["mlp", "lenet", "in-place", "dropout", "norms-there", "norms-here", "groups", "adam"],
 )
 def test_synchronous_is_hardsync_with_all_layers_at_the_learners(tmp_path: Path, run: Job, cut: Any) -> None:
     """The same rows, digests of weights, tests and final weights, bit for bit."""
@@ -279,8 +282,7 @@ def test_what_cannot_be_is_refused(tables: dict[str, Any], message: str) -> None
     ("cut", "message"),
     [
         ("nothing", "cut = 'nothing'"),
-        (9, r"cut = 9: the model has 6 layers; valid: 1 to 5"),
-        ("last", r"norm.running_mean, before it, is a buffer"),
+        (9, r"cut = 9: the model has 7 layers; valid: 1 to 6"),
         ("drop", None),
     ],
 )
