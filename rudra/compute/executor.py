@@ -40,6 +40,8 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Local,
+    Measure,
+    Measured,
     Update,
     Updated,
 )
@@ -568,7 +570,7 @@ class OwnerExecutor(Executor):
             if isinstance(gradient, RowGradient):
                 self._rule.step_rows(gradient, action.learning_rate)
             else:
-                self._rule.step(gradient[: self.parameters], action.learning_rate)
+                self._rule.step(gradient[: self.parameters], action.learning_rate, _floats(action.norms))
         self._give_back(action.gradient)
         if self.size > self.parameters:
             buffer.vector[self.size - self._counters :].round_()
@@ -578,6 +580,10 @@ class OwnerExecutor(Executor):
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
         return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
+
+    def measure(self, action: Measure) -> Measured:
+        gradient = self.buffer(action.gradient).vector[: self.parameters]
+        return Measured(self._rule.norms(gradient).numpy().tobytes())
 
     def _sampled(self, buffer: Buffer, timestamp: int) -> tuple[bytes, ...]:
         """Of each stretch of a part of the weights, a sample."""
@@ -617,6 +623,12 @@ class OwnerExecutor(Executor):
     def _is_read(self) -> bool:
         """Others read the weights that are about to change."""
         return self.buffer(WEIGHTS).held > 0
+
+
+def _floats(norms: tuple[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Norms as they are computed with, if there are any."""
+    before, behind = (torch.from_numpy(np.frombuffer(each, np.float32).copy()) for each in norms)
+    return (before, behind) if any(norms) else None
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):

@@ -75,6 +75,12 @@ class Updated(Struct, frozen=True, gc=False):
     sampled: tuple[bytes, ...] = ()
 
 
+class Measured(Struct, frozen=True, gc=False):
+    """A `Measure` is over: the norms, float32, in the order of the parameters."""
+
+    norms: bytes
+
+
 class Stepped(Struct, frozen=True, gc=False):
     """A `Step` is over: how long it took, and how far apart replica and weights are, where it looked at that."""
 
@@ -196,6 +202,7 @@ Event = (
     | Sent
     | Hashed
     | Updated
+    | Measured
     | Stepped
     | Forwarded
     | Computed
@@ -413,6 +420,10 @@ class Update(Local, frozen=True, gc=False):
 
     Averaged model buffers replace those of before. The new weights have this timestamp. What follows is for hooks, as
     in `records.UPDATE`.
+
+    Attributes:
+        norms: of gradients that others have, of the parameters before these and of those behind, float32 each; the norm
+            of all is what clipping goes by.
     """
 
     reads, changes = ("gradient",), ("weights",)
@@ -423,6 +434,14 @@ class Update(Local, frozen=True, gc=False):
     epoch: int = 0
     samples: int = 0
     time_s: float = 0.0
+    norms: tuple[bytes, bytes] = (b"", b"")
+
+
+class Measure(Local, frozen=True, gc=False):
+    """Take the norm of the gradient of each parameter; its end is `Measured`."""
+
+    reads = ("gradient",)
+    gradient: str
 
 
 class Step(Local, frozen=True, gc=False):

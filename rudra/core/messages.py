@@ -32,6 +32,7 @@ class Kind(IntEnum):
     TAKEN = auto()  # shard -> first: my part of the gradient of LOG's number `value` is here
     STEPPED = auto()  # shard -> first: my part is of `timestamp`; an update took `seconds`; a sample of stretch
     # `value` of the new weights; `flag`: that is its last one
+    NORMS = auto()  # parameter server <-> stage server: of gradients of one update, by parameter, `value` in all
     PULL = auto()  # tree server -> server: have you newer weights than `timestamp`? I hold those of `value`
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
@@ -69,6 +70,7 @@ ROWS = {
     Kind.LOG: records.LOG,
     Kind.EXECUTE: records.WORK,
     Kind.STEPPED: records.FLOATS,
+    Kind.NORMS: records.FLOATS,
     Kind.GRADIENTS: records.GRADIENT,
     Kind.UPDATES: records.UPDATE,
     Kind.MINIBATCHES: records.MINIBATCH,

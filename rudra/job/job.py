@@ -507,11 +507,8 @@ class Job(Table):
         merged = table.rule == "merged"
         refused = {
             "[[changes]]: layers that are placed cannot begin anew; valid: no changes": self.changes,
-            f"{on}: [optimizer] clip_norm goes by the norm of the whole gradient; valid: none": optimizer.clip_norm,
             "[placement] rule = 'merged': [optimizer] schedule = 'plateau' goes by tests, of which the stage server "
             "does not hear; valid: other schedules": merged and optimizer.plateau,
-            "[placement] rule = 'merged': [optimizer] schedule_every = 'update' counts updates of one clock; valid: "
-            "epoch": merged and optimizer.schedule_every == "update",
             f"{on}: [cluster] gradient_format = 'float16' is for gradients alone; valid: float32": (
                 self.cluster.gradient_format != "float32"
             ),

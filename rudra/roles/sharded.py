@@ -33,6 +33,7 @@ from rudra.core.events import (
     Drop,
     Hash,
     Lost,
+    Measure,
     Receive,
     Received,
     Save,
@@ -50,7 +51,7 @@ from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Machine, Setup, States, To, halt, staying
 from rudra.roles.server import ParameterServer, ServerState
 
-LOGGED: tuple[type[Action], ...] = (Receive, Withdraw, Accumulate, Update, Copy, Send, Save, Drop)
+LOGGED: tuple[type[Action], ...] = (Receive, Withdraw, Accumulate, Update, Copy, Send, Save, Drop, Measure)
 """Actions that concern every part of a tensor; an entry of the log names them by their places here."""
 
 _NUMBER = {kind: number for number, kind in enumerate(LOGGED)}
@@ -72,6 +73,8 @@ def entry(action: Action, number: int = 0) -> bytes:
             samples, time_s, epoch = action.samples, action.time_s, action.epoch
         case Copy():
             buffer, other = action.source, action.target
+        case Measure():
+            buffer = action.gradient
         case Send():
             assert action.buffer is not None
             role, buffer = action.to, action.buffer
@@ -384,6 +387,8 @@ class Shard(Machine):
         if kind is Send:
             self._lent[buffer] += 1
             return [Send(role, Message(Kind.WEIGHTS_PART, self.id), buffer)]
+        if kind is Measure:
+            return [Measure(buffer)]
         return [Save(WEIGHTS, BEGINNING) if kind is Save else Drop(role)]
 
     def _part(self, event: Received, now: float) -> list[Action]:

@@ -20,9 +20,14 @@ Source: omnivore.txt §V-A and appendix D (merged fully-connected server); ralp.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+from msgspec import structs
+
+from rudra.core import records
 from rudra.core.digest import digest_of
 from rudra.core.events import (
     ACTIVATIONS,
@@ -36,9 +41,12 @@ from rudra.core.events import (
     Conclude,
     Copy,
     Drop,
+    Fail,
     Forward,
     Forwarded,
     Lost,
+    Measure,
+    Measured,
     Receive,
     Received,
     Save,
@@ -48,13 +56,13 @@ from rudra.core.events import (
     Update,
     Updated,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import Kind, Message, split
 from rudra.core.records import Gradient
 from rudra.core.work import Work, portion
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Outbox, Setup, States, To, staying
-from rudra.roles.server import ParameterServer, ServerState
+from rudra.roles.server import ALIVE, ParameterServer, ServerState
 from rudra.roles.sharded import FirstShard, Shard, ShardState
 
 NAN = float("nan")
@@ -159,6 +167,7 @@ class FrontServer(FirstShard):
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
         **{key: to for key, to in FirstShard.TRANSITIONS.items() if key[1] not in {Kind.GRADIENT_PART, Kind.TAKEN}},
         **{key: to for key, to in ParameterServer.TRANSITIONS.items() if key[1] is Kind.GRADIENT},
+        **staying(ALIVE, {Measured: "_measured", Kind.NORMS: "_heard_norms"}),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -167,6 +176,41 @@ class FrontServer(FirstShard):
         if not self._synchronous:
             self._stepping = ()
         self._whose: dict[str, int] = {}  # buffer -> the learner whose gradient it holds
+        self._clips = self._synchronous and setup.job.optimizer.clip_norm is not None
+        self._norms = _Norms()
+        self._held: deque[Action] = deque()  # an update whose norm is not known yet, and all behind it
+
+    def handle(self, event: Any, now: float) -> list[Action]:
+        actions = super().handle(event, now)
+        return self._in_turn(actions) if self._clips else actions
+
+    def _in_turn(self, wanted: Iterable[Action]) -> list[Action]:
+        """Lets an update, and all behind it, wait for the norm of the whole gradient."""
+        actions: list[Action] = []
+        for action in wanted:
+            match action:
+                case Fail() | Send(message=Message(kind=Kind.LOG | Kind.NORMS)):
+                    actions.append(action)
+                case Update() if not self._held:
+                    actions.append(Measure(action.gradient))
+                    self._held.append(action)
+                case _:
+                    (self._held if self._held else actions).append(action)
+        if self._held and self._norms.complete:
+            update, *behind = self._held
+            assert isinstance(update, Update)
+            actions.append(structs.replace(update, norms=(b"", self._norms.theirs)))
+            self._norms, self._held = _Norms(), deque()
+            actions += self._in_turn(behind)
+        return actions
+
+    def _measured(self, event: Measured, now: float) -> list[Action]:
+        self._norms.measured = True
+        return [Send(to, message) for to in self._others for message in _told(self.id, event)]
+
+    def _heard_norms(self, event: Received, now: float) -> list[Action]:
+        self._norms.hear(event.message)
+        return []
 
     def _for_all(self, wanted: Sequence[Action], now: float) -> list[Action]:
         """What a parameter server wants done, of which that is logged which concerns the stage server, too."""
@@ -182,7 +226,10 @@ class FrontServer(FirstShard):
                 case Copy() | Save() | Drop():
                     actions.append(self._all_do(action, self.ledger.timestamp))
                 case Accumulate() | Update() if self._synchronous:
-                    self._all_do(self._there(action))
+                    there = self._there(action)
+                    if self._clips and isinstance(there, Update):
+                        self._all_do(Measure(there.gradient))
+                    self._all_do(there)
                     actions.append(action)
                 case _:
                     actions.append(action)
@@ -211,6 +258,36 @@ class FrontServer(FirstShard):
 def gradient_of(learner: int) -> str:
     """The stage server's buffer for its gradient of a learner's mini-batch."""
     return f"{GRADIENT} {learner}"
+
+
+@dataclass(slots=True)
+class _Norms:
+    """What is known of the norm of a whole gradient.
+
+    Attributes:
+        measured: that of one's own layers is.
+        theirs: norms of the parameters of others, float32.
+        count: of those.
+    """
+
+    measured: bool = False
+    theirs: bytes = b""
+    count: int = -1
+
+    def hear(self, message: Message) -> None:
+        assert message.rows is not None
+        self.theirs += message.rows.tobytes()
+        self.count = message.value
+
+    @property
+    def complete(self) -> bool:
+        return self.measured and len(self.theirs) == self.count * records.FLOATS.itemsize
+
+
+def _told(sender: int, event: Measured) -> list[Message]:
+    """What others are told of norms."""
+    rows = np.frombuffer(event.norms, records.FLOATS)
+    return [structs.replace(message, value=len(rows)) for message in split(Kind.NORMS, sender, rows)]
 
 
 class _Shipped(NamedTuple):
@@ -263,6 +340,8 @@ class StageServer(Shard):
                 Kind.ACTIVATIONS: "_arrived",
                 Computed: "_concluded",
                 Kind.END: "_end",
+                Measured: "_measured",
+                Kind.NORMS: "_heard_norms",
             },
         ),
     }
@@ -271,8 +350,11 @@ class StageServer(Shard):
         super().__init__(role, setup)
         job, plan = setup.job, setup.plan
         self._merged = job.placement.rule == "merged"
+        self._clips = not self._merged and job.optimizer.clip_norm is not None
+        self._norms = _Norms()
         self._factor = job.placement.rate_factor(job.optimizer)
         self._ledger = Ledger(role, setup, reports=False)
+        self._ledger.per_update = self._ledger.protocol.gradients_per_update if self._merged else 1
         self._ledger.protocol = job.make_protocol(plan, plan.workers - 1)  # as if one learner were all there are
         # Of merged mini-batches that the parameter server had not applied, nobody knows how many there were.
         position = setup.position
@@ -379,8 +461,8 @@ class StageServer(Shard):
         self._counted = []
         self._updating.append((taken, rate))
         self.timestamp = update.timestamp
-        about = (update.timestamp, update.epoch, update.samples, update.time_s)
-        return Update(update.gradient, update.weights, rate, *about)
+        norms, self._norms = (self._norms.theirs, b""), _Norms()
+        return structs.replace(update, learning_rate=rate, norms=norms)
 
     # The log of the parameter server.
 
@@ -392,7 +474,7 @@ class StageServer(Shard):
                     self._count(action.into)
                     self._count(action.gradient)
                 case Update():
-                    if self._under_way is not None:
+                    if self._under_way is not None or (self._clips and not self._norms.complete):
                         return None
                     self._count(action.gradient)
                     assert actions is not None
@@ -407,6 +489,14 @@ class StageServer(Shard):
                 case _:
                     pass
         return actions
+
+    def _measured(self, event: Measured, now: float) -> list[Action]:
+        self._norms.measured = True
+        return [*(Send(self._first, message) for message in _told(self.id, event)), *self._go_on_at(now)]
+
+    def _heard_norms(self, event: Received, now: float) -> list[Action]:
+        self._norms.hear(event.message)
+        return self._go_on_at(now)
 
     def _tell(self, front: int) -> None:
         """Enters into the table of events which of its weights go with those of the parameter server."""

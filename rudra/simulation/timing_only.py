@@ -20,6 +20,8 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Local,
+    Measure,
+    Measured,
     Reduce,
     Restart,
     Step,
@@ -92,6 +94,8 @@ class TimingOnly:
                 return Computed(action.step, 0.0, 0.0, action.work.count)
             case Update():
                 return Updated(action.timestamp, 0, seconds)
+            case Measure():
+                return Measured(bytes(4))
             case Step():
                 return Stepped(seconds)
             case Evaluate():

@@ -80,6 +80,7 @@ def test_what_a_rule_does_not_place_is_not_placed(tmp_path: Path, capsys: pytest
     assert rudra.replay(tmp_path / "none.h5").difference is None
 
 
+ADAM = {"name": "adam", "momentum": 0.0}
 GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*", "weight_decay": 0.01})
 
 
@@ -93,9 +94,11 @@ GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*",
         (small("hardsync", 3), "early"),
         (small("hardsync", 3), "last"),
         (small("hardsync", 2, optimizer={"groups": GROUPS, "momentum_form": "caffe"}), "norm"),
-        (small("hardsync", 3, optimizer={"name": "adam", "momentum": 0.0, "schedule": "cosine"}), "again"),
+        (small("hardsync", 3, optimizer={"clip_norm": 0.1}), "again"),
+        (small("hardsync", 2, optimizer={**ADAM, "clip_norm": 0.1, "groups": GROUPS}), "middle"),
+        (small("hardsync", 3, optimizer={**ADAM, "schedule": "cosine"}), "again"),
     ],
-    ids=["mlp", "lenet", "in-place", "dropout", "norms-there", "norms-here", "groups", "adam"],
+    ids=["mlp", "lenet", "in-place", "dropout", "there", "here", "groups", "clipped", "clipped-adam", "adam"],
 )
 def test_synchronous_is_hardsync_with_all_layers_at_the_learners(tmp_path: Path, run: Job, cut: Any) -> None:
     """The same rows, digests of weights, tests and final weights, bit for bit."""
@@ -125,6 +128,18 @@ def test_merged_with_one_learner_is_hardsync_with_one(tmp_path: Path) -> None:
         with rudra.simulate(run, output=tmp_path / f"{name}.h5", progress="quiet") as results:
             digests.append((results.state["weights_sha256"], results.updates["learning_rate"].tolist()))
     assert digests[0] == digests[1]
+
+
+def test_merged_layers_follow_a_schedule_of_updates_at_the_pace_of_the_others(tmp_path: Path) -> None:
+    """As many mini-batches as an update takes count as one; what is clipped is the gradient of each part."""
+    table = {"schedule": "cosine", "schedule_every": "update", "clip_norm": 0.1, "momentum": 0.0}
+    placed = small("hardsync", 3, placement={"cut": "middle"}, optimizer=table)
+    with rudra.simulate(placed, output=tmp_path / "placed.h5", progress="quiet") as results:
+        fronts, backs = (rows["learning_rate"].tolist() for rows in (results.updates, results.stages))
+        factor = fronts[0] / backs[0]
+        assert [rate * factor for rate in backs[::3]][: len(fronts)] == pytest.approx(fronts[: len(backs[::3])])
+        assert len({*backs}) >= len(fronts) > 5
+    assert rudra.replay(tmp_path / "placed.h5", job=placed, quiet=True).identical
 
 
 @pytest.mark.parametrize(("protocol", "n"), [("async", None), ("softsync", 2), ("hardsync", None)])
@@ -256,7 +271,6 @@ def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:
             "rule = 'synchronous': .* valid: protocol hardsync",
         ),
         ({"placement": {"cut": True}}, "cut must be the name of a layer, or its number, not true|not True"),
-        ({"optimizer": {"clip_norm": 1.0}}, "clip_norm goes by the norm of the whole gradient"),
         ({"optimizer": {"schedule": "plateau"}}, "'plateau' goes by tests, of which the stage server"),
         ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16' is for gradients alone"),
         ({"cluster": {"device": "auto"}}, "device = 'auto': placed layers compute on CPUs so far; valid: cpu"),
