@@ -13,7 +13,7 @@ from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
 from rudra.compute.parts import cut
 from rudra.compute.replicas import ElasticExecutor
-from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
+from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, PieceExecutor, cut_model
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.phases import parts
@@ -77,12 +77,8 @@ def make_executors(
     if not all(kind.serves for kind in kinds):
         _check_output(job, task, flat, data)
     fronts = piece(len(roles), back=False) if plan.stage is not None else None
-    cuts: tuple[slice, ...]
-    if fronts is not None:
-        cuts = fronts[1].parts(job.optimizer, flat.layout)
-    else:
-        cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
-    owned = dict(zip(plan.owners, cuts, strict=False))
+    sides = None if fronts is None else fronts[1].parts(job.optimizer, flat.layout)
+    owned = _owned(job, plan, flat, sides)
     all_parts = list(parts(job, plan))
     learners = [role for role in roles if plan.about(role).trains]
     portions = [{role: _portion(its, its_plan, role) for role in learners} for _, its, its_plan in all_parts]
@@ -98,12 +94,18 @@ def make_executors(
         kind, part = plan.about(role), owned.get(role)
         cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
         assert isinstance(cls, type)
-        own = flat if fronts is None or not kind.trains else fronts[0]
-        executor = _allocated(cls, kind, own, part, gradients, placing, memory)
+        own = flat if fronts is None else fronts[0]  # which it computes gradients with
+        if sides is not None and kind.trains and kind.updates:
+            part = sides[0]
+        whole = flat if part is not None or kind.tests else own
+        executor = _allocated(cls, kind, whole, part, gradients, placing, memory)
         if form is not None:
             executor.use_rows(form)
-        if part is None and own is flat:
+        if part is None and (whole is flat or plan.sharded):
             executor.parts = owned
+        if isinstance(executor, PieceExecutor):
+            assert sides is not None
+            executor.own_side(sides[role == plan.stage])
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
@@ -136,6 +138,20 @@ def make_executors(
         executor.hooks = hooks.get(role)
         made[role] = executor
     return made
+
+
+def _owned(job: Job, plan: Plan, flat: FlatModel, sides: Sequence[slice] | None) -> dict[int, slice]:
+    """Which part of the flat vector each owner has, where one does not have all."""
+    if sides is None:
+        cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
+        return dict(zip(plan.owners, cuts, strict=False))
+    front, back = sides
+    parts = [front]
+    if plan.sharded:
+        layout = [entry for entry in flat.layout if entry.offset < front.stop]
+        table = job.optimizer.model_copy(update={"groups": job.optimizer.groups_of([entry.name for entry in layout])})
+        parts = [*cut(table, layout, len(plan.front_owners))]
+    return dict(zip(plan.owners, [*parts, back], strict=True))
 
 
 def _portion(job: Job, plan: Plan, role: int) -> Portion:

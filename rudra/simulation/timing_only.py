@@ -8,6 +8,7 @@ from rudra.core.events import (
     Accumulate,
     Approach,
     Backward,
+    Combine,
     Compute,
     Computed,
     Conclude,
@@ -78,7 +79,7 @@ class TimingOnly:
 
     executors: Mapping[int, Executor] = {}
 
-    idle: Collection[type[Local]] = (Accumulate, Approach, Copy, Restart)
+    idle: Collection[type[Local]] = (Accumulate, Approach, Combine, Copy, Restart)
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
         match action:
