@@ -55,19 +55,17 @@ def joined(states: Sequence[NamedVectors]) -> dict[str, NDArray[np.float32]]:
     What belongs to a single number of weights each is put together; of what is one number for all of them, such as a
     count of steps, all owners have the same. Weights in several stretches come by `stretch_names`.
     """
-    if len(states) == 1:
-        return dict(states[0])
     names = dict.fromkeys(name for state in states for name in state)
     found = {}
     for name in names:
         pieces = [state[name] for state in states if name in state]
         # No part of a vector that was cut is that short, but a stretch may be.
         single = all(len(piece) == 1 for piece in pieces) and not name.startswith(WEIGHTS)
-        found[name] = pieces[0] if single else np.concatenate(pieces)
+        found[name] = pieces[0] if single or len(pieces) == 1 else np.concatenate(pieces)
     stretches = [found.pop(name) for name in [*found] if name == WEIGHTS or name.startswith(f"{WEIGHTS} ")]
-    if stretches:
-        found[WEIGHTS] = stretches[0] if len(stretches) == 1 else np.concatenate(stretches)
-    return found
+    if not stretches:
+        return found
+    return {WEIGHTS: stretches[0] if len(stretches) == 1 else np.concatenate(stretches), **found}
 
 
 def stretch_names(count: int) -> list[str]:

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rudra.compute import parts
+from rudra.compute.averaging import average
 from rudra.compute.buffers import buffers_of
 from rudra.compute.cuts import chain
-from rudra.compute.executor import LearnerExecutor, ServerExecutor
+from rudra.compute.executor import LearnerExecutor, OwnerExecutor, ReplicaExecutor, ServerExecutor
 from rudra.compute.flat import FlatModel, sha256, travels
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.optim import UpdateRule, runs_of
@@ -26,6 +28,7 @@ from rudra.core.events import (
     RETURNED,
     WEIGHTS,
     Backward,
+    Combine,
     Computed,
     Conclude,
     Forward,
@@ -144,7 +147,7 @@ class FrontExecutor(LearnerExecutor):
         inputs, _ = source.minibatch(action.step, action.work)
         model.bind(self.buffer(action.weights).vector)
         self._open = model.forward(inputs, source.seed(action.step), self._behind)
-        into = self.renew(action.activations).vector
+        into = self.buffer(action.activations).vector
         into[: self._floats] = self._open.detach().reshape(-1)
         if self.cut.random:
             into[self._floats :].view(torch.uint8).copy_(model.random_state)
@@ -156,37 +159,68 @@ class FrontExecutor(LearnerExecutor):
         self._open = None
         model.bind(self.buffer(action.weights).vector)  # others may have computed with this module meanwhile
         gradient = self.buffer(action.returned).vector[: self._floats].view(output.shape)
-        into = self.renew(action.gradient).vector
+        into = self.buffer(action.gradient).vector
         model.backward(output, gradient, into)
         into[self.parameters :] = self._behind
         yield self.computed(action, BatchResult(action.loss, action.errors, action.samples))
 
 
-class _PieceExecutor(ServerExecutor):
-    """What the owner of some layers works with: its optimiser knows of no others."""
+class PieceExecutor(OwnerExecutor):
+    """What an owner of some layers, or of a part of these, works with: its optimiser knows of no others."""
+
+    _side: Part
+
+    def own_side(self, side: Part) -> None:
+        """Which part of the flat vector the layers have; before `own`."""
+        self._side = side
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         assert self._part is not None
         table = job.optimizer.model_copy(update={"momentum": self._momentum(job, plan)})
-        here = [e for e in self.layout if e.kind == "parameter" and e in self._part]
-        mine = tuple(Entry(e.name, e.shape, e.offset - here[0].offset, e.size, e.kind) for e in here)
-        return UpdateRule(table.model_copy(update={"groups": table.groups_of([e.name for e in mine])}), weights, mine)
+        here = [e for e in self.layout if e.kind == "parameter" and e in self._side]
+        first, own = here[0].offset, self._part.stretches[0]
+        mine = tuple(Entry(e.name, e.shape, e.offset - first, e.size, e.kind) for e in here)
+        part = None if self._part == self._side else slice(own.start - first, own.stop - first)
+        table = table.model_copy(update={"groups": table.groups_of([e.name for e in mine])})
+        return UpdateRule(table, weights, mine, part)
 
     def _momentum(self, job: Job, plan: Plan) -> float:
         return job.explicit_momentum(plan)
 
+    def _take_part(self, weights: torch.Tensor) -> None:
+        super()._take_part(weights)
+        self._side_sha256 = sha256(torch.cat([weights[stretch] for stretch in self._side.stretches]).numpy())
+
     def hash(self, action: Hash) -> Hashed:
-        return Hashed(sha256(self.buffer(action.buffer).array))
+        """Of all weights of its side, which other owners may have parts of; those at the beginning then."""
+        alone = self._part == self._side
+        return Hashed(sha256(self.buffer(action.buffer).array) if alone else self._side_sha256)
 
 
-class FrontServerExecutor(_PieceExecutor):
-    """What the parameter server works with that owns the first layers."""
-
+class _FrontOwner(PieceExecutor):
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
         super().restore({name: tensor for name, tensor in tensors.items() if not name.startswith(BACK)})
 
 
-class BackExecutor(_PieceExecutor):
+class FrontServerExecutor(_FrontOwner, ServerExecutor):
+    """What a parameter server works with that owns the first layers, or a part of them."""
+
+
+class FrontReplicaExecutor(FrontExecutor, _FrontOwner, ReplicaExecutor):
+    """What a learner works with that updates first layers of its own."""
+
+    def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        tensors = parts.joined([tensors])
+        weights = tensors.get(WEIGHTS)
+        if weights is not None and len(weights) == self.size:  # those of another replica
+            whole = np.zeros(self._of, np.float32)
+            for place, stretch in zip(self._side.within, self._side.stretches, strict=True):
+                whole[stretch] = weights[place]
+            tensors = {**tensors, WEIGHTS: whole}
+        super().restore(tensors)
+
+
+class BackExecutor(PieceExecutor, ServerExecutor):
     """What the stage server works with, which owns the last layers and computes with them."""
 
     def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: Cut) -> None:
@@ -220,14 +254,19 @@ class BackExecutor(_PieceExecutor):
         activations = came[:floats].view(self._samples, *self._cut.shape).detach().requires_grad_()
         seed = came[floats:].view(torch.uint8).clone() if self._cut.random else source.seed(action.step)
         model.bind(self.buffer(action.weights).vector)
-        loss, errors = model.gradient(activations, target, self.renew(action.gradient).vector, seed)
+        loss, errors = model.gradient(activations, target, self.buffer(action.gradient).vector, seed)
         self._give_back(action.activations)
-        returned = self.renew(action.returned).vector[:floats]
+        returned = self.buffer(action.returned).vector[:floats]
         if activations.grad is None:
             returned.zero_()
         else:
             returned.copy_(activations.grad.reshape(-1))
         yield Computed(action.step, loss, errors, self._samples)
+
+    def combine(self, action: Combine) -> None:
+        into, *_ = vectors = [self.buffer(name).vector for name in action.gradients]
+        assert action.into == action.gradients[0]
+        average(into, vectors, action.samples, sums=action.sums)
 
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
         own = {name.removeprefix(BACK): tensor for name, tensor in tensors.items() if name.startswith(BACK)}

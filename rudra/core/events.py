@@ -346,6 +346,10 @@ class Conclude(Local, frozen=True, gc=False):
     returned: str
 
 
+COMPUTATIONS = (Compute, Forward, Backward, Conclude)
+"""What leaves a gradient, or what one is made of, in buffers of its own."""
+
+
 class Train(Local, frozen=True, gc=False):
     """Compute gradients at the weights in the window, and bring each into them at once; its end is `Trained`.
 
@@ -413,6 +417,23 @@ class Accumulate(Local, frozen=True, gc=False):
     gradient: str
     fraction: float
     scale: float
+
+
+class Combine(Local, frozen=True, gc=False):
+    """`into` becomes the mean of a stage server's gradients, weighted by samples, as a compute group adds them.
+
+    Attributes:
+        into: one of the gradients' buffers.
+        gradients: names of the buffers, in group_rank order.
+        samples: of each.
+        sums: the order of addition (`Plan.partial_sums`).
+    """
+
+    changes = ("into",)
+    into: str
+    gradients: tuple[str, ...] = ()
+    samples: tuple[int, ...] = ()
+    sums: tuple[tuple[int, ...], ...] = ()
 
 
 class Update(Local, frozen=True, gc=False):

@@ -49,6 +49,15 @@ class Part:
         ends = accumulate((each.stop - each.start for each in self.stretches), initial=0)
         return tuple(slice(start, stop) for start, stop in pairwise(ends))
 
+    def part(self, which: slice) -> "Part":
+        """A part of what the owner holds, which has another owner then."""
+        pairs = zip(self.within, self.stretches, strict=True)
+        cut = [
+            (max(place.start, which.start) - place.start, min(place.stop, which.stop) - place.start, own.start)
+            for place, own in pairs
+        ]
+        return Part(tuple(slice(first + start, first + stop) for start, stop, first in cut if start < stop))
+
     def __contains__(self, entry: Entry) -> bool:
         """Whether a tensor lies in it."""
         return any(each.start <= entry.offset < each.stop for each in self.stretches)

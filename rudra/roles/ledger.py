@@ -32,7 +32,7 @@ from rudra.core.events import (
     Updated,
     Warn,
 )
-from rudra.core.messages import PACK, Kind, Message, Rows
+from rudra.core.messages import BETWEEN_OWNERS, PACK, Kind, Message, Rows
 from rudra.core.phases import phase_at
 from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
@@ -58,9 +58,9 @@ def _mean(total: float, count: int) -> float:
 
 
 def outlasts(event: Event, statistics: int) -> bool:
-    """Whether an event is for the owner of the weights even if everybody else regroups."""
+    """Whether an event is for an owner of the weights even if everybody else regroups."""
     if isinstance(event, Received):
-        return event.message.sender == statistics
+        return event.message.sender == statistics or event.message.kind in BETWEEN_OWNERS
     if isinstance(event, Sent):
         return event.to == statistics
     return isinstance(event, Updated | Saved | Committed | Stopped | Lost)

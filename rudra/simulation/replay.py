@@ -34,6 +34,8 @@ from rudra.core.events import (
     Computed,
     Copy,
     Event,
+    Hash,
+    Hashed,
     Lost,
     Receive,
     Received,
@@ -66,12 +68,13 @@ from rudra.roles.coordinator import Coordinator
 from rudra.roles.elastic import Steps
 from rudra.roles.ledger import Owner
 from rudra.roles.machine import Setup, States, short_digest
+from rudra.roles.stages import StageServer
 from rudra.roles.worker import works
 from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights, differs
-from rudra.simulation.replay_stages import AsRecorded, ThroughStage
+from rudra.simulation.replay_stages import AsRecorded, ThroughStage, ahead
 from rudra.simulation.tensors import RealTensors
 from topologies import Plan
 
@@ -277,7 +280,10 @@ class _Replay:
         self._replicas = Steps(setup) if plan.averaging and plan.served else None
         self._period = 1 if self._replicas is None else self._replicas.rule.period
         self._through: ThroughStage | None = None
-        if plan.stage is not None:
+        self._stage: Machine | None = None
+        if plan.stage is not None and not plan.served:
+            self._stage = machines[plan.stage]
+        elif plan.stage is not None:
             rows = record.stages if merged else None
             about = (self._role, self._begin_staged, self._returned)
             self._through = ThroughStage(self._simulation, tensors, rows, *about)
@@ -293,7 +299,9 @@ class _Replay:
             mine = portion(plan, role, job.training.minibatch_size, job.cluster.parts)
             self._works[role] = mine.work(position.drawn_from(mine.stream))
         self._steps[role] = position.step(plan.roles[role].index)
-        return _Fed(role, plan, short_digest(self._tensors.sha256(plan.server, WEIGHTS)))
+        (hashed,) = self._tensors.executors[plan.server].perform(Hash(WEIGHTS))
+        assert isinstance(hashed, Hashed)
+        return _Fed(role, plan, short_digest(hashed.digest))
 
     def repeat(self, updates: int) -> None:
         """Goes through the record up to and with that update.
@@ -304,7 +312,7 @@ class _Replay:
         simulation = self._simulation
         simulation.start()
         if not simulation.plan.served:
-            while simulation.queue.heap and (self._ledger.timestamp < updates or self._ledger.over):
+            while simulation.queue.heap and (self._made < updates or self._ledger.over):
                 simulation.queue.step()
             return
         simulation.queue.run()
@@ -323,6 +331,13 @@ class _Replay:
             raise Left(self._ledger.timestamp + 1, "a row of /gradients is missing in the record")
         if self._through is not None and self._ledger.over:
             self._through.finish()
+
+    @property
+    def _made(self) -> int:
+        """Updates that everybody has made, where there is no server."""
+        stage = self._stage
+        joint = isinstance(stage, StageServer) and not isinstance(stage, AsRecorded)  # else it has a clock of its own
+        return min(self._ledger.timestamp, stage.timestamp) if joint else self._ledger.timestamp
 
     def _apply(self, place: int) -> int:
         """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""
@@ -401,6 +416,8 @@ class _Replay:
             made = [self._through.gradient(learner, step, timestamp)]
             if made[0].step != step:
                 raise Left(update, f"{who}: a row of /stages is missing in the record")
+            self._tensors.perform(role, Copy(ahead(step), GRADIENT), 0.0)
+            self._tensors.posted(role, ahead(step))
             self._steps[role] += 1
             self._works[role] = work.after(1)
             return self._described(learner, timestamp, made, works)

@@ -8,6 +8,7 @@ from rudra.core.events import (
     Accumulate,
     Approach,
     Backward,
+    Combine,
     Compute,
     Computed,
     Conclude,
@@ -80,7 +81,7 @@ class TimingOnly:
 
     executors: Mapping[int, Executor] = {}
 
-    idle: Collection[type[Local]] = (Accumulate, Approach, Copy, Restart)
+    idle: Collection[type[Local]] = (Accumulate, Approach, Combine, Copy, Restart)
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
         match action:
