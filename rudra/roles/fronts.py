@@ -10,7 +10,7 @@ there is none, has a log for the stage server of what concerns all layers: snaps
 `synchronous` which gradients are added, in which order, and at which rate the update is made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rudra.core.digest import digest_of
@@ -46,7 +46,7 @@ from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.roles.group import ALIVE, GroupLearner, Replica, ReplicaState
 from rudra.roles.joint import JointServer, Log, Steps
-from rudra.roles.learner import Learner
+from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Machine, Setup, States, To, staying
 from rudra.roles.norms import Clipping, told
 from rudra.roles.overlapped import OverlappedLearner
@@ -89,21 +89,16 @@ class Crossing:
         self._forwarded = self._shipped = False
         return Forward(action.step, action.work, action.weights, ACTIVATIONS)
 
-    def take(self, event: Event) -> list[Action] | None:
-        """What comes of an event, if it belongs to the crossing."""
-        if self._wanted is None:
-            return None
-        if isinstance(event, Forwarded) and not self._forwarded:
+    def take(self, event: Forwarded | Sent | Received) -> list[Action]:
+        """What follows from it."""
+        assert self._wanted is not None
+        if isinstance(event, Forwarded):
             return self._ship(self._wanted)
-        if not self._forwarded:
-            return None
-        if isinstance(event, Sent) and event.buffer == ACTIVATIONS and not self._shipped:
+        if isinstance(event, Sent):
             self._shipped = True
-            return self._go_back(self._wanted)
-        if isinstance(event, Received) and event.message.kind is Kind.RETURNED and self._outcome is None:
+        else:
             (self._outcome,) = event.message.gradients
-            return self._go_back(self._wanted)
-        return None
+        return self._go_back(self._wanted)
 
     def _ship(self, wanted: Compute) -> list[Action]:
         self._forwarded = True
@@ -125,6 +120,18 @@ class Crossing:
         ]
 
 
+def crossing(table: Mapping[tuple[States, Any], To], computing: States) -> dict[tuple[States, Any], To]:
+    """The table of a learner whose gradients cross: what happens to one before `Computed`, while it computes.
+
+    Args:
+        table: of the learner.
+        computing: its state meanwhile.
+    """
+    sent = table.get((computing, Sent))
+    rows = staying([computing], {Forwarded: "_cross", Kind.RETURNED: "_cross"})
+    return {**table, **rows, (computing, Sent): To("_sent", *(sent.states if sent else (computing,)))}
+
+
 if TYPE_CHECKING:
     _Learner = Machine
 else:
@@ -138,9 +145,6 @@ class _Crosses(_Learner):
     _crossing: Crossing
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        taken = self._crossing.take(event)
-        if taken is not None:
-            return taken
         actions = super().handle(event, now)
         return [self._crossing.begin(action) if type(action) is Compute else action for action in actions]
 
@@ -148,11 +152,29 @@ class _Crosses(_Learner):
     def waiting_for(self) -> str:
         return self._crossing.waiting_for or super().waiting_for
 
+    def _cross(self, event: Any, now: float) -> list[Action]:
+        return self._crossing.take(event)
+
+    def _sent(self, event: Sent, now: float) -> list[Action]:
+        if event.buffer == ACTIVATIONS:
+            return self._crossing.take(event)
+        handle: Callable[[Sent, float], list[Action]] = getattr(self, self._RETURNED)
+        return handle(event, now)
+
+    _RETURNED = "_in_vain"
+    """The method for other tensors that are back while it computes."""
+
 
 class FrontLearner(_Crosses, Learner):
-    """A learner that has the first layers only; arguments as for `Learner`, as of the next three."""
+    """A learner that has the first layers only; arguments as for `Learner`, as of the next three.
+
+    While COMPUTING, in this order: activations ready -> ship them; delivered, and their gradient is here -> compute
+    that of its own layers. So the time to compute its gradient has all of that in it.
+    """
 
     __slots__ = ("_crossing",)
+
+    TRANSITIONS = crossing(Learner.TRANSITIONS, LearnerState.COMPUTING)
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
@@ -164,6 +186,9 @@ class FrontGroupLearner(_Crosses, GroupLearner):
 
     __slots__ = ("_crossing",)
 
+    TRANSITIONS = crossing(GroupLearner.TRANSITIONS, LearnerState.COMPUTING)
+    _RETURNED = "_handed_on"
+
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
         self._crossing = Crossing(role, setup.plan)
@@ -174,6 +199,8 @@ class FrontShardedLearner(_Crosses, ShardedLearner):
 
     __slots__ = ("_crossing",)
 
+    TRANSITIONS = crossing(ShardedLearner.TRANSITIONS, LearnerState.COMPUTING)
+
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
         self._crossing = Crossing(role, setup.plan)
@@ -183,6 +210,9 @@ class FrontOverlappedLearner(_Crosses, OverlappedLearner):
     """A learner that has the first layers only, and pushes and pulls beside computing."""
 
     __slots__ = ("_crossing",)
+
+    TRANSITIONS = crossing(OverlappedLearner.TRANSITIONS, LearnerState.COMPUTING)
+    _RETURNED = "_returned"
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
@@ -341,9 +371,12 @@ class FrontReplica(_Crosses, Replica):
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **Replica.TRANSITIONS,
+        **crossing(Replica.TRANSITIONS, ReplicaState.COMPUTING),
+        **staying([ReplicaState.REGROUPING], dict.fromkeys((Forwarded, Kind.RETURNED), "_in_vain")),
+        (ReplicaState.REGROUPING, Sent): To("_sent_before", ReplicaState.REGROUPING),
         **staying(ALIVE, {Kind.STEPPED: "_stepped_there"}),
     }
+    _RETURNED = "_returned"
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
@@ -368,6 +401,9 @@ class FrontReplica(_Crosses, Replica):
     def _note(self, event: Updated, now: float) -> list[Action]:
         self._digest = digest_of(b"".join(event.sampled)) if event.sampled else 0
         return self._noted(self._steps.here(event), now)
+
+    def _sent_before(self, event: Sent, now: float) -> list[Action]:
+        return [] if event.buffer == ACTIVATIONS else self._returned(event, now)
 
     def _stepped_there(self, event: Received, now: float) -> list[Action]:
         actions = self._noted(self._steps.there(event.message), now)
