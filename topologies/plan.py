@@ -131,15 +131,25 @@ SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", 
 FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
 """What `LEARNER` and `PARAMETER_SERVER` are where the weights lie in parts at several servers."""
 
-FRONT = KINDS[LEARNER]._replace(
-    machine="rudra.roles.stages:FrontLearner",
-    executor="rudra.compute.stages:FrontExecutor",
-    pushes_at_once=False,
-)
-FRONT_SERVER = FIRST_SHARD._replace(
-    machine="rudra.roles.stages:FrontServer", executor="rudra.compute.stages:FrontServerExecutor"
-)
-"""What they are where a stage server holds the last layers."""
+_FRONT_EXECUTORS = {
+    f"{_EXECUTORS}:{name}Executor": f"rudra.compute.stages:Front{own}Executor"
+    for name, own in (("Server", "Server"), ("Learner", ""), ("Replica", "Replica"))
+}
+
+
+@cache
+def front_of(kind: RoleKind) -> RoleKind:
+    """What a kind is where a stage server holds the last layers, and it has to do with the first ones.
+
+    Learners and those who decide about weights are machines of their own then, called as `kind` has it behind "Front".
+    """
+    own = {"executor": _FRONT_EXECUTORS.get(kind.executor, kind.executor)}
+    if kind.trains or kind.machine in _DECIDE:
+        own["machine"] = f"rudra.roles.fronts:Front{kind.machine.partition(':')[2]}"
+    return kind._replace(**own, pushes_at_once=False)
+
+
+_DECIDE = (KINDS[PARAMETER_SERVER].machine, FIRST_SHARD.machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +264,11 @@ class Plan:
 
         Where there is no parameter server, that is the first learner, which keeps the books of what all replicas are.
         """
+        return self.front_owners if self.stage is None else (*self.front_owners, self.stage)
+
+    @cached_property
+    def front_owners(self) -> tuple[int, ...]:
+        """Ids of those who own what learners have: all weights, or the first layers where a stage server has others."""
         return self._parameter_servers or self.learners[:1]
 
     @cached_property
@@ -270,8 +285,13 @@ class Plan:
 
     @cached_property
     def parted(self) -> bool:
-        """Whether the weights lie in parts at several servers, to and from which tensors travel part by part."""
+        """Whether the weights lie in parts at several roles."""
         return len(self.owners) > 1
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether learners exchange what they have part by part, with several servers."""
+        return len(self.front_owners) > 1
 
     def in_parts(self, role: int, owner: int) -> bool:
         """Whether what a role gets from an owner of weights, or gives it, is a part of a tensor of the role's.
@@ -280,16 +300,17 @@ class Plan:
             role: id of the role.
             owner: id of the other.
         """
-        whole = self.stage is not None and role != self.statistics  # learners have as much as the parameter server
-        return self.parted and owner in self.owners and not whole
+        if role == self.statistics:
+            return self.parted and owner in self.owners
+        return self.sharded and owner in self.front_owners
 
     def unparted(self) -> tuple["Plan", dict[int, int]]:
-        """The plan with one server for all parts of the weights, which does what they all do.
+        """The plan with one server for all parts of what learners have, which does what they all do.
 
         Returns:
             The plan, and for the id of each role that is left its id there.
         """
-        left = [i for i in range(len(self.roles)) if i not in self.owners[1:]]
+        left = [i for i in range(len(self.roles)) if i not in self.front_owners[1:]]
         now: dict[int | None, int] = {before: id_ for id_, before in enumerate(left)}
         kept = map(self.roles.__getitem__, left)
         roles = (replace(role, parent=now.get(role.parent), source=now.get(role.source)) for role in kept)
@@ -387,7 +408,7 @@ class Plan:
 
     @cached_property
     def _parameter_servers(self) -> tuple[int, ...]:
-        return self._those(lambda kind: kind.updates and not kind.trains)
+        return self._those(lambda kind: kind.updates and not kind.trains and not kind.concludes)
 
     def about(self, role: int) -> RoleKind:
         """What is true of a role in this plan, such as whether it trains or updates weights.
@@ -395,30 +416,30 @@ class Plan:
         Args:
             role: id of the role.
         """
-        kind = self.roles[role].kind
-        if kind == LEARNER:
+        own = self.roles[role].about
+        if own.trains:
             return self._learner_kind
-        if kind == PARAMETER_SERVER:
-            if self.stage is not None:
-                return FRONT_SERVER
-            if self.scheduled:
-                return WINDOW_COORDINATOR if self.window else COORDINATOR
-            return FIRST_SHARD if self.parted else CENTRAL if self.averaging else self.roles[role].about
-        return self.roles[role].about
+        if own.updates and not own.concludes:
+            if role == self.server:
+                own = self._server_kind
+            return own if self.stage is None else front_of(own)
+        return own
+
+    @cached_property
+    def _server_kind(self) -> RoleKind:
+        if self.scheduled:
+            return WINDOW_COORDINATOR if self.window else COORDINATOR
+        return FIRST_SHARD if self.sharded else CENTRAL if self.averaging else KINDS[PARAMETER_SERVER]
 
     @cached_property
     def _learner_kind(self) -> RoleKind:
-        if not self.served:
-            return _AVERAGERS[self.sharing] if self.averaging else REPLICA
         if self.averaging:
-            return ELASTIC
-        if self.stage is not None:
-            return FRONT
-        if self.parted:
-            return SHARDED
+            return ELASTIC if self.served else _AVERAGERS[self.sharing]
         if self.scheduled:
             return WINDOW_WORKER if self.window else WORKER
-        return OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
+        kind = OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
+        kind = SHARDED if self.sharded else kind if self.served else REPLICA
+        return kind if self.stage is None else front_of(kind)
 
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
         """Ids of the roles that an MPI rank hosts."""

@@ -13,6 +13,7 @@ from rudra.compute.optim import UpdateRule
 from rudra.compute.schedule import schedule_of
 from rudra.compute.vectors import Memory
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update, Updated
+from rudra.core.layout import Part
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
@@ -79,7 +80,8 @@ class UpdatingServer(ServerExecutor):
     def __init__(self, floats: int, memory: Memory | None = None, part: slice | None = None) -> None:
         length = floats if part is None else part.stop - part.start
         Executor.__init__(self, (), length, length, 1, memory=memory)
-        self._part, self._of, self._first_sha256 = part, floats, sha256(np.zeros(floats, np.float32))
+        self._part, self._of = None if part is None else Part((part,)), floats
+        self._first_sha256 = sha256(np.zeros(floats, np.float32))
         table = OptimizerTable(learning_rate=RATE, momentum=MOMENTUM)
         self._rule = UpdateRule(table, self.buffer("weights").vector)
         self.prepare()

@@ -17,6 +17,7 @@ from rudra.compute.devices import CPU, Stage, finish
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import BatchResult, GradientSource, evaluate
 from rudra.compute.optim import UpdateRule
+from rudra.compute.parts import stretch_names
 from rudra.compute.rows import RowForm, RowGradient, alike
 from rudra.compute.sparse import Rows
 from rudra.compute.statedict import StateEntry
@@ -28,6 +29,7 @@ from rudra.core.events import (
     SNAPSHOT,
     WEIGHTS,
     Accumulate,
+    Arrange,
     Backward,
     Compute,
     Computed,
@@ -38,11 +40,13 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Local,
+    Measure,
+    Measured,
     Update,
     Updated,
 )
 from rudra.core.hooks import RoleHooks
-from rudra.core.layout import Entry
+from rudra.core.layout import Entry, Part
 from rudra.core.messages import PARTS, Kind, Message, tail_bytes
 from rudra.data.load import Samples
 from rudra.errors import CheckpointError
@@ -92,7 +96,9 @@ class Executor:
         memory: where buffers in main memory are to lie.
 
     Attributes:
-        parts: of the vector, by the role that owns them, where they travel one by one; to a shard its part is a whole.
+        parts: of the vector, by the role that owns them, where they travel one by one, and where they lie when they
+            have come; to a shard its part is a whole.
+        parted: what the owners of those hold of the vector.
         sizes: floats of buffers that hold something else than such a vector, by the first word of their names.
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
         form: of gradients, if they are rows; None: they are flat vectors.
@@ -105,6 +111,7 @@ class Executor:
     """
 
     parts: Mapping[int, slice] = {}
+    parted: Sequence[Part] = ()
     sizes: Mapping[str, int] = {}
     state_dict: tuple[StateEntry, ...] = ()
     form: RowForm | None = None
@@ -340,6 +347,17 @@ class Executor:
     def hash(self, action: Hash) -> Hashed:
         return Hashed(self.sha256(action.buffer))
 
+    def arrange(self, action: Arrange) -> None:
+        if all(len(part.stretches) == 1 for part in self.parted):  # they have come where they belong
+            return
+        vector = self.buffer(action.buffer).vector
+        came = vector.clone()
+        start = 0
+        for place in (stretch for part in self.parted for stretch in part.stretches):
+            size = place.stop - place.start
+            vector[place] = came[start : start + size]
+            start += size
+
     def copy(self, action: Copy) -> None:
         self.renew(action.target).vector.copy_(self.buffer(action.source).vector)
 
@@ -431,7 +449,7 @@ class AveragingExecutor(Executor):
 class OwnerExecutor(Executor):
     """Lets the optimiser step weights of its own, or a part of the weights."""
 
-    _part: slice | None = None
+    _part: Part | None = None
 
     def own(
         self,
@@ -439,7 +457,7 @@ class OwnerExecutor(Executor):
         plan: Plan,
         flat: FlatModel,
         first_weights: FirstWeights | None = None,
-        part: slice | None = None,
+        part: Part | None = None,
     ) -> None:
         """Takes over the weights that the model was built with, or those of a warm start; or a part of them."""
         own = self.buffer(WEIGHTS).vector
@@ -454,19 +472,19 @@ class OwnerExecutor(Executor):
         if part is not None:
             self._take_part(weights)
         self._rule = self._rule_of(job, plan, own[: self.parameters])
-        # At the end of the vector, and so in the last part.
-        ends = part is None or part.stop == flat.size
-        self._counters = sum(entry.kind == "counter" for entry in self.layout) if ends else 0
+        here = [entry for entry in self.layout if part is None or entry in part]
+        self._counters = sum(entry.kind == "counter" for entry in here)  # the last ones of them
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         """What updates the weights."""
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
-        return UpdateRule(table, weights, self.layout, self._part, self.form)
+        part = None if self._part is None else self._part.stretches[0]
+        return UpdateRule(table, weights, self.layout, part, self.form)
 
     def _take_part(self, weights: torch.Tensor) -> None:
         """Begins with a part of these; only now can it tell their digest."""
         assert self._part is not None
-        self.buffer(WEIGHTS).vector.copy_(weights[self._part])
+        self.buffer(WEIGHTS).vector.copy_(torch.cat([weights[stretch] for stretch in self._part.stretches]))
         self._first_sha256 = sha256(weights.numpy())
 
     def sha256(self, name: str) -> str:
@@ -492,7 +510,13 @@ class OwnerExecutor(Executor):
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         """All that a checkpoint needs, which has nothing of others if this one is alone."""
         state = {f"optimizer.{name}": value for name, value in self._rule.state().items()}
-        return {WEIGHTS: self.buffer(WEIGHTS).vector, **state}
+        return {**dict(zip(stretch_names(len(self.stretches)), self.stretches, strict=True)), **state}
+
+    @property
+    def stretches(self) -> tuple[torch.Tensor, ...]:
+        """The weights that it owns, as they lie in the vector of all."""
+        own = self.buffer(WEIGHTS).vector
+        return (own,) if self._part is None else tuple(own[part] for part in self._part.within)
 
     def last_state(self) -> dict[str, npt.NDArray[np.float32]]:
         """All that a checkpoint needs, when nothing of it changes any more: not copied where it lies in main memory."""
@@ -546,19 +570,28 @@ class OwnerExecutor(Executor):
             if isinstance(gradient, RowGradient):
                 self._rule.step_rows(gradient, action.learning_rate)
             else:
-                self._rule.step(gradient[: self.parameters], action.learning_rate)
+                self._rule.step(gradient[: self.parameters], action.learning_rate, _floats(action.norms))
         self._give_back(action.gradient)
         if self.size > self.parameters:
             buffer.vector[self.size - self._counters :].round_()
         buffer.version += 1
-        digest, sampled = 0, b""
-        if self._part is None:
-            digest = buffer.digest(action.timestamp)
-        else:
-            sampled = buffer.sampled(sample(action.timestamp, self._of, self._part.start))
+        digest = buffer.digest(action.timestamp) if self._part is None else 0
+        sampled = self._sampled(buffer, action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
         return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
+
+    def measure(self, action: Measure) -> Measured:
+        gradient = self.buffer(action.gradient).vector[: self.parameters]
+        return Measured(self._rule.norms(gradient).numpy().tobytes())
+
+    def _sampled(self, buffer: Buffer, timestamp: int) -> tuple[bytes, ...]:
+        """Of each stretch of a part of the weights, a sample."""
+        if self._part is None:
+            return ()
+        stretches = zip(self._part.within, self._part.stretches, strict=True)
+        which = [(place, sample(timestamp, self._of, stretch.start)) for place, stretch in stretches]
+        return tuple(buffer.sampled(slice(place.start + those.start, place.stop, those.step)) for place, those in which)
 
     def _update_in_slices(self, action: Update, before: torch.Tensor, weights: torch.Tensor) -> None:
         """Every slice is averaged, copied if the weights move, and stepped while it is in the cache.
@@ -590,6 +623,12 @@ class OwnerExecutor(Executor):
     def _is_read(self) -> bool:
         """Others read the weights that are about to change."""
         return self.buffer(WEIGHTS).held > 0
+
+
+def _floats(norms: tuple[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Norms as they are computed with, if there are any."""
+    before, behind = (torch.from_numpy(np.frombuffer(each, np.float32).copy()) for each in norms)
+    return (before, behind) if any(norms) else None
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):

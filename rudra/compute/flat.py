@@ -193,11 +193,27 @@ class FlatModel:
             if id(t) in own
         )
 
-    def forward(self, inputs: Any, seed: int) -> Any:
-        """What the module makes of inputs, in training, at the bound weights; for `backward`."""
+    def forward(self, inputs: Any, seed: int, behind: torch.Tensor) -> Any:
+        """What the module makes of inputs, in training, at the bound weights; for `backward`.
+
+        Args:
+            inputs: as for `gradient`.
+            seed: as there.
+            behind: (size - parameter_count,) float32: takes the buffers after this mini-batch.
+        """
         self._mode(training=True)
+        views: list[torch.Tensor] = []
+        if self._buffers:
+            behind.copy_(self._weights[self.parameter_count :])
+            entries = self.layout[len(self._parameters) :]
+            parts = torch.split(behind, [entry.size for entry in entries])
+            views = [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
+            views = [_NOWHERE] * len(self._parameters) + views
+            self._place_buffers(behind, views)
         self.seed(seed)
-        return called(self.module, moved(inputs, self.device))
+        output = called(self.module, moved(inputs, self.device))
+        self._collect_buffers(behind, views)
+        return output
 
     def backward(self, output: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> None:
         """Computes the gradient of what `forward` gave, at the same weights, which are to be bound again.
@@ -205,7 +221,7 @@ class FlatModel:
         Args:
             output: of `forward`.
             gradient: of the loss with respect to that.
-            out: as for `gradient`, for a module without buffers.
+            out: as for `gradient`; the buffers in it do not change.
         """
         self._copy(torch.autograd.grad(output, self._parameters, gradient, allow_unused=True), self._split(out))
 
@@ -457,6 +473,11 @@ class FlatModel:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
+
+
+def travels(buffer: torch.Tensor) -> bool:
+    """Whether the flat vector has a buffer of this kind."""
+    return buffer.is_floating_point() or _is_counter(buffer)
 
 
 def _is_counter(buffer: torch.Tensor) -> bool:

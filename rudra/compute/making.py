@@ -1,6 +1,7 @@
 """Makes the executors of a process's roles, which share one model, and sees whether the job can be computed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -13,9 +14,10 @@ from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
 from rudra.compute.parts import cut
 from rudra.compute.replicas import ElasticExecutor
-from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, cut_model
+from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, PieceExecutor, cut_model
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
+from rudra.core.layout import Part
 from rudra.core.phases import parts
 from rudra.core.rows import dense_because
 from rudra.core.work import DEALT, Portion, portion
@@ -77,12 +79,10 @@ def make_executors(
     if not all(kind.serves for kind in kinds):
         _check_output(job, task, flat, data)
     fronts = piece(len(roles), back=False) if plan.stage is not None else None
-    cuts: tuple[slice, ...]
-    if fronts is not None:
-        cuts = fronts[1].parts(job.optimizer, flat.layout)
-    else:
-        cuts = cut(job.optimizer, flat.layout, len(plan.owners)) if plan.parted else ()
-    owned = dict(zip(plan.owners, cuts, strict=False))
+    sides = () if fronts is None else fronts[1].parts(job.optimizer, flat.layout)
+    owned = _owned(job, plan, flat, flat if fronts is None else fronts[0], sides)
+    ends = accumulate((part.size for part in owned.values()), initial=0)
+    travelling = dict(zip(owned, (slice(start, stop) for start, stop in pairwise(ends)), strict=True))
     all_parts = list(parts(job, plan))
     learners = [role for role in roles if plan.about(role).trains]
     portions = [{role: _portion(its, its_plan, role) for role in learners} for _, its, its_plan in all_parts]
@@ -98,12 +98,17 @@ def make_executors(
         kind, part = plan.about(role), owned.get(role)
         cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
         assert isinstance(cls, type)
-        own = flat if fronts is None or not kind.trains else fronts[0]
-        executor = _allocated(cls, kind, own, part, gradients, placing, memory)
+        own = flat if fronts is None else fronts[0]  # which it computes gradients with
+        if sides and kind.trains and kind.updates:
+            part = sides[0]
+        whole = flat if part is not None or kind.tests else own
+        executor = _allocated(cls, kind, whole, part, gradients, placing, memory)
         if form is not None:
             executor.use_rows(form)
-        if part is None and own is flat:
-            executor.parts = owned
+        if part is None and (whole is flat or plan.sharded):
+            executor.parts, executor.parted = travelling, tuple(owned.values())
+        if isinstance(executor, PieceExecutor):
+            executor.own_side(sides[role == plan.stage])
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
@@ -136,6 +141,26 @@ def make_executors(
         executor.hooks = hooks.get(role)
         made[role] = executor
     return made
+
+
+def _owned(job: Job, plan: Plan, flat: FlatModel, front: FlatModel, sides: Sequence[Part]) -> dict[int, Part]:
+    """Which part of the flat vector each owner has, where one does not have all.
+
+    Args:
+        job: resolved.
+        plan: who is who.
+        flat: the model.
+        front: what learners have of it.
+        sides: of a cut in it; empty where there is none.
+    """
+    if not plan.parted:
+        return {}
+    parts = [sides[0]] if sides else [Part((slice(0, flat.size),))]
+    if plan.sharded:
+        groups = job.optimizer.groups_of([entry.name for entry in front.layout])
+        table = job.optimizer.model_copy(update={"groups": groups}) if sides else job.optimizer
+        parts = [parts[0].part(own) for own in cut(table, front.layout, len(plan.front_owners))]
+    return dict(zip(plan.owners, [*parts, *sides[1:]], strict=True))
 
 
 def _portion(job: Job, plan: Plan, role: int) -> Portion:
@@ -195,7 +220,7 @@ def _allocated(
     cls: type[Executor],
     kind: RoleKind,
     flat: FlatModel,
-    part: slice | None,
+    part: Part | None,
     gradients: int,
     placing: Placing,
     memory: Memory | None,
@@ -207,6 +232,7 @@ def _allocated(
     where = flat.device if placing == "device" or direct else CPU
     size, parameters = flat.size, flat.parameter_count
     if part is not None:
-        size, parameters = part.stop - part.start, min(part.stop, parameters) - part.start
+        first = part.stretches[0]
+        size, parameters = part.size, min(first.stop, parameters) - first.start
     mine = None if kind.tests else memory
     return cls(flat.layout, size, parameters, gradients, where, stage, direct=direct, memory=mine)

@@ -119,15 +119,18 @@ class UpdateRule:
             raise ConfigError(f"[optimizer] {table.name}: {' '.join(str(error).split())}") from None
         self._decays = [group["weight_decay"] for group in self.optimizer.param_groups]
 
-    def step(self, gradient: torch.Tensor, learning_rate: float) -> None:
+    def step(
+        self, gradient: torch.Tensor, learning_rate: float, norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
         """Updates the weights.
 
         Args:
             gradient: (P,) float32; read only, and free again when this returns.
             learning_rate: of this step, with every modulation in it.
+            norms: of gradients that others have, as `norms` gives them, of parameters before these and behind them.
         """
         if self._clip_norm is not None:
-            gradient = self._clip(gradient, self._clip_norm)
+            gradient = self._clip(gradient, self._clip_norm, norms)
         for group, rate in zip(self.optimizer.param_groups, self._set_rates(learning_rate), strict=True):
             for parameter in group["params"]:
                 part = self._places[parameter]
@@ -234,14 +237,25 @@ class UpdateRule:
                     groups.append((number, pieces))
             yield whole, groups
 
-    def _clip(self, gradient: torch.Tensor, most: float) -> torch.Tensor:
+    def norms(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Of the gradient of each parameter, (parameters,) float32."""
+        import torch
+
+        return torch.stack([torch.linalg.vector_norm(each) for each in torch.split(gradient, self._sizes)])
+
+    def _clip(
+        self, gradient: torch.Tensor, most: float, others: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
         """The gradient, or a copy that is scaled to the norm `most`; equal to `clip_grad_norm_` over the parameters.
 
         Where the norm is not finite the gradient stays what it is, and the next loss tells: scaled, it might be zero.
         """
         import torch
 
-        norm = torch.nn.utils.get_total_norm(torch.split(gradient, self._sizes))
+        if others is None:
+            norm = torch.nn.utils.get_total_norm(torch.split(gradient, self._sizes))
+        else:
+            norm = torch.linalg.vector_norm(torch.cat([others[0], self.norms(gradient), others[1]]))
         scale = most / (norm + 1e-6)
         return self._times(scale, gradient, slice(None)) if norm.isfinite() and scale < 1 else gradient
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.optim import CACHE_LINE, runs_of
+from rudra.core.events import WEIGHTS
 from rudra.core.layout import Entry, NamedVectors
 from rudra.errors import ConfigError
 from rudra.job.tables import OptimizerTable
@@ -52,14 +53,21 @@ def joined(states: Sequence[NamedVectors]) -> dict[str, NDArray[np.float32]]:
     """What several owners hand over for a checkpoint, in the order of their parts, as one owner would.
 
     What belongs to a single number of weights each is put together; of what is one number for all of them, such as a
-    count of steps, all owners have the same.
+    count of steps, all owners have the same. Weights in several stretches come by `stretch_names`.
     """
-    if len(states) == 1:
-        return dict(states[0])
     names = dict.fromkeys(name for state in states for name in state)
     found = {}
     for name in names:
         pieces = [state[name] for state in states if name in state]
-        single = all(len(piece) == 1 for piece in pieces)  # no part of a vector that was cut is that short
-        found[name] = pieces[0] if single else np.concatenate(pieces)
-    return found
+        # No part of a vector that was cut is that short, but a stretch may be.
+        single = all(len(piece) == 1 for piece in pieces) and not name.startswith(WEIGHTS)
+        found[name] = pieces[0] if single or len(pieces) == 1 else np.concatenate(pieces)
+    stretches = [found.pop(name) for name in [*found] if name == WEIGHTS or name.startswith(f"{WEIGHTS} ")]
+    if not stretches:
+        return found
+    return {WEIGHTS: stretches[0] if len(stretches) == 1 else np.concatenate(stretches), **found}
+
+
+def stretch_names(count: int) -> list[str]:
+    """What the stretches of an owner's weights are called in what it hands over."""
+    return [WEIGHTS, *(f"{WEIGHTS} {number}" for number in range(1, count))]

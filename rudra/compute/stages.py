@@ -1,11 +1,12 @@
 """Layers placed on ranks: where a model is cut, and what computes its first layers and its last ones.
 
-The first layers' parameters are the leading slice of the flat vector, the last ones' the trailing one, with all model
-buffers: so both are parts of it like any other (`rudra.compute.parts`), and a snapshot is their concatenation.
+The first layers' parameters come first in the flat vector, and so do their buffers among the buffers: so both sides
+are parts of it (`rudra.core.layout.Part`), each a vector like that of a model of its own, and a snapshot is both.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +15,28 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rudra.compute import parts
+from rudra.compute.averaging import average
+from rudra.compute.buffers import buffers_of
 from rudra.compute.cuts import chain
-from rudra.compute.executor import LearnerExecutor, ServerExecutor
-from rudra.compute.flat import FlatModel, sha256
+from rudra.compute.executor import LearnerExecutor, OwnerExecutor, ReplicaExecutor, ServerExecutor
+from rudra.compute.flat import FlatModel, sha256, travels
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.optim import UpdateRule, runs_of
-from rudra.core.events import ACTIVATIONS, RETURNED, Backward, Computed, Conclude, Forward, Forwarded, Hash, Hashed
-from rudra.core.layout import Entry, Placed
+from rudra.core.events import (
+    ACTIVATIONS,
+    RETURNED,
+    WEIGHTS,
+    Backward,
+    Combine,
+    Computed,
+    Conclude,
+    Forward,
+    Forwarded,
+    Hash,
+    Hashed,
+)
+from rudra.core.layout import Entry, Part, Placed
 from rudra.core.work import portion
 from rudra.data.load import DataInfo, Samples
 from rudra.data.sparse import joined
@@ -39,7 +55,7 @@ class Cut(NamedTuple):
 
     Attributes:
         front, back: the first layers, and the last ones.
-        parameters: floats of the first layers.
+        floats: that the first layers' vector has, with their buffers.
         shape: of the one tensor that crosses, of one sample.
         random: floats that the state of the random generator takes behind that tensor; 0: it need not travel.
         back_flops: the last layers' part of the operations of a mini-batch.
@@ -47,25 +63,30 @@ class Cut(NamedTuple):
 
     front: nn.Module
     back: nn.Module
-    parameters: int
+    floats: int
     shape: tuple[int, ...]
     random: int
     back_flops: float
 
     def placed(self, size: int, samples: int) -> Placed:
         """How large the pieces are, compared with a vector of so many floats, for mini-batches of so many samples."""
-        return Placed(self.parameters / size, self.floats(samples) / size, self.back_flops)
+        return Placed(self.floats / size, self.crossing(samples) / size, self.back_flops)
 
-    def parts(self, table: OptimizerTable, layout: Sequence[Entry]) -> tuple[slice, ...]:
+    def parts(self, table: OptimizerTable, layout: Sequence[Entry]) -> tuple[Part, ...]:
         """Which part of the flat vector each side has.
 
         Raises:
             ConfigError: a group of the optimiser's is of parameters that neither has.
         """
         list(runs_of(table.groups, layout))
-        return slice(0, self.parameters), slice(self.parameters, layout[-1].offset + layout[-1].size)
+        first = {name for name, _ in (*self.front.named_parameters(), *self.front.named_buffers())}
+        sides: dict[bool, list[slice]] = {True: [], False: []}
+        for is_first, run in groupby(layout, lambda entry: entry.name in first):
+            entries = list(run)
+            sides[is_first].append(slice(entries[0].offset, entries[-1].offset + entries[-1].size))
+        return Part(tuple(sides[True])), Part(tuple(sides[False]))
 
-    def floats(self, samples: int) -> int:
+    def crossing(self, samples: int) -> int:
         """That travel for a mini-batch, each way."""
         return samples * math.prod(self.shape) + self.random
 
@@ -84,11 +105,6 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> Cut:
     where, inputs = f"[placement] cut = {job.placement.cut!r}", info.sample[0]
     module.eval()  # BatchNorm cannot do with one sample
     front, back = chain(module, inputs).cut(job.placement.cut)
-    if buffers := [name for name, _ in front.named_buffers()]:
-        raise ConfigError(
-            f"{where}: {buffers[0]}, before it, is a buffer of the model, and such cannot be placed so far; valid: a "
-            "layer before the first one that has any (BatchNorm)"
-        )
     with torch.no_grad(), FlopCounterMode(display=False) as all_flops:
         crossing = called(front, inputs)
         if not isinstance(crossing, torch.Tensor) or crossing.dtype != torch.float32 or len(crossing) != 1:
@@ -100,8 +116,9 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> Cut:
     front_draws, several = _draws(front, mapped(lambda tensor: joined([tensor, tensor]), inputs))
     back_draws, _ = _draws(back, several)
     state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0
-    parameters = sum(p.numel() for p in front.parameters() if p.requires_grad)
-    return Cut(front, back, parameters, tuple(crossing.shape[1:]), state, share)
+    trained = [parameter for parameter in front.parameters() if parameter.requires_grad]
+    floats = sum(tensor.numel() for tensor in (*trained, *(b.tensor for b in buffers_of(front) if travels(b.tensor))))
+    return Cut(front, back, floats, tuple(crossing.shape[1:]), state, share)
 
 
 def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:
@@ -117,18 +134,20 @@ class FrontExecutor(LearnerExecutor):
     """What a learner works with that has the first layers."""
 
     _open: torch.Tensor | None = None  # what the last forward pass gave, with all that its gradient needs
+    _behind: torch.Tensor  # and the buffers after it
 
     def place(self, cut: Cut, samples: int) -> None:
         """What it ships, of mini-batches of so many samples."""
         self.cut, self._floats = cut, samples * math.prod(cut.shape)
-        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.floats(samples))
+        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.crossing(samples))
+        self._behind = torch.empty(self.size - self.parameters)
 
     def forward(self, action: Forward) -> Iterator[Forwarded]:
         source, model = self.source, self.source.model
         inputs, _ = source.minibatch(action.step, action.work)
         model.bind(self.buffer(action.weights).vector)
-        self._open = model.forward(inputs, source.seed(action.step))
-        into = self.renew(action.activations).vector
+        self._open = model.forward(inputs, source.seed(action.step), self._behind)
+        into = self.buffer(action.activations).vector
         into[: self._floats] = self._open.detach().reshape(-1)
         if self.cut.random:
             into[self._floats :].view(torch.uint8).copy_(model.random_state)
@@ -140,36 +159,68 @@ class FrontExecutor(LearnerExecutor):
         self._open = None
         model.bind(self.buffer(action.weights).vector)  # others may have computed with this module meanwhile
         gradient = self.buffer(action.returned).vector[: self._floats].view(output.shape)
-        model.backward(output, gradient, self.renew(action.gradient).vector)
+        into = self.buffer(action.gradient).vector
+        model.backward(output, gradient, into)
+        into[self.parameters :] = self._behind
         yield self.computed(action, BatchResult(action.loss, action.errors, action.samples))
 
 
-class _PieceExecutor(ServerExecutor):
-    """What the owner of some layers works with: its optimiser knows of no others."""
+class PieceExecutor(OwnerExecutor):
+    """What an owner of some layers, or of a part of these, works with: its optimiser knows of no others."""
+
+    _side: Part
+
+    def own_side(self, side: Part) -> None:
+        """Which part of the flat vector the layers have; before `own`."""
+        self._side = side
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         assert self._part is not None
         table = job.optimizer.model_copy(update={"momentum": self._momentum(job, plan)})
-        first, last = self._part.start, self._part.stop
-        here = [e for e in self.layout if e.kind == "parameter" and first <= e.offset < last]
+        here = [e for e in self.layout if e.kind == "parameter" and e in self._side]
+        first, own = here[0].offset, self._part.stretches[0]
         mine = tuple(Entry(e.name, e.shape, e.offset - first, e.size, e.kind) for e in here)
-        return UpdateRule(table.model_copy(update={"groups": table.groups_of([e.name for e in mine])}), weights, mine)
+        part = None if self._part == self._side else slice(own.start - first, own.stop - first)
+        table = table.model_copy(update={"groups": table.groups_of([e.name for e in mine])})
+        return UpdateRule(table, weights, mine, part)
 
     def _momentum(self, job: Job, plan: Plan) -> float:
         return job.explicit_momentum(plan)
 
+    def _take_part(self, weights: torch.Tensor) -> None:
+        super()._take_part(weights)
+        self._side_sha256 = sha256(torch.cat([weights[stretch] for stretch in self._side.stretches]).numpy())
+
     def hash(self, action: Hash) -> Hashed:
-        return Hashed(sha256(self.buffer(action.buffer).array))
+        """Of all weights of its side, which other owners may have parts of; those at the beginning then."""
+        alone = self._part == self._side
+        return Hashed(sha256(self.buffer(action.buffer).array) if alone else self._side_sha256)
 
 
-class FrontServerExecutor(_PieceExecutor):
-    """What the parameter server works with that owns the first layers."""
-
+class _FrontOwner(PieceExecutor):
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
         super().restore({name: tensor for name, tensor in tensors.items() if not name.startswith(BACK)})
 
 
-class BackExecutor(_PieceExecutor):
+class FrontServerExecutor(_FrontOwner, ServerExecutor):
+    """What a parameter server works with that owns the first layers, or a part of them."""
+
+
+class FrontReplicaExecutor(FrontExecutor, _FrontOwner, ReplicaExecutor):
+    """What a learner works with that updates first layers of its own."""
+
+    def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        tensors = parts.joined([tensors])
+        weights = tensors.get(WEIGHTS)
+        if weights is not None and len(weights) == self.size:  # those of another replica
+            whole = np.zeros(self._of, np.float32)
+            for place, stretch in zip(self._side.within, self._side.stretches, strict=True):
+                whole[stretch] = weights[place]
+            tensors = {**tensors, WEIGHTS: whole}
+        super().restore(tensors)
+
+
+class BackExecutor(PieceExecutor, ServerExecutor):
     """What the stage server works with, which owns the last layers and computes with them."""
 
     def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: Cut) -> None:
@@ -183,7 +234,7 @@ class BackExecutor(_PieceExecutor):
             cut: whose last layers that has.
         """
         self._cut, self._samples = cut, job.training.minibatch_size
-        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.floats(self._samples))
+        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.crossing(self._samples))
         shares = job.cluster.parts
         works = {plan.roles[i].index: portion(plan, i, self._samples, shares).work(0) for i in plan.learners}
         self._sources = {
@@ -203,20 +254,26 @@ class BackExecutor(_PieceExecutor):
         activations = came[:floats].view(self._samples, *self._cut.shape).detach().requires_grad_()
         seed = came[floats:].view(torch.uint8).clone() if self._cut.random else source.seed(action.step)
         model.bind(self.buffer(action.weights).vector)
-        loss, errors = model.gradient(activations, target, self.renew(action.gradient).vector, seed)
+        loss, errors = model.gradient(activations, target, self.buffer(action.gradient).vector, seed)
         self._give_back(action.activations)
-        returned = self.renew(action.returned).vector[:floats]
+        returned = self.buffer(action.returned).vector[:floats]
         if activations.grad is None:
             returned.zero_()
         else:
             returned.copy_(activations.grad.reshape(-1))
         yield Computed(action.step, loss, errors, self._samples)
 
+    def combine(self, action: Combine) -> None:
+        into, *_ = vectors = [self.buffer(name).vector for name in action.gradients]
+        assert action.into == action.gradients[0]
+        average(into, vectors, action.samples, sums=action.sums)
+
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
         own = {name.removeprefix(BACK): tensor for name, tensor in tensors.items() if name.startswith(BACK)}
-        super().restore({"weights": tensors["weights"], **own} if "weights" in tensors else own)
+        super().restore({WEIGHTS: tensors[WEIGHTS], **own} if WEIGHTS in tensors else own)
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         return {
-            name if name == "weights" else BACK + name: tensor for name, tensor in super()._tensors(alone=alone).items()
+            name if name.startswith(WEIGHTS) else BACK + name: tensor
+            for name, tensor in super()._tensors(alone=alone).items()
         }

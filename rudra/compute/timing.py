@@ -81,9 +81,7 @@ class TimedChain(nn.Module):
 
 def layers_of(chain: Chain) -> tuple[Layer, ...]:
     """What a model's layers hold and give, without times."""
-    buffers = (any(True for _ in layer.buffers()) for layer in chain.layers)
-    placeable = next((index for index, found in enumerate(buffers) if found), len(chain.layers))  # these go behind
-    admissible = {index for index in chain.admissible() if index <= placeable}
+    admissible = chain.admissible()
     return tuple(
         Layer(name, kind_of(layer), size, _output_bytes(chain, index), cut=index in admissible)
         for index, (name, layer, size) in enumerate(zip(chain.names, chain.layers, _held(chain), strict=True), 1)

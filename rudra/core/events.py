@@ -66,13 +66,19 @@ class Hashed(Struct, frozen=True, gc=False):
 class Updated(Struct, frozen=True, gc=False):
     """An update is over: how long the optimiser's step took, and a digest of a sample of the new weights.
 
-    Of a part of the weights there is the sample itself, float32.
+    Of a part of the weights there is the sample itself, float32, of each stretch of theirs (`rudra.core.layout`).
     """
 
     timestamp: int
     digest: int
     seconds: float
-    sampled: bytes = b""
+    sampled: tuple[bytes, ...] = ()
+
+
+class Measured(Struct, frozen=True, gc=False):
+    """A `Measure` is over: the norms, float32, in the order of the parameters."""
+
+    norms: bytes
 
 
 class Stepped(Struct, frozen=True, gc=False):
@@ -196,6 +202,7 @@ Event = (
     | Sent
     | Hashed
     | Updated
+    | Measured
     | Stepped
     | Forwarded
     | Computed
@@ -258,6 +265,13 @@ class Hash(Local, frozen=True, gc=False):
     """Digest a buffer's floats; its end is `Hashed`."""
 
     reads = ("buffer",)
+    buffer: str
+
+
+class Arrange(Local, frozen=True, gc=False):
+    """Put weights whose parts have come one behind the other where the model has them."""
+
+    changes = ("buffer",)
     buffer: str
 
 
@@ -332,6 +346,10 @@ class Conclude(Local, frozen=True, gc=False):
     returned: str
 
 
+COMPUTATIONS = (Compute, Forward, Backward, Conclude)
+"""What leaves a gradient, or what one is made of, in buffers of its own."""
+
+
 class Train(Local, frozen=True, gc=False):
     """Compute gradients at the weights in the window, and bring each into them at once; its end is `Trained`.
 
@@ -401,11 +419,32 @@ class Accumulate(Local, frozen=True, gc=False):
     scale: float
 
 
+class Combine(Local, frozen=True, gc=False):
+    """`into` becomes the mean of a stage server's gradients, weighted by samples, as a compute group adds them.
+
+    Attributes:
+        into: one of the gradients' buffers.
+        gradients: names of the buffers, in group_rank order.
+        samples: of each.
+        sums: the order of addition (`Plan.partial_sums`).
+    """
+
+    changes = ("into",)
+    into: str
+    gradients: tuple[str, ...] = ()
+    samples: tuple[int, ...] = ()
+    sums: tuple[tuple[int, ...], ...] = ()
+
+
 class Update(Local, frozen=True, gc=False):
     """Let the optimiser step the weights by the averaged gradient; its end is `Updated`.
 
     Averaged model buffers replace those of before. The new weights have this timestamp. What follows is for hooks, as
     in `records.UPDATE`.
+
+    Attributes:
+        norms: of gradients that others have, of the parameters before these and of those behind, float32 each; the norm
+            of all is what clipping goes by.
     """
 
     reads, changes = ("gradient",), ("weights",)
@@ -416,6 +455,14 @@ class Update(Local, frozen=True, gc=False):
     epoch: int = 0
     samples: int = 0
     time_s: float = 0.0
+    norms: tuple[bytes, bytes] = (b"", b"")
+
+
+class Measure(Local, frozen=True, gc=False):
+    """Take the norm of the gradient of each parameter; its end is `Measured`."""
+
+    reads = ("gradient",)
+    gradient: str
 
 
 class Step(Local, frozen=True, gc=False):

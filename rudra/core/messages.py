@@ -28,9 +28,11 @@ class Kind(IntEnum):
     WEIGHTS_PART = auto()  # shard -> learner or statistics, bare tensor: likewise, of which TIMESTAMP or SNAPSHOT tells
     ACTIVATIONS = auto()  # learner -> stage server, tensor: what the first layers make of one mini-batch
     RETURNED = auto()  # stage server -> learner, tensor: the gradient of those, and what the mini-batch came to
-    LOG = auto()  # first shard -> others, or to the stage server: what to do
+    LOG = auto()  # who decides about the weights -> other shards, or the stage server: what to do
     TAKEN = auto()  # shard -> first: my part of the gradient of LOG's number `value` is here
-    STEPPED = auto()  # shard -> first: my part is of `timestamp`; an update took `seconds`; a sample of the new weights
+    STEPPED = auto()  # another owner -> who decides: my part is of `timestamp`, took `seconds`; a sample of the weights
+    # of stretch `value`; `flag`: that is its last one
+    NORMS = auto()  # parameter server <-> stage server: of gradients of one update, by parameter, `value` in all
     PULL = auto()  # tree server -> server: have you newer weights than `timestamp`? I hold those of `value`
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
@@ -68,6 +70,7 @@ ROWS = {
     Kind.LOG: records.LOG,
     Kind.EXECUTE: records.WORK,
     Kind.STEPPED: records.FLOATS,
+    Kind.NORMS: records.FLOATS,
     Kind.GRADIENTS: records.GRADIENT,
     Kind.UPDATES: records.UPDATE,
     Kind.MINIBATCHES: records.MINIBATCH,
@@ -89,6 +92,9 @@ DESCRIBED = frozenset({Kind.GRADIENT, Kind.ACTIVATIONS, Kind.RETURNED, Kind.MADE
 
 URGENT = frozenset({Kind.LOG, Kind.TAKEN})
 """Kinds that have another rank begin long work beside that of the sender."""
+
+BETWEEN_OWNERS = frozenset({Kind.LOG, Kind.STEPPED})
+"""Kinds that owners of weights tell each other of these, and heed even if everybody else begins anew."""
 
 _KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
 _HEADER = struct.Struct("<iiqqdi?3x")

@@ -371,7 +371,7 @@ class Job(Table):
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
             what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
             raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
-        if plan.parted and plan.stage is None:
+        if plan.sharded:
             self._check_parts()
         hosted = {(plan.roles[i].world_rank, plan.roles[i].group) for i in plan.learners}
         if plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
@@ -493,9 +493,11 @@ class Job(Table):
     def _check_placement(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
         """Raises ValueError for what cannot be where layers are placed."""
         on, table, optimizer = "[placement] cut", self.placement, self.optimizer
-        plain = all(plan.roles[i].parent == plan.server for i in plan.learners) and not plan.groups
-        if not plan.served or not plain or plan.overlapped or plan.averaging or len(plan.owners) > 2:
-            raise ValueError(f"{on}: not with topology {named(self.topology.name)} so far; valid: base")
+        if plan.averaging or plan.scheduled:
+            raise ValueError(
+                f"{on}: learners with replicas of their own, and workers, have all layers; valid: topologies base, "
+                "sharded, adv, adv*, groups, and protocols that push gradients"
+            )
         together = protocol.ordered and protocol.waits and protocol.gradients_per_update == plan.workers
         if table.rule == "synchronous" and not together:
             raise ValueError(
@@ -507,11 +509,8 @@ class Job(Table):
         merged = table.rule == "merged"
         refused = {
             "[[changes]]: layers that are placed cannot begin anew; valid: no changes": self.changes,
-            f"{on}: [optimizer] clip_norm goes by the norm of the whole gradient; valid: none": optimizer.clip_norm,
             "[placement] rule = 'merged': [optimizer] schedule = 'plateau' goes by tests, of which the stage server "
             "does not hear; valid: other schedules": merged and optimizer.plateau,
-            "[placement] rule = 'merged': [optimizer] schedule_every = 'update' counts updates of one clock; valid: "
-            "epoch": merged and optimizer.schedule_every == "update",
             f"{on}: [cluster] gradient_format = 'float16' is for gradients alone; valid: float32": (
                 self.cluster.gradient_format != "float32"
             ),

@@ -20,11 +20,11 @@ from mpi4py import MPI
 from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.parts import joined
 from rudra.core.events import (
+    COMPUTATIONS,
     GRADIENT,
     Action,
     Commit,
     Committed,
-    Compute,
     Drop,
     Event,
     Fail,
@@ -379,8 +379,9 @@ class Rank:
 
     def _perform(self, role: int, action: Local) -> None:
         """Short work at once, long work between other things, or beside them."""
-        if isinstance(action, Compute):
-            self._executors[role].renew(action.gradient)
+        if isinstance(action, COMPUTATIONS):  # here, and not in another thread
+            for field in action.changes:
+                self._executors[role].renew(getattr(action, field))
         work = self._executors[role].perform(action)
         if not action.long:
             self._events.extend((role, event) for event in work if event is not None)
@@ -603,8 +604,8 @@ class Rank:
         """Lets a role here know of something, in its turn."""
         self._events.append((role, event))
 
-    def abandon(self, plan: Plan) -> None:
-        """Follows another plan: forgets what is under way between those who regroup by it."""
+    def abandon(self, plan: Plan, position: TrainingState) -> None:
+        """Follows another plan, from a position: forgets what is under way between those who regroup by it."""
         self.plan = plan
         self.states = self._new_states()
         roles = self._running - {plan.statistics}
@@ -618,8 +619,11 @@ class Rank:
             reduction.abandon()
         self._long = deque(work for work in self._long if work[0] not in roles)
 
+        if plan.stage in roles:  # which goes on with what others have in its log
+            self._remake(plan.stage, position)
+
         def counts(role: int, event: Event) -> bool:
-            return role not in roles or (role == plan.server and outlasts(event, plan.statistics))
+            return role not in roles or (role in plan.owners and outlasts(event, plan.statistics))
 
         self._events = deque((role, event) for role, event in self._events if counts(role, event))
 
@@ -635,11 +639,16 @@ class Rank:
         self._reductions = self._new_reductions(self._running)
         for role in sorted(self._running - {plan.statistics}):
             self.announce(role, Started())
-            if role != plan.server:  # which has the plan already, and knows who is dead
-                assert self._make_machine is not None
-                before, self._machines[role] = self._machines[role], self._make_machine(role, plan, position)
-                self._machines[role].inherit(before)
+            if role not in (plan.server, plan.stage):  # who have the plan already
+                self._remake(role, position)
+            if role != plan.server:  # which knows who is dead
                 self._events.extend((role, Lost(other)) for other in unknown)
+
+    def _remake(self, role: int, position: TrainingState) -> None:
+        """Makes the machine of a role again, for training that goes on from there by the plan of now."""
+        assert self._make_machine is not None
+        before, self._machines[role] = self._machines[role], self._make_machine(role, self.plan, position)
+        self._machines[role].inherit(before)
 
     def _close(self) -> None:
         """Leaves nothing posted; what was sent is delivered, because every role has said that it is done."""

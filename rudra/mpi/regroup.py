@@ -13,7 +13,7 @@ import msgspec
 from mpi4py import MPI
 
 from rudra.core.events import Received, Regroup, Stopped
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import BETWEEN_OWNERS, Kind, Message
 from rudra.core.phases import phase_at
 from rudra.core.training_state import TrainingState
 from rudra.mpi.tags import REGROUP_TAG
@@ -74,10 +74,10 @@ class Regrouping:
     def _abandon(self, plan: Plan, position: TrainingState) -> None:
         self.generation += 1
         self._position = position
-        self._rank.abandon(plan)
+        self._rank.abandon(plan, position)
 
     def hear(self, role: int, generation: int, message: Message) -> None:
-        """Lets a control message in, unless it was said before all regrouped.
+        """Lets a control message in, unless it was said before all regrouped; owners of weights heed each other's.
 
         It waits where its sender has regrouped already, and this rank has not.
         """
@@ -85,7 +85,7 @@ class Regrouping:
             self._rank.announce(role, Stopped())
             return
         now = generation == self.generation and self._position is None
-        if now or self._rank.plan.statistics in (role, message.sender):
+        if now or message.kind in BETWEEN_OWNERS or self._rank.plan.statistics in (role, message.sender):
             self._rank.announce(role, Received(message))
         elif generation >= self.generation:
             self._early.append((generation, role, message))

@@ -631,7 +631,7 @@ class _Session:
     def _make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""
         executor, path = self._executors[role], checkpoint.path_of(self._begin.output)
-        if isinstance(executor, OwnerExecutor):
+        if isinstance(executor, OwnerExecutor) and role != plan.stage:  # which has its own
             deadline = time.monotonic() + SEEN_S
             while (found := checkpoint.read(path))[0].position != position:  # where file systems are slow to tell
                 if time.monotonic() > deadline:

@@ -443,16 +443,24 @@ class Replica(Machine):
         return actions + self.cycle.updated(now)
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
-        self._digest = event.digest
         self.log.spend(self._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - self._reduced_at)
-        actions = self.ledger.note(event, now)
+        actions = self._note(event, now)
         if not self._ended_training:
             if self.ledger.is_to_change:
                 self._change(now)
             return self._next(now) + self.log.due(now) + actions
         self.state = ReplicaState.STOPPED
+        return actions + self._account(now)
+
+    def _note(self, event: Updated, now: float) -> list[Action]:
+        """Takes note of an update that is made."""
+        self._digest = event.digest
+        return self.ledger.note(event, now)
+
+    def _account(self, now: float) -> list[Action]:
+        """The closing account, of this learner and of all."""
         account = self.log.close(now, self.log.step) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
-        return actions + account + (self.cycle.end(now) if self._leads and not self.ledger.over else [])
+        return account + (self.cycle.end(now) if self._leads and not self.ledger.over else [])
 
     def _change(self, now: float) -> None:
         position = self.ledger.position(now)
@@ -510,8 +518,7 @@ class Replica(Machine):
         return actions
 
     def _updated_before(self, event: Updated, now: float) -> list[Action]:
-        self._digest = event.digest
-        return self.ledger.note(event, now)
+        return self._note(event, now)
 
     def _finish(self, event: Received, now: float) -> list[Action]:
         self.state = ReplicaState.DONE

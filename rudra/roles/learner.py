@@ -48,8 +48,6 @@ class LearnerState(States):
     HELD = auto()  # this one and the next are of learners that overlap communication alone
     LEAVING = auto()
     STEPPING = auto()  # of learners that average alone
-    SHIPPING = auto()  # this one and the next are of learners whose last layers are elsewhere
-    RETURNING = auto()
     STOPPED = auto()
     DONE = auto()
 

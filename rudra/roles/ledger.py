@@ -32,7 +32,7 @@ from rudra.core.events import (
     Updated,
     Warn,
 )
-from rudra.core.messages import PACK, Kind, Message, Rows
+from rudra.core.messages import BETWEEN_OWNERS, PACK, Kind, Message, Rows
 from rudra.core.phases import phase_at
 from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
@@ -58,9 +58,9 @@ def _mean(total: float, count: int) -> float:
 
 
 def outlasts(event: Event, statistics: int) -> bool:
-    """Whether an event is for the owner of the weights even if everybody else regroups."""
+    """Whether an event is for an owner of the weights even if everybody else regroups."""
     if isinstance(event, Received):
-        return event.message.sender == statistics
+        return event.message.sender == statistics or event.message.kind in BETWEEN_OWNERS
     if isinstance(event, Sent):
         return event.to == statistics
     return isinstance(event, Updated | Saved | Committed | Stopped | Lost)
@@ -100,7 +100,10 @@ class Ledger:
         outbox: rows on their way.
         recorded_losses: roles whose end is told.
         final_lent: the weights of the last epoch are not all sent yet.
+        per_update: so many of its updates count as one for the schedule.
     """
+
+    per_update = 1
 
     def __init__(self, role: int, setup: Setup, *, reports: bool = True) -> None:
         job, position = setup.job, setup.position
@@ -253,7 +256,7 @@ class Ledger:
         progress = (self.samples + samples) / self._training_samples
         protocol = self.protocol
         factor = protocol.modulation.rate_factor(mean_staleness) * protocol.rate_scale(samples)
-        rate = self.schedule.rate(self.epoch, progress, self.timestamp) * factor
+        rate = self.schedule.rate(self.epoch, progress, self.timestamp // self.per_update) * factor
         self.timestamp += 1
         time_s = now - self.began
         own_rate = protocol.outer_rate

@@ -19,22 +19,21 @@ from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
 
-import numpy as np
-
-from rudra.core import records
-from rudra.core.digest import digest_of
 from rudra.core.events import (
     GRADIENT,
     WEIGHTS,
     Accumulate,
     Action,
+    Combine,
     Computed,
     Copy,
     Drop,
     Hash,
     Lost,
+    Measure,
     Receive,
     Received,
+    Regroup,
     Save,
     Send,
     Sent,
@@ -44,41 +43,12 @@ from rudra.core.events import (
     Withdraw,
     Withdrawn,
 )
-from rudra.core.messages import PACK, Kind, Message, split
+from rudra.core.messages import Kind, Message
 from rudra.core.training_state import BEGINNING
+from rudra.roles.joint import LOGGED, NUMBER, JointServer, Log, Steps, stepped
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Machine, Setup, States, To, halt, staying
 from rudra.roles.server import ParameterServer, ServerState
-
-LOGGED: tuple[type[Action], ...] = (Receive, Withdraw, Accumulate, Update, Copy, Send, Save, Drop)
-"""Actions that concern every part of a tensor; an entry of the log names them by their places here."""
-
-_NUMBER = {kind: number for number, kind in enumerate(LOGGED)}
-
-
-def entry(action: Action, number: int = 0) -> bytes:
-    """An action of the first shard as an entry of the log; a gradient that is let in has a number."""
-    role, buffer, other, fraction, scale, samples, time_s, epoch = -1, "", "", 0.0, 0.0, 0, 0.0, 0
-    match action:
-        case Receive():
-            assert action.source is not None
-            role, buffer = action.source, action.buffer
-        case Withdraw():
-            buffer = action.buffer
-        case Accumulate():
-            buffer, other, fraction, scale = action.gradient, action.into, action.fraction, action.scale
-        case Update():
-            buffer, scale, number = action.gradient, action.learning_rate, action.timestamp
-            samples, time_s, epoch = action.samples, action.time_s, action.epoch
-        case Copy():
-            buffer, other = action.source, action.target
-        case Send():
-            assert action.buffer is not None
-            role, buffer = action.to, action.buffer
-        case Drop():
-            role = action.role
-    told = (role, buffer.encode(), other.encode(), number, fraction, scale, samples, time_s, epoch, 0)
-    return PACK[Kind.LOG](_NUMBER[type(action)], *told)
 
 
 @dataclass(slots=True)
@@ -96,7 +66,7 @@ class _Coming:
     missing: set[int]
 
 
-class FirstShard(ParameterServer):
+class FirstShard(JointServer):
     """The parameter server that decides for all; arguments as for `ParameterServer`.
 
     It lets in no gradient from anybody, but each of the learner that has told of it, in the order of the telling where
@@ -104,7 +74,7 @@ class FirstShard(ParameterServer):
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **ParameterServer.TRANSITIONS,
+        **JointServer.TRANSITIONS,
         **{
             (state, trigger): To(method, *ParameterServer.TRANSITIONS[state, Kind.GRADIENT].states)
             for state in (ServerState.TRAINING, ServerState.DRAINING)
@@ -115,23 +85,16 @@ class FirstShard(ParameterServer):
             )
         },
         **staying([ServerState.CLOSING], {Kind.TAKEN: "_in_vain"}),  # of a learner that has died since
-        **{
-            (state, trigger): To(method, *to.states)
-            for (state, kind), to in ParameterServer.TRANSITIONS.items()
-            if kind is Updated
-            for trigger, method in ((Updated, "_stepped_here"), (Kind.STEPPED, "_stepped_there"))
-        },
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._others = self._stepping = setup.plan.owners[1:]  # who read the log; whose updates are those here
+        self._log = Log(role, setup.plan.front_owners[1:])
+        self.steps = Steps(setup.plan.front_owners)
         self._told_of: deque[Message] = deque()  # gradients for which there was no buffer yet
         self._rooms: dict[str, int | None] = {}  # buffers for gradients of which nobody has told yet -> of whom alone
         self._coming: dict[str, _Coming] = {}  # by buffer
         self._number = 0
-        self._log: list[bytes] = []
-        self._steps: dict[int, dict[int, tuple[bytes, float]]] = {}  # timestamp -> shard -> sample, and seconds
 
     def validate(self) -> None:
         super().validate()
@@ -140,12 +103,7 @@ class FirstShard(ParameterServer):
 
     def handle(self, event: Any, now: float) -> list[Action]:
         actions = self._for_all(super().handle(event, now), now)
-        if not self._log:
-            return actions
-        rows, self._log = np.frombuffer(b"".join(self._log), records.LOG), []
-        messages = split(Kind.LOG, self.id, rows)
-        # First of all: the others work while this one does.
-        return [*(Send(to, message) for to in self._others for message in messages), *actions]
+        return [*self._log.told(), *actions]
 
     def _for_all(self, wanted: Sequence[Action], now: float) -> list[Action]:
         """What a parameter server wants done, as far as it concerns this shard; the rest is logged for the others."""
@@ -162,16 +120,12 @@ class FirstShard(ParameterServer):
                 case Send(buffer=str()):
                     if action.message.kind is Kind.SNAPSHOT:
                         actions.append(Send(action.to, action.message))
-                    actions.append(self._all_do(Send(action.to, Message(Kind.WEIGHTS_PART, self.id), action.buffer)))
+                    actions.append(self._log.add(Send(action.to, Message(Kind.WEIGHTS_PART, self.id), action.buffer)))
                 case Accumulate() | Update() | Copy() | Save() | Drop():
-                    actions.append(self._all_do(action))
+                    actions.append(self._log.add(action))
                 case _:
                     actions.append(action)
         return actions + self._let_in()
-
-    def _all_do(self, action: Action, number: int = 0) -> Action:
-        self._log.append(entry(action, number))
-        return action
 
     # Gradients, part by part.
 
@@ -184,8 +138,8 @@ class FirstShard(ParameterServer):
                 self._told_of.remove(message)
                 del self._rooms[buffer]
                 self._number += 1
-                self._coming[buffer] = _Coming(message, self._number, {self.id, *self._others})
-                actions.append(self._all_do(Receive(buffer, message.sender, gradient=True), self._number))
+                self._coming[buffer] = _Coming(message, self._number, {self.id, *self._log.readers})
+                actions.append(self._log.add(Receive(buffer, message.sender, gradient=True), self._number))
         return actions
 
     def _told(self, event: Received, now: float) -> list[Action]:
@@ -217,30 +171,10 @@ class FirstShard(ParameterServer):
         for buffer, coming in list(self._coming.items()):
             if coming.message.sender == event.role:
                 del self._coming[buffer]
-                self._all_do(Withdraw(buffer))
+                self._log.add(Withdraw(buffer))
                 if self.buffers.posted[buffer] is None:  # else it was for that learner alone
                     self._rooms[buffer] = None
         return super()._lose(event, now)
-
-    # Updates: the row of one is complete when all shards have made it.
-
-    def _stepped_here(self, event: Updated, now: float) -> list[Action]:
-        return self._stepped(event.timestamp, self.id, event.sampled, event.seconds, now)
-
-    def _stepped_there(self, event: Received, now: float) -> list[Action]:
-        message = event.message
-        sampled = b"" if message.rows is None else message.rows.tobytes()
-        return self._stepped(message.timestamp, message.sender, sampled, message.seconds, now)
-
-    def _stepped(self, timestamp: int, shard: int, sampled: bytes, seconds: float, now: float) -> list[Action]:
-        steps = self._steps.setdefault(timestamp, {})
-        steps[shard] = sampled, seconds
-        if len(steps) <= len(self._stepping):
-            return []
-        del self._steps[timestamp]
-        samples = b"".join(steps[owner][0] for owner in (self.id, *self._stepping))
-        digest = digest_of(samples) if samples else 0
-        return self._updated(Updated(timestamp, digest, max(seconds for _, seconds in steps.values())), now)
 
 
 class ShardState(States):
@@ -321,11 +255,11 @@ class Shard(Machine):
         needed: set[bytes | int] = set()
         for entry_ in list(self._log):
             what, role, buffer, other, *_ = entry_
-            if what == _NUMBER[Receive] and not needed & {role, buffer}:
+            if what == NUMBER[Receive] and not needed & {role, buffer}:
                 self._log.remove(entry_)
                 actions += self._due(*entry_) or []
             else:
-                needed |= {buffer, other, role} if what == _NUMBER[Receive] else {buffer, other}
+                needed |= {buffer, other, role} if what == NUMBER[Receive] else {buffer, other}
         return actions
 
     def _due(
@@ -361,6 +295,12 @@ class Shard(Machine):
         if kind is Send:
             self._lent[buffer] += 1
             return [Send(role, Message(Kind.WEIGHTS_PART, self.id), buffer)]
+        if kind is Measure:
+            return [Measure(buffer)]
+        if kind is Combine:
+            return [Combine(buffer)]
+        if kind is Regroup:
+            return [Regroup(self.plan, BEGINNING)]
         return [Save(WEIGHTS, BEGINNING) if kind is Save else Drop(role)]
 
     def _part(self, event: Received, now: float) -> list[Action]:
@@ -373,8 +313,7 @@ class Shard(Machine):
         return self._go_on()
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
-        rows = np.frombuffer(event.sampled, records.FLOATS) if event.sampled else None
-        return [Send(self._first, Message(Kind.STEPPED, self.id, event.timestamp, rows=rows, seconds=event.seconds))]
+        return [Send(self._first, message) for message in stepped(self.id, event)]
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         return self._go_on()
@@ -406,7 +345,7 @@ class ShardedLearner(Learner):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._owners = setup.plan.owners
+        self._owners = setup.plan.front_owners
         self._receives = [Receive(WEIGHTS, owner) for owner in self._owners]
         self._missing = len(self._owners)  # parts of weights
         self._going = 0  # parts of a gradient

@@ -1,46 +1,50 @@
 """Layers placed on ranks: learners hold the first layers, and one stage server the last ones.
 
 A learner computes what its layers make of a mini-batch, ships these activations to the stage server, and gets their
-gradient back, with loss and errors; then it computes the gradient of its own layers and pushes that to the parameter
-server as ever. The stage server takes one mini-batch at a time, never interleaved: forward, loss and backward with the
-same weights. When it takes the gradient of its own layers in, a rule says:
+gradient back, with loss and errors; then it computes the gradient of its own layers (`rudra.roles.fronts`). The stage
+server takes one mini-batch at a time, never interleaved: forward, loss and backward with the same weights. When it
+takes the gradient of its own layers in, a rule says:
 
-`synchronous`: as the parameter server takes in those of the first layers. That one has it add the same gradients, in
-the same order, at the same scales, and update at the same rate, by a log as between shards (`rudra.roles.sharded`). It
+`synchronous`: as those of the first layers are taken in. Who decides about these has it add the same gradients, in
+the same order, at the same scales, and update at the same rate, by a log as between shards (`rudra.roles.joint`). It
 computes a mini-batch only with weights of the timestamp that the activations are of. So both have one clock, and all
 layers the weights, bit for bit, of a run in which learners have them all.
 
-`merged`: at once, one mini-batch after the other. Its weights have a clock of their own and no staleness, however stale
-those of the first layers are.
+`merged`: at once, one batch after the other. Its weights have a clock of their own and no staleness, however stale
+those of the first layers are. A batch is that of a compute group, of which each learner has a part: it begins when all
+parts are here, each is computed with the same weights, and one update takes in their mean, added in group_rank order.
+A learner without a group is one by itself.
 
-A snapshot, or a checkpoint, has both parts: the parameter server's at its update, and the stage server's when it hears
-of that.
+A snapshot, or a checkpoint, has both parts: that of the first layers at their update, and the stage server's when it
+hears of that.
 
 Source: omnivore.txt §V-A and appendix D (merged fully-connected server); ralp.txt §4.2 (synchronous).
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
+
+from msgspec import structs
 
 from rudra.core.digest import digest_of
 from rudra.core.events import (
     ACTIVATIONS,
     GRADIENT,
     RETURNED,
+    SNAPSHOT,
     WEIGHTS,
     Accumulate,
     Action,
-    Backward,
+    Combine,
     Computed,
     Conclude,
     Copy,
-    Drop,
-    Forward,
-    Forwarded,
     Lost,
+    Measured,
     Receive,
     Received,
+    Regroup,
     Save,
     Send,
     Sent,
@@ -51,166 +55,11 @@ from rudra.core.events import (
 from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.core.work import Work, portion
-from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.fronts import gradient_of
 from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Outbox, Setup, States, To, staying
-from rudra.roles.server import ParameterServer, ServerState
-from rudra.roles.sharded import FirstShard, Shard, ShardState
-
-NAN = float("nan")
-
-
-class FrontLearner(Learner):
-    """A learner that has the first layers only; arguments as for `Learner`.
-
-        COMPUTING   activations ready                        -> SHIPPING   ship them
-        SHIPPING    delivered, and their gradient is here    -> RETURNING  compute that of its own layers
-        RETURNING   gradient ready                           -> EXCHANGING push
-
-    The time to compute its gradient has all of that in it.
-    """
-
-    __slots__ = ("_outcome", "_shipped", "_stage", "_work")
-
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **{key: to for key, to in Learner.TRANSITIONS.items() if key != (LearnerState.COMPUTING, Computed)},
-        (LearnerState.COMPUTING, Forwarded): To("_ship", LearnerState.SHIPPING, LearnerState.STOPPED),
-        **staying(
-            [LearnerState.SHIPPING, LearnerState.RETURNING], {Kind.STOP: "_stop_soon"}
-        ),  # what is under way ends first
-        **{
-            (LearnerState.SHIPPING, what): To(
-                method, LearnerState.SHIPPING, LearnerState.RETURNING, LearnerState.STOPPED
-            )
-            for what, method in ((Sent, "_was_shipped"), (Kind.RETURNED, "_returned"))
-        },
-        (LearnerState.RETURNING, Computed): To("_push", LearnerState.EXCHANGING, LearnerState.STOPPED),
-        **{
-            (state, Kind.DONE): To("_finish", LearnerState.DONE)
-            for state in (LearnerState.SHIPPING, LearnerState.RETURNING)
-        },
-    }
-
-    def __init__(self, role: int, setup: Setup) -> None:
-        super().__init__(role, setup)
-        assert setup.plan.stage is not None
-        self._stage = setup.plan.stage
-        self._shipped = False
-        self._outcome: Gradient | None = None
-        self._work: Work | None = None
-
-    @property
-    def waiting_for(self) -> str:
-        if self.state is LearnerState.SHIPPING:
-            return f"the {self.plan.roles[self._stage].name} to return the gradient of its activations"
-        return super().waiting_for
-
-    def _next(self, now: float) -> list[Action]:
-        self.state = LearnerState.COMPUTING
-        begun = self.log.begin(WEIGHTS, GRADIENT, self.timestamp, now)
-        self._work = begun.work
-        return [Forward(begun.step, begun.work, WEIGHTS, ACTIVATIONS)]
-
-    def _ship(self, event: Forwarded, now: float) -> list[Action]:
-        if self._stopping:
-            return self._leave(now)
-        self.state = LearnerState.SHIPPING
-        self._shipped, self._outcome = False, None
-        work = self._work
-        assert work is not None
-        about = (self.log.learner, work.count, event.step, work.first, self.timestamp)
-        gradient = Gradient(-1, *about, -1, 1.0, NAN, NAN, work.stream)
-        message = Message(Kind.ACTIVATIONS, self.id, self.timestamp, gradients=(gradient,))
-        return [Receive(RETURNED, self._stage), Send(self._stage, message, ACTIVATIONS)]
-
-    def _was_shipped(self, event: Sent, now: float) -> list[Action]:
-        self._shipped = True
-        return self._go_back(now)
-
-    def _returned(self, event: Received, now: float) -> list[Action]:
-        (self._outcome,) = event.message.gradients
-        return self._go_back(now)
-
-    def _go_back(self, now: float) -> list[Action]:
-        """Computes the gradient of its own layers, unless training ends."""
-        outcome = self._outcome
-        if outcome is None or not self._shipped:
-            return []
-        found = (outcome.loss, outcome.errors, outcome.samples)
-        if self._stopping:
-            return self._computed(Computed(outcome.step, *found), now)[0]
-        self.state = LearnerState.RETURNING
-        since = (self.timestamp, now - self.log.began)
-        return [Backward(outcome.step, WEIGHTS, RETURNED, GRADIENT, *found, *since)]
-
-    def _stop_soon(self, event: Received, now: float) -> list[Action]:
-        if self.state is LearnerState.EXCHANGING:
-            return super()._stop_soon(event, now)
-        self._stopping = True
-        return []
-
-
-class FrontServer(FirstShard):
-    """The parameter server of the first layers, which has the stage server do what concerns all; as `ParameterServer`.
-
-    It takes gradients as any parameter server does.
-    """
-
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **{key: to for key, to in FirstShard.TRANSITIONS.items() if key[1] not in {Kind.GRADIENT_PART, Kind.TAKEN}},
-        **{key: to for key, to in ParameterServer.TRANSITIONS.items() if key[1] is Kind.GRADIENT},
-    }
-
-    def __init__(self, role: int, setup: Setup) -> None:
-        super().__init__(role, setup)
-        self._synchronous = setup.job.placement.rule == "synchronous"
-        if not self._synchronous:
-            self._stepping = ()
-        self._whose: dict[str, int] = {}  # buffer -> the learner whose gradient it holds
-
-    def _for_all(self, wanted: Sequence[Action], now: float) -> list[Action]:
-        """What a parameter server wants done, of which that is logged which concerns the stage server, too."""
-        actions: list[Action] = []
-        for action in wanted:
-            match action:
-                case Send(buffer=str(buffer), message=message) if message.kind is Kind.SNAPSHOT:
-                    actions.append(Send(action.to, message))
-                    part = Send(action.to, Message(Kind.WEIGHTS_PART, self.id), buffer)
-                    actions.append(self._all_do(part, self.ledger.timestamp))
-                case Send() if action.message.kind is Kind.START and action.to == self.plan.statistics:
-                    actions += [action, *(Send(to, action.message) for to in self._others)]
-                case Copy() | Save() | Drop():
-                    actions.append(self._all_do(action, self.ledger.timestamp))
-                case Accumulate() | Update() if self._synchronous:
-                    self._all_do(self._there(action))
-                    actions.append(action)
-                case _:
-                    actions.append(action)
-        return actions
-
-    def _there(self, action: Accumulate | Update) -> Action:
-        """The same with the stage server's gradients of the same mini-batches."""
-        gradient = gradient_of(self._whose[action.gradient])
-        if isinstance(action, Accumulate):
-            return Accumulate(gradient_of(self._whose[action.into]), gradient, action.fraction, action.scale)
-        about = (action.timestamp, action.epoch, action.samples, action.time_s)
-        return Update(gradient, action.weights, action.learning_rate, *about)
-
-    def _add(self, buffer: str, message: Message) -> list[Action]:
-        self._whose[buffer] = message.sender
-        return super()._add(buffer, message)
-
-    def _close(self, now: float) -> list[Action]:
-        draining = self.state is ServerState.DRAINING
-        actions = super()._close(now)
-        if draining and self.state is ServerState.CLOSING:
-            actions += [Send(to, Message(Kind.END, self.id)) for to in self._others]
-        return actions
-
-
-def gradient_of(learner: int) -> str:
-    """The stage server's buffer for its gradient of a learner's mini-batch."""
-    return f"{GRADIENT} {learner}"
+from rudra.roles.norms import Norms, told
+from rudra.roles.sharded import Shard, ShardState
 
 
 class _Shipped(NamedTuple):
@@ -263,6 +112,8 @@ class StageServer(Shard):
                 Kind.ACTIVATIONS: "_arrived",
                 Computed: "_concluded",
                 Kind.END: "_end",
+                Measured: "_measured",
+                Kind.NORMS: "_heard_norms",
             },
         ),
     }
@@ -271,12 +122,15 @@ class StageServer(Shard):
         super().__init__(role, setup)
         job, plan = setup.job, setup.plan
         self._merged = job.placement.rule == "merged"
+        self._clips = not self._merged and job.optimizer.clip_norm is not None
+        self._norms = Norms()
         self._factor = job.placement.rate_factor(job.optimizer)
         self._ledger = Ledger(role, setup, reports=False)
+        self._ledger.per_update = self._ledger.protocol.gradients_per_update if self._merged else 1
         self._ledger.protocol = job.make_protocol(plan, plan.workers - 1)  # as if one learner were all there are
         # Of merged mini-batches that the parameter server had not applied, nobody knows how many there were.
-        position = setup.position
-        self.timestamp = self._ledger.timestamp = position.applied if self._merged else position.timestamp
+        position, batches = setup.position, setup.position.applied * plan.workers // plan.learner_numbers
+        self.timestamp = self._ledger.timestamp = batches if self._merged else position.timestamp
         self._outbox = Outbox(role, plan.statistics, job.results.report_s)
         self._strides = {
             learner: portion(plan, learner, job.training.minibatch_size, job.cluster.parts).batch
@@ -284,6 +138,10 @@ class StageServer(Shard):
         }
         self._began = self._now = 0.0
         self._shipped: deque[_Shipped] = deque()
+        self._open: set[int] = set()  # learners of the group whose batch is at hand, whose parts are to be concluded
+        self._alone = plan.workers == 1
+        self._plans = [plan]  # of before all regrouped, and since
+        self._followed = 0  # how often the log has said that they did
         self._under_way: tuple[_Shipped, float] | None = None  # and since when
         self._waiting: dict[int, _Concluded] = {}  # by learner, of an update to come
         self._counted: list[int] = []  # learners whose gradients are in the next update
@@ -318,20 +176,32 @@ class StageServer(Shard):
 
     def _work(self, now: float) -> list[Action]:
         """Begins with the first mini-batch whose turn it is."""
-        if self._under_way is not None or self._update is not None:
+        if self._under_way is not None or self._update is not None or self._followed < len(self._plans) - 1:
             return []
         for shipped in self._shipped:
             learner = shipped.message.sender
-            is_current = self._merged or shipped.message.timestamp == self.timestamp
-            if is_current and not self._lent[_returned_of(learner)]:
+            if self._has_turn(shipped.message) and not self._lent[_returned_of(learner)]:
                 self._shipped.remove(shipped)
                 self._under_way = shipped, now
                 (row,) = shipped.message.gradients
                 work = Work(row.stream, row.first, row.samples, self._strides[learner])
-                gradient = GRADIENT if self._merged else gradient_of(learner)
-                about = (shipped.buffer, WEIGHTS, gradient, _returned_of(learner))
+                about = (shipped.buffer, WEIGHTS, self._gradient_for(learner), _returned_of(learner))
                 return [Conclude(row.learner, row.step, work, *about)]
         return []
+
+    def _gradient_for(self, learner: int) -> str:
+        single = self._merged and len(self.plan.group_of(learner)) == 1
+        return GRADIENT if single else gradient_of(learner)
+
+    def _has_turn(self, message: Message) -> bool:
+        """Whether the weights are those that activations are to be concluded with, now and until all of a batch are."""
+        if not self._merged:
+            return message.timestamp == self.timestamp
+        if not self._open:
+            members = {*self.plan.group_of(message.sender)}
+            if self._alone or members <= {shipped.message.sender for shipped in self._shipped}:
+                self._open = members
+        return message.sender in self._open
 
     def _concluded(self, event: Computed, now: float) -> list[Action]:
         assert self._under_way is not None
@@ -355,16 +225,30 @@ class StageServer(Shard):
         return actions + self._go_on_at(now)
 
     def _take_in(self, learner: int, now: float) -> list[Action]:
-        """Updates the weights by one mini-batch, unless they are the final ones."""
-        concluded = self._waiting.pop(learner)
+        """Updates the weights by a batch, once all its parts are concluded, unless these are the final weights."""
+        self._open.discard(learner)
+        if self._open:
+            return []
+        members = self.plan.group_of(learner)
+        parts = [self._waiting.pop(member) for member in members]
         if self._final:
             return []
-        self._ledger.count((concluded.gradient,), 1.0)
-        (update,) = self._ledger.update(GRADIENT, now)
+        self._ledger.count(tuple(part.gradient for part in parts), 1.0)
+        gradient = self._gradient_for(members[0])
+        (update,) = self._ledger.update(gradient, now)
         assert isinstance(update, Update)
-        self._counted, self._waiting[learner] = [learner], concluded
+        self._waiting |= zip(members, parts, strict=True)
+        self._counted = [*members]
         self._update = update
-        return self._make_update()
+        combined = [self._combined(gradient)] if len(members) > 1 else []
+        return [*combined, *self._make_update()]
+
+    def _combined(self, into: str) -> Combine:
+        """Has the parts of a compute group's batch averaged, in the group's order."""
+        plan = self._plans[self._followed]
+        members = plan.group_of(_learner_of(into))
+        samples = tuple(self._waiting[member].gradient.samples for member in members)
+        return Combine(into, tuple(map(gradient_of, members)), samples, plan.partial_sums(members))
 
     def _make_update(self) -> list[Action]:
         """Makes the update that is due, once the weights are back from those to whom they are being sent."""
@@ -379,8 +263,8 @@ class StageServer(Shard):
         self._counted = []
         self._updating.append((taken, rate))
         self.timestamp = update.timestamp
-        about = (update.timestamp, update.epoch, update.samples, update.time_s)
-        return Update(update.gradient, update.weights, rate, *about)
+        norms, self._norms = (self._norms.theirs, b""), Norms()
+        return structs.replace(update, learning_rate=rate, norms=norms)
 
     # The log of the parameter server.
 
@@ -391,8 +275,17 @@ class StageServer(Shard):
                 case Accumulate():
                     self._count(action.into)
                     self._count(action.gradient)
+                case Combine():
+                    assert actions is not None
+                    actions[place] = combined = self._combined(action.into)
+                    for gradient in combined.gradients:
+                        self._count(gradient)
+                case Regroup():
+                    self._followed += 1
+                    self._counted = []
+                    return []
                 case Update():
-                    if self._under_way is not None:
+                    if self._under_way is not None or (self._clips and not self._norms.complete):
                         return None
                     self._count(action.gradient)
                     assert actions is not None
@@ -408,6 +301,14 @@ class StageServer(Shard):
                     pass
         return actions
 
+    def _measured(self, event: Measured, now: float) -> list[Action]:
+        self._norms.measured = True
+        return [*(Send(self._first, message) for message in told(self.id, event)), *self._go_on_at(now)]
+
+    def _heard_norms(self, event: Received, now: float) -> list[Action]:
+        self._norms.hear(event.message)
+        return self._go_on_at(now)
+
     def _tell(self, front: int) -> None:
         """Enters into the table of events which of its weights go with those of the parameter server."""
         if self._merged:
@@ -418,7 +319,7 @@ class StageServer(Shard):
 
     def _count(self, gradient: str) -> None:
         """The gradient in that buffer is part of the next update."""
-        learner = int(gradient.rpartition(" ")[2])
+        learner = _learner_of(gradient)
         if learner not in self._counted:
             self._counted.append(learner)
 
@@ -447,7 +348,7 @@ class StageServer(Shard):
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
         taken, rate = self._updating.popleft()
-        digest = digest_of(event.sampled) if event.sampled else 0
+        digest = digest_of(b"".join(event.sampled)) if event.sampled else 0
         for concluded in taken:
             gradient = concluded.gradient
             about = (gradient.learner, gradient.samples, gradient.step, gradient.timestamp)
@@ -457,10 +358,24 @@ class StageServer(Shard):
         told = self._ledger.note(event, now) if self._merged else super()._stepped(event, now)
         return [*told, *self._outbox.due(now), *self._report(now), *self._leave(now)]
 
+    # Beginning anew: what is in the log counts, and what is under way with learners does not.
+
+    def inherit(self, before: "StageServer") -> None:
+        ledger, self._ledger = self._ledger, before._ledger
+        self._ledger.protocol, self._ledger.plan = ledger.protocol, self.plan
+        self.timestamp = before.timestamp
+        self._log, self._waiting, self._updating = before._log, before._waiting, before._updating
+        self._counted, self._update, self._saved = before._counted, before._update, before._saved
+        self._lent.update({name: before._lent[name] for name in (WEIGHTS, SNAPSHOT)})
+        self._outbox, self._began, self._now = before._outbox, before._began, before._now
+        self._final, self._ending = before._final, before._ending
+        self._plans, self._followed = [*before._plans, self.plan], before._followed
+
     # The end, of learners and of all.
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         self._shipped = deque(shipped for shipped in self._shipped if shipped.message.sender != event.role)
+        self._open.discard(event.role)
         return self._go_on_at(now)
 
     def _end(self, event: Received, now: float) -> list[Action]:
@@ -481,3 +396,8 @@ def _activations_of(learner: int) -> str:
 
 def _returned_of(learner: int) -> str:
     return f"{RETURNED} {learner}"
+
+
+def _learner_of(gradient: str) -> int:
+    """Whose mini-batch the gradient in a buffer is of."""
+    return int(gradient.rpartition(" ")[2])

@@ -19,6 +19,7 @@ import numpy as np
 from rudra.core import records
 from rudra.core.events import (
     Action,
+    Arrange,
     Evaluate,
     Evaluated,
     Fail,
@@ -244,8 +245,10 @@ class StatisticsServer(Machine):
         if self._parts[self._waiting[0][0]] < len(self.plan.owners):
             return []
         self._working = self._waiting.popleft()
-        del self._parts[self._working[0]]
-        return [Hash(self._working[0])]
+        buffer = self._working[0]
+        del self._parts[buffer]
+        arranges = [Arrange(buffer)] if self.plan.stage is not None else []
+        return [*arranges, Hash(buffer)]
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
         assert self._working is not None

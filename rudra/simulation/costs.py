@@ -25,6 +25,7 @@ from rudra.core.events import (
     Accumulate,
     Approach,
     Backward,
+    Combine,
     Conclude,
     Copy,
     Evaluate,
@@ -165,16 +166,21 @@ class CostModel:
         if part not in self._local_s_of:
             taken = {kind: self.local_seconds(kind) * part for kind in self._local_s}
             self._local_s_of[part] = {kind: seconds for kind, seconds in taken.items() if seconds}
-        if role == self.plan.stage:
-            return {**self._local_s_of[part], Conclude: self._conclude_s}
-        return self._local_s_of[part]
+        if role != self.plan.stage:
+            return self._local_s_of[part]
+        added_s = self._local_s_of[part].get(Accumulate, 0.0) * (max(map(len, self.plan.groups), default=1) - 1)
+        own = {Conclude: self._conclude_s, **({Combine: added_s} if added_s else {})}
+        return self._local_s_of[part] | own
 
     def part(self, role: int) -> float:
         """How much of the weights, and of each gradient, a role holds, or sends and gets."""
         if self.plan.stage is not None:
             front = self._placed.front
-            return 1.0 if role == self.plan.statistics else 1 - front if role == self.plan.stage else front
-        return 1 / len(self.plan.owners) if role in self.plan.owners else 1.0
+            if role in (self.plan.statistics, self.plan.stage):
+                return 1.0 if role == self.plan.statistics else 1 - front
+        else:
+            front = 1.0
+        return front / len(self.plan.front_owners) if role in self.plan.front_owners else front
 
     def travelling(self, sender: int, receiver: int) -> float:
         """How much travels when one of two roles sends the other a tensor, compared with the weights."""
@@ -233,7 +239,7 @@ class CostModel:
         bandwidth = table.local_bandwidth_bytes_per_s or table.bandwidth_bytes_per_s
         return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver), blocking)
 
-    def reduction_s(self, members: Sequence[int], size_bytes: int) -> float:
+    def reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Time in which a compute group adds up its gradients: slices are exchanged and added, then gathered.
 
         By nodes, those of a node do so among themselves, and then each node once with the others; and so do groups.
@@ -241,6 +247,8 @@ class CostModel:
         k = len(members)
         if k == 1:
             return 0.0
+        part = self.part(members[0])
+        size_bytes, adding_s = size_bytes * part, self.local_seconds(Accumulate) * part
         on_node = Counter(self.node[role] for role in members)
         share = (k - 1) / k  # of the vector that each member sends, and receives, in each of two phases
         if len(sums := self.plan.partial_sums(members)) > 1:
@@ -251,12 +259,12 @@ class CostModel:
             between = max(max(k - count, count * (parts - 1)) for count in counts) / k
             seconds = self._exchange_s(within, (most - 1) / most, size_bytes)
             seconds += self._exchange_s([members[of[0]] for of in sums], between, size_bytes)
-            return seconds + self.local_seconds(Accumulate) * ((most - 1) / most + (parts - 1) / k)
+            return seconds + adding_s * ((most - 1) / most + (parts - 1) / k)
         if len(on_node) > 1:  # those of a node share its link
             share = max(count * (k - count) for count in on_node.values()) / k
-        return self._exchange_s(members, share, size_bytes) + self.local_seconds(Accumulate) * (k - 1) / k
+        return self._exchange_s(members, share, size_bytes) + adding_s * (k - 1) / k
 
-    def _exchange_s(self, roles: Sequence[int], share: float, size_bytes: int) -> float:
+    def _exchange_s(self, roles: Sequence[int], share: float, size_bytes: float) -> float:
         """Time in which roles send, and get, such a share of a vector in each of two phases."""
         links = [self.link(a, b) for a, b in itertools.pairwise(roles)]
         if not links:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rudra.compute import models
-from rudra.compute.cuts import Chain, chain
+from rudra.compute.cuts import chain
 from rudra.compute.executor import torch_as_in
 from rudra.compute.timing import layers_of
 from rudra.core.placement import Cluster, Layer, choose
@@ -77,16 +77,8 @@ def _layers(job: Job) -> tuple[Layer, ...]:
         layers = layers_of(found)
     if not any(layer.cut for layer in layers):
         where = f"[placement] cut = {job.placement.cut!r}"
-        raise ConfigError(f"{where}: no layer can be the first that a stage server has: {_why(found)}")
+        raise ConfigError(f"{where}: no layer can be the first that a stage server has: {found.refusal(1)}")
     return layers
-
-
-def _why(found: Chain) -> str:
-    """What keeps a model from being cut anywhere."""
-    if found.admissible():
-        name, _ = next(found.model.named_buffers())
-        return f"{name}, before those where the model can be cut, is a buffer, and such cannot be placed so far"
-    return str(found.refusal(1))
 
 
 def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tuple[Layer, ...]:

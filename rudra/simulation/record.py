@@ -57,9 +57,7 @@ class RecordedRun:
         self.restarts = frozenset(events["gradients"][np.isin(events["kind"], [b"restart", b"branch"])].tolist())
         self.note = ""
         # The parts of weights at several servers are, together, what one server would have.
-        # But a stage server computes what they do not.
-        plan = results.plan()
-        self.plan, there = (plan, {}) if plan.stage is not None else plan.unparted()
+        self.plan, there = results.plan().unparted()
         self.losses["role"] = [there.get(role, role) for role in self.losses["role"].tolist()]
         self.stages, self.events = results.stages, events
         self.merged = results.job.get("placement", {}).get("rule") == "merged"

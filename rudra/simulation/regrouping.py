@@ -44,30 +44,32 @@ class Regrouping:
         if self._price is not None:
             sim.pay(self._price(position))
         sim.network.abandon(plan.statistics)
-        sim.queue.remove(lambda entry: not self._still_counts(entry, by))
-        if by.inbox:  # of which the first event is being handled
-            first, *rest = by.inbox
-            by.inbox.clear()
-            by.inbox.extend([first, *(event for event in rest if outlasts(event, plan.statistics))])
+        sim.queue.remove(lambda entry: not self._still_counts(entry))
         for actor in sim.actors.values():
             if actor.halted or actor.role == plan.statistics:
                 continue
             actor.turns.clear()
+            handled = [actor.inbox.popleft()] if actor is by and actor.inbox else []
+            waiting = [event for event in actor.inbox if actor.role in plan.owners]
+            actor.inbox.clear()
+            actor.inbox.extend(handled)
+            for event in waiting:
+                if outlasts(event, plan.statistics):
+                    sim.queue.later(max(time, actor.busy_until), actor.take, actor, event)
             if actor is not by:
-                actor.inbox.clear()
                 actor.computing, actor.delay_s = False, 0.0
                 before, actor.machine = actor.machine, self._make(actor.role, plan, position)
                 actor.machine.inherit(before)
                 actor.handle = sim.handler(actor.machine)
-                if sim.tensors.regroup is not None:
+                if sim.tensors.regroup is not None and actor.role != plan.stage:  # which has its own weights
                     sim.tensors.regroup(actor.role, by.role)
             sim.queue.later(time + sim.costs.table.latency_s, actor.take, actor, Started())
 
-    def _still_counts(self, entry: Scheduled, by: Actor) -> bool:
-        """Whether something in the queue goes on: it is none of the roles' own, or the owner needs it all the same."""
+    def _still_counts(self, entry: Scheduled) -> bool:
+        """Whether something in the queue goes on: it is none of the roles' own, or an owner needs it all the same."""
         sim = self._sim
         statistics = sim.actors[sim.plan.statistics]
         _, _, what, whom, about = entry
         if owner(entry) is not sim or what == sim.tick or whom is statistics:
             return True
-        return whom is by and outlasts(about, statistics.role)
+        return whom.role in sim.plan.owners and outlasts(about, statistics.role)

@@ -21,7 +21,7 @@ from msgspec import structs
 from tqdm import tqdm
 
 from rudra.compute import models
-from rudra.compute.executor import Executor, torch_as_in
+from rudra.compute.executor import OwnerExecutor, torch_as_in
 from rudra.compute.flat import sha256
 from rudra.compute.making import make_executors
 from rudra.compute.schedule import phases_of
@@ -34,6 +34,8 @@ from rudra.core.events import (
     Computed,
     Copy,
     Event,
+    Hash,
+    Hashed,
     Lost,
     Receive,
     Received,
@@ -42,7 +44,7 @@ from rudra.core.events import (
     Send,
     Started,
 )
-from rudra.core.layout import Entry
+from rudra.core.layout import Entry, interleaved
 from rudra.core.messages import Kind, Message
 from rudra.core.phases import Phases, phase_at
 from rudra.core.records import Gradient
@@ -66,12 +68,13 @@ from rudra.roles.coordinator import Coordinator
 from rudra.roles.elastic import Steps
 from rudra.roles.ledger import Owner
 from rudra.roles.machine import Setup, States, short_digest
+from rudra.roles.stages import StageServer
 from rudra.roles.worker import works
 from rudra.simulation.assembly import machines_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights, differs
-from rudra.simulation.replay_stages import AsRecorded, ThroughStage
+from rudra.simulation.replay_stages import AsRecorded, ThroughStage, ahead
 from rudra.simulation.tensors import RealTensors
 from topologies import Plan
 
@@ -277,7 +280,10 @@ class _Replay:
         self._replicas = Steps(setup) if plan.averaging and plan.served else None
         self._period = 1 if self._replicas is None else self._replicas.rule.period
         self._through: ThroughStage | None = None
-        if plan.stage is not None:
+        self._stage: Machine | None = None
+        if plan.stage is not None and not plan.served:
+            self._stage = machines[plan.stage]
+        elif plan.stage is not None:
             rows = record.stages if merged else None
             about = (self._role, self._begin_staged, self._returned)
             self._through = ThroughStage(self._simulation, tensors, rows, *about)
@@ -293,7 +299,9 @@ class _Replay:
             mine = portion(plan, role, job.training.minibatch_size, job.cluster.parts)
             self._works[role] = mine.work(position.drawn_from(mine.stream))
         self._steps[role] = position.step(plan.roles[role].index)
-        return _Fed(role, plan, short_digest(self._tensors.sha256(plan.server, WEIGHTS)))
+        (hashed,) = self._tensors.executors[plan.server].perform(Hash(WEIGHTS))
+        assert isinstance(hashed, Hashed)
+        return _Fed(role, plan, short_digest(hashed.digest))
 
     def repeat(self, updates: int) -> None:
         """Goes through the record up to and with that update.
@@ -304,7 +312,7 @@ class _Replay:
         simulation = self._simulation
         simulation.start()
         if not simulation.plan.served:
-            while simulation.queue.heap and (self._ledger.timestamp < updates or self._ledger.over):
+            while simulation.queue.heap and (self._made < updates or self._ledger.over):
                 simulation.queue.step()
             return
         simulation.queue.run()
@@ -323,6 +331,13 @@ class _Replay:
             raise Left(self._ledger.timestamp + 1, "a row of /gradients is missing in the record")
         if self._through is not None and self._ledger.over:
             self._through.finish()
+
+    @property
+    def _made(self) -> int:
+        """Updates that everybody has made, where there is no server."""
+        stage = self._stage
+        joint = isinstance(stage, StageServer) and not isinstance(stage, AsRecorded)  # else it has a clock of its own
+        return min(self._ledger.timestamp, stage.timestamp) if joint else self._ledger.timestamp
 
     def _apply(self, place: int) -> int:
         """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""
@@ -401,6 +416,8 @@ class _Replay:
             made = [self._through.gradient(learner, step, timestamp)]
             if made[0].step != step:
                 raise Left(update, f"{who}: a row of /stages is missing in the record")
+            self._tensors.perform(role, Copy(ahead(step), GRADIENT), 0.0)
+            self._tensors.posted(role, ahead(step))
             self._steps[role] += 1
             self._works[role] = work.after(1)
             return self._described(learner, timestamp, made, works)
@@ -507,7 +524,7 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     driver = _Replay(record, phases, info.training_samples, tensors, Comparison(record, bar.update))
     difference: Difference | None = None
-    owners = [executors[owner] for owner in plan.owners]
+    owners = [owner for owner in map(executors.__getitem__, plan.owners) if isinstance(owner, OwnerExecutor)]
     with bar:
         try:
             compare_weights(0, "initial", record.attributes["initial_weights_sha256"], sha256(_weights(owners)))
@@ -523,10 +540,10 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
 
 
-def _weights(owners: Sequence[Executor]) -> npt.NDArray[np.float32]:
+def _weights(owners: Sequence[OwnerExecutor]) -> npt.NDArray[np.float32]:
     """All weights, of those who own them."""
-    parts = [owner.buffer(WEIGHTS).array for owner in owners]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    parts = interleaved(owner.stretches for owner in owners)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy(force=True)
 
 
 def _save(path: Path, job: Job, info: DataInfo, layout: Sequence[Entry], weights: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ which the parameter server got the gradients; with rule `synchronous` any order 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,14 +82,17 @@ class ThroughStage:
         self._simulation, self._tensors, self._stage = simulation, tensors, simulation.plan.stage
         self._rows = None if rows is None else deque(rows)
         self._role, self._begin, self._returned = role, begin, returned
-        self._ahead: dict[tuple[int, int], Computed] = {}  # learner and step -> gradient, in the learner's buffer
+        self._ahead: dict[tuple[int, int], Computed] = {}  # by learner and step
 
     def gradient(self, learner: int, step: int, timestamp: int) -> Computed:
-        """Computes a learner's gradient of the weights of a timestamp, unless it has been computed."""
+        """Computes a learner's gradient of the weights of a timestamp, unless it has been computed.
+
+        It is in the learner's buffer `ahead` of that step.
+        """
         rows = self._rows
         while (learner, step) not in self._ahead:
             if rows is None:
-                self._take(learner, step, timestamp)
+                self._take([(learner, step, timestamp)])
             elif rows:
                 self._next(rows)
             else:
@@ -102,10 +105,21 @@ class ThroughStage:
             self._next(self._rows)
 
     def _next(self, rows: deque[np.void]) -> None:
-        row = rows.popleft()
-        self._take(int(row["learner"]), int(row["step"]), int(row["front"]))
+        """Takes the next batch through, of which each learner of a group has a part."""
+        first = rows[0]["timestamp"]
+        batch = []
+        while rows and rows[0]["timestamp"] == first:
+            batch.append(rows.popleft())
+        self._take([(int(row["learner"]), int(row["step"]), int(row["front"])) for row in batch])
 
-    def _take(self, learner: int, step: int, timestamp: int) -> None:
+    def _take(self, batch: Sequence[tuple[int, int, int]]) -> None:
+        for learner, step, timestamp in batch:
+            self._ship(learner, step, timestamp)
+        self._simulation.queue.run()
+        for learner, step, _ in batch:
+            self._go_back(learner, step)
+
+    def _ship(self, learner: int, step: int, timestamp: int) -> None:
         role, simulation = self._role[learner], self._simulation
         work = self._begin(role, step, timestamp)
         self._tensors.perform(role, Forward(step, work, WEIGHTS, ACTIVATIONS), 0.0)
@@ -114,10 +128,17 @@ class ThroughStage:
         actor, now = simulation.actors[role], simulation.now
         simulation.network.receive(actor, Receive(RETURNED, self._stage), now)
         simulation.network.send(actor, Send(self._stage, message, ACTIVATIONS), now)
-        simulation.queue.run()
+
+    def _go_back(self, learner: int, step: int) -> None:
+        role = self._role[learner]
         (found,) = self._returned(role).gradients
-        backward = Backward(step, WEIGHTS, RETURNED, GRADIENT, found.loss, found.errors, found.samples)
+        backward = Backward(step, WEIGHTS, RETURNED, ahead(step), found.loss, found.errors, found.samples)
         computed = self._tensors.perform(role, backward, 0.0)
         assert isinstance(computed, Computed)
         self._ahead[learner, step] = computed
         self._tensors.posted(role, WEIGHTS)
+
+
+def ahead(step: int) -> str:
+    """A learner's buffer for the gradient of a mini-batch that is not pushed yet."""
+    return f"{GRADIENT} of {step}"

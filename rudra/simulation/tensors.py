@@ -23,7 +23,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
 from rudra.compute.making import make_executors
-from rudra.compute.stages import FrontExecutor, cut_model
+from rudra.compute.stages import FrontExecutor, PieceExecutor, cut_model
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import Buffer
 from rudra.core.events import (
@@ -120,7 +120,9 @@ class RealTensors:
             self._hold((role, buffer), self._new(role, buffer))
 
     def sha256(self, role: int, buffer: str) -> str:
-        """Of a buffer's floats, in hexadecimal."""
+        """Of a buffer's floats, in hexadecimal; of an owner of some layers, that of all weights at the beginning."""
+        if isinstance(self._executors[role], PieceExecutor):
+            return self._executors[role].sha256(buffer)
         held = self._held((role, buffer))
         if held not in self._hashes:
             self._hashes[held] = self._executors[role].sha256(buffer)
@@ -134,7 +136,7 @@ class RealTensors:
             case Copy():
                 self._share((role, action.source), (role, action.target))
                 return None
-            case Hash():
+            case Hash() if not isinstance(self._executors[role], PieceExecutor):
                 return Hashed(self.sha256(role, action.buffer))
             case Compute():
                 return self.compute(role, action)
@@ -148,9 +150,9 @@ class RealTensors:
                 elif isinstance(action, Backward):
                     self.posted(role, action.returned)
                 return found
-        for field_ in action.changes:
-            if name := getattr(action, field_):
-                self._make_own((role, name))
+        names = (*(getattr(action, field_) for field_ in action.changes), *getattr(action, "gradients", ()))
+        for name in filter(None, names):
+            self._make_own((role, name))
         event = next((e for e in self._executors[role].perform(action) if e is not None), None)
         return structs.replace(event, seconds=seconds) if event is not None and hasattr(event, "seconds") else event
 

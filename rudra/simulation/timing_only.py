@@ -8,6 +8,7 @@ from rudra.core.events import (
     Accumulate,
     Approach,
     Backward,
+    Combine,
     Compute,
     Computed,
     Conclude,
@@ -20,6 +21,8 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Local,
+    Measure,
+    Measured,
     Reduce,
     Restart,
     Step,
@@ -78,7 +81,7 @@ class TimingOnly:
 
     executors: Mapping[int, Executor] = {}
 
-    idle: Collection[type[Local]] = (Accumulate, Approach, Copy, Restart)
+    idle: Collection[type[Local]] = (Accumulate, Approach, Combine, Copy, Restart)
 
     def perform(self, role: int, action: Local, seconds: float) -> Event | None:
         match action:
@@ -92,6 +95,8 @@ class TimingOnly:
                 return Computed(action.step, 0.0, 0.0, action.work.count)
             case Update():
                 return Updated(action.timestamp, 0, seconds)
+            case Measure():
+                return Measured(bytes(4))
             case Step():
                 return Stepped(seconds)
             case Evaluate():

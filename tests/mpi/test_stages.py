@@ -14,12 +14,13 @@ import rudra
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
-SYNCHRONOUS = '[placement]\ncut = 1\nrule = "synchronous"\n'
+SYNCHRONOUS = '[placement]\ncut = 3\nrule = "synchronous"\n'
 
 
 def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_have_them_all(tmp_path: Path) -> None:
-    """BatchNorm and dropout are with the stage server."""
+    """BatchNorm and dropout are on both sides."""
     job, output = job_file(tmp_path, "hardsync", more=SYNCHRONOUS), tmp_path / "out.h5"
+    job.write_text(job.read_text().replace("user_code:dropping", "user_code:normed"))
     code, err = run_until(job, output, 20, signal.SIGKILL)
     assert code == -9, err
     code, err = run_until(job, output, updates(output) + 15, signal.SIGTERM)

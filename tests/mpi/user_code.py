@@ -134,6 +134,12 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))
 
 
+def normed() -> nn.Module:
+    """Has buffers and dropout at both ends."""
+    first, last = (nn.Linear(20, 50), nn.BatchNorm1d(50), nn.Dropout(0.2)), (nn.BatchNorm1d(50), nn.Linear(50, CLASSES))
+    return nn.Sequential(*first, nn.Tanh(), nn.Dropout(0.3), *last)
+
+
 def regular() -> nn.Module:
     """As `network`, with dropout, but without statistics of batches, which may be single samples."""
     return nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))

@@ -104,7 +104,9 @@ def check(run: Job, rows: Rows, samples: int) -> None:
     assert (apart_s >= 0).all()
     if run.topology.name == "base" and not run.make_protocol().waits:
         assert (apart_s > 0).all(), "whose gradient made an update is answered before the next"
-    assert (updates["update_s"] == run.simulation.update_s * (1 / len(run.plan().owners))).all()
+    placed, parts = run.placement.given, len(run.plan().front_owners)
+    share = (0.5 if run.placement.rule == "synchronous" else 0.5 / parts) if placed else 1 / parts
+    assert (updates["update_s"] == run.simulation.update_s * share).all()
     tested = epochs[epochs["evaluated"] == 1]
     assert (tested["evaluation_began_s"] >= tested["time_s"]).all()
     check_times(run, rows)
@@ -197,23 +199,53 @@ def test_learners_may_share_ranks_with_every_protocol_on_every_topology(
             check(run, timing(run, 90), 90)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if not averages(rule)], ids=text)
-def test_every_protocol_may_have_layers_with_a_stage_server(rule: dict[str, Any]) -> None:
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=text)
+@pytest.mark.parametrize("rule", RULES, ids=text)
+def test_any_front_may_have_its_last_layers_with_a_stage_server(rule: dict[str, Any], topology: dict[str, Any]) -> None:
+    """Every protocol on every topology, or it is refused."""
+    run = conform(SUITS.get(topology["name"], ASYNC), 6, nodes=2, slowdown={0: 5.0}).with_(topology=topology)
+    tree = any(role.kind == "tree server" for role in run.plan(places(run)).roles)
+    if refused(rule, topology, tree):
+        return
+    run = run.with_(protocol={"modulation": "none", **rule})
     for placed in ("merged", "synchronous"):
-        run = conform(rule, 4, slowdown={0: 5.0})
         tables = {"cut": 1, "rule": placed}
-        if placed == "synchronous" and rule["name"] != "hardsync":
-            with pytest.raises(ConfigError, match="valid: protocol hardsync, or rule merged"):
-                run.with_(placement=tables)
+        reason = "have all layers; valid: topologies base, sharded" if averages(rule) else ""
+        if not reason and placed == "synchronous" and not together(run):
+            reason = "valid: protocol hardsync, or rule merged"
+        if reason:
+            with pytest.raises(ConfigError, match=reason) as raised:
+                run.with_(placement=tables).plan(places(run))
+            assert "\n" not in str(raised.value)
             continue
-        run = run.with_(placement=tables)
-        rows = timing(run, 90)
-        check(run, rows, 90)
-        stages, gradients = rows["stages"], rows["gradients"]
-        assert not stages["staleness"].any()
-        assert (np.diff(stages["timestamp"]) == 1).all() or placed == "synchronous"
-        of = {(row["learner"], row["step"]): row["front"] for row in stages}
-        assert all(of[row["learner"], row["step"]] == row["timestamp"] for row in gradients)
+        rows = timing(run.with_(placement=tables), 90)
+        check(run.with_(placement=tables), rows, 90)
+        check_stages(run.with_(placement=tables), rows)
+
+
+def together(run: Job) -> bool:
+    """Whether an update takes a gradient of each learner, all of the same weights."""
+    rule = run.make_protocol(run.plan(places(run)))
+    return rule.ordered and rule.waits and rule.gradients_per_update == rule.learners
+
+
+def check_stages(run: Job, rows: Rows) -> None:
+    """The stage server computes and updates with the same weights, and with those of a whole group's batch."""
+    stages, gradients = rows["stages"], rows["gradients"]
+    plan = run.plan(places(run))
+    assert not stages["staleness"].any()
+    stamps, parts = np.unique(stages["timestamp"], return_counts=True)
+    assert np.array_equal(stamps, np.arange(1, len(stamps) + 1)), "one update after the other"
+    of = {(row["learner"], row["step"]): row["front"] for row in stages}
+    assert len(of) == len(stages)
+    assert all(of[row["learner"], row["step"]] == row["timestamp"] for row in gradients)
+    if run.placement.rule == "merged":
+        numbers = {plan.roles[role].index: plan.group_of(role) for role in plan.learners}
+        for stamp, count in zip(stamps, parts, strict=True):
+            learners = stages["learner"][stages["timestamp"] == stamp]
+            members = [plan.roles[role].index for role in numbers[int(learners[0])]]
+            assert list(learners) == members
+            assert count == len(members)
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if not {"n", "options"} & {*r} and r != DILOCO], ids=text)

@@ -23,14 +23,15 @@ from rudra.simulation.timing_only import TimingOnly
 from topologies.plan import (
     AVERAGER,
     FIRST_SHARD,
-    FRONT,
-    FRONT_SERVER,
     GROUPED,
     KINDS,
+    LEARNER,
     OVERLAPPED,
+    PARAMETER_SERVER,
     REPLICA,
     SHARDED,
     RoleKind,
+    front_of,
 )
 
 pytestmark = pytest.mark.slow
@@ -47,11 +48,13 @@ def machine(kind: RoleKind) -> Any:
     return resolve(kind.machine)
 
 
-OTHERS = [OVERLAPPED, GROUPED, REPLICA, AVERAGER, SHARDED, FIRST_SHARD, FRONT, FRONT_SERVER]
+OTHERS = [OVERLAPPED, GROUPED, REPLICA, AVERAGER, SHARDED, FIRST_SHARD]
+FRONTED = [KINDS[LEARNER], KINDS[PARAMETER_SERVER], OVERLAPPED, GROUPED, REPLICA, SHARDED, FIRST_SHARD]
+FRONTS = [front_of(kind) for kind in FRONTED]
 
 NAMED = {
     change(kind, state, after)
-    for kind in map(machine, [*KINDS.values(), *OTHERS])
+    for kind in map(machine, [*KINDS.values(), *OTHERS, *FRONTS])
     for (state, _), to in kind.TRANSITIONS.items()
     for after in to.states
     if after is not state
@@ -61,20 +64,29 @@ NAMED = {
 WIDE = {
     **dict.fromkeys(
         [
-            *((kind, "EXCHANGING", "DONE") for kind in ("Learner", "GroupLearner", "ShardedLearner", "FrontLearner")),
-            *((kind, "COMPUTING", "DONE") for kind in ("Learner", "GroupLearner", "ShardedLearner", "FrontLearner")),
-            *(("FrontLearner", state, "DONE") for state in ("SHIPPING", "RETURNING")),
+            (front + kind, state, "DONE")
+            for front in ("", "Front")
+            for kind in ("Learner", "GroupLearner", "ShardedLearner")
+            for state in ("EXCHANGING", "COMPUTING")
         ],
         "a learner that was dropped may hear of it only with the end of all; a simulated one is gone at once",
     ),
     **dict.fromkeys(
-        [(kind, state, "INITIALISING") for kind in ("FirstShard", "FrontServer") for state in ("TRAINING", "DRAINING")],
+        [
+            (f"{front}FirstShard", state, "INITIALISING")
+            for front in ("", "Front")
+            for state in ("TRAINING", "DRAINING")
+        ],
         "servers that share the weights never begin anew: a learner can be missed, and the job does not change",
     ),
     **dict.fromkeys(
         [
             (kind, state, "REGROUPING")
-            for kind, states in {"Replica": ("HASHING", "READY", "WAITING"), "Averager": ("HASHING", "READY")}.items()
+            for kind, states in {
+                "Replica": ("HASHING", "READY", "WAITING"),
+                "FrontReplica": ("HASHING", "READY", "WAITING"),
+                "Averager": ("HASHING", "READY"),
+            }.items()
             for state in states
         ],
         "a checkpoint is written in no time here",
@@ -116,6 +128,16 @@ def eventful(draw: st.DrawFn, run: Job) -> Job:
         optimizer=optimizer,
         simulation={"evaluation_s": draw(st.sampled_from([0.1, 10.0]))},
     )
+
+
+@st.composite
+def placed(draw: st.DrawFn, run: Job) -> Job:
+    """The same with the last layers at a stage server."""
+    rule = draw(st.sampled_from(["merged", *(["synchronous"] if run.protocol.name == "hardsync" else [])]))
+    run = run.with_(cluster={"learners_per_rank": 1}, fault_tolerance={"straggler_timeout_s": None})
+    if rule == "merged" and run.optimizer.plateau is not None:
+        run = run.with_(optimizer={"schedule": "step", "schedule_options": {}})
+    return run.with_(placement={"cut": 1, "rule": rule})
 
 
 def follow(run: Job, training_samples: int, seen: set[Change], luck: int, stop_at: float | None = None) -> None:
@@ -160,21 +182,24 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
     seen: set[Change] = set()
     replicas = {"name": "replicas", "options": {}}
     follow(job("sma", 1, topology=replicas), 60, seen, 0)
-    follow(alike("groups", {"evaluation_s": 10.0}, groups=1), 6, seen, 0)
+    for placement in ({}, {"cut": 1, "rule": "synchronous"}):
+        follow(alike("groups", {"evaluation_s": 10.0}, groups=1).with_(placement=placement), 6, seen, 0)
     for tenths in range(5, 60, 3):  # it dies while all compute, add up and update
         slow = {"compute_s": 1.0, "bandwidth_bytes_per_s": 1e6, "update_s": 1.0, "detection_s": 0.1}
         dying_ = alike("groups", slow, {"learner": 1, "dies_at_s": tenths / 10}, groups=1)
         follow(dying_, 60, seen, 0)
+        follow(dying_.with_(placement={"cut": 1, "rule": "synchronous"}), 60, seen, 0)
         for rule in ("easgd", "average"):
             follow(dying_.with_(protocol={"name": rule}, topology=replicas), 60, seen, 0)
     for tenths in range(0, 40, 7):  # somebody stops it while learners compute, ship, and compute again
         placed = alike("base", {"compute_s": 1.0}).with_(placement={"cut": 1})
         follow(placed, 60, seen, 0, stop_at=tenths / 10)
         follow(placed, 60, seen, 0)
-    follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2), 60, seen, 0)
+    for placement in ({}, {"cut": 1}):
+        follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2).with_(placement=placement), 60, seen, 0)
 
     @seed(0)
-    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def explore(data: st.DataObject) -> None:
         clusters = data.draw(st.sampled_from([undisturbed, dying]))
@@ -182,7 +207,10 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
             clusters(data.draw(st.sampled_from(["base", "sharded", "adv", "adv*", "groups"])))
         )
         stop_at = data.draw(st.none() | st.floats(0.0, 2.0))
-        follow(data.draw(eventful(run)), training_samples, seen, data.draw(st.integers(0, 99)), stop_at)
+        run = data.draw(eventful(run))
+        if data.draw(st.booleans()):
+            run = data.draw(placed(run))
+        follow(run, training_samples, seen, data.draw(st.integers(0, 99)), stop_at)
 
     explore()
     missing = sorted(NAMED - seen - WIDE.keys())

@@ -20,7 +20,7 @@ from rudra.compute.parts import cut
 from rudra.compute.vectors import BorrowedBuffer
 from rudra.core.digest import digest_of, sample
 from rudra.core.events import Accumulate, Copy, Update
-from rudra.core.layout import Entry
+from rudra.core.layout import Entry, Part
 from rudra.core.messages import Kind, Message
 from rudra.job.tables import OptimizerTable
 
@@ -70,7 +70,7 @@ def make(
     made.fuses = fuses
     weights = made.buffer("weights").vector
     weights.copy_(random(size, 0)[of])
-    made._part, made._of, made._counters = part, size, counters
+    made._part, made._of, made._counters = None if part is None else Part((part,)), size, counters
     made._rule = UpdateRule(table, weights[: made.parameters], entries, part)
     if prepared:
         made.prepare()

@@ -21,10 +21,6 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Linear(4, 100), nn.BatchNorm1d(100), nn.Linear(100, 10))
 
 
-def normed_first() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 8), nn.Linear(8, 10))
-
-
 def one_layer() -> nn.Module:
     return nn.Linear(64, 10)
 
@@ -101,7 +97,6 @@ def test_ranks_tell_how_many_learners_there_are(capsys: pytest.CaptureFixture[st
     [
         (job(one_layer, "ralp"), r"^\[model\] Linear cannot be cut, as torch.nn.Linear is one layer; "),
         (job(without_front, "auto"), r"^\[placement\] cut = 'auto': no layer can be .*: the front would have no param"),
-        (job(normed_first, "ralp"), r"^\[placement\] cut = 'ralp': no layer can be .*: 1.running_mean, before those"),
         (
             job("mlp", "auto", simulation={"layers": of_lenet(1.0, 1.0)}),
             r"^\[simulation\] layers are of another model, but \[placement\] cut = 'auto' goes by them; valid: layers",

@@ -37,6 +37,7 @@ from rudra.core.events import (
     Found,
     Hashed,
     Lost,
+    Measured,
     Received,
     Reduced,
     Saved,
@@ -56,6 +57,7 @@ from rudra.job.job import Job
 from rudra.job.tables import FaultToleranceTable
 from rudra.roles import Machine
 from rudra.roles import averaging as averaging_
+from rudra.roles import fronts as fronts_
 from rudra.roles import group as group_
 from rudra.roles import learner as learner_
 from rudra.roles import overlapped as overlapped_
@@ -287,8 +289,7 @@ TESTED = {"epochs": 2, "evaluate": "always"}
 REPLICAS = job("async", topology={"name": "groups"}, training=TESTED).with_(cluster={"learners": 3})
 OVERLAPS = {learner_.LearnerState.HELD, learner_.LearnerState.LEAVING}
 AVERAGES = {learner_.LearnerState.STEPPING}
-PLACED = {learner_.LearnerState.SHIPPING, learner_.LearnerState.RETURNING}
-"""Of a learner that overlaps alone, of one that averages alone, and of one whose last layers are elsewhere."""
+"""Of a learner that overlaps alone, and of one that averages alone."""
 
 
 def from_(sender: int, kind: Kind, buffer: str | None = None, value: int = 0) -> Received:
@@ -304,7 +305,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "learner": (
         PLAIN,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES - PLACED,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
         [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE],
     ),
     "learner of the first layers": (
@@ -325,7 +326,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "overlapped learner": (
         OVERLAPPED,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - AVERAGES - PLACED,
+        {*learner_.LearnerState} - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, computed(0), computed(1), Sent("gradient 0", SERVER), STOP),
             *(Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
@@ -334,7 +335,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "group learner": (
         GROUPS,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES - PLACED,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
@@ -422,6 +423,7 @@ def any_event(trigger: Any) -> Event:
         Computed: computed(0),
         Forwarded: Forwarded(0),
         Stepped: Stepped(0.0),
+        Measured: Measured(bytes(4)),
         Reduced: reduced(0),
         Trained: Trained(()),
         Fetched: Fetched(1.0),
@@ -467,8 +469,13 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
         averaging_.Averager,
         server_.ParameterServer,
         tree_.TreeServer,
-        stages_.FrontLearner,
-        stages_.FrontServer,
+        fronts_.FrontLearner,
+        fronts_.FrontGroupLearner,
+        fronts_.FrontShardedLearner,
+        fronts_.FrontOverlappedLearner,
+        fronts_.FrontReplica,
+        fronts_.FrontParameterServer,
+        fronts_.FrontFirstShard,
         stages_.StageServer,
         statistics_.StatisticsServer,
     ],

@@ -1,0 +1,419 @@
+"""Learners and owners of the first layers, where a stage server has the last ones (`rudra.roles.stages`).
+
+A front is any learner, with any server or none, that knows one thing more. What a learner does between asking for a
+gradient and having it is a crossing: it computes what its layers make of the mini-batch, ships these activations, gets
+their gradient back, with loss and errors, and computes that of its own layers. All else, such as what it pushes, to
+whom, and when it goes on, is as ever.
+
+And who decides about the weights, be it a parameter server, the first of several, or the first of all learners where
+there is none, has a log for the stage server of what concerns all layers: snapshots and checkpoints, and with rule
+`synchronous` which gradients are added, in which order, and at which rate the update is made.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rudra.core.digest import digest_of
+from rudra.core.events import (
+    ACTIVATIONS,
+    GRADIENT,
+    RETURNED,
+    SNAPSHOT,
+    WEIGHTS,
+    Accumulate,
+    Action,
+    Backward,
+    Combine,
+    Compute,
+    Copy,
+    Drop,
+    Event,
+    Forward,
+    Forwarded,
+    Measure,
+    Measured,
+    Receive,
+    Received,
+    Reduced,
+    Regroup,
+    Save,
+    Send,
+    Sent,
+    Update,
+    Updated,
+)
+from rudra.core.messages import Kind, Message
+from rudra.core.records import Gradient
+from rudra.roles.group import ALIVE, GroupLearner, Replica, ReplicaState
+from rudra.roles.joint import JointServer, Log, Steps
+from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.machine import Machine, Setup, States, To, staying
+from rudra.roles.norms import Clipping, told
+from rudra.roles.overlapped import OverlappedLearner
+from rudra.roles.server import ALIVE as SERVER_ALIVE
+from rudra.roles.server import ServerState
+from rudra.roles.sharded import FirstShard, ShardedLearner
+from topologies import Plan
+
+NAN = float("nan")
+
+
+def gradient_of(learner: int) -> str:
+    """The stage server's buffer for its gradient of a learner's mini-batch."""
+    return f"{GRADIENT} {learner}"
+
+
+class Crossing:
+    """The way of one learner's mini-batch through the stage server, between `Compute` and `Computed`.
+
+    Args:
+        role: id of the learner.
+        plan: who is who.
+    """
+
+    def __init__(self, role: int, plan: Plan) -> None:
+        assert plan.stage is not None
+        self._role, self._learner = role, plan.roles[role].index
+        self._stage, self._name = plan.stage, plan.roles[plan.stage].name
+        self._wanted: Compute | None = None
+        self._forwarded = self._shipped = False
+        self._outcome: Gradient | None = None
+
+    @property
+    def waiting_for(self) -> str:
+        return f"the {self._name} to return the gradient of its activations" if self._forwarded else ""
+
+    def begin(self, action: Compute) -> Action:
+        """What to do in place of computing the gradient of all layers."""
+        self._wanted, self._outcome = action, None
+        self._forwarded = self._shipped = False
+        return Forward(action.step, action.work, action.weights, ACTIVATIONS)
+
+    def take(self, event: Forwarded | Sent | Received) -> list[Action]:
+        """What follows from it."""
+        assert self._wanted is not None
+        if isinstance(event, Forwarded):
+            return self._ship(self._wanted)
+        if isinstance(event, Sent):
+            self._shipped = True
+        else:
+            (self._outcome,) = event.message.gradients
+        return self._go_back(self._wanted)
+
+    def _ship(self, wanted: Compute) -> list[Action]:
+        self._forwarded = True
+        work = wanted.work
+        about = (self._learner, work.count, wanted.step, work.first, wanted.timestamp)
+        gradient = Gradient(-1, *about, -1, 1.0, NAN, NAN, work.stream)
+        message = Message(Kind.ACTIVATIONS, self._role, wanted.timestamp, gradients=(gradient,))
+        return [Receive(RETURNED, self._stage), Send(self._stage, message, ACTIVATIONS)]
+
+    def _go_back(self, wanted: Compute) -> list[Action]:
+        """Computes the gradient of its own layers, once that of the activations is here, which may be overwritten."""
+        found = self._outcome
+        if found is None or not self._shipped:
+            return []
+        self._wanted, self._forwarded = None, False
+        outcome = (found.loss, found.errors, found.samples)
+        return [
+            Backward(wanted.step, wanted.weights, RETURNED, wanted.gradient, *outcome, wanted.timestamp, wanted.time_s)
+        ]
+
+
+def crossing(table: Mapping[tuple[States, Any], To], computing: States) -> dict[tuple[States, Any], To]:
+    """The table of a learner whose gradients cross: what happens to one before `Computed`, while it computes.
+
+    Args:
+        table: of the learner.
+        computing: its state meanwhile.
+    """
+    sent = table.get((computing, Sent))
+    rows = staying([computing], {Forwarded: "_cross", Kind.RETURNED: "_cross"})
+    return {**table, **rows, (computing, Sent): To("_sent", *(sent.states if sent else (computing,)))}
+
+
+if TYPE_CHECKING:
+    _Learner = Machine
+else:
+    _Learner = object
+
+
+class _Crosses(_Learner):
+    """What is different in a learner that has the first layers only: its gradients cross."""
+
+    __slots__ = ()
+    _crossing: Crossing
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        actions = super().handle(event, now)
+        return [self._crossing.begin(action) if type(action) is Compute else action for action in actions]
+
+    @property
+    def waiting_for(self) -> str:
+        return self._crossing.waiting_for or super().waiting_for
+
+    def _cross(self, event: Any, now: float) -> list[Action]:
+        return self._crossing.take(event)
+
+    def _sent(self, event: Sent, now: float) -> list[Action]:
+        if event.buffer == ACTIVATIONS:
+            return self._crossing.take(event)
+        handle: Callable[[Sent, float], list[Action]] = getattr(self, self._RETURNED)
+        return handle(event, now)
+
+    _RETURNED = "_in_vain"
+    """The method for other tensors that are back while it computes."""
+
+
+class FrontLearner(_Crosses, Learner):
+    """A learner that has the first layers only; arguments as for `Learner`, as of the next three.
+
+    While COMPUTING, in this order: activations ready -> ship them; delivered, and their gradient is here -> compute
+    that of its own layers. So the time to compute its gradient has all of that in it.
+    """
+
+    __slots__ = ("_crossing",)
+
+    TRANSITIONS = crossing(Learner.TRANSITIONS, LearnerState.COMPUTING)
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._crossing = Crossing(role, setup.plan)
+
+
+class FrontGroupLearner(_Crosses, GroupLearner):
+    """A member of a compute group that has the first layers only."""
+
+    __slots__ = ("_crossing",)
+
+    TRANSITIONS = crossing(GroupLearner.TRANSITIONS, LearnerState.COMPUTING)
+    _RETURNED = "_handed_on"
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._crossing = Crossing(role, setup.plan)
+
+
+class FrontShardedLearner(_Crosses, ShardedLearner):
+    """A learner that has the first layers only, and exchanges them part by part."""
+
+    __slots__ = ("_crossing",)
+
+    TRANSITIONS = crossing(ShardedLearner.TRANSITIONS, LearnerState.COMPUTING)
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._crossing = Crossing(role, setup.plan)
+
+
+class FrontOverlappedLearner(_Crosses, OverlappedLearner):
+    """A learner that has the first layers only, and pushes and pulls beside computing."""
+
+    __slots__ = ("_crossing",)
+
+    TRANSITIONS = crossing(OverlappedLearner.TRANSITIONS, LearnerState.COMPUTING)
+    _RETURNED = "_returned"
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._crossing = Crossing(role, setup.plan)
+
+
+class StageLog:
+    """What the stage server has to do, in the order in which who decides about the first layers does it.
+
+    Args:
+        role: id of who decides.
+        setup: what it is made from.
+
+    Attributes:
+        synchronous: the stage server updates as this one does.
+    """
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        stage = setup.plan.stage
+        assert stage is not None
+        self._log = Log(role, (stage,))
+        self._id, self.stage, self._statistics = role, stage, setup.plan.statistics
+        self.synchronous = setup.job.placement.rule == "synchronous"
+        self.clips = self.synchronous and setup.job.optimizer.clip_norm is not None
+        self._average: str | None = None  # the stage server's buffer that the next update takes
+        self._samples = 0
+        self._timestamp = setup.position.timestamp
+        self.follow(setup.plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Everybody begins by this plan; nothing is under way."""
+        self._plan = plan
+        self._role_of = {plan.roles[role].index: role for role in plan.learners}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._average, self._samples = None, 0
+
+    def told(self) -> list[Action]:
+        return self._log.told()
+
+    def take_in(self, gradients: Sequence[Gradient], scale: float) -> None:
+        """Gradients of the first layers are in the next update, which were averaged already if they are several.
+
+        Those of a compute group were so in its order, and the stage server does that likewise; others, which servers of
+        a tree have averaged, it adds one by one.
+        """
+        if not self.synchronous:
+            return
+        by_group: dict[tuple[int, ...], int] = {}
+        for gradient in gradients:
+            members = self._plan.group_of(self._role_of[gradient.learner])
+            by_group[members] = by_group.get(members, 0) + gradient.samples
+        for members, samples in by_group.items():
+            buffer = gradient_of(members[0])
+            if len(members) > 1:
+                self._log.add(Combine(buffer))
+            self._samples += samples
+            if self._average is not None:
+                self._log.add(Accumulate(self._average, buffer, samples / self._samples, scale))
+                continue
+            self._average = buffer
+            if scale != 1.0:
+                self._log.add(Accumulate(buffer, buffer, 1.0, scale))
+
+    def of(self, action: Action) -> list[Action]:
+        """What who decides does of what it wants done; what concerns the stage server, too, is in the log then."""
+        if isinstance(action, Update):
+            self._timestamp = action.timestamp
+        match action:
+            case Send(buffer=str(buffer)) if action.to == self._statistics:
+                part = Send(action.to, Message(Kind.WEIGHTS_PART, self._id), buffer)
+                self._log.add(part, self._timestamp)
+                bare = action.message.kind is Kind.SNAPSHOT
+                return [Send(action.to, action.message), part] if bare else [part]
+            case Send() if action.to == self._statistics and action.message.kind is Kind.START:
+                return [action, Send(self.stage, action.message)]
+            case Save():
+                action = Save(action.weights, action.position)  # of the last layers, too, whoever else is lost
+                self._log.add(action, self._timestamp)
+            case Copy() if action.target == SNAPSHOT:
+                self._log.add(action, self._timestamp)
+            case Drop():
+                self._log.add(action)
+            case Regroup():
+                self._log.add(action)
+                self.follow(action.plan)
+            case Update() if self.synchronous:
+                assert self._average is not None
+                about = (action.timestamp, action.epoch, action.samples, action.time_s)
+                if self.clips:
+                    self._log.add(Measure(self._average))
+                self._log.add(Update(self._average, WEIGHTS, action.learning_rate, *about))
+                self._forget()
+        return [action]
+
+    def end(self) -> Action:
+        """What tells the stage server that no learner is left."""
+        return Send(self.stage, Message(Kind.END, self._id))
+
+
+class FrontParameterServer(JointServer):
+    """The parameter server of the first layers; arguments as for `ParameterServer`.
+
+    It takes gradients as any parameter server does.
+    """
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **JointServer.TRANSITIONS,
+        **staying(SERVER_ALIVE, {Measured: "_measured", Kind.NORMS: "_heard_norms"}),
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._stage_log = StageLog(role, setup)
+        if self._stage_log.synchronous:
+            self.steps = Steps(setup.plan.owners)
+        self._clipping = Clipping()
+
+    def handle(self, event: Any, now: float) -> list[Action]:
+        wanted = super().handle(event, now)
+        actions = [each for action in wanted for each in self._stage_log.of(action)]
+        actions = [*self._stage_log.told(), *actions]
+        return self._clipping.in_turn(actions) if self._stage_log.clips else actions
+
+    def _measured(self, event: Measured, now: float) -> list[Action]:
+        self._clipping.norms.measured = True
+        return [Send(self._stage_log.stage, message) for message in told(self.id, event)]
+
+    def _heard_norms(self, event: Received, now: float) -> list[Action]:
+        self._clipping.norms.hear(event.message)
+        return []
+
+    def _add(self, buffer: str, message: Message) -> list[Action]:
+        scale = self._gradient_weight(self.ledger.timestamp - message.gradients[0].timestamp)
+        self._stage_log.take_in(message.gradients, scale)
+        return super()._add(buffer, message)
+
+    def _close(self, now: float) -> list[Action]:
+        draining = self.state is ServerState.DRAINING
+        actions = super()._close(now)
+        return [*actions, self._stage_log.end()] if draining and self.state is ServerState.CLOSING else actions
+
+
+class FrontFirstShard(FrontParameterServer, FirstShard):
+    """The first of several parameter servers of the first layers; arguments as for `ParameterServer`."""
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = FirstShard.TRANSITIONS
+
+
+class FrontReplica(_Crosses, Replica):
+    """A learner of the only group that has the first layers only; arguments as for `Replica`.
+
+    The first one decides. The row of an update is complete when the stage server has made it, too, and so is the
+    account of the training; learners do not wait for that.
+    """
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **crossing(Replica.TRANSITIONS, ReplicaState.COMPUTING),
+        **staying([ReplicaState.REGROUPING], dict.fromkeys((Forwarded, Kind.RETURNED), "_in_vain")),
+        (ReplicaState.REGROUPING, Sent): To("_sent_before", ReplicaState.REGROUPING),
+        **staying(ALIVE, {Kind.STEPPED: "_stepped_there"}),
+    }
+    _RETURNED = "_returned"
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._crossing = Crossing(role, setup.plan)
+        self._stage_log = StageLog(role, setup) if self._leads else None
+        joint = self._stage_log is not None and self._stage_log.synchronous
+        self._steps = Steps(setup.plan.owners if joint else (role,))
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        wanted, log = super().handle(event, now), self._stage_log
+        if log is None:
+            return wanted
+        actions = [each for action in wanted for each in log.of(action)]
+        return [*log.told(), *actions]
+
+    def _take_in(self, event: Reduced, now: float) -> list[Action]:
+        fails = super()._take_in(event, now)
+        if self._stage_log is not None and not fails:
+            self._stage_log.take_in(event.gradients, 1.0)
+        return fails
+
+    def _note(self, event: Updated, now: float) -> list[Action]:
+        self._digest = digest_of(b"".join(event.sampled)) if event.sampled else 0
+        return self._noted(self._steps.here(event), now)
+
+    def _sent_before(self, event: Sent, now: float) -> list[Action]:
+        return [] if event.buffer == ACTIVATIONS else self._returned(event, now)
+
+    def _stepped_there(self, event: Received, now: float) -> list[Action]:
+        actions = self._noted(self._steps.there(event.message), now)
+        return actions + self._account(now) if self.state is ReplicaState.STOPPED else actions
+
+    def _noted(self, made: Updated | None, now: float) -> list[Action]:
+        return [] if made is None else self.ledger.note(made, now)
+
+    def _account(self, now: float) -> list[Action]:
+        if self.ledger.updating:
+            return []
+        actions = super()._account(now)
+        return actions if self._stage_log is None else [*actions, self._stage_log.end()]

@@ -1,0 +1,186 @@
+"""What several owners of weights do together: a log that others carry out, and updates that all of them make.
+
+One of them decides. What it does to its own part of the weights, and what concerns the others', it says in a log, which
+they carry out entry by entry. An update is complete when everybody has made it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rudra.core import records
+from rudra.core.digest import digest_of
+from rudra.core.events import (
+    Accumulate,
+    Action,
+    Combine,
+    Copy,
+    Drop,
+    Measure,
+    Receive,
+    Received,
+    Regroup,
+    Save,
+    Send,
+    Update,
+    Updated,
+    Withdraw,
+)
+from rudra.core.messages import PACK, Kind, Message, split
+from rudra.roles.machine import Setup, States, To
+from rudra.roles.server import ParameterServer
+
+LOGGED: tuple[type[Action], ...] = (
+    Receive,
+    Withdraw,
+    Accumulate,
+    Update,
+    Copy,
+    Send,
+    Save,
+    Drop,
+    Combine,
+    Regroup,
+    Measure,
+)
+"""Actions that concern other owners; an entry of the log names them by their places here."""
+
+NUMBER = {kind: number for number, kind in enumerate(LOGGED)}
+
+
+def entry(action: Action, number: int = 0) -> bytes:
+    """An action of who decides as an entry of the log; a gradient that is let in has a number."""
+    role, buffer, other, fraction, scale, samples, time_s, epoch = -1, "", "", 0.0, 0.0, 0, 0.0, 0
+    match action:
+        case Receive():
+            assert action.source is not None
+            role, buffer = action.source, action.buffer
+        case Withdraw():
+            buffer = action.buffer
+        case Accumulate():
+            buffer, other, fraction, scale = action.gradient, action.into, action.fraction, action.scale
+        case Combine():
+            buffer = action.into
+        case Measure():
+            buffer = action.gradient
+        case Update():
+            buffer, scale, number = action.gradient, action.learning_rate, action.timestamp
+            samples, time_s, epoch = action.samples, action.time_s, action.epoch
+        case Copy():
+            buffer, other = action.source, action.target
+        case Send():
+            assert action.buffer is not None
+            role, buffer = action.to, action.buffer
+        case Drop():
+            role = action.role
+    told = (role, buffer.encode(), other.encode(), number, fraction, scale, samples, time_s, epoch, 0)
+    return PACK[Kind.LOG](NUMBER[type(action)], *told)
+
+
+class Log:
+    """What is to be told of what others have to do.
+
+    Args:
+        role: id of who decides.
+        readers: ids of who carries it out.
+    """
+
+    def __init__(self, role: int, readers: tuple[int, ...]) -> None:
+        self._role, self.readers = role, readers
+        self._entries: list[bytes] = []
+
+    def add(self, action: Action, number: int = 0) -> Action:
+        """Enters an action, and gives it back."""
+        self._entries.append(entry(action, number))
+        return action
+
+    def told(self) -> list[Action]:
+        """What to send of it, first of all: the others work while this one does."""
+        if not self._entries:
+            return []
+        rows, self._entries = np.frombuffer(b"".join(self._entries), records.LOG), []
+        messages = split(Kind.LOG, self._role, rows)
+        return [Send(to, message) for to in self.readers for message in messages]
+
+
+def stepped(owner: int, event: Updated) -> list[Message]:
+    """What an owner tells of an update of its part: a message for each stretch of that, in ascending order."""
+    samples = event.sampled or (b"",)
+    return [
+        Message(
+            Kind.STEPPED,
+            owner,
+            event.timestamp,
+            stretch,
+            np.frombuffer(sampled, records.FLOATS) if sampled else None,
+            seconds=event.seconds,
+            flag=stretch == len(samples) - 1,
+        )
+        for stretch, sampled in enumerate(samples)
+    ]
+
+
+class Steps:
+    """Updates on the way: one is complete when all owners have made it.
+
+    Args:
+        owners: ids of those who make it, in the order of their parts; the first one keeps the books.
+    """
+
+    def __init__(self, owners: tuple[int, ...]) -> None:
+        self._owners = owners
+        # timestamp -> number of a stretch, and the place of its owner -> sample of it, and seconds
+        self._made: dict[int, dict[tuple[int, int], tuple[bytes, float]]] = {}
+        self._complete: Counter[int] = Counter()  # timestamp -> owners whose samples are all here
+
+    def here(self, event: Updated) -> Updated | None:
+        """Who keeps the books has made one; what it is as a whole, if it is complete."""
+        *_, made = (self.there(message) for message in stepped(self._owners[0], event))
+        return made
+
+    def there(self, message: Message) -> Updated | None:
+        """An owner says that it has made one."""
+        timestamp = message.timestamp
+        made = self._made.setdefault(timestamp, {})
+        sampled = b"" if message.rows is None else message.rows.tobytes()
+        made[message.value, self._owners.index(message.sender)] = sampled, message.seconds
+        self._complete[timestamp] += message.flag
+        if self._complete[timestamp] < len(self._owners):
+            return None
+        del self._made[timestamp], self._complete[timestamp]
+        samples = b"".join(made[place][0] for place in sorted(made))
+        digest = digest_of(samples) if samples else 0
+        return Updated(timestamp, digest, max(seconds for _, seconds in made.values()))
+
+
+class JointServer(ParameterServer):
+    """A parameter server that decides about other owners' updates, too; arguments as for `ParameterServer`.
+
+    Attributes:
+        steps: updates that are not complete yet.
+    """
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **ParameterServer.TRANSITIONS,
+        **{
+            (state, trigger): To(method, *to.states)
+            for (state, kind), to in ParameterServer.TRANSITIONS.items()
+            if kind is Updated
+            for trigger, method in ((Updated, "_stepped_here"), (Kind.STEPPED, "_stepped_there"))
+        },
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self.steps = Steps((role,))
+
+    def _stepped_here(self, event: Updated, now: float) -> list[Action]:
+        return self._stepped(self.steps.here(event), now)
+
+    def _stepped_there(self, event: Received, now: float) -> list[Action]:
+        return self._stepped(self.steps.there(event.message), now)
+
+    def _stepped(self, made: Updated | None, now: float) -> list[Action]:
+        return [] if made is None else self._updated(made, now)

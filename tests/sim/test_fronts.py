@@ -1,0 +1,76 @@
+"""Any front of a stage server under random interleavings, with learners that die: nothing is lost, stale or in vain."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from clusters import Rows, timing
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
+from test_interleavings import clusters as undisturbed
+from test_losses import EXPECTED
+from test_losses import clusters as dying
+from test_transitions import placed
+
+from rudra.errors import RunError
+from rudra.job.job import Job
+from rudra.simulation.costs import places
+
+pytestmark = pytest.mark.slow
+
+FRONTS = ("base", "groups", "sharded", "adv", "adv*")
+
+
+@pytest.mark.parametrize("topology", FRONTS)
+@cases(60)
+@given(st.data())
+def test_whoever_is_fast(topology: str, data: st.DataObject) -> None:
+    run, samples = data.draw(undisturbed(topology))
+    run = data.draw(placed(run))
+    rows = timing(run, samples)
+    totals, stages, gradients = rows.totals, rows["stages"], rows["gradients"]
+    assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+    taken = {(row["learner"], row["step"]): row["front"] for row in stages}
+    assert len(taken) == len(stages), "no mini-batch is taken in twice"
+    assert all(taken[row["learner"], row["step"]] == row["timestamp"] for row in gradients)
+    check_back(run, stages)
+    if run.placement.rule == "synchronous":
+        assert np.array_equal(stages["timestamp"], gradients["update"])
+
+
+@pytest.mark.parametrize("topology", FRONTS)
+@cases(60)
+@given(st.data())
+def test_whoever_dies(topology: str, data: st.DataObject) -> None:
+    run, samples = data.draw(dying(topology))
+    run = data.draw(placed(run))
+    rows = outlived(run, samples)
+    if rows is None:
+        return
+    totals, stages, gradients = rows.totals, rows["stages"], rows["gradients"]
+    assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+    taken = {(row["learner"], row["step"]) for row in stages}
+    assert {(row["learner"], row["step"]) for row in gradients} <= taken, "nothing is applied that was not taken in"
+    check_back(run, stages)
+    if run.placement.rule == "synchronous":
+        assert np.array_equal(np.sort(stages["timestamp"]), np.sort(gradients["update"]))
+
+
+def outlived(run: Job, samples: int) -> Rows | None:
+    """What is left of a run; None: it could not go on."""
+    try:
+        return timing(run, samples)
+    except RunError as error:
+        if not any(text in str(error) for text in EXPECTED):
+            raise
+    return None
+
+
+def check_back(run: Job, stages: Any) -> None:
+    """Its updates follow each other, each of what was computed with the weights before it."""
+    assert not stages["staleness"].any()
+    stamps = np.unique(stages["timestamp"])
+    assert np.array_equal(stamps, np.arange(1, len(stamps) + 1))
+    if run.placement.rule == "merged" and not run.plan(places(run)).groups:
+        assert len(stamps) == len(stages), "one update for each mini-batch"
