@@ -63,7 +63,7 @@ class UpdateRule:
         self.scale_invariant = table.scale_invariant
         cls: Any = getattr(torch.optim, OPTIMIZERS[table.name])
         options = _options(table, cls)
-        cls = _uncompiled(cls)
+        cls = uncompiled(cls)
         fusible = "fused" in inspect.signature(cls).parameters
         parameters = [entry for entry in layout if entry.kind == "parameter"]
         self._sizes = [entry.size for entry in parameters] or [len(weights)]
@@ -315,7 +315,7 @@ class UpdateRule:
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
-def _uncompiled(cls: Any) -> Any:
+def uncompiled(cls: Any) -> Any:
     """An optimiser without what torch wraps around its methods for a compiler, whose import takes over a second."""
     import torch
 
