@@ -319,8 +319,8 @@ def uncompiled(cls: Any) -> Any:
     """An optimiser without what torch wraps around its methods for a compiler, whose import takes over a second."""
     import torch
 
-    step, add = inspect.unwrap(cls.step), inspect.unwrap(cls.add_param_group)
-    return type(cls.__name__, (cls,), {"step": torch.no_grad()(step), "add_param_group": add})
+    bare = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "zero_grad")}
+    return type(cls.__name__, (cls,), bare | {"step": torch.no_grad()(inspect.unwrap(cls.step))})
 
 
 _REST = ParameterGroup(parameters=("*",))
