@@ -30,11 +30,11 @@ WAYS = {"averaged": "by memory", "messages": "by messages", "alone": "none avera
 
 def run(*, quick: bool) -> Report:
     """Measures learners of one torch thread each, in turns."""
-    steps, rounds = (4, 1) if quick else (16, 5)
+    size, steps, rounds = (1, 3, 0) if quick else (SIZE, 16, 5)
     report = Report(["steps per second", *WAYS.values(), "/ none averaged", "/ bound", "by messages / bound"])
     shares = []
     for case, width in list(WIDTHS.items())[: 1 if quick else None]:
-        figures = on_ranks(measure, LEARNERS, width=width, steps=steps, rounds=rounds)[LEARNER:]
+        figures = on_ranks(measure, LEARNERS, size=size, width=width, steps=steps, rounds=rounds)[LEARNER:]
         rates = {way: [1 / max(turn) for turn in zip(*(f[way] for f in figures), strict=True)] for way in WAYS}
         found: list[Spread] = [spread(rates[way]) for way in WAYS]
         against = [("averaged", "alone"), ("averaged", "bound"), ("messages", "bound")]
@@ -42,7 +42,7 @@ def run(*, quick: bool) -> Report:
         report.rows.append((case, *found))
         shares.append(found[-2].median)
     report.notes = [
-        f"sma, averaged with every mini-batch of {SIZE}, two learners of one torch thread each, SGD without momentum",
+        f"sma, averaged with every mini-batch of {size}, two learners of one torch thread each, SGD without momentum",
         "by messages: cluster.node_memory = false; else ranks read differences in each other's memory",
         f"bound: a step when nothing is averaged, and {ADDED} vectors through memory",
     ]
@@ -50,7 +50,7 @@ def run(*, quick: bool) -> Report:
     return report
 
 
-def measure(comm: "MPI.Comm", directory: Path, width: int, steps: int, rounds: int) -> dict[str, Any]:
+def measure(comm: "MPI.Comm", directory: Path, size: int, width: int, steps: int, rounds: int) -> dict[str, Any]:
     """Takes turns; on learners: way -> seconds per step, one for each round."""
     torch.set_num_threads(1)
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
@@ -61,21 +61,21 @@ def measure(comm: "MPI.Comm", directory: Path, width: int, steps: int, rounds: i
             rest(comm)
             if comm.rank < STATISTICS:
                 continue
-            with train(_job(way, width, steps), directory / "run.h5", ranks) as results:
-                size, rows = results.weights_of().nbytes, results.minibatches
+            with train(_job(way, size, width, steps), directory / "run.h5", ranks) as results:
+                model, rows = results.weights_of().size, results.minibatches
                 taken[way] = step_s(rows["time_s"][rows["learner"] == max(comm.rank - LEARNER, 0)])
         rest(comm)
         if comm.rank >= LEARNER:
-            taken["bound"] = taken["alone"] + ADDED / ADD * _add_s(size // 4)
-            for way, value in taken.items() if turn or rounds == 1 else ():  # the first one warms up
+            taken["bound"] = taken["alone"] + ADDED / ADD * _add_s(model)
+            for way, value in taken.items() if turn or not rounds else ():  # the first one warms up
                 figures[way].append(value)
     rest(comm)
     return figures
 
 
-def _job(way: str, width: int, steps: int) -> "Job":
+def _job(way: str, size: int, width: int, steps: int) -> "Job":
     alone = way == "alone"
-    return alexnet_job("hardsync", LEARNERS, SIZE, steps, width=width).with_(
+    return alexnet_job("hardsync", LEARNERS, size, steps, width=width).with_(
         protocol={"name": "average" if alone else "sma"},
         averaging={"period": steps if alone else 1},
         topology={"name": "replicas"},

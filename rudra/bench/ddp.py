@@ -61,7 +61,7 @@ def run(*, quick: bool) -> Report:
     steps, compiler = {"lenet, μ = 4": 8} if quick else STEPS, os.environ.get("CXX", "g++").split()[0]
     if lacking := shutil.which(compiler) is None:
         steps = {case: count for case, count in steps.items() if "compiled" not in case}
-    learner = on_ranks(measure, LEARNERS, steps=steps, rounds=1 if quick else 9)[LEARNER]
+    learner = on_ranks(measure, LEARNERS, steps=steps, rounds=0 if quick else 9)[LEARNER]
     pairs = {
         "allreduce / DDP": ("ordered", "ddp"),
         "server / DDP": ("server", "ddp"),
@@ -131,9 +131,8 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
                     loops[name].run(2)
                     distributed.barrier()
                     taken[name] = loops[name].run(count)[0]
-            if turn:  # the first one warms up
-                for name, value in taken.items():
-                    figures.setdefault(case, {}).setdefault(name, []).append(value)
+            for name, value in taken.items() if turn or not rounds else ():  # the first one warms up
+                figures.setdefault(case, {}).setdefault(name, []).append(value)
     rest(comm)
     if comm.rank >= LEARNER:
         distributed.destroy_process_group()

@@ -90,6 +90,7 @@ class Hosts:
             "PRTE_MCA_prte_default_hostfile": str(self.directory / "slots"),
             "PRTE_MCA_prte_keep_fqdn_hostnames": "0",
             "OMPI_MCA_btl_tcp_if_include": "eth0",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # both hosts' ranks share the cores, of which MPI knows nothing
         }
 
 

@@ -27,7 +27,7 @@ EVERY_S = 1e-3
 
 def run(*, quick: bool) -> Report:
     """Measures alexnet at μ = 1 with λ = 1, 2, 3, and once with snapshots taken for tests."""
-    options = {"width": 512} if quick else {}
+    options, every_s = ({"width": 512}, 10 * EVERY_S) if quick else ({}, EVERY_S)
     cases = [(1, False), (1, True)] if quick else [(1, False), (2, False), (3, False), (2, True)]
     heads = ("learner", "parameter server", "statistics server")
     report = Report(["peak, in models", *heads, *(f"{head}, by messages" for head in heads)])
@@ -36,7 +36,7 @@ def run(*, quick: bool) -> Report:
     for count, evaluate in cases:
         cells = []
         for way, near in WAYS.items():
-            ranks = on_ranks(measure, count, evaluate=evaluate, options=options, near=near)
+            ranks = on_ranks(measure, count, evaluate=evaluate, options=options, near=near, every_s=every_s)
             models_ = [rank["peak"] / rank["model"] for rank in ranks]
             learner = max(models_[LEARNER:])
             cells += [f"{x:.2f}" for x in (learner, models_[SERVER], models_[STATISTICS])]
@@ -59,7 +59,9 @@ def run(*, quick: bool) -> Report:
     return report
 
 
-def measure(comm: "MPI.Comm", directory: Path, evaluate: bool, options: dict[str, Any], near: bool) -> dict[str, Any]:
+def measure(
+    comm: "MPI.Comm", directory: Path, evaluate: bool, options: dict[str, Any], near: bool, every_s: float
+) -> dict[str, Any]:
     """Runs a job and returns `peak` and `model` in bytes."""
     torch.set_num_threads(1)
     PlainLoop(1).run(2)
@@ -74,7 +76,7 @@ def measure(comm: "MPI.Comm", directory: Path, evaluate: bool, options: dict[str
     )
     rest(comm)
     before = _own_bytes()
-    with _Peak() as peak, train(job, directory / "run.h5") as results:
+    with _Peak(every_s) as peak, train(job, directory / "run.h5") as results:
         model = 4 * sum(entry.size for entry in results.layout)
     return {"peak": peak.bytes - before, "model": model}
 
@@ -94,12 +96,15 @@ def _own_bytes() -> int:
 class _Peak:
     """The most of it while something runs, as a thread sees it.
 
+    Args:
+        every_s: between two looks.
+
     Attributes:
         bytes: of it.
     """
 
-    def __init__(self) -> None:
-        self.bytes = 0
+    def __init__(self, every_s: float) -> None:
+        self.bytes, self._every_s = 0, every_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -112,5 +117,5 @@ class _Peak:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(EVERY_S):
+        while not self._over.wait(self._every_s):
             self.bytes = max(self.bytes, _own_bytes())

@@ -28,7 +28,7 @@ TAG = 7
 def run(*, quick: bool) -> Report:
     """Measures on a server, a statistics server and one learner, async, one torch thread each."""
     steps = {GOAL_AT: 8} if quick else STEPS
-    _, _, learner = on_ranks(measure, steps=steps, rounds=1 if quick else 15)
+    _, _, learner = on_ranks(measure, steps=steps, rounds=0 if quick else 15)
     taken = {size: {name: np.array(learner[str(size)][name]) for name in learner[str(size)]} for size in steps}
     own = {size: t["step"] - sum(t[part] for part in PARTS) for size, t in taken.items()}
     report = Report(["milliseconds per step", *(f"μ = {size}" for size in steps)])
@@ -78,9 +78,8 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: in
         step = _Step(comm, job)
         for turn in range(rounds + 1):
             taken = _turn(comm, directory / "run.h5", job, step, count)
-            if turn:  # the first one warms up
-                for name, value in taken.items():
-                    figures.setdefault(str(size), {}).setdefault(name, []).append(value)
+            for name, value in taken.items() if turn or not rounds else ():  # the first one warms up
+                figures.setdefault(str(size), {}).setdefault(name, []).append(value)
     return figures
 
 

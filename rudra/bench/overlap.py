@@ -11,8 +11,6 @@ learners on the other. That takes root, and `ip` and `tc`; without them these ro
 so.
 """
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.hosts import missing, two_hosts
+from rudra.bench.behind import behind_a_link, turn_is_over
+from rudra.bench.hosts import missing
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.compute.executor import LearnerExecutor
 from rudra.compute.making import make_executors
@@ -54,12 +53,17 @@ class Direct:
 
 def run(*, quick: bool) -> Report:
     """Measures one and two learners of one torch thread each over shared memory, and one behind the link."""
-    steps, rounds = (5, 1) if quick else (10, 6)
-    options = {"width": 64} if quick else {}
-    figures = {str(count): _figures(count, steps, rounds, options) for count in ((1,) if quick else (1, 2))}
+    about: dict[str, Any] = {"size": 4, "steps": 10, "rounds": 6, "options": {}}
+    if quick:
+        about = {"size": 1, "steps": 5, "rounds": 1, "options": {"width": 64}}
+    figures = {
+        str(count): _slowest(on_ranks(measure, count, count=count, link=False, **about))
+        for count in ((1,) if quick else (1, 2))
+    }
     lacking = missing()
     if not quick and not lacking:
-        figures[f"1, {GBIT_S} Gbit/s"] = _behind_a_link(steps, rounds)
+        there = {"gbit_s": GBIT_S, "learners": 1, "away": 1, "turns": about["rounds"]}
+        figures[f"1, {GBIT_S} Gbit/s"] = _slowest(behind_a_link(measure, **there, count=1, link=True, **about))
     columns = ["topology", "overlap", "steps/s", "compute alone, steps/s", "/ alone", "gradient / alone"]
     report = Report([f"{'289 MB, μ = 4':14}", *columns, "by messages, / alone", "/ messages"])
     for where, by_topology in figures.items():
@@ -92,47 +96,54 @@ def _percent(overlap: Spread) -> str:
     return f"{overlap.median:.2%} ({overlap.low:.2%}–{overlap.high:.2%})"
 
 
-def _figures(learners: int, steps: int, rounds: int, options: dict[str, int]) -> dict[str, dict[str, list[float]]]:
+def _slowest(ranks: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
     """Topology -> name -> one figure for each round, of the slowest learner."""
-    ranks = on_ranks(measure, learners, count=learners, steps=steps, rounds=rounds, options=options)[LEARNER:]
+    learners = ranks[LEARNER:]
     return {
         topology: {
             name: [
                 (min if name == "overlap" else max)(values)
-                for values in zip(*(r[topology][name] for r in ranks), strict=True)
+                for values in zip(*(learner[topology][name] for learner in learners), strict=True)
             ]
             for name in figures
         }
-        for topology, figures in ranks[0].items()
+        for topology, figures in learners[0].items()
     }
 
 
-def _behind_a_link(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """The same with one learner in a process on the servers' host, which starts the ranks on both."""
-    with two_hosts(gbit_s=GBIT_S, slots=(2, 1)) as hosts:
-        arguments = [sys.executable, "-m", "rudra.bench.overlap", str(steps), str(rounds)]
-        found = hosts.run(arguments, timeout=1200)
-    if found.returncode:
-        sys.stderr.buffer.write(found.stderr)
-        found.check_returncode()
-    figures: dict[str, dict[str, list[float]]] = json.loads(found.stdout.splitlines()[-1])
-    return figures
-
-
 def measure(
-    comm: "MPI.Comm", directory: Path, count: int, steps: int, rounds: int, options: dict[str, int]
+    comm: "MPI.Comm",
+    directory: Path,
+    count: int,
+    size: int,
+    steps: int,
+    rounds: int,
+    options: dict[str, int],
+    *,
+    link: bool,
 ) -> dict[str, Any]:
-    """Takes turns; on learners: topology -> name -> one figure for each round but the first, if there are several."""
+    """Takes turns; on learners: topology -> name -> one figure for each round but the first, if there are several.
+
+    Args:
+        comm: the servers' ranks, and then the learners'.
+        directory: for files.
+        count: of learners.
+        size: of a mini-batch.
+        steps: of a run.
+        rounds: how many turns there are.
+        options: of the model.
+        link: the ranks are on two hosts.
+    """
     torch.set_num_threads(1)
     ways: list[tuple[str, Any, bool]] = []
     for name, topology in (("base", "base"), ("adv*", Direct)):
         ways += [(name, topology, True), (f"{name}{BY_MESSAGES}", topology, False)]
     figures: dict[str, Any] = {name: {"step_s": [], "overlap": [], "compute_s": []} for name, *_ in ways}
     figures["alone"] = {"step_s": []}
+    plain = alexnet_job("softsync", count, size, steps, **options)
     for turn in range(rounds):
         for name, topology, near in ways:
-            job = alexnet_job("softsync", count, 4, steps, **options)
-            job = job.with_(topology={"name": topology}, cluster={"node_memory": near})
+            job = plain.with_(topology={"name": topology}, cluster={"node_memory": near})
             with train(job, directory / "run.h5") as results:
                 rows, who = results.minibatches, comm.rank - LEARNER
             if who >= 0 and (turn or rounds == 1):  # the first one warms up
@@ -140,9 +151,11 @@ def measure(
                     figures[name][key].append(value)
         rest(comm)
         if comm.rank >= LEARNER:
-            taken = _alone(alexnet_job("softsync", count, 4, steps, **options), comm.rank - LEARNER, steps)
+            taken = _alone(plain, comm.rank - LEARNER, steps)
             if turn or rounds == 1:
                 figures["alone"]["step_s"].append(taken)
+        if link:
+            turn_is_over(comm)
         rest(comm)
     return figures
 
@@ -178,7 +191,3 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     taken = (time.perf_counter() - began) / (steps - WARM_UP)
     executor.close()
     return taken
-
-
-if __name__ == "__main__":
-    print(json.dumps(_figures(1, int(sys.argv[1]), int(sys.argv[2]), {})))

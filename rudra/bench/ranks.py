@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from rudra.compute import networks
+from rudra.compute.optim import uncompiled
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.log import log
@@ -164,7 +165,8 @@ class PlainLoop:
         computes: Any = torch.compile(network) if compiled else network
         self._model = computes if wrap is None else wrap(computes)
         rate, momentum = (RATE, MOMENTUM) if small else (1e-4, 0.0)
-        self._optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=momentum, fused=True)
+        sgd = uncompiled(torch.optim.SGD)
+        self._optimizer = sgd(network.parameters(), lr=rate, momentum=momentum, fused=True)
         count, shape = (IMAGES, (1, 28, 28)) if small else (PICTURES, PICTURE)
         generator = torch.Generator().manual_seed(0)
         self._inputs = torch.randn(count, *shape, generator=generator)

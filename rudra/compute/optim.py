@@ -63,7 +63,7 @@ class UpdateRule:
         self.scale_invariant = table.scale_invariant
         cls: Any = getattr(torch.optim, OPTIMIZERS[table.name])
         options = _options(table, cls)
-        cls = _uncompiled(cls)
+        cls = uncompiled(cls)
         fusible = "fused" in inspect.signature(cls).parameters
         parameters = [entry for entry in layout if entry.kind == "parameter"]
         self._sizes = [entry.size for entry in parameters] or [len(weights)]
@@ -329,12 +329,12 @@ class UpdateRule:
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
-def _uncompiled(cls: Any) -> Any:
+def uncompiled(cls: Any) -> Any:
     """An optimiser without what torch wraps around its methods for a compiler, whose import takes over a second."""
     import torch
 
-    step, add = inspect.unwrap(cls.step), inspect.unwrap(cls.add_param_group)
-    return type(cls.__name__, (cls,), {"step": torch.no_grad()(step), "add_param_group": add})
+    bare = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "zero_grad")}
+    return type(cls.__name__, (cls,), bare | {"step": torch.no_grad()(inspect.unwrap(cls.step))})
 
 
 _REST = ParameterGroup(parameters=("*",))

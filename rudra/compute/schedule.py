@@ -6,6 +6,7 @@ import math
 import torch
 
 from protocols import Protocol
+from rudra.compute.optim import uncompiled
 from rudra.core.phases import Phase, Phases, parts
 from rudra.core.schedule import Schedule
 from rudra.errors import ConfigError
@@ -81,7 +82,7 @@ def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
 
 def _stepped(table: OptimizerTable, epochs: int) -> tuple[float, ...]:
     """What one of torch's schedulers gives for each epoch, or each update."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=table.learning_rate)
+    optimizer = uncompiled(torch.optim.SGD)([torch.nn.Parameter(torch.zeros(1))], lr=table.learning_rate)
     shipped = {"cosine": torch.optim.lr_scheduler.CosineAnnealingLR}
     make, options = choose("[optimizer] schedule", table.schedule, shipped), table.schedule_options
     if table.schedule == "cosine":
