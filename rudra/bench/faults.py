@@ -50,7 +50,6 @@ SETTINGS: dict[str, Sequence[str]] = {
 TREE = "softsync, tree"
 COMMON = (
     f"cluster.learners={LEARNERS}",
-    "training.epochs=6",
     "results.flush_s=0.1",
     "results.report_s=0.02",
     "optimizer.learning_rate=0.01",
@@ -86,7 +85,7 @@ def run(*, quick: bool, phases: Sequence[str] | None = None) -> Report:
     with (
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
         tqdm(total=learners + servers + jobs, unit=" kills", leave=False, disable=None) as bar,
-        closing(Campaign(Path(name), chance, bar)) as campaign,
+        closing(Campaign(Path(name), chance, bar, quick=quick)) as campaign,
     ):
         calm = {name: [campaign.undisturbed(s) for _ in range(1 if quick else CALM)] for name, s in settings.items()}
         each = -(-learners // len(settings))
@@ -133,10 +132,12 @@ class Campaign:
         directory: for results.
         chance: draws victims and moments.
         bar: counts the kills.
+        quick: shorter runs.
     """
 
-    def __init__(self, directory: Path, chance: random.Random, bar: "tqdm[None]") -> None:
+    def __init__(self, directory: Path, chance: random.Random, bar: "tqdm[None]", *, quick: bool = False) -> None:
         self._directory, self._chance, self._bar = directory, chance, bar
+        self._common = (*COMMON, f"training.epochs={3 if quick else 6}")
         self._runs = 0
         self._last: subprocess.Popen[str] | None = None
 
@@ -259,7 +260,7 @@ class Campaign:
         return tally
 
     def _start(self, output: Path, settings: Sequence[str], *more: str) -> "subprocess.Popen[str]":
-        keys = (*COMMON, *settings)
+        keys = (*self._common, *settings)
         sets = [argument for key in keys for argument in ("--set", key)]
         command = [sys.executable, "-m", "rudra", "run", "digits", "--output", str(output), "--quiet", *sets, *more]
         self._last = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
