@@ -223,7 +223,7 @@ class FrontReplicaExecutor(FrontExecutor, _FrontOwner, ReplicaExecutor):
 class BackExecutor(PieceExecutor, ServerExecutor):
     """What the stage server works with, which owns the last layers and computes with them."""
 
-    def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: Cut) -> None:
+    def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: Cut, role: int) -> None:
         """Whose mini-batches it concludes: it draws those of all learners again, for their targets.
 
         Args:
@@ -232,11 +232,12 @@ class BackExecutor(PieceExecutor, ServerExecutor):
             split: the training samples.
             back: computes.
             cut: whose last layers that has.
+            role: its id.
         """
         self._cut, self._samples = cut, job.training.minibatch_size
         self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.crossing(self._samples))
-        shares = job.cluster.parts
-        works = {plan.roles[i].index: portion(plan, i, self._samples, shares).work(0) for i in plan.learners}
+        shares, mine = job.cluster.parts, [i for i in plan.learners if plan.stage_of(i) == role]
+        works = {plan.roles[i].index: portion(plan, i, self._samples, shares).work(0) for i in mine}
         self._sources = {
             learner: GradientSource(job, learner, work, back, split, prefetch=False) for learner, work in works.items()
         }

@@ -507,7 +507,22 @@ class Job(Table):
         if table.momentum is not None and optimizer.name not in ("sgd", "rmsprop"):
             raise ValueError(f"[placement] momentum: {optimizer.name} has none; valid: sgd and rmsprop")
         merged = table.rule == "merged"
+        if table.servers > len(plan.learners):
+            raise ValueError(
+                f"[placement] servers = {table.servers}: each has learners of its own, of whom there are "
+                f"{len(plan.learners)}; valid: 1 to {len(plan.learners)}"
+            )
+        several = f"[placement] servers = {table.servers}"
         refused = {
+            f"{several}: with rule merged each mini-batch is an update of its own, for which all servers would have to "
+            "wait; valid: 1, or rule synchronous": merged and table.servers > 1,
+            f"{several}: the gradients of a compute group are averaged at one stage server; valid: 1": (
+                bool(plan.groups) and table.servers > 1
+            ),
+            f"{on}: [optimizer] clip_norm: learners that update weights of their own do not know the norm of the last "
+            "layers; valid: none, or a topology with a parameter server": (
+                not merged and not plan.served and optimizer.clip_norm
+            ),
             "[[changes]]: layers that are placed cannot begin anew; valid: no changes": self.changes,
             "[placement] rule = 'merged': [optimizer] schedule = 'plateau' goes by tests, of which the stage server "
             "does not hear; valid: other schedules": merged and optimizer.plateau,
@@ -658,7 +673,7 @@ class Job(Table):
             ValueError: it does not take these options.
         """
         topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
-        per_rank, staged = self.cluster.learners_per_rank, self.placement.given
+        per_rank, staged = self.cluster.learners_per_rank, self.placement.servers if self.placement.given else 0
         factory = plugins.choose("[protocol] name", self.protocol.name, protocols.shipped())
         scheduled = _is_a(factory, protocols.Hogbatch)
         how = {"staged": staged, "scheduled": scheduled, "window": scheduled and self.weights.at == "window"}
