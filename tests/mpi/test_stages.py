@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from processes import finish, mpirun, ranks_of, replays, run_until, start, updates, wait_for_updates
 from test_losses import job_file as dying_job
-from test_resume import job_file
+from test_resume import SGD, job_file
 
 import rudra
 
@@ -17,9 +17,14 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 SYNCHRONOUS = '[placement]\ncut = 3\nrule = "synchronous"\n'
 
 
-def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_have_them_all(tmp_path: Path) -> None:
-    """BatchNorm and dropout are on both sides."""
-    job, output = job_file(tmp_path, "hardsync", more=SYNCHRONOUS), tmp_path / "out.h5"
+@pytest.mark.parametrize("servers", [1, 2])
+def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_have_them_all(
+    tmp_path: Path, servers: int
+) -> None:
+    """BatchNorm and dropout are on both sides; two servers clip gradients, too."""
+    clips = "" if servers == 1 else "clip_norm = 0.5\n"
+    placed = f"{SYNCHRONOUS}servers = {servers}\n"
+    job, output = job_file(tmp_path, "hardsync", SGD + clips, placed), tmp_path / "out.h5"
     job.write_text(job.read_text().replace("user_code:dropping", "user_code:normed"))
     code, err = run_until(job, output, 20, signal.SIGKILL)
     assert code == -9, err
