@@ -187,7 +187,7 @@ class StageServer(Shard):
         for shipped in self._shipped:
             learner = shipped.message.sender
             lent = self._lent[_returned_of(learner)] or self._lent[self._gradient_for(learner)]
-            if self._has_turn(shipped.message) and not lent:
+            if not lent and self._has_turn(shipped.message):
                 self._shipped.remove(shipped)
                 self._under_way = shipped, now
                 (row,) = shipped.message.gradients
@@ -215,6 +215,7 @@ class StageServer(Shard):
         (shipped, began), self._under_way = self._under_way, None
         learner = shipped.message.sender
         if learner in self._dead:
+            self._open.discard(learner)
             return self._go_on_at(now)
         (row,) = shipped.message.gradients
         about = (row.learner, row.samples, row.step, row.first, row.timestamp)
