@@ -171,9 +171,12 @@ def _way_of_gradients(plan: Plan) -> str:
     if plan.overlapped:
         return "gradients go up:"
     if plan.stage is not None:
+        count = len(plan.stages)
+        there = "the stage server, which has" if count == 1 else f"one of {count} stage servers, which have"
+        sums = "" if count == 1 else ";\nthe servers add the gradients of these layers up one after the other"
         return (
             "learners have the first layers, whose gradients go up to the parameter server, and weights come down;\n"
-            "activations go to the stage server, which has the last layers, and their gradients come back:"
+            f"activations go to {there} the last layers, and their gradients come back{sums}:"
         )
     if plan.parted:
         return f"each of {len(plan.owners)} servers takes a part of every gradient, and gives a part of the weights:"

@@ -105,6 +105,11 @@ def test_synchronous_is_hardsync_with_all_layers_at_the_learners(tmp_path: Path,
     whole, placed = run, run.with_(placement={"cut": cut, "rule": "synchronous"})
     with rudra.simulate(whole, output=tmp_path / "whole.h5", progress="quiet") as one:
         sha, gradients, updates, epochs = one.state["weights_sha256"], one.gradients, one.updates, one.epochs
+    several = run.with_(placement={"cut": cut, "rule": "synchronous", "servers": run.learners})
+    with rudra.simulate(several, output=tmp_path / "several.h5", progress="quiet") as other:
+        assert other.state["weights_sha256"] == sha
+        assert (other.updates["digest"] == updates["digest"]).all()
+        assert {*other.stages["learner"]} == {*range(run.learners)}
     with rudra.simulate(placed, output=tmp_path / "placed.h5", progress="quiet") as other:
         assert other.attributes["initial_weights_sha256"] == one.attributes["initial_weights_sha256"]
         assert other.gradients.tobytes() == gradients.tobytes()
@@ -189,12 +194,19 @@ def runs(draw: st.DrawFn) -> Job:
     rule = draw(st.sampled_from(["merged", *(["synchronous"] if protocol == "hardsync" else [])]))
     times = st.sampled_from([0.0, 1e-3, 0.05])
     dying = draw(st.lists(st.integers(0, learners - 1), max_size=2, unique=True))
+    several = rule == "synchronous" and topology["name"] != "groups"
+    whole = rule == "merged" or topology["name"] in ("base", "adv")  # gradients
+    own = draw(st.sampled_from([{}, {"momentum": 0.0, "learning_rate": 0.01}]))
     return small(
         protocol,
         learners,
-        placement={"cut": draw(st.sampled_from(["middle", "again"])), "rule": rule}
-        if draw(st.booleans())
-        else {"cut": 4, "rule": rule, "momentum": 0.0, "learning_rate": 0.01},
+        placement={
+            "cut": draw(st.sampled_from(["middle", "again", "last"])),
+            "rule": rule,
+            "servers": draw(st.integers(1, learners)) if several else 1,
+            **own,
+        },
+        optimizer={"clip_norm": draw(st.sampled_from([None, 0.1])) if whole else None},
         topology=topology,
         protocol={"n": 1 if alone else draw(st.integers(1, min(learners, 2)))} if protocol == "softsync" else {},
         training={"epochs": 2, "seed": draw(st.integers(0, 2**20)), "evaluate": draw(st.booleans())},
@@ -279,16 +291,33 @@ def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:
     assert stages["wait_s"].max() > 0.1
 
 
+GROUPED = {"name": "groups", "options": {"groups": 2}}
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"topology": {"name": "adv", "options": {"fan_out": 1}}}, r"\[placement\] cut: not with topology adv so far"),
-        ({"topology": {"name": "sharded"}}, r"\[placement\] cut: not with topology sharded so far; valid: base"),
-        ({"topology": {"name": "adv*"}}, r"\[placement\] cut: not with topology adv\* so far; valid: base"),
-        ({"topology": {"name": "groups"}}, r"\[placement\] cut: not with topology groups so far; valid: base"),
         (
             {"placement": {"cut": 3, "rule": "synchronous"}},
             "rule = 'synchronous': .* valid: protocol hardsync",
+        ),
+        (
+            {"placement": {"servers": 3}},
+            "servers = 3: each has learners of its own, of whom there are 2; valid: 1 to 2",
+        ),
+        ({"placement": {"servers": 2}}, "servers = 2: with rule merged each mini-batch is an update of its own"),
+        (
+            {"placement": {"servers": 2, "rule": "synchronous"}, "protocol": {"name": "hardsync"}, "topology": GROUPED},
+            "servers = 2: the gradients of a compute group are averaged at one stage server; valid: 1",
+        ),
+        (
+            {
+                "placement": {"rule": "synchronous"},
+                "protocol": {"name": "hardsync"},
+                "topology": {"name": "groups", "options": {"groups": 1}},
+                "optimizer": {"clip_norm": 1.0},
+            },
+            "clip_norm: learners that update weights of their own do not know the norm of the last layers",
         ),
         ({"placement": {"cut": True}}, "cut must be the name of a layer, or its number, not true|not True"),
         ({"optimizer": {"schedule": "plateau"}}, "'plateau' goes by tests, of which the stage server"),
