@@ -676,8 +676,8 @@ class Job(Table):
         per_rank, staged = self.cluster.learners_per_rank, self.placement.servers if self.placement.given else 0
         factory = plugins.choose("[protocol] name", self.protocol.name, protocols.shipped())
         scheduled = _is_a(factory, protocols.Hogbatch)
-        how = {"staged": staged, "scheduled": scheduled, "window": scheduled and self.weights.at == "window"}
-        return topologies.load(topology, self.topology.options, per_rank, **how)
+        how = {"scheduled": scheduled, "window": scheduled and self.weights.at == "window"}
+        return topologies.load(topology, self.topology.options, per_rank, staged=staged, **how)
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""

@@ -110,8 +110,8 @@ class RecordedRun:
 def _in_order(stages: Rows, gradients: Rows) -> Rows:
     """Rows of several stage servers as one would have written them, up to the first that one of them lost."""
     places = {(row["learner"], row["step"]): place for place, row in enumerate(stages)}
-    wanted = (places.get((row["learner"], row["step"])) for row in gradients)
-    return stages[list(takewhile(lambda place: place is not None, wanted))]
+    wanted = ((row["learner"], row["step"]) for row in gradients)
+    return stages[[places[key] for key in takewhile(places.__contains__, wanted)]]
 
 
 class Left(Exception):

@@ -23,6 +23,7 @@ from rudra.core.events import (
     GRADIENT,
     RETURNED,
     WEIGHTS,
+    Arrange,
     Backward,
     Compute,
     Computed,
@@ -170,6 +171,7 @@ def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ..
     if not isinstance(statistics, StatisticsExecutor):
         return ()
     _pull(owners, statistics)
+    statistics.arrange(Arrange(WEIGHTS))
     return statistics.try_out(WEIGHTS)
 
 
@@ -182,9 +184,11 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
         taken = alone
         for i in here:
             first = plan.learners[0] if plan.stage is not None and not plan.about(i).tests else plan.statistics
-            like, tail = made[i if i in plan.owners else first], tail_bytes(plan.max_gradients_per_message)
+            alike = plan.stage if i in plan.stages else i if i in plan.owners else first
+            assert alike is not None
+            like, tail = made[alike], tail_bytes(plan.max_gradients_per_message)
             taken += sum(like.size_of(name) * 4 + tail for name in counted[i])
-            owner = made[plan.server if plan.about(i).trains else i] if plan.about(i).updates else None
+            owner = made[plan.server if plan.about(i).trains else alike] if plan.about(i).updates else None
             taken += owner.state_bytes() if isinstance(owner, OwnerExecutor) else 0
         if not all(plan.roles[i].about.serves and not plan.roles[i].about.concludes for i in here):
             taken += of_model
