@@ -523,7 +523,7 @@ class Job(Table):
             "layers; valid: none, or a topology with a parameter server": (
                 not merged and not plan.served and optimizer.clip_norm
             ),
-            "[[changes]]: layers that are placed cannot begin anew; valid: no changes": self.changes,
+            f"{on}: [[changes]]: a stage server cannot begin anew with another job so far; valid: none": self.changes,
             "[placement] rule = 'merged': [optimizer] schedule = 'plateau' goes by tests, of which the stage server "
             "does not hear; valid: other schedules": merged and optimizer.plateau,
             f"{on}: [cluster] gradient_format = 'float16' is for gradients alone; valid: float32": (
@@ -532,9 +532,8 @@ class Job(Table):
             f"{on}: [cluster] device = '{self.cluster.device}': placed layers compute on CPUs so far; valid: cpu": (
                 self.cluster.device != "cpu"
             ),
-            f"{on}: [cluster] shares: all mini-batches have one size so far; valid: none": self.cluster.shares,
-            f"{on}: [cluster] learners_per_rank: a learner has a rank of its own so far; valid: 1": (
-                self.cluster.learners_per_rank > 1
+            f"{on}: [cluster] shares = 'auto' measures learners that compute all layers; valid: a list": (
+                self.cluster.shares == "auto"
             ),
             f"{on}: [training] compile = true compiles whole models; valid: false": self.training.compile,
             f"{on}: [training] precision = '{self.training.precision}': valid so far: float32": (

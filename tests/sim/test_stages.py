@@ -39,7 +39,7 @@ def small(rule_: str, learners: int, **tables: Any) -> Job:
         training={"epochs": 3, "minibatch_size": 4, "seed": 5, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"name": rule_, **tables.pop("protocol", {})},
-        cluster={"learners": learners, "threads_per_rank": 1},
+        cluster={"learners": learners, "threads_per_rank": 1, **tables.pop("cluster", {})},
         simulation={"jitter": 0.8, "latency_jitter_s": 0.02, **tables.pop("simulation", {})},
         **tables,
     )
@@ -97,8 +97,9 @@ GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*",
         (small("hardsync", 3, optimizer={"clip_norm": 0.1}), "again"),
         (small("hardsync", 2, optimizer={**ADAM, "clip_norm": 0.1, "groups": GROUPS}), "middle"),
         (small("hardsync", 3, optimizer={**ADAM, "schedule": "cosine"}), "again"),
+        (small("hardsync", 3, cluster={"shares": [1, 3, 2], "learners_per_rank": 2}), "again"),
     ],
-    ids=["mlp", "lenet", "in-place", "dropout", "there", "here", "groups", "clipped", "clipped-adam", "adam"],
+    ids=["mlp", "lenet", "in-place", "dropout", "there", "here", "groups", "clipped", "clipped-adam", "adam", "shares"],
 )
 def test_synchronous_is_hardsync_with_all_layers_at_the_learners(tmp_path: Path, run: Job, cut: Any) -> None:
     """The same rows, digests of weights, tests and final weights, bit for bit."""
@@ -323,14 +324,16 @@ GROUPED = {"name": "groups", "options": {"groups": 2}}
         ({"optimizer": {"schedule": "plateau"}}, "'plateau' goes by tests, of which the stage server"),
         ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16' is for gradients alone"),
         ({"cluster": {"device": "auto"}}, "device = 'auto': placed layers compute on CPUs so far; valid: cpu"),
-        ({"cluster": {"shares": [1, 2]}}, "shares: all mini-batches have one size so far"),
-        ({"cluster": {"learners_per_rank": 2}}, "learners_per_rank: a learner has a rank of its own so far"),
+        (
+            {"cluster": {"shares": "auto"}, "protocol": {"name": "hardsync"}},
+            "shares = 'auto' measures learners that compute all layers; valid: a list",
+        ),
         ({"training": {"compile": True}}, "compile = true compiles whole models"),
         ({"training": {"precision": "bfloat16"}}, "precision = 'bfloat16': valid so far: float32"),
         ({"simulation": {"batching": "vmap"}}, "batching computes whole models"),
         (
             {"changes": [{"at_epoch": 1, "optimizer": {"learning_rate": 0.1}}]},
-            "are placed cannot begin anew",
+            "a stage server cannot begin anew with another job so far",
         ),
     ],
 )
