@@ -101,8 +101,10 @@ def make_executors(
         executor = _allocated(cls, kind, whole, part, gradients, placing, memory)
         if form is not None:
             executor.use_rows(form)
-        if part is None and (whole is flat or plan.sharded):
+        if part is None and whole is flat:
             executor.parts = owned
+        elif part is None and plan.sharded:
+            executor.parts = {owner: owned[owner] for owner in plan.front_owners}
         if isinstance(executor, PieceExecutor):
             assert sides is not None
             executor.own_side(sides[role == plan.stage])
