@@ -105,8 +105,10 @@ def make_executors(
         executor = _allocated(cls, kind, whole, part, gradients, placing, memory)
         if form is not None:
             executor.use_rows(form)
-        if part is None and (whole is flat or plan.sharded):
+        if part is None and whole is flat:
             executor.parts, executor.parted = travelling, tuple(owned.values())
+        elif part is None and plan.sharded:
+            executor.parts = {owner: travelling[owner] for owner in plan.front_owners}
         if isinstance(executor, PieceExecutor):
             executor.own_side(sides[kind.concludes])
         if isinstance(executor, OwnerExecutor):

@@ -148,6 +148,48 @@ def test_merged_layers_follow_a_schedule_of_updates_at_the_pace_of_the_others(tm
     assert rudra.replay(tmp_path / "placed.h5", job=placed, quiet=True).identical
 
 
+BATCHES = [GROUPED := {"name": "groups", "options": {"groups": 2}}, {"name": "groups"}]
+
+
+@pytest.mark.parametrize("topology", [*BATCHES, {"name": "groups", "options": {"server": True, "reduction": "nodes"}}])
+def test_synchronous_layers_are_added_as_the_others_are(tmp_path: Path, topology: dict[str, Any]) -> None:
+    """In compute groups: the bits of learners that have all layers on the same topology; merged, of one group alone."""
+    whole = small("hardsync", 5, topology=topology, simulation={"nodes": 2})
+    shas = []
+    for rule in (None, "synchronous", "merged"):
+        run = whole.with_(placement={} if rule is None else {"cut": "again", "rule": rule})
+        with rudra.simulate(run, output=tmp_path / f"{rule}.h5", progress="quiet") as results:
+            shas.append(results.state["weights_sha256"])
+        assert rudra.replay(tmp_path / f"{rule}.h5", job=run, quiet=True).identical
+    assert shas[0] == shas[1]
+    assert (shas[2] == shas[0]) == (topology is not GROUPED)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_shards_of_the_first_layers_are_as_one_server(tmp_path: Path, shards: int) -> None:
+    run = small("hardsync", 3, placement={"cut": "norm", "rule": "synchronous"})
+    shas = set()
+    for topology in ({"name": "base"}, {"name": "sharded", "options": {"shards": shards}}):
+        with rudra.simulate(
+            run.with_(topology=topology), output=tmp_path / f"{topology['name']}.h5", progress="quiet"
+        ) as results:
+            shas.add(results.state["weights_sha256"])
+    assert len(shas) == 1
+
+
+def test_a_batch_of_a_group_makes_one_update(tmp_path: Path) -> None:
+    """All its parts are computed with the same weights, in the group's order; g - 1 is what the others are stale by."""
+    run = small("async", 6, topology={"name": "groups", "options": {"groups": 3}}, placement={"cut": "again"})
+    with rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet") as results:
+        stages, gradients = results.stages, results.gradients
+        assert not stages["staleness"].any()
+        assert np.array_equal(stages["timestamp"], np.repeat(np.arange(1, len(stages) // 2 + 1), 2))
+        assert (stages["learner"][::2] % 2 == 0).all()
+        assert (stages["learner"][1::2] == stages["learner"][::2] + 1).all()
+        assert gradients["staleness"].mean() == pytest.approx(2, abs=0.3)
+    assert rudra.replay(tmp_path / "run.h5", job=run, quiet=True).identical
+
+
 @pytest.mark.parametrize(("protocol", "n"), [("async", None), ("softsync", 2), ("hardsync", None)])
 def test_merged_layers_are_never_stale(tmp_path: Path, protocol: str, n: int | None) -> None:
     """Each mini-batch makes one update of theirs, at a rate of its own; the others are as stale as ever."""
@@ -253,22 +295,31 @@ def test_whoever_is_fast_and_whoever_dies(tmp_path_factory: pytest.TempPathFacto
     assert lost or replayed.updates == totals["timestamp"]
 
 
-@pytest.mark.parametrize("rule", ["synchronous", "merged"])
+@pytest.mark.parametrize(
+    ("rule", "topology"),
+    [("synchronous", "base"), ("synchronous", "groups"), ("merged", "sharded"), ("merged", "adv*")],
+)
 @pytest.mark.parametrize("stop_at", [None, 1.1])
-def test_lent_buffers_do_not_change(rule: str, stop_at: float | None) -> None:
+def test_lent_buffers_do_not_change(rule: str, topology: str, stop_at: float | None) -> None:
     """With poisoned buffers, every invariant and transition checked."""
     run = small(
-        "hardsync", 3, placement={"cut": "again", "rule": rule}, simulation={"compute_s": 0.05, "update_s": 0.1}
+        "hardsync" if topology != "adv*" else "async",
+        3,
+        placement={"cut": "again", "rule": rule},
+        topology={"name": topology},
+        simulation={"compute_s": 0.05, "update_s": 0.1},
     )
     trained = train(run, Guarded, stop_at=stop_at)
     assert torch.isfinite(trained.weights).all()
     assert trained.rows.code == (0 if stop_at is None else 3)
 
 
+@pytest.mark.parametrize("topology", ["base", "groups", "sharded", "adv"])
 @pytest.mark.parametrize("rule", ["synchronous", "merged"])
-def test_a_run_goes_on_from_both_parts_of_a_checkpoint(rule: str) -> None:
+def test_a_run_goes_on_from_all_parts_of_a_checkpoint(rule: str, topology: str) -> None:
     """Synchronously it is as if it had never stopped."""
     tables: dict[str, Any] = {"placement": {"cut": "again", "rule": rule, "momentum": 0.5}}
+    tables |= {"topology": {"name": topology}}
     run = small("hardsync", 3, results={"checkpoint_every": "5 updates"}, **tables)
     whole = train(run)
     assert len(whole.saved) > 1
@@ -292,12 +343,14 @@ def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:
     assert stages["wait_s"].max() > 0.1
 
 
-GROUPED = {"name": "groups", "options": {"groups": 2}}
-
-
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
+        (
+            {"protocol": {"name": "easgd", "modulation": "none"}, "topology": {"name": "replicas"}},
+            r"replicas of their own, and workers, have all layers; valid: topologies base, sharded, adv, adv\*, groups",
+        ),
+        ({"topology": {"name": "adv*"}, "placement": {"rule": "synchronous"}}, "valid: protocol hardsync, or rule"),
         (
             {"placement": {"cut": 3, "rule": "synchronous"}},
             "rule = 'synchronous': .* valid: protocol hardsync",
