@@ -15,6 +15,7 @@ PARAMETER_SERVER = "parameter server"
 SHARD = "parameter shard"
 TREE_SERVER = "tree server"
 STAGE_SERVER = "stage server"
+STAGE_REPLICA = "stage replica"
 STATISTICS_SERVER = "statistics server"
 LEARNER = "learner"
 
@@ -88,6 +89,14 @@ KINDS = {
         updates=True,
         concludes=True,
     ),
+    STAGE_REPLICA: RoleKind(
+        "rudra.roles.stages:StageServer",
+        "rudra.compute.stages:BackExecutor",
+        serves=True,
+        updates=True,
+        concludes=True,
+        numbered=True,
+    ),
     TREE_SERVER: RoleKind("rudra.roles.tree:TreeServer", f"{_EXECUTORS}:AveragingExecutor", serves=True, numbered=True),
     STATISTICS_SERVER: RoleKind(
         "rudra.roles.statistics:StatisticsServer", f"{_EXECUTORS}:StatisticsExecutor", tests=True
@@ -157,9 +166,10 @@ class Role:
     """One role of a run. The role's id, by which others name it, is its place in `Plan.roles`.
 
     Attributes:
-        kind: `"parameter server"`, `"parameter shard"`, `"stage server"`, `"tree server"`, `"statistics server"` or
-            `"learner"`.
-        index: number of the role among those of its kind, from 0; of shards from 1: the parameter server is the first.
+        kind: `"parameter server"`, `"parameter shard"`, `"stage server"`, `"stage replica"`, `"tree server"`,
+            `"statistics server"` or `"learner"`.
+        index: number of the role among those of its kind, from 0; of shards and stage replicas from 1: the parameter
+            server, and the stage server, is the first.
         world_rank: MPI rank that hosts the role; one rank may host several roles.
         parent: id of the role that takes this role's gradients; None: nobody does.
         source: id of the role that gives this role weights; None: its parent does.
@@ -274,7 +284,20 @@ class Plan:
     @cached_property
     def stage(self) -> int | None:
         """Id of the role that owns the last layers, and computes with them; None: learners have all layers."""
-        return next(iter(self._those(lambda kind: kind.concludes)), None)
+        return next(iter(self.stages), None)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Ids of all roles that have the last layers, of which the first owns them and the others keep replicas."""
+        return self._those(lambda kind: kind.concludes)
+
+    def stage_of(self, learner: int) -> int:
+        """Id of the role that has the last layers for a learner, which is one of several in learner order.
+
+        Args:
+            learner: its id.
+        """
+        return self.stages[self.roles[learner].index * len(self.stages) // self.learner_numbers]
 
     @cached_property
     def keepers(self) -> tuple[int, ...]:
@@ -305,12 +328,12 @@ class Plan:
         return self.sharded and owner in self.front_owners
 
     def unparted(self) -> tuple["Plan", dict[int, int]]:
-        """The plan with one server for all parts of what learners have, which does what they all do.
+        """The plan with one server for all parts of what learners have, and one stage server, which do what all do.
 
         Returns:
             The plan, and for the id of each role that is left its id there.
         """
-        left = [i for i in range(len(self.roles)) if i not in self.front_owners[1:]]
+        left = [i for i in range(len(self.roles)) if i not in (*self.front_owners[1:], *self.stages[1:])]
         now: dict[int | None, int] = {before: id_ for id_, before in enumerate(left)}
         kept = map(self.roles.__getitem__, left)
         roles = (replace(role, parent=now.get(role.parent), source=now.get(role.source)) for role in kept)
@@ -483,7 +506,7 @@ class Plan:
             ValueError: the run cannot go on: an owner of the weights, the statistics server or all learners are lost.
         """
         gone = self.gone | frozenset(lost)
-        for needed in (*self.owners, self.statistics):
+        for needed in dict.fromkeys((*self.owners, *self.stages, self.statistics)):
             if needed in gone:
                 raise ValueError(f"no run continues without the {self.roles[needed].name}")
         if gone.issuperset(self.learners):
@@ -557,7 +580,7 @@ class Topology:
         name: as the job gives it.
         function: makes a plan of the node of every learner.
         per_rank: most learners that share a rank.
-        staged: a stage server holds the last layers.
+        staged: so many stage servers hold the last layers.
         scheduled: the parameter server deals the samples out.
         window: learners update weights that they share.
     """
@@ -565,7 +588,7 @@ class Topology:
     name: str
     function: Callable[[Sequence[int]], Plan]
     per_rank: int = 1
-    staged: bool = False
+    staged: int = 0
     scheduled: bool = False
     window: bool = False
 
@@ -579,7 +602,7 @@ class Topology:
         if self.scheduled:
             plan = replace(plan, scheduled=True, window=self.window)
         if self.staged:
-            plan = with_stage_server(plan)
+            plan = with_stage_servers(plan, self.staged)
         if self.per_rank == 1:
             return plan
         hosted = Counter(role.world_rank for role in plan.roles)
@@ -721,13 +744,15 @@ class Topology:
         return plan, [size - used[node] for node, size in enumerate(sizes)]
 
 
-def with_stage_server(plan: Plan) -> Plan:
-    """A plan with one rank more, whose role owns the last layers.
+def with_stage_servers(plan: Plan, count: int) -> Plan:
+    """A plan with so many ranks more, whose roles have the last layers.
 
     Args:
         plan: in which learners have all layers.
+        count: of the roles; the first owns these layers, and the others keep replicas.
     """
-    return replace(plan, roles=(*plan.roles, Role(STAGE_SERVER, 0, plan.ranks)))
+    servers = (Role(STAGE_REPLICA if i else STAGE_SERVER, i, plan.ranks + i) for i in range(count))
+    return replace(plan, roles=(*plan.roles, *servers))
 
 
 def sharing_ranks(plan: Plan, per_rank: int) -> Plan:
@@ -772,7 +797,7 @@ def load(
     options: Mapping[str, Any] | None = None,
     per_rank: int = 1,
     *,
-    staged: bool = False,
+    staged: int = 0,
     scheduled: bool = False,
     window: bool = False,
 ) -> Topology:
@@ -782,7 +807,7 @@ def load(
         topology: an object with the function `plan`, or the name of a shipped one.
         options: keyword arguments for it.
         per_rank: most learners that share a rank.
-        staged: whether a stage server holds the last layers.
+        staged: how many stage servers hold the last layers.
         scheduled: whether the parameter server deals the samples out.
         window: whether learners update weights that they share.
 

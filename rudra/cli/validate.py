@@ -94,7 +94,9 @@ def execute(arguments: argparse.Namespace) -> int:
     if job.placement.by_rule:
         lines["placement"] = f"by rule {job.placement.cut}, which chooses before training; {job.placement.rule}"
     elif job.placement.given:
-        lines["placement"] = f"layers from {job.placement.cut} on are with a stage server, {job.placement.rule}"
+        count = job.placement.servers
+        who = f"each of {count} stage servers" if count > 1 else "a stage server"
+        lines["placement"] = f"layers from {job.placement.cut} on are with {who}, {job.placement.rule}"
     if isinstance(protocol, Averaging):
         lines["averaging"] = protocol.text
     if job.optimizer.warm_up:

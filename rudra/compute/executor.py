@@ -99,7 +99,7 @@ class Executor:
         parts: of the vector, by the role that owns them, where they travel one by one, and where they lie when they
             have come; to a shard its part is a whole.
         parted: what the owners of those hold of the vector.
-        sizes: floats of buffers that hold something else than such a vector, by the first word of their names.
+        sizes: floats of buffers that hold something else than such a vector, by their names or the first word.
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
         form: of gradients, if they are rows; None: they are flat vectors.
         hooks: of this role; None: there are none.
@@ -173,7 +173,8 @@ class Executor:
 
     def size_of(self, name: str) -> int:
         """Floats of the buffer of that name."""
-        return self.sizes.get(name.partition(" ")[0], self.size) if self.sizes else self.size
+        sizes = self.sizes
+        return sizes.get(name, sizes.get(name.partition(" ")[0], self.size)) if sizes else self.size
 
     @property
     def largest(self) -> int:

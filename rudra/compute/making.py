@@ -99,16 +99,18 @@ def make_executors(
         cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
         assert isinstance(cls, type)
         own = flat if fronts is None else fronts[0]  # which it computes gradients with
-        if sides and kind.trains and kind.updates:
-            part = sides[0]
+        if sides and part is None and kind.updates:  # one of several replicas
+            part = sides[kind.concludes]
         whole = flat if part is not None or kind.tests else own
         executor = _allocated(cls, kind, whole, part, gradients, placing, memory)
         if form is not None:
             executor.use_rows(form)
-        if part is None and (whole is flat or plan.sharded):
+        if part is None and whole is flat:
             executor.parts, executor.parted = travelling, tuple(owned.values())
+        elif part is None and plan.sharded:
+            executor.parts = {owner: travelling[owner] for owner in plan.front_owners}
         if isinstance(executor, PieceExecutor):
-            executor.own_side(sides[role == plan.stage])
+            executor.own_side(sides[kind.concludes])
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
@@ -131,7 +133,7 @@ def make_executors(
             executor.place(fronts[1], portions[0][role].count)
         if isinstance(executor, BackExecutor):
             assert data.training is not None
-            executor.conclude_for(job, plan, data.training, *piece(1, back=True))
+            executor.conclude_for(job, plan, data.training, *piece(1, back=True), role)
         if isinstance(executor, ElasticExecutor):
             executor.train_alone(job, plan, role)
         if isinstance(executor, StatisticsExecutor):

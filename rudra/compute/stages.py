@@ -223,7 +223,7 @@ class FrontReplicaExecutor(FrontExecutor, _FrontOwner, ReplicaExecutor):
 class BackExecutor(PieceExecutor, ServerExecutor):
     """What the stage server works with, which owns the last layers and computes with them."""
 
-    def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: Cut) -> None:
+    def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: Cut, role: int) -> None:
         """Whose mini-batches it concludes: it draws those of all learners again, for their targets.
 
         Args:
@@ -232,11 +232,14 @@ class BackExecutor(PieceExecutor, ServerExecutor):
             split: the training samples.
             back: computes.
             cut: whose last layers that has.
+            role: its id.
         """
-        self._cut, self._samples = cut, job.training.minibatch_size
-        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.crossing(self._samples))
-        shares = job.cluster.parts
-        works = {plan.roles[i].index: portion(plan, i, self._samples, shares).work(0) for i in plan.learners}
+        self._cut, size = cut, job.training.minibatch_size
+        shares, mine = job.cluster.parts, [i for i in plan.learners if plan.stage_of(i) == role]
+        works = {plan.roles[i].index: portion(plan, i, size, shares).work(0) for i in mine}
+        crossing = {i: cut.crossing(works[plan.roles[i].index].count) for i in mine}
+        self.sizes = {f"{name} {i}": floats for i, floats in crossing.items() for name in (ACTIVATIONS, RETURNED)}
+        self.sizes |= dict.fromkeys((ACTIVATIONS, RETURNED), crossing[mine[0]])
         self._sources = {
             learner: GradientSource(job, learner, work, back, split, prefetch=False) for learner, work in works.items()
         }
@@ -250,8 +253,9 @@ class BackExecutor(PieceExecutor, ServerExecutor):
         model = source.model
         _, target = source.minibatch(action.step, action.work)
         came = self.buffer(action.activations).vector
-        floats = self._samples * math.prod(self._cut.shape)
-        activations = came[:floats].view(self._samples, *self._cut.shape).detach().requires_grad_()
+        samples, shape = action.work.count, self._cut.shape
+        floats = samples * math.prod(shape)
+        activations = came[:floats].view(samples, *shape).detach().requires_grad_()
         seed = came[floats:].view(torch.uint8).clone() if self._cut.random else source.seed(action.step)
         model.bind(self.buffer(action.weights).vector)
         loss, errors = model.gradient(activations, target, self.buffer(action.gradient).vector, seed)
@@ -261,7 +265,7 @@ class BackExecutor(PieceExecutor, ServerExecutor):
             returned.zero_()
         else:
             returned.copy_(activations.grad.reshape(-1))
-        yield Computed(action.step, loss, errors, self._samples)
+        yield Computed(action.step, loss, errors, samples)
 
     def combine(self, action: Combine) -> None:
         into, *_ = vectors = [self.buffer(name).vector for name in action.gradients]

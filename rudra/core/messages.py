@@ -28,6 +28,7 @@ class Kind(IntEnum):
     WEIGHTS_PART = auto()  # shard -> learner or statistics, bare tensor: likewise, of which TIMESTAMP or SNAPSHOT tells
     ACTIVATIONS = auto()  # learner -> stage server, tensor: what the first layers make of one mini-batch
     RETURNED = auto()  # stage server -> learner, tensor: the gradient of those, and what the mini-batch came to
+    SUM = auto()  # stage server -> another one, tensor: the sum of gradients of learners up to here, or of all
     LOG = auto()  # who decides about the weights -> other shards, or the stage server: what to do
     TAKEN = auto()  # shard -> first: my part of the gradient of LOG's number `value` is here
     STEPPED = auto()  # another owner -> who decides: my part is of `timestamp`, took `seconds`; a sample of the weights
@@ -83,7 +84,7 @@ ROWS = {
 }
 """Dtype of the rows that a kind carries; the others carry none."""
 
-GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS})
+GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS, Kind.SUM})
 PARTS = frozenset({Kind.GRADIENT_PART, Kind.WEIGHTS_PART})
 """Kinds whose tensors go up, from learners, and are read once; and kinds of parts."""
 

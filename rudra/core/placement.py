@@ -52,6 +52,7 @@ class Cluster:
         bytes_per_s: of the link, in each direction.
         latency_s: of a message.
         back_speed: how many times as fast the stage server computes as a learner does.
+        servers: stage servers, each with a link of its own, among which learners are divided.
     """
 
     learners: int
@@ -59,6 +60,7 @@ class Cluster:
     bytes_per_s: float = float("inf")
     latency_s: float = 0.0
     back_speed: float = 1.0
+    servers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ def cuts(layers: Sequence[Layer], cluster: Cluster) -> tuple[Cut, ...]:
         front_bytes += layer.parameters_bytes
         if layer.cut:
             sent = layer.output_bytes * cluster.minibatch_size
-            placed = 2 * cluster.learners * (sent + front_bytes)
+            back_bytes = sum(behind.parameters_bytes for behind in layers[index:])
+            placed = 2 * cluster.learners * (sent + front_bytes) + 2 * (cluster.servers - 1) * back_bytes
             step_s = placed_s(layers, index, cluster)
             found.append(Cut(index, layers[index].name, front_bytes, sent, placed, step_s, index <= last))
     return tuple(found)
@@ -145,13 +148,16 @@ def cuts(layers: Sequence[Layer], cluster: Cluster) -> tuple[Cut, ...]:
 def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
     """Seconds of a synchronous step with layers placed: the stage server takes one learner's mini-batch after another.
 
-    Activations arrive over one link, one learner's after the other; while they do, the server computes.
+    Activations arrive over one link, one learner's after the other; while they do, the server computes. Several servers
+    do so side by side, and then pass the sum of their gradients on, from each to the next, and from the last to all.
     """
     front, back = layers[:index], layers[index:]
     transfer_s = front[-1].output_bytes * cluster.minibatch_size / cluster.bytes_per_s
     back_s = sum(layer.seconds for layer in back) / cluster.back_speed
     weights_s = sum(layer.parameters_bytes for layer in front) / cluster.bytes_per_s
-    stage_s = 2 * transfer_s + back_s + (cluster.learners - 1) * max(transfer_s, back_s)
+    each = -(-cluster.learners // cluster.servers)
+    sum_s = sum(layer.parameters_bytes for layer in back) / cluster.bytes_per_s + cluster.latency_s
+    stage_s = 2 * transfer_s + back_s + (each - 1) * max(transfer_s, back_s) + 2 * (cluster.servers - 1) * sum_s
     exchange_s = 2 * cluster.learners * weights_s
     return sum(layer.seconds for layer in front) + stage_s + exchange_s + 4 * cluster.latency_s
 

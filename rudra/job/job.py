@@ -507,8 +507,23 @@ class Job(Table):
         if table.momentum is not None and optimizer.name not in ("sgd", "rmsprop"):
             raise ValueError(f"[placement] momentum: {optimizer.name} has none; valid: sgd and rmsprop")
         merged = table.rule == "merged"
+        if table.servers > len(plan.learners):
+            raise ValueError(
+                f"[placement] servers = {table.servers}: each has learners of its own, of whom there are "
+                f"{len(plan.learners)}; valid: 1 to {len(plan.learners)}"
+            )
+        several = f"[placement] servers = {table.servers}"
         refused = {
-            "[[changes]]: layers that are placed cannot begin anew; valid: no changes": self.changes,
+            f"{several}: with rule merged each mini-batch is an update of its own, for which all servers would have to "
+            "wait; valid: 1, or rule synchronous": merged and table.servers > 1,
+            f"{several}: the gradients of a compute group are averaged at one stage server; valid: 1": (
+                bool(plan.groups) and table.servers > 1
+            ),
+            f"{on}: [optimizer] clip_norm: learners that update weights of their own do not know the norm of the last "
+            "layers; valid: none, or a topology with a parameter server": (
+                not merged and not plan.served and optimizer.clip_norm
+            ),
+            f"{on}: [[changes]]: a stage server cannot begin anew with another job so far; valid: none": self.changes,
             "[placement] rule = 'merged': [optimizer] schedule = 'plateau' goes by tests, of which the stage server "
             "does not hear; valid: other schedules": merged and optimizer.plateau,
             f"{on}: [cluster] gradient_format = 'float16' is for gradients alone; valid: float32": (
@@ -517,9 +532,8 @@ class Job(Table):
             f"{on}: [cluster] device = '{self.cluster.device}': placed layers compute on CPUs so far; valid: cpu": (
                 self.cluster.device != "cpu"
             ),
-            f"{on}: [cluster] shares: all mini-batches have one size so far; valid: none": self.cluster.shares,
-            f"{on}: [cluster] learners_per_rank: a learner has a rank of its own so far; valid: 1": (
-                self.cluster.learners_per_rank > 1
+            f"{on}: [cluster] shares = 'auto' measures learners that compute all layers; valid: a list": (
+                self.cluster.shares == "auto"
             ),
             f"{on}: [training] compile = true compiles whole models; valid: false": self.training.compile,
             f"{on}: [training] precision = '{self.training.precision}': valid so far: float32": (
@@ -656,11 +670,11 @@ class Job(Table):
             ValueError: it does not take these options.
         """
         topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
-        per_rank, staged = self.cluster.learners_per_rank, self.placement.given
+        per_rank, staged = self.cluster.learners_per_rank, self.placement.servers if self.placement.given else 0
         factory = plugins.choose("[protocol] name", self.protocol.name, protocols.shipped())
         scheduled = _is_a(factory, protocols.Hogbatch)
-        how = {"staged": staged, "scheduled": scheduled, "window": scheduled and self.weights.at == "window"}
-        return topologies.load(topology, self.topology.options, per_rank, **how)
+        how = {"scheduled": scheduled, "window": scheduled and self.weights.at == "window"}
+        return topologies.load(topology, self.topology.options, per_rank, staged=staged, **how)
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""

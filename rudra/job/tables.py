@@ -551,6 +551,11 @@ class PlacementTable(Table):
         description="merged: the stage server updates its layers by each mini-batch at once, without staleness; "
         "synchronous: by those of all learners together, as hardsync does with the other layers",
     )
+    servers: int = Field(
+        1,
+        ge=1,
+        description="stage servers, among which learners are divided; all have the same layers, and update them alike",
+    )
     learning_rate: float | None = Field(
         None,
         gt=0,

@@ -206,14 +206,14 @@ def _decided(comm: MPI.Comm, decision: Callable[[], T]) -> T | int:
 def _resolve(job: Job, comm: MPI.Comm, *, spare: bool = False) -> tuple[Job, Plan, torch.device]:
     """Fits the job to the ranks there are; every rank comes to the same result, and to where it computes itself.
 
-    A `spare` rank, started for a stage server that there is not, may be left over.
+    `spare` ranks, started for stage servers that there are not, may be left over.
     """
     topology = job.make_topology()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     places: list[int] = comm.allgather(node.bcast(comm.rank))
     node.Free()
-    if spare and job.cluster.learners is not None and job.plan().ranks == comm.size - 1:
-        places = places[:-1]
+    if spare and job.cluster.learners is not None and job.plan().ranks == comm.size - job.placement.servers:
+        places = places[: -job.placement.servers]
     try:
         plan = topology.fit(places, job.cluster.learners)
     except ValueError as error:

@@ -88,17 +88,17 @@ def _caption(cast: Cast, runs: Sequence[tuple[Run, Cast]]) -> str:
     way = "Gradients go up along the lines, and weights come down."
     if plan.overlapped:
         way = "Gradients go up a tree of servers; weights come down one of learners (dashed), on each edge the newest."
-    elif plan.stage is not None:
-        way = (
-            "Learners have the first layers, and exchange gradients and weights with the parameter server; the stage "
-            "server has the last ones, and takes activations and gives their gradients back."
-        )
-    elif plan.parted:
+    elif plan.sharded:
         way = "Learners push a part of each gradient to each of the servers on top, and pull a part of the weights."
     elif plan.sharing == "reference":
         way = "The learners in a box are a block: the reference that they share corrects their replicas."
     elif plan.groups:
         way = "The learners in a box are a compute group: they add their gradients on a communicator of their own."
+    if plan.stage is not None:
+        way += (
+            " All that is of the first layers, which learners have; the stage server has the last ones, and takes "
+            "activations and gives their gradients back."
+        )
     lambdas = sorted({run.learners for run, _ in runs} - {len(plan.learners)})
     others = f" Runs with λ = {spans(lambdas)} are placed by the same rule." if lambdas else ""
     shared = " Ranks in the box of a node read each other's memory." if cast.node_memory else ""

@@ -168,15 +168,25 @@ _ADDED: dict[Reduction, str] = {
 
 
 def _way_of_gradients(plan: Plan) -> str:
+    way = _way_of_fronts(plan)
+    if plan.stage is None:
+        return way
+    count = len(plan.stages)
+    there = "the stage server, which has" if count == 1 else f"one of {count} stage servers, which have"
+    sums = "" if count == 1 else ";\nthese servers add the gradients of their layers up one after the other"
+    return (
+        f"activations go to {there} the last layers, and their gradients come back{sums};\n"
+        f"of the first layers, which learners have, {way}"
+    )
+
+
+def _way_of_fronts(plan: Plan) -> str:
+    """How what learners have gets from one to the other."""
     if plan.overlapped:
         return "gradients go up:"
-    if plan.stage is not None:
-        return (
-            "learners have the first layers, whose gradients go up to the parameter server, and weights come down;\n"
-            "activations go to the stage server, which has the last layers, and their gradients come back:"
-        )
-    if plan.parted:
-        return f"each of {len(plan.owners)} servers takes a part of every gradient, and gives a part of the weights:"
+    if plan.sharded:
+        servers = len(plan.front_owners)
+        return f"each of {servers} servers takes a part of every gradient, and gives a part of the weights:"
     if plan.averaging and plan.served:
         return "every learner trains a replica of its own; replicas go up one by one, and weights come back:"
     if plan.window:
@@ -336,14 +346,18 @@ def message(plan: Plan, per_update: int) -> str:
         plan: who is who.
         per_update: gradients in an update (c), of those that workers send.
     """
+    if plan.stage is not None:
+        return f"{_of_gradients(plan, per_update)}; of activations, those of 1 mini-batch"
+    return _of_gradients(plan, per_update)
+
+
+def _of_gradients(plan: Plan, per_update: int) -> str:
     if not plan.served:
         return "no gradient goes to a server" if not plan.averaging else "an average goes to all, and to no server"
     if plan.groups:
         return f"a message carries the mean over a group's {_either(map(len, plan.groups))} gradients"
-    if plan.stage is not None:
-        return "a message carries 1 gradient of the first layers, or 1 mini-batch's activations"
-    if plan.parted:
-        return f"of a gradient, each of {len(plan.owners)} servers gets its part"
+    if plan.sharded:
+        return f"of a gradient, each of {len(plan.front_owners)} servers gets its part"
     if plan.averaging:
         return "a message carries a replica"
     relays = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER and role.parent == plan.server]

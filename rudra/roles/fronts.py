@@ -72,9 +72,9 @@ class Crossing:
     """
 
     def __init__(self, role: int, plan: Plan) -> None:
-        assert plan.stage is not None
         self._role, self._learner = role, plan.roles[role].index
-        self._stage, self._name = plan.stage, plan.roles[plan.stage].name
+        self._stage = plan.stage_of(role)
+        self._name = plan.roles[self._stage].name
         self._wanted: Compute | None = None
         self._forwarded = self._shipped = False
         self._outcome: Gradient | None = None
@@ -231,10 +231,9 @@ class StageLog:
     """
 
     def __init__(self, role: int, setup: Setup) -> None:
-        stage = setup.plan.stage
-        assert stage is not None
-        self._log = Log(role, (stage,))
-        self._id, self.stage, self._statistics = role, stage, setup.plan.statistics
+        self.stages = setup.plan.stages
+        self._log = Log(role, self.stages)
+        self._id, self._statistics = role, setup.plan.statistics
         self.synchronous = setup.job.placement.rule == "synchronous"
         self.clips = self.synchronous and setup.job.optimizer.clip_norm is not None
         self._average: str | None = None  # the stage server's buffer that the next update takes
@@ -289,7 +288,7 @@ class StageLog:
                 bare = action.message.kind is Kind.SNAPSHOT
                 return [Send(action.to, action.message), part] if bare else [part]
             case Send() if action.to == self._statistics and action.message.kind is Kind.START:
-                return [action, Send(self.stage, action.message)]
+                return [action, *(Send(stage, action.message) for stage in self.stages)]
             case Save():
                 action = Save(action.weights, action.position)  # of the last layers, too, whoever else is lost
                 self._log.add(action, self._timestamp)
@@ -309,9 +308,9 @@ class StageLog:
                 self._forget()
         return [action]
 
-    def end(self) -> Action:
-        """What tells the stage server that no learner is left."""
-        return Send(self.stage, Message(Kind.END, self._id))
+    def end(self) -> list[Action]:
+        """What tells stage servers that no learner is left."""
+        return [Send(stage, Message(Kind.END, self._id)) for stage in self.stages]
 
 
 class FrontParameterServer(JointServer):
@@ -340,7 +339,7 @@ class FrontParameterServer(JointServer):
 
     def _measured(self, event: Measured, now: float) -> list[Action]:
         self._clipping.norms.measured = True
-        return [Send(self._stage_log.stage, message) for message in told(self.id, event)]
+        return [Send(stage, message) for stage in self._stage_log.stages for message in told(self.id, event)]
 
     def _heard_norms(self, event: Received, now: float) -> list[Action]:
         self._clipping.norms.hear(event.message)
@@ -354,7 +353,7 @@ class FrontParameterServer(JointServer):
     def _close(self, now: float) -> list[Action]:
         draining = self.state is ServerState.DRAINING
         actions = super()._close(now)
-        return [*actions, self._stage_log.end()] if draining and self.state is ServerState.CLOSING else actions
+        return [*actions, *self._stage_log.end()] if draining and self.state is ServerState.CLOSING else actions
 
 
 class FrontFirstShard(FrontParameterServer, FirstShard):
@@ -416,4 +415,4 @@ class FrontReplica(_Crosses, Replica):
         if self.ledger.updating:
             return []
         actions = super()._account(now)
-        return actions if self._stage_log is None else [*actions, self._stage_log.end()]
+        return actions if self._stage_log is None else [*actions, *self._stage_log.end()]

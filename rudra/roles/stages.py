@@ -56,9 +56,11 @@ from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.core.work import Work, portion
 from rudra.roles.fronts import gradient_of
+from rudra.roles.joint import LOGGED
 from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Outbox, Setup, States, To, staying
 from rudra.roles.norms import Norms, told
+from rudra.roles.relay import Relay
 from rudra.roles.sharded import Shard, ShardState
 
 
@@ -114,6 +116,7 @@ class StageServer(Shard):
                 Kind.END: "_end",
                 Measured: "_measured",
                 Kind.NORMS: "_heard_norms",
+                Kind.SUM: "_sum_here",
             },
         ),
     }
@@ -124,6 +127,9 @@ class StageServer(Shard):
         self._merged = job.placement.rule == "merged"
         self._clips = not self._merged and job.optimizer.clip_norm is not None
         self._norms = Norms()
+        self._leads = role == plan.stage
+        self._learners = [learner for learner in plan.learners if plan.stage_of(learner) == role]
+        self._relay = Relay(role, plan)
         self._factor = job.placement.rate_factor(job.optimizer)
         self._ledger = Ledger(role, setup, reports=False)
         self._ledger.per_update = self._ledger.protocol.gradients_per_update if self._merged else 1
@@ -161,7 +167,7 @@ class StageServer(Shard):
         return "activations of the learners"
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Receive(_activations_of(learner), learner, gradient=True) for learner in self.plan.learners]
+        return [Receive(_activations_of(learner), learner, gradient=True) for learner in self._learners]
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self._began = self._ledger.began = event.message.value * 1e-9
@@ -180,7 +186,8 @@ class StageServer(Shard):
             return []
         for shipped in self._shipped:
             learner = shipped.message.sender
-            if self._has_turn(shipped.message) and not self._lent[_returned_of(learner)]:
+            lent = self._lent[_returned_of(learner)] or self._lent[self._gradient_for(learner)]
+            if not lent and self._has_turn(shipped.message):
                 self._shipped.remove(shipped)
                 self._under_way = shipped, now
                 (row,) = shipped.message.gradients
@@ -208,6 +215,7 @@ class StageServer(Shard):
         (shipped, began), self._under_way = self._under_way, None
         learner = shipped.message.sender
         if learner in self._dead:
+            self._open.discard(learner)
             return self._go_on_at(now)
         (row,) = shipped.message.gradients
         about = (row.learner, row.samples, row.step, row.first, row.timestamp)
@@ -269,6 +277,15 @@ class StageServer(Shard):
     # The log of the parameter server.
 
     def _due(self, what: int, role: int, buffer: bytes, other: bytes, number: int, *more: Any) -> list[Action] | None:
+        kind, name = LOGGED[what], buffer.decode()
+        if kind is Receive and (self._lent[name] or name in self._coming):
+            return None
+        if kind is not Receive and not self._coming.keys().isdisjoint((name, other.decode())):  # the sum is on its way
+            return None
+        if not self._leads and (kind is Save or role == self.plan.statistics or other.decode() == SNAPSHOT):
+            if kind is Save:
+                self._saved.append((number, self.timestamp))
+            return []
         actions = super()._due(what, role, buffer, other, number, *more)
         for place, action in enumerate(actions or ()):
             match action:
@@ -291,7 +308,12 @@ class StageServer(Shard):
                     assert actions is not None
                     actions[place] = self._stepping(action)
                 case Copy():
+                    self._count(action.source)
                     self._tell(number)
+                case Send() if action.to in self.plan.stages:
+                    assert actions is not None
+                    self._count(name)
+                    actions[place] = Send(action.to, Message(Kind.SUM, self.id), name)
                 case Save():
                     self._saved.append((number, self.timestamp))
                 case Send() if action.buffer == WEIGHTS:
@@ -303,7 +325,8 @@ class StageServer(Shard):
 
     def _measured(self, event: Measured, now: float) -> list[Action]:
         self._norms.measured = True
-        return [*(Send(self._first, message) for message in told(self.id, event)), *self._go_on_at(now)]
+        norms = told(self.id, event) if self._leads else []
+        return [*(Send(self._first, message) for message in norms), *self._go_on_at(now)]
 
     def _heard_norms(self, event: Received, now: float) -> list[Action]:
         self._norms.hear(event.message)
@@ -319,13 +342,24 @@ class StageServer(Shard):
 
     def _count(self, gradient: str) -> None:
         """The gradient in that buffer is part of the next update."""
+        if not gradient.startswith(f"{GRADIENT} "):
+            return
         learner = _learner_of(gradient)
         if learner not in self._counted:
             self._counted.append(learner)
 
     def _read(self, event: Received, now: float) -> list[Action]:
-        self._now = now
-        return super()._read(event, now) + self._go_on_at(now)
+        assert event.message.rows is not None
+        self._log.extend(mine for entry in event.message.rows.tolist() for mine in self._relay.mine(entry))
+        return self._go_on_at(now)
+
+    def _let_in(self) -> list[Action]:
+        return []  # sums come in their turn
+
+    def _sum_here(self, event: Received, now: float) -> list[Action]:
+        assert event.buffer is not None
+        del self._coming[event.buffer]
+        return self._go_on_at(now)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self._now = now
@@ -355,8 +389,10 @@ class StageServer(Shard):
             staleness = event.timestamp - 1 - concluded.timestamp
             times = (concluded.began - self._began, concluded.wait_s, concluded.compute_s, event.seconds)
             self._outbox.add(Kind.STAGES, event.timestamp, *about, staleness, rate, *times, digest)
-        told = self._ledger.note(event, now) if self._merged else super()._stepped(event, now)
-        return [*told, *self._outbox.due(now), *self._report(now), *self._leave(now)]
+        tells: list[Action] = []
+        if self._leads:  # the others have made the same
+            tells = self._ledger.note(event, now) if self._merged else super()._stepped(event, now)
+        return [*tells, *self._outbox.due(now), *self._report(now), *self._leave(now)]
 
     # Beginning anew: what is in the log counts, and what is under way with learners does not.
 

@@ -118,8 +118,7 @@ class StatisticsServer(Machine):
         self._checkpointed: Message | None = None  # asked for, and not safe yet
         self._began = 0.0
         self._final_weights: str | None = None
-        self._awaits_stage = plan.stage is not None  # rows of the stage server may be under way
-        self._reported = -1  # timestamp of the last checkpoint whose rows of the stage server are here
+        self._reported = dict.fromkeys(plan.stages, -1)  # timestamp of the last checkpoint whose rows of each are here
 
     @property
     def waiting_for(self) -> str:
@@ -127,7 +126,7 @@ class StatisticsServer(Machine):
             return f"the account of the {self.plan.roles[self.plan.server].name}"
         if len(self._accounts) < len(self._learners):
             return f"the accounts of {len(self._learners) - len(self._accounts)} learners"
-        if self._awaits_stage and self._recorded == self._last_epoch:
+        if self._reported and self._recorded == self._last_epoch:
             return "the last rows of the stage server"
         return f"the weights of epoch {self._recorded + 1}"
 
@@ -209,11 +208,11 @@ class StatisticsServer(Machine):
         return [Record("stages", _rows(event))]
 
     def _stage_reported(self, event: Received, now: float) -> list[Action]:
-        self._reported = event.message.timestamp
+        self._reported[event.message.sender] = event.message.timestamp
         return self._secure()
 
     def _stage_left(self, event: Received, now: float) -> list[Action]:
-        self._awaits_stage = False
+        del self._reported[event.message.sender]
         return self._secure() + self._finish()
 
     def _epoch(self, event: Received, now: float) -> list[Action]:
@@ -332,7 +331,7 @@ class StatisticsServer(Machine):
         wanted = self._checkpointed
         if wanted is None or self._recorded < wanted.value:
             return []
-        if self._awaits_stage and self._reported < wanted.timestamp:
+        if any(reported < wanted.timestamp for reported in self._reported.values()):
             return []
         self._checkpointed = None
         return [Sync(), Send(self.plan.server, Message(Kind.SAFE, self.id, wanted.timestamp))]
@@ -356,7 +355,7 @@ class StatisticsServer(Machine):
 
     def _finish(self) -> list[Action]:
         complete = len(self._accounts) == len(self._learners) and self._recorded == self._last_epoch
-        if self._totals is None or not complete or self._awaits_stage:
+        if self._totals is None or not complete or self._reported:
             return []
         assert (self._final_weights is None) == bool(self._code)
         self.state = StatisticsState.DONE
@@ -372,7 +371,7 @@ class StatisticsServer(Machine):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, lost = event.role, self.plan.roles[event.role]
-        if role in self.plan.owners:
+        if role in self.plan.owners or role in self.plan.stages:
             return [Fail(f"{lost.title} died, and the run cannot go on without it", lost=True)]
         self._gone.add(role)  # the owner of the weights gives the account of a learner that is no more
         return []

@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from rudra.core.events import Action, Compute, Event, Local, Receive, Send
+from rudra.core.events import Action, Backward, Compute, Event, Forward, Local, Receive, Send
 from rudra.data.sampling import mix
 from rudra.roles import Machine
 
@@ -83,4 +83,4 @@ class Actor:
         # Gradients of many: a dict would be slow to find its first key.
         self.offered: tuple[dict[int, list[Offer]], ...] = ({}, OrderedDict() if serves else {})
         self.routes: dict[int, Route] = {}
-        self.turns: deque[tuple[Actor, Compute]] = deque()
+        self.turns: deque[tuple[Actor, Compute | Forward | Backward]] = deque()

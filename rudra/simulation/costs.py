@@ -139,7 +139,7 @@ class CostModel:
         self.pieces: dict[type[Local], float] = {Forward: (1 - placed.back) / 3, Backward: (1 - placed.back) * 2 / 3}
         self._conclude_s = placed.back * at(table.compute_s, minibatch_size) if plan.stage is not None else 0.0
         node = list(plan.nodes(near=table.servers_on_first_node))
-        for place, owner in enumerate(plan.owners):
+        for place, owner in enumerate((*plan.owners, *plan.stages[1:])):
             if node[owner] == ELSEWHERE:  # each has a node, and a link, of its own
                 node[owner] -= place
         self.node = tuple(node)
@@ -166,7 +166,7 @@ class CostModel:
         if part not in self._local_s_of:
             taken = {kind: self.local_seconds(kind) * part for kind in self._local_s}
             self._local_s_of[part] = {kind: seconds for kind, seconds in taken.items() if seconds}
-        if role != self.plan.stage:
+        if role not in self.plan.stages:
             return self._local_s_of[part]
         added_s = self._local_s_of[part].get(Accumulate, 0.0) * (max(map(len, self.plan.groups), default=1) - 1)
         own = {Conclude: self._conclude_s, **({Combine: added_s} if added_s else {})}
@@ -176,7 +176,7 @@ class CostModel:
         """How much of the weights, and of each gradient, a role holds, or sends and gets."""
         if self.plan.stage is not None:
             front = self._placed.front
-            if role in (self.plan.statistics, self.plan.stage):
+            if role == self.plan.statistics or role in self.plan.stages:
                 return 1.0 if role == self.plan.statistics else 1 - front
         else:
             front = 1.0
@@ -185,7 +185,7 @@ class CostModel:
     def travelling(self, sender: int, receiver: int) -> float:
         """How much travels when one of two roles sends the other a tensor, compared with the weights."""
         ends = {sender, receiver}
-        if self.plan.stage in ends and not ends.isdisjoint(self.plan.learners):
+        if not ends.isdisjoint(self.plan.stages) and not ends.isdisjoint(self.plan.learners):
             return self._placed.crossing
         # All that goes to an owner of weights, or comes from it, is its part of a tensor.
         return min(self.part(sender), self.part(receiver))

@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 from rudra.core.events import (
     Action,
+    Backward,
     Commit,
     Committed,
     Compute,
     Event,
     Fail,
     Finish,
+    Forward,
     Halt,
     Keep,
     Local,
@@ -159,7 +161,8 @@ class Simulation:
             first = dict(zip(reversed(ranks), reversed(learners), strict=True))
             for actor, rank in zip(learners, ranks, strict=True):
                 actor.turns = first[rank].turns
-            self.do[Compute], self._over = self._begin_in_turn, self._end_turn
+            self.do |= dict.fromkeys((Compute, Forward, Backward), self._begin_in_turn)
+            self._over = self._end_turn
 
     @property
     def now(self) -> float:
@@ -318,13 +321,13 @@ class Simulation:
 
     # The same for learners that share a rank: one mini-batch after the other, in the order in which they are asked for.
 
-    def _begin_in_turn(self, actor: Actor, action: Compute, time: float) -> None:
+    def _begin_in_turn(self, actor: Actor, action: Compute | Forward | Backward, time: float) -> None:
         actor.turns.append((actor, action))
         if len(actor.turns) == 1:
             self._begin(actor, action, time)
 
     def _end_turn(self, actor: Actor, action: Local) -> None:
-        if type(action) is Compute and not actor.delay_s:
+        if type(action) in (Compute, Forward, Backward) and not actor.delay_s:
             actor.turns.popleft()
             if actor.turns:
                 self._begin(*actor.turns[0], self.queue.now)

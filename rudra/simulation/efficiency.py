@@ -19,7 +19,7 @@ Source: omnivore.txt §IV-B and appendix D-D1.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rudra.core.events import Backward, Conclude, Forward, Update
+from rudra.core.events import Backward, Combine, Conclude, Forward, Update
 from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.simulation import costs
@@ -59,7 +59,10 @@ def convolutions_s(machines: int, compute_s: float, network_s: float, *, overlap
 
 
 def merged(model: CostModel, size_bytes: int) -> Times:
-    """The times of learners whose last layers a stage server has; each is a group of one.
+    """The times of groups, or of learners without groups, whose last layers a stage server has.
+
+    The parts of a group's batch come one after the other through the server's link, are then computed one after the
+    other, and the last one goes back.
 
     Args:
         model: what things cost.
@@ -67,18 +70,20 @@ def merged(model: CostModel, size_bytes: int) -> Times:
     """
     plan, stage = model.plan, model.plan.stage
     assert stage is not None
-    learner = plan.learners[0]
-    whole_s = model.compute_s[learner]
-    front_s = whole_s * (model.pieces[Forward] + model.pieces[Backward])
+    members = plan.groups[0] if plan.groups else plan.learners[:1]
+    learner, k = members[0], len(members)
+    front_s = model.compute_s[learner] * (model.pieces[Forward] + model.pieces[Backward])
     exchange_s, server_busy_s = _exchange(model, learner, plan.server, size_bytes)
+    way_s = _Way.of(model, learner, plan.server, size_bytes).seconds
+    exchange_s += model.reduction_s(members, size_bytes) + handed_on_s(plan, way_s)
     there, back = (_Way.of(model, *ends, size_bytes) for ends in ((learner, stage), (stage, learner)))
     costs = model.local_s(stage)
-    conclude_s, update_s = costs[Conclude], costs.get(Update, 0.0)
+    conclude_s, update_s = costs[Conclude], costs.get(Combine, 0.0) + costs.get(Update, 0.0)
     links_s = there.transfer_s + back.transfer_s if there.blocking else max(there.transfer_s, back.transfer_s)
     return Times(
         convolutions_s(1, front_s, exchange_s, overlapped=plan.overlapped),
-        there.seconds + model.table.message_s + conclude_s + back.seconds,
-        max(links_s, conclude_s + update_s, server_busy_s),
+        there.latency_s + k * (there.transfer_s + model.table.message_s + conclude_s) + back.seconds,
+        max(k * links_s, k * conclude_s + update_s, server_busy_s),
     )
 
 

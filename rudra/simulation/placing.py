@@ -55,7 +55,8 @@ def choose_cut(job: Job, ranks: int | None = None) -> str | None:
     layers = _layers(job)
     if rule == "auto":
         layers = _timed(layers, known(table, size) or profile(job).with_loss, rule)
-    cluster = Cluster(job.learners, size, table.bandwidth_bytes_per_s, table.latency_s)
+    link = (table.bandwidth_bytes_per_s, table.latency_s)
+    cluster = Cluster(job.learners, size, *link, servers=job.placement.servers)
     decision = choose(rule, layers, cluster)
     cut = None if decision.cut is None else decision.cut.name
     chosen = "places no layers" if cut is None else f"chooses {cut!r}"

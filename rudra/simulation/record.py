@@ -1,6 +1,7 @@
 """What a file says of its run, and how a replay is compared with it."""
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -57,9 +58,11 @@ class RecordedRun:
         self.restarts = frozenset(events["gradients"][np.isin(events["kind"], [b"restart", b"branch"])].tolist())
         self.note = ""
         # The parts of weights at several servers are, together, what one server would have.
-        self.plan, there = results.plan().unparted()
+        plan = results.plan()
+        self.plan, there = plan.unparted()
         self.losses["role"] = [there.get(role, role) for role in self.losses["role"].tolist()]
-        self.stages, self.events = results.stages, events
+        several = len(plan.stages) > 1
+        self.stages, self.events = _in_order(results.stages, self.gradients) if several else results.stages, events
         self.merged = results.job.get("placement", {}).get("rule") == "merged"
         if self.plan.stage is not None:
             self._stop_where_stages_are_unknown(events)
@@ -102,6 +105,13 @@ class RecordedRun:
             self.finished = False
             self._cut(min(update, self.updates_count))
             self.note = f"; {why}"
+
+
+def _in_order(stages: Rows, gradients: Rows) -> Rows:
+    """Rows of several stage servers as one would have written them, up to the first that one of them lost."""
+    places = {(row["learner"], row["step"]): place for place, row in enumerate(stages)}
+    wanted = ((row["learner"], row["step"]) for row in gradients)
+    return stages[[places[key] for key in takewhile(places.__contains__, wanted)]]
 
 
 class Left(Exception):

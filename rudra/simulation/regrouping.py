@@ -44,18 +44,18 @@ class Regrouping:
         if self._price is not None:
             sim.pay(self._price(position))
         sim.network.abandon(plan.statistics)
+        for actor in sim.actors.values():
+            if not actor.halted and actor.role != plan.statistics:
+                handled = [actor.inbox.popleft()] if actor is by and actor.inbox else []  # at this moment
+                keeps = actor.role in plan.owners
+                waiting = [event for event in actor.inbox if keeps and outlasts(event, plan.statistics)]
+                actor.inbox.clear()
+                actor.inbox.extend([*handled, *waiting])
         sim.queue.remove(lambda entry: not self._still_counts(entry))
         for actor in sim.actors.values():
             if actor.halted or actor.role == plan.statistics:
                 continue
             actor.turns.clear()
-            handled = [actor.inbox.popleft()] if actor is by and actor.inbox else []
-            waiting = [event for event in actor.inbox if actor.role in plan.owners]
-            actor.inbox.clear()
-            actor.inbox.extend(handled)
-            for event in waiting:
-                if outlasts(event, plan.statistics):
-                    sim.queue.later(max(time, actor.busy_until), actor.take, actor, event)
             if actor is not by:
                 actor.computing, actor.delay_s = False, 0.0
                 before, actor.machine = actor.machine, self._make(actor.role, plan, position)
@@ -72,4 +72,6 @@ class Regrouping:
         _, _, what, whom, about = entry
         if owner(entry) is not sim or what == sim.tick or whom is statistics:
             return True
-        return whom.role in sim.plan.owners and outlasts(about, statistics.role)
+        if whom.role not in sim.plan.owners:
+            return False
+        return bool(whom.inbox) if about is None else outlasts(about, statistics.role)  # None: it takes what waits

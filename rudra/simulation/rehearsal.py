@@ -23,6 +23,7 @@ from rudra.core.events import (
     GRADIENT,
     RETURNED,
     WEIGHTS,
+    Arrange,
     Backward,
     Compute,
     Computed,
@@ -131,7 +132,9 @@ def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float,
     """Loss of the first mini-batch at the initial weights, and how long its gradient takes."""
     assert isinstance(learner, LearnerExecutor)
     if isinstance(learner, FrontExecutor):
-        compute = partial(_through_stage, owners, learner)
+        *fronts, back = owners.items()
+        _pull(dict(fronts), learner)
+        compute = partial(_through_stage, back[1], learner)
     else:
         _pull(owners, learner)
         compute = partial(_outcome, learner, Compute(0, learner.source.work, WEIGHTS, GRADIENT))
@@ -152,11 +155,9 @@ def _outcome(executor: Executor, action: Local) -> Computed:
     return computed
 
 
-def _through_stage(owners: Mapping[int, Executor], learner: FrontExecutor) -> Computed:
+def _through_stage(stage: Executor, learner: FrontExecutor) -> Computed:
     """A gradient of a learner whose last layers are with a stage server."""
-    server, stage = owners.values()
     work = learner.source.work
-    learner.buffer(WEIGHTS).vector.copy_(server.buffer(WEIGHTS).vector)
     next(learner.perform(Forward(0, work, WEIGHTS, ACTIVATIONS)))
     stage.buffer(ACTIVATIONS).vector.copy_(learner.buffer(ACTIVATIONS).vector)
     computed = _outcome(stage, Conclude(work.stream, 0, work, ACTIVATIONS, WEIGHTS, GRADIENT, RETURNED))
@@ -170,6 +171,7 @@ def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ..
     if not isinstance(statistics, StatisticsExecutor):
         return ()
     _pull(owners, statistics)
+    statistics.arrange(Arrange(WEIGHTS))
     return statistics.try_out(WEIGHTS)
 
 
@@ -181,10 +183,12 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
         here = plan.on_rank(role.world_rank)
         taken = alone
         for i in here:
-            first = plan.learners[0] if plan.about(i).trains and plan.stage is not None else plan.statistics
-            like, tail = made[i if i in plan.owners else first], tail_bytes(plan.max_gradients_per_message)
+            first = plan.learners[0] if plan.stage is not None and not plan.about(i).tests else plan.statistics
+            alike = plan.stage if i in plan.stages else i if i in plan.owners else first
+            assert alike is not None
+            like, tail = made[alike], tail_bytes(plan.max_gradients_per_message)
             taken += sum(like.size_of(name) * 4 + tail for name in counted[i])
-            owner = made[plan.server if plan.about(i).trains else i] if plan.about(i).updates else None
+            owner = made[plan.server if plan.about(i).trains else alike] if plan.about(i).updates else None
             taken += owner.state_bytes() if isinstance(owner, OwnerExecutor) else 0
         if not all(plan.roles[i].about.serves and not plan.roles[i].about.concludes for i in here):
             taken += of_model

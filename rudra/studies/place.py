@@ -63,6 +63,7 @@ def place(
         table.bandwidth_bytes_per_s,
         table.latency_s,
         back_speed,
+        job.placement.servers,
     )
     decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}
     return Placement(job.name, layers, cluster, threshold, decisions)

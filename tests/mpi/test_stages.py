@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from processes import finish, mpirun, ranks_of, replays, run_until, start, updates, wait_for_updates
 from test_losses import job_file as dying_job
-from test_resume import job_file
+from test_resume import SGD, job_file
 
 import rudra
 
@@ -17,9 +17,17 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 SYNCHRONOUS = '[placement]\ncut = 3\nrule = "synchronous"\n'
 
 
-def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_have_them_all(tmp_path: Path) -> None:
-    """BatchNorm and dropout are on both sides."""
-    job, output = job_file(tmp_path, "hardsync", more=SYNCHRONOUS), tmp_path / "out.h5"
+@pytest.mark.parametrize(("topology", "servers"), [("base", 2), ("groups", 1), ("sharded", 1)])
+def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_have_them_all(
+    tmp_path: Path, topology: str, servers: int
+) -> None:
+    """BatchNorm and dropout are on both sides; learners exchange by one server, by allreduce, and by two.
+
+    With two stage servers, gradients are clipped, too.
+    """
+    clips = "" if servers == 1 else "clip_norm = 0.5\n"
+    placed = f'{SYNCHRONOUS}servers = {servers}\n[topology]\nname = "{topology}"\n'
+    job, output = job_file(tmp_path, "hardsync", SGD + clips, placed), tmp_path / "out.h5"
     job.write_text(job.read_text().replace("user_code:dropping", "user_code:normed"))
     code, err = run_until(job, output, 20, signal.SIGKILL)
     assert code == -9, err
@@ -102,6 +110,51 @@ def test_merged_layers_replay_and_outlive_a_learner(tmp_path: Path) -> None:
         assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
         assert {*results.stages["learner"]} == {0, 1, 2}
     assert replays(tmp_path / "left.h5")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "rule", "options", "who"),
+    [("async", "merged", "options.groups = 2", "learner 1"), ("hardsync", "synchronous", "", "learner 2")],
+    ids=["groups", "allreduce"],
+)
+def test_groups_go_on_without_a_learner_that_dies(
+    tmp_path: Path, protocol: str, rule: str, options: str, who: str
+) -> None:
+    """All others begin anew, but for the stage server, which goes on with its weights and clock."""
+    topology = f'name = "groups"\n{options}'
+    job = dying_job(tmp_path, protocol, "dying_front", placement=f'cut = 1\nrule = "{rule}"', topology=topology)
+    output = tmp_path / "out.h5"
+    code, _, err = finish(start("run", job, "--output", output))
+    assert code == 0, err
+    assert f"{who} (rank 3) died; 2 learners are left, who go on from update" in err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert not results.stages["staleness"].any()
+        taken = {(row["learner"], row["step"]) for row in results.stages}
+        assert taken >= {(row["learner"], row["step"]) for row in results.gradients}
+        assert results.summary()["final_test_error"] < 0.3
+    assert replays(output)
+
+
+def test_learners_of_a_tree_that_overlap_cross_to_a_stage_server_and_replay(tmp_path: Path) -> None:
+    """A server of the tree dies; those that are left begin anew."""
+    job = dying_job(
+        tmp_path, "async", placement="cut = 1", topology='name = "adv*"\noptions.fan_out = 2', results="report_s = 0.05"
+    )
+    job.write_text(job.read_text().replace("report_s = 0.0\n", ""))
+    output = tmp_path / "out.h5"
+    process = start("run", job, "--output", output)
+    wait_for_updates(process, output, 20)
+    with rudra.open_results(output) as results:
+        (server, *_) = [role for role in results.roles if role["kind"] == b"tree server"]
+    os.kill(ranks_of(process)[server["world_rank"]], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "tree server 0 (rank 2) died; 3 learners are left, who go on from update" in err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert not results.stages["staleness"].any()
+    assert replays(output)
 
 
 def test_a_stage_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from rudra.compute.executor import Executor, OwnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.parts import joined
-from rudra.core.events import GRADIENT, Compute, Computed, Event, Finish, Keep, Local, Record, Reduce, Save
+from rudra.core.events import GRADIENT, Backward, Compute, Computed, Event, Finish, Keep, Local, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
@@ -182,6 +182,12 @@ class Guarded(RealTensors):
         computed = super().compute(role, action)
         self._computed[role] = self._digest(role, action.gradient)
         return computed
+
+    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+        event = super().perform(role, action, seconds)
+        if isinstance(action, Backward):
+            self._computed[role] = self._digest(role, action.gradient)
+        return event
 
     def reduce(self, reductions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:
         for role, action in reductions.items() if next(iter(reductions.values())).buffer == GRADIENT else ():

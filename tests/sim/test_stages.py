@@ -39,7 +39,7 @@ def small(rule_: str, learners: int, **tables: Any) -> Job:
         training={"epochs": 3, "minibatch_size": 4, "seed": 5, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"name": rule_, **tables.pop("protocol", {})},
-        cluster={"learners": learners, "threads_per_rank": 1},
+        cluster={"learners": learners, "threads_per_rank": 1, **tables.pop("cluster", {})},
         simulation={"jitter": 0.8, "latency_jitter_s": 0.02, **tables.pop("simulation", {})},
         **tables,
     )
@@ -97,14 +97,20 @@ GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*",
         (small("hardsync", 3, optimizer={"clip_norm": 0.1}), "again"),
         (small("hardsync", 2, optimizer={**ADAM, "clip_norm": 0.1, "groups": GROUPS}), "middle"),
         (small("hardsync", 3, optimizer={**ADAM, "schedule": "cosine"}), "again"),
+        (small("hardsync", 3, cluster={"shares": [1, 3, 2], "learners_per_rank": 2}), "again"),
     ],
-    ids=["mlp", "lenet", "in-place", "dropout", "there", "here", "groups", "clipped", "clipped-adam", "adam"],
+    ids=["mlp", "lenet", "in-place", "dropout", "there", "here", "groups", "clipped", "clipped-adam", "adam", "shares"],
 )
 def test_synchronous_is_hardsync_with_all_layers_at_the_learners(tmp_path: Path, run: Job, cut: Any) -> None:
     """The same rows, digests of weights, tests and final weights, bit for bit."""
     whole, placed = run, run.with_(placement={"cut": cut, "rule": "synchronous"})
     with rudra.simulate(whole, output=tmp_path / "whole.h5", progress="quiet") as one:
         sha, gradients, updates, epochs = one.state["weights_sha256"], one.gradients, one.updates, one.epochs
+    several = run.with_(placement={"cut": cut, "rule": "synchronous", "servers": run.learners})
+    with rudra.simulate(several, output=tmp_path / "several.h5", progress="quiet") as other:
+        assert other.state["weights_sha256"] == sha
+        assert (other.updates["digest"] == updates["digest"]).all()
+        assert {*other.stages["learner"]} == {*range(run.learners)}
     with rudra.simulate(placed, output=tmp_path / "placed.h5", progress="quiet") as other:
         assert other.attributes["initial_weights_sha256"] == one.attributes["initial_weights_sha256"]
         assert other.gradients.tobytes() == gradients.tobytes()
@@ -140,6 +146,48 @@ def test_merged_layers_follow_a_schedule_of_updates_at_the_pace_of_the_others(tm
         assert [rate * factor for rate in backs[::3]][: len(fronts)] == pytest.approx(fronts[: len(backs[::3])])
         assert len({*backs}) >= len(fronts) > 5
     assert rudra.replay(tmp_path / "placed.h5", job=placed, quiet=True).identical
+
+
+BATCHES = [GROUPED := {"name": "groups", "options": {"groups": 2}}, {"name": "groups"}]
+
+
+@pytest.mark.parametrize("topology", [*BATCHES, {"name": "groups", "options": {"server": True, "reduction": "nodes"}}])
+def test_synchronous_layers_are_added_as_the_others_are(tmp_path: Path, topology: dict[str, Any]) -> None:
+    """In compute groups: the bits of learners that have all layers on the same topology; merged, of one group alone."""
+    whole = small("hardsync", 5, topology=topology, simulation={"nodes": 2})
+    shas = []
+    for rule in (None, "synchronous", "merged"):
+        run = whole.with_(placement={} if rule is None else {"cut": "again", "rule": rule})
+        with rudra.simulate(run, output=tmp_path / f"{rule}.h5", progress="quiet") as results:
+            shas.append(results.state["weights_sha256"])
+        assert rudra.replay(tmp_path / f"{rule}.h5", job=run, quiet=True).identical
+    assert shas[0] == shas[1]
+    assert (shas[2] == shas[0]) == (topology is not GROUPED)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_shards_of_the_first_layers_are_as_one_server(tmp_path: Path, shards: int) -> None:
+    run = small("hardsync", 3, placement={"cut": "norm", "rule": "synchronous"})
+    shas = set()
+    for topology in ({"name": "base"}, {"name": "sharded", "options": {"shards": shards}}):
+        with rudra.simulate(
+            run.with_(topology=topology), output=tmp_path / f"{topology['name']}.h5", progress="quiet"
+        ) as results:
+            shas.add(results.state["weights_sha256"])
+    assert len(shas) == 1
+
+
+def test_a_batch_of_a_group_makes_one_update(tmp_path: Path) -> None:
+    """All its parts are computed with the same weights, in the group's order; g - 1 is what the others are stale by."""
+    run = small("async", 6, topology={"name": "groups", "options": {"groups": 3}}, placement={"cut": "again"})
+    with rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet") as results:
+        stages, gradients = results.stages, results.gradients
+        assert not stages["staleness"].any()
+        assert np.array_equal(stages["timestamp"], np.repeat(np.arange(1, len(stages) // 2 + 1), 2))
+        assert (stages["learner"][::2] % 2 == 0).all()
+        assert (stages["learner"][1::2] == stages["learner"][::2] + 1).all()
+        assert gradients["staleness"].mean() == pytest.approx(2, abs=0.3)
+    assert rudra.replay(tmp_path / "run.h5", job=run, quiet=True).identical
 
 
 @pytest.mark.parametrize(("protocol", "n"), [("async", None), ("softsync", 2), ("hardsync", None)])
@@ -189,12 +237,19 @@ def runs(draw: st.DrawFn) -> Job:
     rule = draw(st.sampled_from(["merged", *(["synchronous"] if protocol == "hardsync" else [])]))
     times = st.sampled_from([0.0, 1e-3, 0.05])
     dying = draw(st.lists(st.integers(0, learners - 1), max_size=2, unique=True))
+    several = rule == "synchronous" and topology["name"] != "groups"
+    whole = rule == "merged" or topology["name"] in ("base", "adv")  # gradients
+    own = draw(st.sampled_from([{}, {"momentum": 0.0, "learning_rate": 0.01}]))
     return small(
         protocol,
         learners,
-        placement={"cut": draw(st.sampled_from(["middle", "again"])), "rule": rule}
-        if draw(st.booleans())
-        else {"cut": 4, "rule": rule, "momentum": 0.0, "learning_rate": 0.01},
+        placement={
+            "cut": draw(st.sampled_from(["middle", "again", "last"])),
+            "rule": rule,
+            "servers": draw(st.integers(1, learners)) if several else 1,
+            **own,
+        },
+        optimizer={"clip_norm": draw(st.sampled_from([None, 0.1])) if whole else None},
         topology=topology,
         protocol={"n": 1 if alone else draw(st.integers(1, min(learners, 2)))} if protocol == "softsync" else {},
         training={"epochs": 2, "seed": draw(st.integers(0, 2**20)), "evaluate": draw(st.booleans())},
@@ -240,22 +295,31 @@ def test_whoever_is_fast_and_whoever_dies(tmp_path_factory: pytest.TempPathFacto
     assert lost or replayed.updates == totals["timestamp"]
 
 
-@pytest.mark.parametrize("rule", ["synchronous", "merged"])
+@pytest.mark.parametrize(
+    ("rule", "topology"),
+    [("synchronous", "base"), ("synchronous", "groups"), ("merged", "sharded"), ("merged", "adv*")],
+)
 @pytest.mark.parametrize("stop_at", [None, 1.1])
-def test_lent_buffers_do_not_change(rule: str, stop_at: float | None) -> None:
+def test_lent_buffers_do_not_change(rule: str, topology: str, stop_at: float | None) -> None:
     """With poisoned buffers, every invariant and transition checked."""
     run = small(
-        "hardsync", 3, placement={"cut": "again", "rule": rule}, simulation={"compute_s": 0.05, "update_s": 0.1}
+        "hardsync" if topology != "adv*" else "async",
+        3,
+        placement={"cut": "again", "rule": rule},
+        topology={"name": topology},
+        simulation={"compute_s": 0.05, "update_s": 0.1},
     )
     trained = train(run, Guarded, stop_at=stop_at)
     assert torch.isfinite(trained.weights).all()
     assert trained.rows.code == (0 if stop_at is None else 3)
 
 
+@pytest.mark.parametrize("topology", ["base", "groups", "sharded", "adv"])
 @pytest.mark.parametrize("rule", ["synchronous", "merged"])
-def test_a_run_goes_on_from_both_parts_of_a_checkpoint(rule: str) -> None:
+def test_a_run_goes_on_from_all_parts_of_a_checkpoint(rule: str, topology: str) -> None:
     """Synchronously it is as if it had never stopped."""
     tables: dict[str, Any] = {"placement": {"cut": "again", "rule": rule, "momentum": 0.5}}
+    tables |= {"topology": {"name": topology}}
     run = small("hardsync", 3, results={"checkpoint_every": "5 updates"}, **tables)
     whole = train(run)
     assert len(whole.saved) > 1
@@ -282,26 +346,47 @@ def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"topology": {"name": "adv", "options": {"fan_out": 1}}}, r"\[placement\] cut: not with topology adv so far"),
-        ({"topology": {"name": "sharded"}}, r"\[placement\] cut: not with topology sharded so far; valid: base"),
-        ({"topology": {"name": "adv*"}}, r"\[placement\] cut: not with topology adv\* so far; valid: base"),
-        ({"topology": {"name": "groups"}}, r"\[placement\] cut: not with topology groups so far; valid: base"),
+        (
+            {"protocol": {"name": "easgd", "modulation": "none"}, "topology": {"name": "replicas"}},
+            r"replicas of their own, and workers, have all layers; valid: topologies base, sharded, adv, adv\*, groups",
+        ),
+        ({"topology": {"name": "adv*"}, "placement": {"rule": "synchronous"}}, "valid: protocol hardsync, or rule"),
         (
             {"placement": {"cut": 3, "rule": "synchronous"}},
             "rule = 'synchronous': .* valid: protocol hardsync",
+        ),
+        (
+            {"placement": {"servers": 3}},
+            "servers = 3: each has learners of its own, of whom there are 2; valid: 1 to 2",
+        ),
+        ({"placement": {"servers": 2}}, "servers = 2: with rule merged each mini-batch is an update of its own"),
+        (
+            {"placement": {"servers": 2, "rule": "synchronous"}, "protocol": {"name": "hardsync"}, "topology": GROUPED},
+            "servers = 2: the gradients of a compute group are averaged at one stage server; valid: 1",
+        ),
+        (
+            {
+                "placement": {"rule": "synchronous"},
+                "protocol": {"name": "hardsync"},
+                "topology": {"name": "groups", "options": {"groups": 1}},
+                "optimizer": {"clip_norm": 1.0},
+            },
+            "clip_norm: learners that update weights of their own do not know the norm of the last layers",
         ),
         ({"placement": {"cut": True}}, "cut must be the name of a layer, or its number, not true|not True"),
         ({"optimizer": {"schedule": "plateau"}}, "'plateau' goes by tests, of which the stage server"),
         ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16' is for gradients alone"),
         ({"cluster": {"device": "auto"}}, "device = 'auto': placed layers compute on CPUs so far; valid: cpu"),
-        ({"cluster": {"shares": [1, 2]}}, "shares: all mini-batches have one size so far"),
-        ({"cluster": {"learners_per_rank": 2}}, "learners_per_rank: a learner has a rank of its own so far"),
+        (
+            {"cluster": {"shares": "auto"}, "protocol": {"name": "hardsync"}},
+            "shares = 'auto' measures learners that compute all layers; valid: a list",
+        ),
         ({"training": {"compile": True}}, "compile = true compiles whole models"),
         ({"training": {"precision": "bfloat16"}}, "precision = 'bfloat16': valid so far: float32"),
         ({"simulation": {"batching": "vmap"}}, "batching computes whole models"),
         (
             {"changes": [{"at_epoch": 1, "optimizer": {"learning_rate": 0.1}}]},
-            "are placed cannot begin anew",
+            "a stage server cannot begin anew with another job so far",
         ),
     ],
 )

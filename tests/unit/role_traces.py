@@ -31,12 +31,19 @@ from rudra.core.records import Gradient
 from rudra.job.job import Job
 from rudra.roles import Machine, make
 from topologies import Plan
-from topologies.plan import LEARNER, PARAMETER_SERVER, STAGE_SERVER, STATISTICS_SERVER, TREE_SERVER
+from topologies.plan import LEARNER, PARAMETER_SERVER, STAGE_REPLICA, STAGE_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 SERVER, STATISTICS, FIRST_LEARNER = 0, 1, 2
 SAMPLES = 4
 NAMES = ("S", "T", *(f"L{i}" for i in range(8)))
-LETTERS = {PARAMETER_SERVER: "S", STAGE_SERVER: "B", STATISTICS_SERVER: "T", TREE_SERVER: "R", LEARNER: "L"}
+LETTERS = {
+    PARAMETER_SERVER: "S",
+    STAGE_SERVER: "B",
+    STAGE_REPLICA: "C",
+    STATISTICS_SERVER: "T",
+    TREE_SERVER: "R",
+    LEARNER: "L",
+}
 QUIET = {"report_s": 1e9}
 """Rows are sent only where they must be, which keeps traces short."""
 HASHED = Hashed("0123456789abcdef" + 48 * "0")

@@ -72,6 +72,17 @@ def test_virtual_time_agrees_with_the_merged_model(learners: int, costs: dict[st
     assert model.simulated_s == pytest.approx(model.merged.iteration_s(learners), rel=0.03)
 
 
+@pytest.mark.parametrize(("learners", "groups"), [(4, 2), (8, 2), (8, 4), (16, 8), (32, 4), (32, 16)])
+@pytest.mark.parametrize("costs", [{}, {"update_s": 0.02}, {"bandwidth_bytes_per_s": 2e7}], ids=str)
+def test_virtual_time_agrees_with_the_merged_model_of_groups(learners: int, groups: int, costs: dict[str, Any]) -> None:
+    """A group's batch is served when all its parts are there."""
+    model = found(learners, groups=groups, **costs).efficiency
+    assert model is not None
+    assert model.merged is not None
+    assert (model.groups, model.group_size) == (groups, learners // groups)
+    assert model.simulated_s == pytest.approx(model.merged.iteration_s(groups), rel=0.03)
+
+
 def test_what_a_lone_iteration_consists_of() -> None:
     model = found(2).efficiency
     assert model is not None
