@@ -1,4 +1,4 @@
-"""The RALP paper's tables beside ours: skewness, bytes of a step, communication, jobs that share machines, and its rule.
+"""The RALP paper's tables beside ours: skewness, bytes of a step, communication, jobs that share machines, its rule.
 
 Tables 1 and 2 follow from the shapes of eight networks alone. Figure 2 and Tables 3 and 4 are predicted with the costs
 of the preset "ralp", of which one constant is fitted to a row of Table 3. Then both rules of `rudra place` choose cuts
@@ -133,8 +133,8 @@ def _rules(report: Report, networks: Sequence[str], learners: Sequence[int], *, 
     report.goals.append(Goal(f"auto <= {WORSE} times the better of placed and whole", auto, at_most=WORSE))
     lost = sum(each > WORSE for each in ralp)
     report.notes.append(
-        f"ralp is worse than {WORSE} times the best in {lost} of {len(ralp)} cases, up to {max(ralp):.2f} times; auto, up "
-        f"to {max(auto):.3f} times. The best: of {'all cuts' if every else 'these cuts'} and none, through one server"
+        f"ralp is worse than {WORSE} times the best in {lost} of {len(ralp)} cases, up to {max(ralp):.2f} times; auto, "
+        f"up to {max(auto):.3f} times. The best: of {'all cuts' if every else 'these cuts'} and none, through one server"
     )
 
 

@@ -148,7 +148,7 @@ def cuts(layers: Sequence[Layer], cluster: Cluster) -> tuple[Cut, ...]:
 
 
 def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
-    """Seconds of a synchronous step with layers placed: the stage server takes one learner's mini-batch after another."""
+    """Seconds of a synchronous step with layers placed: the stage server takes one mini-batch after another."""
     front, back = layers[:index], layers[index:]
     shipping_s = front[-1].output_bytes * cluster.minibatch_size / cluster.bytes_per_s
     weights_s = sum(layer.parameters_bytes for layer in front) / cluster.bytes_per_s
@@ -193,8 +193,8 @@ class _Use(NamedTuple):
 def _step_s(cluster: Cluster, *uses: _Use) -> float:
     """When all learners are through, who go through the same parts, one after the other where they may not at once.
 
-    What is used longest decides: it is used by all of them without a gap, after the first has come there, and before the
-    last has gone through the rest.
+    What is used longest decides: it is used by all of them without a gap, after the first has come there, and before
+    the last has gone through the rest.
     """
     if cluster.sharing == "equal" and any(use.shared for use in uses):
         last = max(place for place, use in enumerate(uses) if use.shared)

@@ -89,7 +89,11 @@ def test_the_papers_rule(layers: list[Layer], threshold: float, index: int | Non
 @pytest.mark.parametrize(
     ("cluster", "index", "why"),
     [
-        (Cluster(4, 1, 1e3), 2, r"a step takes 2\.48 s, and 8\.13 s by allreduce"),  # bytes count: the small activations
+        (
+            Cluster(4, 1, 1e3),
+            2,
+            r"a step takes 2\.48 s, and 8\.13 s by allreduce",
+        ),  # bytes count: the small activations
         (Cluster(4, 1, 1e9), None, r"a step takes .* s at best, cut at .*, and 2\.1 s by "),  # nothing but computing
         (Cluster(4, 1, 1e5, back_speed=100), 1, r"a step takes 1\.11 s, and 2\.16 s by "),  # it computes nearly all
     ],
