@@ -134,7 +134,7 @@ def _rules(report: Report, networks: Sequence[str], learners: Sequence[int], *, 
     lost = sum(each > WORSE for each in ralp)
     report.notes.append(
         f"ralp is worse than {WORSE} times the best in {lost} of {len(ralp)} cases, up to {max(ralp):.2f} times; auto, "
-        f"up to {max(auto):.3f} times. The best: of {'all cuts' if every else 'these cuts'} and none, through one server"
+        f"up to {max(auto):.3f} times. The best: of {'all cuts' if every else 'these cuts'} and none, by one server"
     )
 
 
