@@ -152,14 +152,15 @@ def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
     front, back = layers[:index], layers[index:]
     shipping_s = front[-1].output_bytes * cluster.minibatch_size / cluster.bytes_per_s
     weights_s = sum(layer.parameters_bytes for layer in front) / cluster.bytes_per_s
+    back_s = sum(layer.seconds for layer in back) / cluster.back_speed
     stage = "server" if cluster.together else "stage"
     return 4 * cluster.latency_s + _step_s(
         cluster,
         _Use(weights_s, "server out", shared=True),
         _Use(sum(layer.forward_s for layer in front)),
         _Use(shipping_s, f"{stage} in", shared=True),
-        _Use(sum(layer.seconds for layer in back) / cluster.back_speed, "stage"),
-        _Use(shipping_s, f"{stage} out"),
+        _Use(back_s, "stage"),
+        _Use(shipping_s, f"{stage} out", shared=shipping_s > back_s),  # else each is through before the next comes
         _Use(sum(layer.backward_s for layer in front)),
         _Use(weights_s, "server in"),
     )
