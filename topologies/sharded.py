@@ -11,18 +11,21 @@ from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATIST
 from topologies.tree import whole
 
 
-def plan(nodes: Sequence[int], shards: int = 2) -> Plan:
+def plan(nodes: Sequence[int], shards: int = 2, apart: bool = False) -> Plan:
     """Rank 0 is the parameter server and owns the first part, then come the others, the statistics server and learners.
 
     Args:
         nodes: of every learner.
         shards: N, servers among which the weights are divided; 1 is topology base.
+        apart: that each has, in a simulation, a node of its own, and not one with learners.
     """
     if not whole(shards):
         raise ValueError(f"[topology] options.shards = {shards!r}: must be a whole number >= 1")
+    if not isinstance(apart, bool):
+        raise ValueError(f"[topology] options.apart = {apart!r}; valid: true, false")
     there = list(dict.fromkeys(nodes))
     # Spread over the nodes, whose links they are there to share; the first server is where there is room.
-    places = [there[i * len(there) // shards] if len(there) > 1 else ELSEWHERE for i in range(shards)]
+    places = [there[i * len(there) // shards] if len(there) > 1 and not apart else ELSEWHERE for i in range(shards)]
     servers = (Role(PARAMETER_SERVER, 0, 0), *(Role(SHARD, i, i, node=places[i]) for i in range(1, shards)))
     learners = (Role(LEARNER, i, shards + 1 + i, parent=0, node=node) for i, node in enumerate(nodes))
     return Plan((*servers, Role(STATISTICS_SERVER, 0, shards, parent=0), *learners))

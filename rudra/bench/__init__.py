@@ -93,6 +93,10 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "test errors of the paper's Figure 5 and Table 2 on few images, three seeds; needs CIFAR-10 (data/cifar-10)",
         "the paper's order at every seed",
     ),
+    "ralp": (
+        "the RALP paper's Tables 1 to 4 and Figure 2 beside ours, and how good the cuts of its rule and of `auto` are",
+        "Tables 1 and 2 to two decimals; auto within 5 % of the better of placed and whole",
+    ),
     "faults": (
         "learners, servers and whole jobs killed at random moments, on real ranks: who survives, and what is left",
         "all survive or recover, within 10 s, every file readable",

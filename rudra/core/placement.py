@@ -5,14 +5,15 @@ paper's Equation 1 is the skewness of parameter sizes, which is positive for all
 the parameters' positions, which is what is computed here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 THRESHOLD = -0.5
 """The skewness up to which the paper cuts a model."""
 
 Rule = Literal["ralp", "auto"]
+Form = Literal["server", "allreduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Cluster:
         latency_s: of a message.
         back_speed: how many times as fast the stage server computes as a learner does.
         servers: stage servers, each with a link of its own, among which learners are divided.
+        together: whether the stage server shares the parameter server's link.
+        sharing: "turns", links carry one tensor at a time, or "equal", all at once.
     """
 
     learners: int
@@ -61,6 +64,8 @@ class Cluster:
     latency_s: float = 0.0
     back_speed: float = 1.0
     servers: int = 1
+    together: bool = False
+    sharing: Literal["turns", "equal"] = "turns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,27 +151,79 @@ def cuts(layers: Sequence[Layer], cluster: Cluster) -> tuple[Cut, ...]:
 
 
 def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
-    """Seconds of a synchronous step with layers placed: the stage server takes one learner's mini-batch after another.
+    """Seconds of a synchronous step with layers placed: a stage server takes one mini-batch after another.
 
-    Activations arrive over one link, one learner's after the other; while they do, the server computes. Several servers
-    do so side by side, and then pass the sum of their gradients on, from each to the next, and from the last to all.
+    Several do so side by side, and then pass the sum of their gradients on, from each to the next, and from the last to
+    all.
     """
     front, back = layers[:index], layers[index:]
-    transfer_s = front[-1].output_bytes * cluster.minibatch_size / cluster.bytes_per_s
-    back_s = sum(layer.seconds for layer in back) / cluster.back_speed
+    shipping_s = front[-1].output_bytes * cluster.minibatch_size / cluster.bytes_per_s
     weights_s = sum(layer.parameters_bytes for layer in front) / cluster.bytes_per_s
-    each = -(-cluster.learners // cluster.servers)
+    back_s = sum(layer.seconds for layer in back) / cluster.back_speed
     sum_s = sum(layer.parameters_bytes for layer in back) / cluster.bytes_per_s + cluster.latency_s
-    stage_s = 2 * transfer_s + back_s + (each - 1) * max(transfer_s, back_s) + 2 * (cluster.servers - 1) * sum_s
-    exchange_s = 2 * cluster.learners * weights_s
-    return sum(layer.seconds for layer in front) + stage_s + exchange_s + 4 * cluster.latency_s
+    stage, servers = "server" if cluster.together else "stage", cluster.servers
+    around_s = 4 * cluster.latency_s + 2 * (servers - 1) * sum_s
+    return around_s + _step_s(
+        cluster,
+        _Use(weights_s, "server out", shared=True),
+        _Use(sum(layer.forward_s for layer in front)),
+        _Use(shipping_s, f"{stage} in", servers, shared=True),
+        _Use(back_s, "stage", servers),
+        _Use(shipping_s, f"{stage} out", servers, shared=shipping_s > back_s),  # else each is through before the next
+        _Use(sum(layer.backward_s for layer in front)),
+        _Use(weights_s, "server in"),
+    )
 
 
 def server_s(layers: Sequence[Layer], cluster: Cluster) -> float:
     """Seconds of a synchronous step through a parameter server, whose link all gradients and weights cross."""
-    size = sum(layer.parameters_bytes for layer in layers)
-    transfer_s = 2 * cluster.learners * size / cluster.bytes_per_s
-    return sum(layer.seconds for layer in layers) + transfer_s + 2 * cluster.latency_s
+    transfer_s = sum(layer.parameters_bytes for layer in layers) / cluster.bytes_per_s
+    return 2 * cluster.latency_s + _step_s(
+        cluster,
+        _Use(transfer_s, "server out", shared=True),
+        _Use(sum(layer.seconds for layer in layers)),
+        _Use(transfer_s, "server in"),
+    )
+
+
+class _Use(NamedTuple):
+    """A part of each learner's step.
+
+    Attributes:
+        seconds: that it takes.
+        of: what it occupies meanwhile, which one learner at a time may; empty: each has its own.
+        servers: how many there are of that, among which learners are divided.
+        shared: that all learners begin it at one time, so that none is through before all are, if links are shared.
+    """
+
+    seconds: float
+    of: str = ""
+    servers: int = 1
+    shared: bool = False
+
+
+def _step_s(cluster: Cluster, *uses: _Use) -> float:
+    """When all learners are through, who go through the same parts, one after the other where they may not at once.
+
+    What is used longest decides: it is used by all of them without a gap, after the first has come there, and before
+    the last has gone through the rest.
+    """
+    if cluster.sharing == "equal" and any(use.shared for use in uses):
+        last = max(place for place, use in enumerate(uses) if use.shared)
+        parts, rest = uses[: last + 1], uses[last + 1 :]
+        waited_s = sum(use.seconds * (_users(cluster, use) if use.shared else 1) for use in parts)
+        return waited_s + (_step_s(cluster, *rest) if rest else 0.0)
+    found = sum(use.seconds for use in uses)
+    for of in {use.of for use in uses} - {""}:
+        places = [place for place, use in enumerate(uses) if use.of == of]
+        busy_s = sum(_users(cluster, uses[place]) * uses[place].seconds for place in places)
+        around = [*uses[: places[0]], *uses[places[-1] + 1 :]]
+        found = max(found, busy_s + sum(use.seconds for use in around))
+    return found
+
+
+def _users(cluster: Cluster, use: _Use) -> int:
+    return -(-cluster.learners // use.servers)
 
 
 def allreduce_s(layers: Sequence[Layer], cluster: Cluster) -> float:
@@ -176,7 +233,16 @@ def allreduce_s(layers: Sequence[Layer], cluster: Cluster) -> float:
     return sum(layer.seconds for layer in layers) + transfer_s + 2 * others * cluster.latency_s
 
 
-def choose(rule: Rule, layers: Sequence[Layer], cluster: Cluster, threshold: float = THRESHOLD) -> Decision:
+_FORMS: dict[Form, Callable[[Sequence[Layer], Cluster], float]] = {"server": server_s, "allreduce": allreduce_s}
+
+
+def choose(
+    rule: Rule,
+    layers: Sequence[Layer],
+    cluster: Cluster,
+    threshold: float = THRESHOLD,
+    against: Sequence[Form] = ("server", "allreduce"),
+) -> Decision:
     """Where to cut a model.
 
     Args:
@@ -185,11 +251,12 @@ def choose(rule: Rule, layers: Sequence[Layer], cluster: Cluster, threshold: flo
         layers: of the model, in order.
         cluster: who takes part.
         threshold: the skewness up to which "ralp" cuts.
+        against: what else there is, for "auto".
     """
     size, skewed, found = sum(layer.parameters_bytes for layer in layers), skewness(layers), cuts(layers, cluster)
     decide: Callable[[], tuple[Cut | None, str]] = {
         "ralp": lambda: _least_sent(found, size, skewed, threshold),
-        "auto": lambda: _shortest(found, server_s(layers, cluster), allreduce_s(layers, cluster)),
+        "auto": lambda: _shortest(found, {form: _FORMS[form](layers, cluster) for form in against}),
     }[rule]
     cut, why = decide() if found else (None, "the model cannot be cut anywhere")
     return Decision(
@@ -217,9 +284,10 @@ def _least_sent(found: Sequence[Cut], size: int, skewed: float, threshold: float
     return best, f"it sends least: {_mb(sent)} each way for a learner, where the whole model is {_mb(size)}"
 
 
-def _shortest(found: Sequence[Cut], server: float, allreduce: float) -> tuple[Cut | None, str]:
+def _shortest(found: Sequence[Cut], others: Mapping[Form, float]) -> tuple[Cut | None, str]:
     best = min(found, key=lambda cut: cut.step_s)
-    name, other = min(("the server", server), ("allreduce", allreduce), key=lambda form: form[1])
+    form, other = min(others.items(), key=lambda each: each[1])
+    name = "the server" if form == "server" else form
     if best.step_s >= other:
         return None, f"a step takes {best.step_s:.3g} s at best, cut at {best.name}, and {other:.3g} s by {name}"
     return best, f"a step takes {best.step_s:.3g} s, and {other:.3g} s by {name}"

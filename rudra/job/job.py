@@ -135,6 +135,8 @@ class Job(Table):
             default = type(self.simulation).model_fields[key].default  # which stands in the file of every run
             if getattr(self.simulation, per_byte) is not None and getattr(self.simulation, key) != default:
                 raise ValueError(f"[simulation] has {key} and {per_byte}; valid: one of them")
+        if self.simulation.sharing == "equal":
+            self._check_sharing()
         if self.cluster.learners is not None:
             plan = self.plan()
             self._check_pair(plan)
@@ -149,6 +151,18 @@ class Job(Table):
                         )
         self._check_changes()
         return self
+
+    def _check_sharing(self) -> None:
+        """Raises ValueError for what may not be where a link carries several tensors at once, also of other jobs."""
+        refused = {
+            "[simulation] blocking_servers": self.simulation.blocking_servers,
+            "[simulation] faults": self.simulation.faults,
+            "[fault_tolerance] straggler_timeout_s": self.fault_tolerance.straggler_timeout_s,
+            "[[changes]]": self.changes,
+            "[weights] at = 'window'": self.weights.at == "window",
+        }
+        for key in (key for key, wanted in refused.items() if wanted):
+            raise ValueError(f"[simulation] sharing = 'equal': not with {key} so far; valid: sharing = 'turns'")
 
     def _check_changes(self) -> None:
         """Raises ValueError unless the job is one after each change, too, with the same roles and optimiser."""

@@ -70,6 +70,17 @@ class LayerCost(Table):
 _WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slowdown_s")
 
 
+def _dotted(entry: Any) -> Any:
+    """Tables of keys as keys with the table's name before them."""
+    if not isinstance(entry, dict):
+        return entry
+    flat: dict[str, Any] = {}
+    for table, keys in entry.items():
+        table_of = isinstance(keys, dict) and "." not in table
+        flat |= {f"{table}.{key}": value for key, value in keys.items()} if table_of else {table: keys}
+    return flat
+
+
 DEFAULTS = "defaults"
 """Names the costs that stand in `SimulationTable`, also where others were measured."""
 
@@ -86,7 +97,7 @@ class SimulationTable(Table):
 
     costs: str | None = Field(
         None,
-        description="where times come from that the job does not set: a preset (crossbow, p775, wan), a file of "
+        description="where times come from that the job does not set: a preset (crossbow, p775, ralp, wan), a file of "
         "`rudra calibrate`, or defaults; default: what `rudra calibrate` measured here for this model, else defaults",
     )
     compute_s: float | dict[int, float] = Field(
@@ -113,6 +124,21 @@ class SimulationTable(Table):
     )
     servers_on_first_node: bool = Field(
         False, description="true: servers share the node of the first learners; false: they have a node of their own"
+    )
+    sharing: Literal["turns", "equal"] = Field(
+        "turns",
+        description="turns: a link carries one tensor at a time; equal: all that cross it, at equal rates, as streams "
+        "of TCP do",
+    )
+    machines: tuple[int, ...] = Field(
+        (),
+        description="machine of each node: of those with learners, and then of each that servers have of their own; "
+        "nodes of one machine share its link, also with jobs beside; default: each node is a machine",
+    )
+    beside: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="list of tables, each of the keys in which one more job differs from this one, as `table.key = "
+        "value`: it trains beside this one, on the same machines, for as long as this one does",
     )
     node_slowdown: float = Field(
         0.0,
@@ -172,6 +198,19 @@ class SimulationTable(Table):
     batching: Literal["none", "big-batch", "vmap"] = Field(
         "none", description="compute the gradients of several learners together: faster, but changes bits"
     )
+
+    @field_validator("beside", mode="before")
+    @classmethod
+    def _keys_of_tables(cls, value: Any) -> Any:
+        """TOML reads `model.name = "lenet"` as a table in a table."""
+        return [_dotted(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    @field_validator("machines")
+    @classmethod
+    def _numbers(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if value and min(value) < 0:
+            raise ValueError(f"has a machine {min(value)}; valid: 0 or more")
+        return value
 
     @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")
     @classmethod

@@ -597,7 +597,7 @@ class TopologyTable(Table):
     )
     options: dict[str, Any] = Field(
         {},
-        description="sharded: shards; adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, "
+        description="sharded: shards, apart; adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, "
         "reduction, server; replicas: groups, reduction, server; hierarchical: blocks, reduction; or those of your "
         "own topology",
     )

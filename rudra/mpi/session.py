@@ -6,6 +6,7 @@ Set-up is agreed on: if one rank cannot load its data or build its model, all of
 import ctypes
 import gc
 import json
+import mmap
 import os
 import signal
 import socket
@@ -408,12 +409,19 @@ class _Session:
         """Maps what other ranks of this node have for buffers, and has them map what this one has."""
         reads_gpus = any(executor.direct for executor in self._executors.values())
         if self._near and not self._node.allreduce(reads_gpus, MPI.MAX):
-            rooms = RESERVED * sum(executor.largest * 6 + executor.tail for executor in self._executors.values())
+            rooms = sum(
+                (executor.largest * 6 + executor.tail + 2 * mmap.ALLOCATIONGRANULARITY) * self._most_buffers(role)
+                for role, executor in self._executors.items()
+            )
             failure = self._arena.meet(self._node, self._comm.rank, rooms)
             if failure and self._node.rank == 0:
                 host = f"node memory cannot be had on {socket.gethostname()}"
                 log.warning(f"{host} ({failure}): its ranks exchange messages instead, which is slower")
         self._node.Free()
+
+    def _most_buffers(self, role: int) -> int:
+        """That a role may have at a time: a stage server has three for each learner."""
+        return RESERVED + 3 * len(self._plan.learners) * self._plan.about(role).concludes
 
     def _share_window(self) -> None:
         """Gives the workers of a node, and their coordinator, one memory for the weights, if the job says so."""

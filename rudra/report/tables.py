@@ -184,7 +184,7 @@ def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 def _fitted(run: Run, paper: Mapping[str, Any], key: str) -> str:
     """Says it where the paper's time, or what follows from it, fixed a constant of the preset that the run used."""
-    if key not in _TIMES or run.job.get("simulation.costs") not in {"p775", "crossbow"}:
+    if key not in _TIMES or run.job.get("simulation.costs") not in {"p775", "crossbow", "ralp"}:
         return ""
     told = f"fitted ({paper['fitted']}): no evidence" if "fitted" in paper else ""
     base = f"against a time that is fitted ({paper['base_fitted']})" if "base_fitted" in paper else ""

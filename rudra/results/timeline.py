@@ -8,7 +8,7 @@ import gzip
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,6 +81,8 @@ def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> I
             value = {"mean staleness": _finite(row["mean_staleness"])}
             yield {"ph": "C", "name": "mean staleness", "pid": span["pid"], "ts": span["ts"], "args": value}
         progress(len(rows))
+    if plan.stage is not None:
+        yield from _stages(results, plan, threads, progress)
     for rows in results.pieces("epochs"):
         tested = rows[np.isfinite(rows["evaluation_began_s"])]
         for row, marks in zip(tested, _moments(tested["evaluation_began_s"], tested["evaluation_s"]), strict=True):
@@ -88,11 +90,48 @@ def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> I
             yield from threads[plan.statistics].spans(("evaluation",), marks, about)
 
 
+def _stages(
+    results: Results, plan: Plan, threads: Mapping[int, "_Thread"], progress: Callable[[int], object]
+) -> Iterator[TraceEvent]:
+    """Mini-batches at the stage server, with an arrow from their learner when they had come, and back when done."""
+    assert plan.stage is not None
+    names = ("learner", "step", "timestamp", "front", "staleness", "wait_s")
+    number = 0
+    for rows in _by_update(results.pieces("stages")):
+        ordered = rows[np.argsort(rows["time_s"], kind="stable")]  # as computed: rows of an update are in learner order
+        came = np.rint((ordered["time_s"] - ordered["wait_s"]) * 1e9).astype(np.int64).tolist()
+        for row, there, marks in zip(ordered, came, _moments(ordered["time_s"], ordered["compute_s"]), strict=True):
+            (span,) = threads[plan.stage].spans(("conclude",), marks, {name: _finite(row[name]) for name in names})
+            yield span
+            learner = threads[plan.learners[row["learner"]]].place
+            stage, end = threads[plan.stage].place, span["ts"] + span["dur"]
+            for name, begin, source, stop, to in (
+                ("activations", there / 1e3, learner, span["ts"], stage),
+                ("returned", end, stage, end, learner),
+            ):
+                yield {"ph": "s", "name": name, "cat": name, "id": number, **source, "ts": begin}
+                yield {"ph": "f", "bp": "e", "name": name, "cat": name, "id": number, **to, "ts": max(begin, stop)}
+                number += 1
+        progress(len(rows))
+
+
+def _by_update(pieces: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
+    """The rows in pieces that each have whole updates."""
+    left: NDArray[np.void] | None = None
+    for piece in pieces:
+        rows = piece if left is None else np.concatenate([left, piece])
+        last = int(np.searchsorted(rows["timestamp"], rows["timestamp"][-1])) if len(rows) else 0
+        yield rows[:last]
+        left = rows[last:]
+    if left is not None:
+        yield left
+
+
 class _Thread:
     """The timeline of one role."""
 
     def __init__(self, rank: int, role: int) -> None:
-        self._place = {"pid": rank, "tid": role}
+        self.place = {"pid": rank, "tid": role}
         self._end = 0
 
     def spans(self, names: Sequence[str], marks: Sequence[int], about: dict[str, Any]) -> Iterator[TraceEvent]:
@@ -110,7 +149,7 @@ class _Thread:
         for name, begin, end in zip(names, marks, marks[1:], strict=False):
             if end > begin or name == names[0]:
                 times = {"ts": (begin + late) / 1e3, "dur": (end - begin) / 1e3}
-                yield {"ph": "X", "name": name, "cat": name, **self._place, **times, "args": about}
+                yield {"ph": "X", "name": name, "cat": name, **self.place, **times, "args": about}
         self._end = marks[-1] + late
 
 

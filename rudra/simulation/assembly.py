@@ -7,14 +7,17 @@ from rudra import roles
 from rudra.compute.schedule import phases_of
 from rudra.core.events import Save
 from rudra.core.layout import Placed
-from rudra.core.messages import tensor_bytes
+from rudra.core.messages import tail_bytes, tensor_bytes
 from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
+from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.roles import Machine
-from rudra.simulation.costs import CostModel, paces_of
+from rudra.simulation.beside import ENDLESS, Unrecorded, job_beside
+from rudra.simulation.costs import CostModel, paces_of, places
 from rudra.simulation.driver import Check, RowSink, Simulation
 from rudra.simulation.regrouping import Make
+from rudra.simulation.tensors import make_cluster
 from rudra.simulation.timing_only import Tensors
 from rudra.simulation.windows import Windows
 from topologies import Plan
@@ -65,8 +68,9 @@ def assemble(
     save: Callable[[int, Save], None] | None = None,
     check: Check | None = None,
     placed: Placed | None = None,
+    beside: Simulation | None = None,
 ) -> Simulation:
-    """A simulation of a job, ready to run.
+    """A simulation of a job, ready to run, with the jobs beside it.
 
     Args:
         job: resolved, with its costs read in.
@@ -79,9 +83,10 @@ def assemble(
         save: see `Simulation`, as is the next.
         check: called after every event.
         placed: the pieces of a model of which a stage server has the last layers.
+        beside: the simulation that this one is beside.
 
     Raises:
-        ConfigError: the job's schedule gives no rates.
+        ConfigError: the job's schedule gives no rates, or a job beside it is none.
     """
     phases = phases_of(job, plan, training_samples)
     machines, make = machines_of(phases, training_samples, position)
@@ -99,7 +104,21 @@ def assemble(
         price=price,
         save=save,
         check=check,
+        beside=beside,
     )
     if plan.window:
         Windows(simulation, job, plan)
+    for number in range(len(job.simulation.beside)):
+        try:
+            _put_beside(simulation, job_beside(job, number))
+        except ConfigError as error:
+            raise ConfigError(f"[simulation] beside, table {number + 1}: {error}") from None
     return simulation
+
+
+def _put_beside(simulation: Simulation, job: Job) -> None:
+    """Has the roles of another job begin when these do, on the same machines."""
+    plan = job.plan(places(job))
+    cluster = make_cluster(job, plan)
+    sizes = {"training_samples": ENDLESS, "size_bytes": cluster.size * 4 + tail_bytes(1)}
+    assemble(job, plan, cluster.tensors, Unrecorded(), **sizes, placed=cluster.placed, beside=simulation)

@@ -142,7 +142,7 @@ class CostModel:
         for place, owner in enumerate((*plan.owners, *plan.stages[1:])):
             if node[owner] == ELSEWHERE:  # each has a node, and a link, of its own
                 node[owner] -= place
-        self.node = tuple(node)
+        self.node = _on_machines(node, table.machines) if table.machines else tuple(node)
         self.compute_s = self._compute_times(minibatch_size, shares)
         self._local_s: dict[type[Local], tuple[float, float]] = {
             Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
@@ -329,7 +329,11 @@ def load(job: Job) -> Job:
         raise ConfigError(f"{path}: models must be tables [models.NAME], of keys of [simulation]")
     keys.pop("measured", None)  # what a calibration says of itself
     model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
-    own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found}
+    beside = [
+        {f"simulation.{key}": value for key, value in models.get(each.get("model.name"), {}).items()} | each
+        for each in table.beside
+    ]
+    own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found, "beside": beside}
     if models and model not in models and "compute_s" not in keys | own:
         raise ConfigError(f"{path}: has no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
     try:
@@ -416,6 +420,25 @@ def places(job: Job) -> list[int]:
     alone = 1 if job.weights.at == "window" else ranks
     count = alone if count is None else min(count, ranks)
     return [i // each * count // ranks for i in range(learners)]
+
+
+def _on_machines(nodes: Sequence[int], machines: Sequence[int]) -> tuple[int, ...]:
+    """The machine of each role.
+
+    Args:
+        nodes: of the roles; those that servers have of their own are -1, -2 and so on.
+        machines: of the nodes, theirs at the end.
+
+    Raises:
+        ConfigError: there are more or fewer nodes.
+    """
+    learning, own = max(nodes) + 1, -min(0, *nodes)
+    if len(machines) != learning + own:
+        raise ConfigError(
+            f"[simulation] machines has {len(machines)} numbers; valid: {learning} of the nodes with learners, and "
+            f"{own} of those that servers have of their own"
+        )
+    return tuple(machines[node if node >= 0 else learning - 1 - node] for node in nodes)
 
 
 _NOTHING = (0.0, 0.0)

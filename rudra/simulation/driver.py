@@ -80,6 +80,7 @@ class Simulation:
         price: what things cost from a position on, where that changes.
         save: called with a role and its `Save`, to keep what a checkpoint holds; by default nothing is kept.
         check: called after every event.
+        beside: another simulation, with whose roles these share time and the links of machines.
 
     Attributes:
         plan: who is who.
@@ -105,6 +106,7 @@ class Simulation:
         price: Callable[[TrainingState], CostModel] | None = None,
         save: Callable[[int, Save], None] | None = None,
         check: Check | None = None,
+        beside: "Simulation | None" = None,
     ) -> None:
         self._saver, self._check = save, check
         self.plan, self.tensors, self.costs = plan, tensors, costs
@@ -113,8 +115,12 @@ class Simulation:
         self._cores, self._pieces = costs.table.cores_per_node, costs.pieces
         self._planned, self._performed = tensors.planned, tensors.perform
         self.actors: dict[int, Actor] = {}
-        self.queue = queue = EventQueue()
-        self.network = network = Network(queue, self.actors, costs, tensors, size_bytes, gradient_share)
+        self._beside: list[Simulation] = []
+        if beside is not None:
+            beside._beside.append(self)
+        self.queue = queue = EventQueue() if beside is None else beside.queue
+        there = None if beside is None else beside.network
+        self.network = network = Network(queue, self.actors, costs, tensors, size_bytes, gradient_share, there)
         self._heap, self._first, self._later = queue.heap, queue.first, queue.later
         self.do: dict[type[Action], Callable[[Actor, Any, float], None]] = {
             Send: network.send,
@@ -170,7 +176,7 @@ class Simulation:
         return self.queue.now
 
     def run(self) -> float:
-        """Runs until every role has halted.
+        """Runs until every role has halted; simulations beside it are then given up.
 
         Returns:
             The virtual time at the end, in seconds.
@@ -202,6 +208,8 @@ class Simulation:
             self.queue.at(0.0, actor.take, actor, Started())
             if actor.machine.tick_s is not None:
                 self._later(actor.machine.tick_s, self.tick, actor, None)
+        for other in self._beside:
+            other.start()
 
     def tick(self, actor: Actor, _: None) -> None:
         """Lets a role know that time passes, and again after a while."""
@@ -350,6 +358,8 @@ class Simulation:
         actor.halted = True
         actor.handle = _ignore
         self.code = max(self.code, action.code)
+        if self._beside and all(each.halted for each in self.actors.values()):
+            self.queue.heap.clear()
 
 
 def _checked(machine: Machine, check: Check) -> Callable[[Event, float], list[Action]]:

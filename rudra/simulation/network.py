@@ -7,6 +7,8 @@ ports are free. How long everything takes comes from a cost model (`rudra.simula
 from collections.abc import Mapping, Sequence
 from heapq import heappush
 from itertools import pairwise
+from math import inf
+from typing import Any
 
 import msgspec
 
@@ -14,35 +16,39 @@ from rudra.core.events import Receive, Received, Reduce, Reduced, Send, Sent, Wi
 from rudra.core.messages import GRADIENTS
 from rudra.simulation.actor import Actor, Offer
 from rudra.simulation.costs import CostModel, Link
-from rudra.simulation.queue import EventQueue, Scheduled
+from rudra.simulation.links import Port, Ports, SharedLinks
+from rudra.simulation.queue import Call, EventQueue, Scheduled
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
-
-
-class Port:
-    """One direction of a link: one tensor at a time."""
-
-    __slots__ = ("free_at",)
-
-    def __init__(self) -> None:
-        self.free_at = 0.0
 
 
 class Route:
     """From one role to another; control messages do not overtake each other on it."""
 
-    __slots__ = ("blocking", "delivered_at", "into", "latency_s", "out", "receiver", "sender", "transfer_s")
+    __slots__ = (
+        "between",
+        "blocking",
+        "bytes_per_s",
+        "delivered_at",
+        "into",
+        "latency_s",
+        "out",
+        "receiver",
+        "sender",
+        "transfer_s",
+    )
 
-    def __init__(
-        self, sender: Actor, receiver: Actor, link: Link, size_bytes: float, ports: dict[tuple[str, str, int], Port]
-    ) -> None:
+    def __init__(self, sender: Actor, receiver: Actor, link: Link, size_bytes: float, ports: Ports, own: Ports) -> None:
         self.sender, self.receiver = sender, receiver
         self.latency_s = link.latency_s
         self.transfer_s = size_bytes * link.seconds_per_byte
-        self.out = ports.setdefault(("out", *link.out), Port())
-        self.into = ports.setdefault(("into", *link.into), Port())
+        self.bytes_per_s = rate = 1 / link.seconds_per_byte if link.seconds_per_byte else inf
+        self.between = link.out[0] == "node"
+        of = ports if self.between else own
+        self.out = of.setdefault(("out", *link.out), Port(rate))
+        self.into = of.setdefault(("into", *link.into), Port(rate))
         # Of servers whose calls block, both ways are one.
-        self.blocking = [ports.setdefault(("both", *end), Port()) for end in link.blocking]
+        self.blocking = [own.setdefault(("both", *end), Port(rate)) for end in link.blocking]
         self.delivered_at = 0.0
 
 
@@ -56,9 +62,12 @@ class Network:
         tensors: told what happens to them.
         size_bytes: of one tensor on the wire.
         gradient_share: size of a gradient on the wire, as a fraction of that.
+        beside: the network of another job on the same machines.
 
     Attributes:
         plan: who is who.
+        ports: of the machines.
+        links: what crosses them at the same time, where they are shared; None: tensors cross in turns.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class Network:
         tensors: Tensors,
         size_bytes: int,
         gradient_share: float,
+        beside: "Network | None" = None,
     ) -> None:
         self.plan: Plan = costs.plan
         self._queue, self._heap, self._first = queue, queue.heap, queue.first
@@ -80,7 +90,10 @@ class Network:
         self._latency_jitter_s = costs.table.latency_jitter_s
         latencies = {costs.table.latency_s, costs.table.local_latency_s} - {None}
         self._in_order = not self._latency_jitter_s and len(latencies) == 1
-        self._ports: dict[tuple[str, str, int], Port] = {}
+        self.ports: Ports = {} if beside is None else beside.ports
+        self._own: Ports = {}  # of roles
+        shared = beside.links if beside is not None else SharedLinks(queue)
+        self.links = shared if costs.table.sharing == "equal" else None
         self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
 
     # What roles do.
@@ -136,20 +149,50 @@ class Network:
         if len(here) < len(members):
             return
         del self._reductions[key]
+        seconds = self._costs.reduction_s(members, self._size_bytes)
+        about = (self._reduced, members, {role: here[role] for role in members})
         pairs = [(self._actors[a], b) for a, b in pairwise(members)]
         routes = [a.routes.get(b) or self._route(a, b) for a, b in pairs]
+        if self.links is not None:
+            self._share(routes, time, seconds, about)
+            return
         ports = [port for route in routes for port in (route.out, route.into)]
-        end = max([time, *(port.free_at for port in ports)]) + self._costs.reduction_s(members, self._size_bytes)
+        end = max([time, *(port.free_at for port in ports)]) + seconds
         for port in ports:
             port.free_at = end
-        self._queue.at(end, self._reduced, members, {role: here[role] for role in members})
+        self._queue.at(end, *about)
+
+    def _share(self, routes: Sequence[Route], time: float, seconds: float, about: tuple[Call, Any, Any]) -> None:
+        """A collective crosses its members' links beside what else does; alone it takes so many seconds.
+
+        What goes from each machine to the next one is as if it filled these links.
+        """
+        assert self.links is not None
+        ends = [(route.out, route.into, route.bytes_per_s) for route in routes if route.between]
+        if ends:  # and from the last machine to the first
+            first, last = routes[0].sender.role, routes[-1].receiver
+            back = last.routes.get(first) or self._route(last, first)
+            ends += [(back.out, back.into, back.bytes_per_s)] if back.between else []
+        if not ends or not seconds or inf in {rate for *_, rate in ends}:
+            self._queue.at(time + seconds, *about)
+            return
+        left = [len(ends)]
+
+        def arrived(left: list[int], about: tuple[Call, Any, Any]) -> None:
+            left[0] -= 1
+            if not left[0]:
+                what, whom, them = about
+                what(whom, them)
+
+        for out, into, rate in ends:
+            self.links.send(time, (out, into), seconds * rate, (arrived, left, about))
 
     # What follows.
 
     def _route(self, actor: Actor, to: int) -> Route:
         link = self._costs.link(actor.role, to)
         size_bytes = self._size_bytes * self._costs.travelling(actor.role, to)
-        route = actor.routes[to] = Route(actor, self._actors[to], link, size_bytes, self._ports)
+        route = actor.routes[to] = Route(actor, self._actors[to], link, size_bytes, self.ports, self._own)
         return route
 
     def _offer(self, receiver: Actor, offer: Offer) -> None:
@@ -168,8 +211,14 @@ class Network:
             offered[source] = [offer]
 
     def _transfer(self, route: Route, send: Send, receive: Receive, time: float) -> None:
-        """Occupies both ports, from when both are free."""
+        """Occupies both ports, from when both are free, or crosses them beside what else does."""
         out, into = route.out, route.into
+        if self.links is not None:
+            seconds = route.transfer_s * (self._gradient_share if send.message.kind in GRADIENTS else 1.0)
+            if seconds:
+                ends, about = (out, into), (self._deliver, route, (send, receive))
+                self.links.send(time, ends, seconds * route.bytes_per_s, about)
+                return
         if out.free_at > time:
             time = out.free_at
         if into.free_at > time:

@@ -55,13 +55,27 @@ def choose_cut(job: Job, ranks: int | None = None) -> str | None:
     layers = _layers(job)
     if rule == "auto":
         layers = _timed(layers, known(table, size) or profile(job).with_loss, rule)
-    link = (table.bandwidth_bytes_per_s, table.latency_s)
-    cluster = Cluster(job.learners, size, *link, servers=job.placement.servers)
-    decision = choose(rule, layers, cluster)
+    decision = choose(rule, layers, cluster_of(job, table), against=("server",))  # which a job without a cut has
     cut = None if decision.cut is None else decision.cut.name
     chosen = "places no layers" if cut is None else f"chooses {cut!r}"
     log.info(f"{job.name}: [placement] cut = {rule!r} {chosen}: {decision.why}")
     return cut
+
+
+def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> Cluster:
+    """Who takes part in a step of a job, with these costs."""
+    near = table.servers_on_first_node  # the machines of the servers are the last ones
+    together = near or (len(table.machines) > 1 and table.machines[-1] == table.machines[-2])
+    return Cluster(
+        job.learners,
+        job.training.minibatch_size,
+        table.bandwidth_bytes_per_s,
+        table.latency_s,
+        back_speed,
+        job.placement.servers,
+        together,
+        table.sharing,
+    )
 
 
 def _layers(job: Job) -> tuple[Layer, ...]:

@@ -7,10 +7,52 @@ Source: Park et al., RALP, §3 and Table 1, whose TensorFlow benchmarks these ar
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from rudra.core.placement import Layer
 
 _FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Worked(Layer):
+    """A layer, and what it has to do for one sample on the way forward.
+
+    Attributes:
+        operations: multiplications and additions.
+        input_bytes: that it reads.
+    """
+
+    operations: int = 0
+    input_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What computes, and how fast.
+
+    Attributes:
+        operations_per_s: that it reaches.
+        bytes_per_s: that its memory moves.
+        step_s: of each mini-batch, whatever its size.
+    """
+
+    operations_per_s: float
+    bytes_per_s: float
+    step_s: float = 0.0
+
+    def timed(self, layers: Sequence[Worked], minibatch_size: int) -> list[Worked]:
+        """The layers with their times: arithmetic or memory, whichever takes longer; backward twice as long as forward.
+
+        What a mini-batch takes whatever it is belongs to the first.
+        """
+        found = []
+        for layer in layers:
+            moved = layer.parameters_bytes + minibatch_size * (layer.input_bytes + layer.output_bytes)
+            seconds = max(minibatch_size * layer.operations / self.operations_per_s, moved / self.bytes_per_s)
+            fixed_s = 0.0 if found else self.step_s
+            found.append(replace(layer, forward_s=seconds + fixed_s, backward_s=2 * seconds))
+        return found
 
 
 class _Net:
@@ -21,30 +63,32 @@ class _Net:
     """
 
     def __init__(self, side: int, channels: int = 3) -> None:
-        self.layers: list[Layer] = []
+        self.layers: list[Worked] = []
         self.channels, self.rows, self.columns = channels, side, side
 
     def convolution(
         self, outputs: int, kernel: int | tuple[int, int], stride: int = 1, *, same: bool = True, cut: bool = True
     ) -> "_Net":
         high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
-        parameters = (high * wide * self.channels + 1) * outputs
+        given, parameters = self._output_bytes(), (high * wide * self.channels + 1) * outputs
         self._shape(outputs, high, wide, stride, same=same)
-        return self._add("convolution", parameters, cut=cut)
+        return self._add("convolution", parameters, given, 2 * parameters * self.rows * self.columns, cut=cut)
 
     def pool(self, kernel: int = 2, stride: int = 2, *, same: bool = False, cut: bool = True) -> "_Net":
+        given = self._output_bytes()
         self._shape(self.channels, kernel, kernel, stride, same=same)
-        return self._add("pool", 0, cut=cut)
+        return self._add("pool", 0, given, cut=cut)
 
     def mean(self) -> "_Net":
+        given = self._output_bytes()
         self.rows = self.columns = 1
-        return self._add("pool", 0)
+        return self._add("pool", 0, given)
 
     def linear(self, *outputs: int) -> "_Net":
         for count in outputs:
-            parameters = (self.channels * self.rows * self.columns + 1) * count
+            given, parameters = self._output_bytes(), (self.channels * self.rows * self.columns + 1) * count
             self.channels, self.rows, self.columns = count, 1, 1
-            self._add("linear", parameters)
+            self._add("linear", parameters, given, 2 * parameters)
         return self
 
     def branches(self, *columns: Sequence[tuple[str, int, int | tuple[int, int], int, bool]]) -> "_Net":
@@ -67,8 +111,7 @@ class _Net:
 
     def _joined(self) -> "_Net":
         """Makes the last layer one that all of the model's data cross."""
-        last = self.layers.pop()
-        self.layers.append(Layer(last.name, last.kind, last.parameters_bytes, self._output_bytes()))
+        self.layers[-1] = replace(self.layers[-1], output_bytes=self._output_bytes(), cut=True)
         return self
 
     def _shape(self, channels: int, high: int, wide: int, stride: int, *, same: bool) -> None:
@@ -76,33 +119,34 @@ class _Net:
         rows, columns = (self.rows, self.columns) if same else (self.rows - high + 1, self.columns - wide + 1)
         self.rows, self.columns = -(-rows // stride), -(-columns // stride)
 
-    def _add(self, kind: str, parameters: int, *, cut: bool = True) -> "_Net":
-        name = f"{kind}{sum(layer.kind == kind for layer in self.layers) + 1}"
-        self.layers.append(Layer(name, kind, _FLOAT * parameters, self._output_bytes(), cut=cut))
+    def _add(self, kind: str, parameters: int, given: int, operations: int = 0, *, cut: bool = True) -> "_Net":
+        name, made = f"{kind}{sum(layer.kind == kind for layer in self.layers) + 1}", self._output_bytes()
+        about = {"cut": cut, "operations": operations, "input_bytes": given}
+        self.layers.append(Worked(name, kind, _FLOAT * parameters, made, **about))  # type: ignore[arg-type]
         return self
 
     def _output_bytes(self) -> int:
         return _FLOAT * self.channels * self.rows * self.columns
 
 
-def alexnet(classes: int) -> list[Layer]:
+def alexnet(classes: int) -> list[Worked]:
     net = _Net(227).convolution(64, 11, 4, same=False).pool(3).convolution(192, 5).pool(3)  # 224, padded
     net.convolution(384, 3).convolution(384, 3).convolution(256, 3).pool(3)
     return net.linear(4096, 4096, classes).layers
 
 
-def lenet(classes: int) -> list[Layer]:
+def lenet(classes: int) -> list[Worked]:
     return _Net(28).convolution(32, 5).pool().convolution(64, 5).pool().linear(512, classes).layers
 
 
-def overfeat(classes: int) -> list[Layer]:
+def overfeat(classes: int) -> list[Worked]:
     net = _Net(231).convolution(96, 11, 4, same=False).pool().convolution(256, 5, same=False).pool()
     net.convolution(512, 3).convolution(1024, 3).convolution(1024, 3).pool()
     return net.linear(3072, 4096, classes).layers
 
 
-def _vgg(counts: Sequence[int]) -> Callable[[int], list[Layer]]:
-    def layers(classes: int) -> list[Layer]:
+def _vgg(counts: Sequence[int]) -> Callable[[int], list[Worked]]:
+    def layers(classes: int) -> list[Worked]:
         net = _Net(224)
         for count, outputs in zip(counts, (64, 128, 256, 512, 512), strict=True):
             for _ in range(count):
@@ -113,7 +157,7 @@ def _vgg(counts: Sequence[int]) -> Callable[[int], list[Layer]]:
     return layers
 
 
-def resnet50(classes: int) -> list[Layer]:
+def resnet50(classes: int) -> list[Worked]:
     """The convolution of a short cut stands before those of its block."""
     net = _Net(224).convolution(64, 7, 2).pool(3, same=True)
     for stage, count in enumerate((3, 4, 6, 3)):
@@ -128,7 +172,7 @@ def resnet50(classes: int) -> list[Layer]:
     return net.mean().linear(classes).layers
 
 
-def googlenet(classes: int) -> list[Layer]:
+def googlenet(classes: int) -> list[Worked]:
     net = _Net(224).convolution(64, 7, 2).pool(3, same=True).convolution(64, 1).convolution(192, 3).pool(3, same=True)
     modules = (
         *((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64), None),
@@ -150,7 +194,7 @@ def googlenet(classes: int) -> list[Layer]:
     return net.mean().linear(classes).layers
 
 
-def inception3(classes: int) -> list[Layer]:
+def inception3(classes: int) -> list[Worked]:
     net = _Net(299).convolution(32, 3, 2, same=False).convolution(32, 3, same=False).convolution(64, 3)
     net.pool(3).convolution(80, 1).convolution(192, 3, same=False).pool(3)
     for pooled in (32, 64, 64):
@@ -194,7 +238,7 @@ def _pooled(*convolutions: tuple[int, int | tuple[int, int]]) -> list[_Entry]:
     return [("pool", 0, 3, 1, True), *_column(*convolutions)]
 
 
-NETWORKS: dict[str, tuple[Callable[[int], list[Layer]], int]] = {
+NETWORKS: dict[str, tuple[Callable[[int], list[Worked]], int]] = {
     "AlexNet": (alexnet, 512),
     "GoogLeNet": (googlenet, 32),
     "Inception-v3": (inception3, 32),

@@ -8,7 +8,7 @@ from rudra.core.placement import THRESHOLD, Cluster, Cut, Decision, Layer, Rule,
 from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.simulation import costs
-from rudra.simulation.placing import known
+from rudra.simulation.placing import cluster_of, known
 from rudra.simulation.profile import profile
 
 RULES: tuple[Rule, ...] = ("ralp", "auto")
@@ -57,14 +57,7 @@ def place(
     """
     table = costs.load(job).simulation
     layers = known(table, job.training.minibatch_size) or profile(job, seconds=seconds).with_loss
-    cluster = Cluster(
-        job.resolved().learners,
-        job.training.minibatch_size,
-        table.bandwidth_bytes_per_s,
-        table.latency_s,
-        back_speed,
-        job.placement.servers,
-    )
+    cluster = cluster_of(job.resolved(), table, back_speed)
     decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}
     return Placement(job.name, layers, cluster, threshold, decisions)
 

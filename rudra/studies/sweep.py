@@ -13,6 +13,7 @@ import json
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,20 +22,22 @@ from typing import Any, Literal
 from protocols import Averaging, Hogbatch
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
-from rudra.job.job import Job
-from rudra.job.jobfiles import PAPER, Change, parsed, read_job, read_toml
+from rudra.job.job import Job, named
+from rudra.job.jobfiles import PAPER, Change, flattened, parsed, read_job, read_toml
 from rudra.job.tables import PLACEMENT_RULES, kinds_of
 from rudra.machine import cores
 from rudra.simulation import costs
 
 FORMAT = 1
 _SYMBOLS = {
+    "model.name": "{}",
     "training.minibatch_size": "μ = {}",
     "cluster.learners": "λ = {}",
     "protocol.n": "n = {}",
     "protocol.name": "{}",
     "optimizer.learning_rate": "α0 = {}",
     "topology.name": "{}",
+    "simulation.machines": "",
 }
 _PAPERS = {"async": "softsync"}  # its λ-softsync
 _LONGEST_NAME = 120  # of a file, without what makes it unique
@@ -214,8 +217,25 @@ def _point(
             job = job.with_(cluster={"learners": job.cluster.learners or 4})
     except ConfigError as error:
         raise ConfigError(f"point {name}: {error}") from None
-    label = ", ".join(_SYMBOLS.get(k, k.rpartition(".")[2] + " {}").format(_text(v)) for k, v in overrides.items())
-    return Point(dict(overrides), job, _file_name(name), label)
+    said = (_SYMBOLS.get(k, k.rpartition(".")[2] + " {}").format(_said(k, v)) for k, v in overrides.items())
+    return Point(dict(overrides), job, _file_name(name), ", ".join(filter(None, said)))
+
+
+def _said(key: str, value: Any) -> str:
+    """A value as it stands in figures."""
+    if key == "model.name":
+        return _text(value).rpartition(":")[2]
+    if key == "simulation.beside":
+        kinds = Counter(_kind_beside(keys) for keys in value)
+        return " and ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return _text(value)
+
+
+def _kind_beside(keys: Mapping[str, Any]) -> str:
+    """Model and form of a job beside, where they are not those of the other."""
+    keys = flattened(keys)
+    model = _said("model.name", keys.get("model.name", "")) or "alike"
+    return model if "placement.cut" not in keys else f"{model} {'placed' if keys['placement.cut'] else 'whole'}"
 
 
 def _short_keys(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,6 +298,8 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
         "modulation": modulation,
         "topology": job.topology.name,
         "nodes": job.simulation.nodes,
+        "model": _said("model.name", named(job.model.name)),
+        **_beside(job),
         "merged": job.placement.given,
         "momentum": job.optimizer.momentum,
         "learning_rate": job.optimizer.learning_rate,
@@ -288,6 +310,15 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
         ours |= {"period": protocol.period, "outer_momentum": protocol.outer.momentum}
     told = {"modulation": protocol.default_modulation, "topology": "base", **row}
     return all(told[key] == value for key, value in ours.items() if key in told)
+
+
+def _beside(job: Job) -> dict[str, Any]:
+    """Model and form of the last of the jobs beside; "" is a model like the job's own, "nobody" that there are none."""
+    if not job.simulation.beside:
+        return {"beside": "nobody", "beside_merged": None}
+    keys = job.simulation.beside[-1]
+    model = _said("model.name", keys.get("model.name", ""))
+    return {"beside": model, "beside_merged": bool(keys.get("placement.cut", job.placement.given))}
 
 
 def _finished(file: Path) -> tuple[str, dict[str, Any]] | None:

@@ -49,6 +49,32 @@ def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_h
     assert replays(output)
 
 
+def test_a_step_sends_the_activations_and_the_first_layers_of_each_learner_and_back_to_the_byte(tmp_path: Path) -> None:
+    """2 W (O + P), as ralp.txt §4.3 counts: three learners, mini-batches of two, nine numbers cross, 189 in front."""
+    told = tmp_path / "told"
+    told.mkdir()
+    job, output = job_file(tmp_path, "hardsync", more=SYNCHRONOUS), tmp_path / "out.h5"
+    text = job.read_text().replace("user_code:dropping", "user_code:counted")
+    options = f'options.told = "{told}"\n[data]'
+    job.write_text(text.replace("[data]", options, 1).replace("epochs = 5", "epochs = 1").replace("[1, 2]", "[]"))
+    code, _, err = finish(start("run", job, "--output", output))
+    assert code == 0, err
+    sent = [line.split() for file in told.iterdir() for line in file.read_text().splitlines()]
+    with rudra.open_results(output) as results:
+        steps = len(results.updates)
+    tensors = {kind: sum(int(floats) for each, floats in sent if each == kind) for kind, _ in sent}
+    front, crossing = 4 * (20 + 1) * 9, 4 * 2 * 9
+    for kind in ("SNAPSHOT", "WEIGHTS_PART"):  # of tests and of the end: of no step
+        tensors.pop(kind, None)
+    assert tensors == {
+        "WEIGHTS": steps * 3 * front,
+        "GRADIENT": steps * 3 * front,
+        "ACTIVATIONS": steps * 3 * crossing,
+        "RETURNED": steps * 3 * crossing,
+    }
+    assert sum(tensors.values()) == steps * 2 * 3 * (front + crossing)
+
+
 BY_RULE = '[placement]\ncut = "ralp"\nrule = "synchronous"\n'
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import rudra
 from rudra.compute import tasks
+from rudra.compute.executor import Executor
 from rudra.core.events import GRADIENT, Reduce
 from rudra.core.messages import Word
 from rudra.core.records import Gradient
@@ -631,3 +632,18 @@ def staying(comm: Any, directory: Path, there: str) -> dict[str, Any]:
     Path(there).touch()
     time.sleep(600)
     return {}
+
+
+def counted(input_shape: Any, classes: int, told: str) -> nn.Module:
+    """A network of 20, 9 and ten numbers; each rank notes in a directory what tensors it sends."""
+    send = Executor.send
+
+    def noted(executor: Any, name: str, message: Any, to: int, **how: Any) -> Any:
+        wire = send(executor, name, message, to, **how)
+        with (Path(told) / f"{os.getpid()}").open("a") as file:
+            file.write(f"{message.kind.name} {4 * executor.size_of(name)}\n")
+        return wire
+
+    if Executor.send.__name__ == "send":
+        Executor.send = noted  # type: ignore[method-assign]
+    return nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, classes))

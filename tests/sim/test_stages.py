@@ -1,6 +1,6 @@
 """Layers with a stage server: the bits of one server's hardsync, no staleness when merged, and replays of both."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 import rudra
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
+from rudra.simulation.tensors import RealTensors
 
 SYNCHRONOUS = {"cut": 3, "rule": "synchronous"}
 EXPECTED = ("no learner is left", "died before training began", "learner 0 (rank 1) died, and the run cannot go on")
@@ -413,3 +414,33 @@ def test_the_model_says_where_it_can_be_cut(tmp_path: Path, cut: Any, message: s
     with pytest.raises(ConfigError, match=message) as raised:
         rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("learners", "size"), [(1, 4), (3, 4), (4, 2)])
+def test_a_step_sends_what_the_paper_counts_to_the_byte(
+    learners: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 W (O + P) of tensors, as ralp.txt §4.3 has it; messages say more, and draw no targets."""
+    sent: Counter[str] = Counter()
+    transfer = RealTensors.transfer
+
+    def counted(self: RealTensors, source: int, buffer: str, to: int, to_buffer: str) -> None:
+        if to != statistics:  # whose snapshots are of no step
+            sent[buffer.strip(" 0123456789")] += 4 * self.executors[source].size_of(buffer)
+        transfer(self, source, buffer, to, to_buffer)
+
+    monkeypatch.setattr(RealTensors, "transfer", counted)
+    run = digits("mlp", learners, placement={"cut": 3, "rule": "synchronous"})
+    run = run.with_(training={"minibatch_size": size, "evaluate": False})
+    statistics = run.plan().statistics
+    with rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet") as results:
+        steps = len(results.updates)
+    front, crossing = 4 * (64 + 1) * 128, 4 * size * 128
+    each = steps * learners
+    assert sent == {
+        "weights": each * front,
+        "gradient": each * front,
+        "activations": each * crossing,
+        "returned": each * crossing,
+    }
+    assert sent.total() == steps * 2 * learners * (crossing + front)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from traces import check_trace
 import rudra
 from rudra.cli.main import main
 from rudra.core.records import TIMES
+from rudra.results.timeline import _by_update
 
 LEARNERS = 3
 
@@ -23,11 +25,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def simulate(path: Path, **tables: Any) -> Path:
+    protocol = tables.pop("protocol", {"name": "async"})
     job = rudra.Job(
         model={"name": "mlp", "options": {"hidden": [8]}},
         data={"name": "digits", "train_limit": 200, "test_limit": 20},
         training={"epochs": 3, "minibatch_size": 5},
-        protocol={"name": "async"},
+        protocol=protocol,
         cluster={"learners": LEARNERS, "threads_per_rank": 1},
         simulation={"jitter": 0.5, "bandwidth_bytes_per_s": 1e6, "latency_jitter_s": 0.01, "update_s": 0.005},
         **tables,
@@ -57,6 +60,28 @@ def test_a_timeline_holds_the_times_of_the_record(recorded: Path, tmp_path: Path
     row = minibatches[(minibatches["learner"] == 1) & (minibatches["step"] == 0)][0]
     assert first["args"] == {"step": 0, "timestamp": 0, "loss": row["loss"]}
     assert len([event for event in spans if event["name"] == "update"]) == len(updates)
+
+
+@pytest.mark.parametrize(("protocol", "rule"), [("hardsync", "synchronous"), ("async", "merged")])
+def test_activations_are_arrows_to_the_stage_server_and_back(tmp_path: Path, protocol: str, rule: str) -> None:
+    placed = {"protocol": {"name": protocol}, "placement": {"cut": 3, "rule": rule}}
+    path, output = simulate(tmp_path / "run.h5", **placed), tmp_path / "trace.json"
+    assert main(["timeline", str(path), "-o", str(output)]) == 0
+    taken = check_trace(output.read_text(), LEARNERS)
+    with rudra.open_results(path) as results:
+        stages = results.stages
+        pieces = list(_by_update(results.pieces("stages", 7)))
+    assert taken[2 + LEARNERS, "conclude"] == pytest.approx(stages["compute_s"].sum())
+    events = json.loads(output.read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X" and e["name"] == "compute"]
+    for name in ("activations", "returned"):
+        begins, ends = ([e for e in events if e["name"] == name and e["ph"] == phase] for phase in "sf")
+        assert len(begins) == len(ends) == len(stages)
+        for event in begins if name == "activations" else ends:
+            mine = [span for span in spans if span["pid"] == event["pid"]]
+            assert any(s["ts"] - 1 <= event["ts"] <= s["ts"] + s["dur"] + 1 for s in mine), "while the learner computes"
+    assert np.array_equal(np.concatenate(pieces), stages)
+    assert all(len(np.intersect1d(a["timestamp"], b["timestamp"])) == 0 for a, b in pairwise(pieces))
 
 
 def test_a_compressed_timeline_is_the_same(recorded: Path, tmp_path: Path) -> None:

@@ -403,7 +403,7 @@ def test_every_preset_loads(name: str, model_name: str) -> None:
 
 
 def test_clusters_of_papers_are_presets() -> None:
-    assert presets() == ["crossbow", "p775", "wan"]
+    assert presets() == ["crossbow", "p775", "ralp", "wan"]
 
 
 @pytest.mark.parametrize(

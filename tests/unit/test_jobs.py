@@ -150,12 +150,16 @@ def test_a_study_has_the_papers_points(name: str, points: int, matched: int) -> 
 @pytest.mark.parametrize(
     ("name", "points", "matched"),
     [
+        ("figure5b", 6, 6),
         ("figure6", 48, 8),
+        ("figure13", 12, 1),
         ("figure17", 2, 2),
         ("figure18", 2, 2),
         ("figure20", 6, 2),
         ("figure21", 3, 3),
         ("figure28", 48, 4),
+        ("figure29", 48, 4),
+        ("figure30", 72, 6),
         ("figure31", 15, 3),
         ("table3", 120, 3),
     ],

@@ -80,7 +80,14 @@ def test_the_wheel_holds_every_module_job_and_type_marker(wheel: Path) -> None:
     assert presets
     assert presets <= held
     shipped = {name.partition("/share/rudra/jobs/")[2].removesuffix(".toml") for name in held}
-    assert shipped - {""} == {*shipped_jobs(), "rudra/paper", "omnivore/paper", "crossbow/paper", "hogbatch/paper"}
+    assert shipped - {""} == {
+        *shipped_jobs(),
+        "rudra/paper",
+        "omnivore/paper",
+        "crossbow/paper",
+        "hogbatch/paper",
+        "ralp/paper",
+    }
     templates = {name.rpartition("/")[2] for name in held if "/share/rudra/slurm/templates/" in name}
     assert templates == {file.name for file in (ROOT / "slurm" / "templates").iterdir()}
 

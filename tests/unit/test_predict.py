@@ -173,7 +173,10 @@ def test_the_command_shows_a_row_for_each_number_of_learners(capsys: pytest.Capt
     [
         (["--learners", "1,x"], "--learners 1,x: must be whole numbers >= 1 between commas, such as 1,2,4"),
         (["--learners", "0"], "--learners 0: must be whole numbers"),
-        (["--set", "simulation.costs=p776"], "'p776' is neither a file nor a preset; presets: crossbow, p775, wan"),
+        (
+            ["--set", "simulation.costs=p776"],
+            "neither a file nor a preset; presets: crossbow, p775, ralp, wan",
+        ),
         (["--learners", "2,4", "--set", "protocol.n=3"], "n"),
     ],
 )
