@@ -5,6 +5,7 @@ paper's Equation 1 is the skewness of parameter sizes, which is positive for all
 the parameters' positions, which is what is computed here.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -160,7 +161,7 @@ def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
         _Use(sum(layer.forward_s for layer in front)),
         _Use(shipping_s, f"{stage} in", shared=True),
         _Use(back_s, "stage"),
-        _Use(shipping_s, f"{stage} out", shared=shipping_s > back_s),  # else each is through before the next comes
+        _Use(shipping_s, f"{stage} out", first_s=_first_of_s(cluster, shipping_s, back_s)),
         _Use(sum(layer.backward_s for layer in front)),
         _Use(weights_s, "server in"),
     )
@@ -184,11 +185,23 @@ class _Use(NamedTuple):
         seconds: that it takes.
         of: what it occupies meanwhile, which one learner at a time may; empty: each has its own.
         shared: that all learners begin it at one time, so that none is through before all are, if links are shared.
+        first_s: when the first is through, where others do not wait for that; 0: after these seconds.
     """
 
     seconds: float
     of: str = ""
     shared: bool = False
+    first_s: float = 0.0
+
+
+def _first_of_s(cluster: Cluster, seconds: float, apart_s: float) -> float:
+    """When the first tensor has crossed a shared link that takes it so long alone, where others follow so far apart.
+
+    While there are n of them, it gets a part of 1/n.
+    """
+    if cluster.sharing == "turns" or seconds <= apart_s or not apart_s:
+        return seconds
+    return min(cluster.learners * seconds, apart_s * math.expm1(min(seconds / apart_s, 50.0)))
 
 
 def _step_s(cluster: Cluster, *uses: _Use) -> float:
@@ -206,8 +219,9 @@ def _step_s(cluster: Cluster, *uses: _Use) -> float:
     for of in {use.of for use in uses} - {""}:
         places = [place for place, use in enumerate(uses) if use.of == of]
         busy_s = sum(uses[place].seconds for place in places)
-        around = [*uses[: places[0]], *uses[places[-1] + 1 :]]
-        found = max(found, cluster.learners * busy_s + sum(use.seconds for use in around))
+        before_s = sum(use.first_s or use.seconds for use in uses[: places[0]])
+        behind_s = sum(use.seconds for use in uses[places[-1] + 1 :])
+        found = max(found, before_s + cluster.learners * busy_s + behind_s)
     return found
 
 
