@@ -5,6 +5,7 @@ paper's Equation 1 is the skewness of parameter sizes, which is positive for all
 the parameters' positions, which is what is computed here.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -169,7 +170,7 @@ def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
         _Use(sum(layer.forward_s for layer in front)),
         _Use(shipping_s, f"{stage} in", servers, shared=True),
         _Use(back_s, "stage", servers),
-        _Use(shipping_s, f"{stage} out", servers, shared=shipping_s > back_s),  # else each is through before the next
+        _Use(shipping_s, f"{stage} out", servers, first_s=_first_of_s(cluster, shipping_s, back_s)),
         _Use(sum(layer.backward_s for layer in front)),
         _Use(weights_s, "server in"),
     )
@@ -194,12 +195,25 @@ class _Use(NamedTuple):
         of: what it occupies meanwhile, which one learner at a time may; empty: each has its own.
         servers: how many there are of that, among which learners are divided.
         shared: that all learners begin it at one time, so that none is through before all are, if links are shared.
+        first_s: when the first is through, where others do not wait for that; 0: after these seconds.
     """
 
     seconds: float
     of: str = ""
     servers: int = 1
     shared: bool = False
+    first_s: float = 0.0
+
+
+def _first_of_s(cluster: Cluster, seconds: float, apart_s: float) -> float:
+    """When the first tensor has crossed a shared link that takes it so long alone, where others follow so far apart.
+
+    While there are n of them, it gets a part of 1/n.
+    """
+    if cluster.sharing == "turns" or seconds <= apart_s or not apart_s:
+        return seconds
+    most = -(-cluster.learners // cluster.servers)
+    return min(most * seconds, apart_s * math.expm1(min(seconds / apart_s, 50.0)))
 
 
 def _step_s(cluster: Cluster, *uses: _Use) -> float:
@@ -217,8 +231,9 @@ def _step_s(cluster: Cluster, *uses: _Use) -> float:
     for of in {use.of for use in uses} - {""}:
         places = [place for place, use in enumerate(uses) if use.of == of]
         busy_s = sum(_users(cluster, uses[place]) * uses[place].seconds for place in places)
-        around = [*uses[: places[0]], *uses[places[-1] + 1 :]]
-        found = max(found, busy_s + sum(use.seconds for use in around))
+        before_s = sum(use.first_s or use.seconds for use in uses[: places[0]])
+        behind_s = sum(use.seconds for use in uses[places[-1] + 1 :])
+        found = max(found, before_s + busy_s + behind_s)
     return found
 
 

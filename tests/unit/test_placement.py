@@ -68,7 +68,7 @@ def test_a_step_takes_what_virtual_time_says(learners: int, rate: float, sharing
     found = {cut.index: cut.step_s for cut in cuts(layers, cluster)}
     for cut in (2, 8, 13, None):
         ours = server_s(layers, cluster) if cut is None else found[cut]
-        assert ours == pytest.approx(step_s(layers, cluster, cut), rel=0.02), cut
+        assert ours == pytest.approx(step_s(layers, cluster, cut), rel=0.02 if sharing == "turns" else 0.08), cut
 
 
 def test_a_threshold_of_one_and_a_half_takes_those_that_gain_most() -> None:
