@@ -118,7 +118,7 @@ _AVERAGERS: dict[Sharing, RoleKind] = {"nothing": AVERAGER, "replica": SHARER, "
 
 WORKER = KINDS[LEARNER]._replace(machine="rudra.roles.worker:Worker", pushes_at_once=False)
 WINDOW_WORKER = WORKER._replace(
-    machine="rudra.roles.window:WindowWorker", executor="rudra.compute.hogwild:HogwildExecutor"
+    machine="rudra.roles.window_worker:WindowWorker", executor="rudra.compute.hogwild:HogwildExecutor"
 )
 COORDINATOR = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.coordinator:Coordinator")
 WINDOW_COORDINATOR = COORDINATOR._replace(

@@ -45,9 +45,13 @@ class _Thread:
         """Computes a gradient at weights in main memory, to where it comes back."""
         if self._stage is None:
             return self.source.of_batch(step, work, batch, weights, self.gradient)
-        result = self.source.of_batch(step, work, batch, self._stage.copied(weights), self._stage.gradient)
+        result = self.source.of_batch(step, work, batch, self.there(weights), self._stage.gradient)
         self.gradient.copy_(self._stage.gradient)
         return result
+
+    def there(self, weights: torch.Tensor) -> torch.Tensor:
+        """Weights in main memory, where it computes."""
+        return weights if self._stage is None else self._stage.copied(weights)
 
 
 class HogwildExecutor(LearnerExecutor):
@@ -112,6 +116,9 @@ class HogwildExecutor(LearnerExecutor):
     def contribution(self, step: int, work: Work, result: BatchResult, rate: float) -> Contribution:
         """What is known of a gradient when it is computed."""
         return Contribution(self.worker, step, work.first, result.samples, result.loss, result.errors, rate)
+
+    def weights_to_test(self, name: str) -> torch.Tensor:
+        return self._threads[0].there(self.window.latest)
 
     def gradient_at(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
         """A gradient, for who takes care of the window himself."""

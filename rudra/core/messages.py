@@ -35,7 +35,11 @@ class Kind(IntEnum):
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
-    EXECUTE = auto()  # coordinator -> worker: compute these samples, at the rate `seconds`; weights follow if newer
+    EXECUTE = auto()  # coordinator -> worker: compute these samples, at the rate `seconds`; weights follow if newer;
+    # training began at `value` nanoseconds, by a clock that stands still while workers test weights
+    MEASURE = auto()  # coordinator -> worker: compute part `value` of a test; weights follow if newer
+    MEASURED = auto()  # worker -> coordinator: what part `value` came to, and if `flag` that is all of it; likewise
+    # coordinator -> statistics: what all parts of the test of epoch `value` came to, in `seconds`
     MADE = auto()  # worker -> coordinator: these are in the window; digest `value`; I want `timestamp` batches
     APPLIED = auto()  # server -> learner: one gradient of yours is in the weights of `timestamp`
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
@@ -67,6 +71,7 @@ ROWS = {
     Kind.SNAPSHOT: records.EPOCH,
     Kind.LOG: records.LOG,
     Kind.EXECUTE: records.WORK,
+    Kind.MEASURED: records.SUM,
     Kind.STEPPED: records.FLOATS,
     Kind.GRADIENTS: records.GRADIENT,
     Kind.UPDATES: records.UPDATE,
@@ -217,3 +222,13 @@ def split(kind: Kind, sender: int, rows: Rows) -> list[Message]:
     """As many control messages as the rows need."""
     room = (CONTROL_BYTES - _HEADER.size) // rows.dtype.itemsize
     return [Message(kind, sender, rows=rows[i : i + room]) for i in range(0, len(rows), room)]
+
+
+def whole(sender: int, value: int, rows: Rows, seconds: float = 0.0) -> list[Message]:
+    """As many messages MEASURED as the rows need, of which the last has the flag."""
+    told = split(Kind.MEASURED, sender, rows) or [Message(Kind.MEASURED, sender)]
+    last = len(told) - 1
+    return [
+        msgspec.structs.replace(message, value=value, seconds=seconds, flag=place == last)
+        for place, message in enumerate(told)
+    ]

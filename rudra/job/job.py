@@ -122,6 +122,8 @@ class Job(Table):
             by_tests["[optimizer] schedule = 'plateau'"] = self.optimizer.plateau
             for key in (key for key, wanted in by_tests.items() if wanted):
                 raise ValueError(f"{key} depends on tests, but [training] evaluate = false")
+        if self.training.evaluate_training_set and self.training.evaluate != "workers":
+            raise ValueError("[training] evaluate_training_set: workers do that; valid: with evaluate = 'workers'")
         if self.optimizer.momentum_correction != "none" and not (
             self.optimizer.name == "sgd" and self.optimizer.momentum
         ):
@@ -270,7 +272,13 @@ class Job(Table):
     def without_tests(self) -> Job:
         """The job without tests of its weights, nor what goes by them: where only time counts."""
         return self.with_(
-            training={"evaluate": False, "target": None, "stop_at_target": False, "patience": None},
+            training={
+                "evaluate": False,
+                "evaluate_training_set": False,
+                "target": None,
+                "stop_at_target": False,
+                "patience": None,
+            },
             results={"keep_best": False},
             optimizer={"schedule": "step", "schedule_options": {}} if self.optimizer.plateau is not None else {},
         )
@@ -366,6 +374,10 @@ class Job(Table):
             self._check_averaging(plan)
         if plan.scheduled:
             self._check_scheduled(plan)
+        elif self.training.evaluate == "workers":
+            raise ValueError(
+                "[training] evaluate = 'workers': a coordinator deals the test out; valid: with protocol hogbatch"
+            )
         if self.weights.at == "window":
             self._check_window(plan, protocol)
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):

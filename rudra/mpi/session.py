@@ -316,7 +316,7 @@ class _Session:
         if self._keeps_results and not learns:
             os.nice(max(0, 10 - os.nice(0)))  # training goes first; a run before this one may have said so
         self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self._needs = learns, self._keeps_results
+        self._needs = learns, self._keeps_results or (learns and self._job.training.evaluate == "workers")
         needs: list[tuple[bool, bool]] = self._node.allgather(self._needs)
         self._loader = next((rank for rank, need in enumerate(needs) if any(need)), 0)
         self._sharing = sum(map(any, needs)) > 1

@@ -115,7 +115,7 @@ class Ledger:
         self.outbox = (Outbox if reports else Silent)(role, setup.plan.statistics, job.results.report_s)
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
         self._credits = CREDITS
-        self._tests_all = job.training.evaluate == "always"
+        self._tests_all = job.training.evaluate in ("always", "workers")
         self._snapshot_lent = False
         self.final_lent = False
         self.recorded_losses: set[int] = set()
@@ -177,6 +177,13 @@ class Ledger:
             self.began = start.value * 1e-9  # the same number everywhere
             self._ended = self.began + self._spent_s
         return self._start_message
+
+    def pause(self, seconds: float, text: str, now: float) -> None:
+        """For so long, until now, the clock of the training has stood still."""
+        began = round((self.began + seconds) * 1e9) * 1e-9  # the same number everywhere, as at the start
+        self._ended += began - self.began
+        self.began = began
+        self.tell("pause", self.timestamp, now - began, text)
 
     def enough(self) -> None:
         """The target is reached: the epoch under way is the last one."""

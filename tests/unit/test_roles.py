@@ -37,6 +37,7 @@ from rudra.core.events import (
     Found,
     Hashed,
     Lost,
+    Measured,
     Received,
     Reduced,
     Saved,
@@ -278,6 +279,9 @@ def snapshot(epoch: int) -> Received:
 
 
 PLAIN = job("async", training={"epochs": 1})
+DEALT = job("hogbatch", workers=[{"kind": "large"}], training={"epochs": 1, "evaluate": "workers"})
+WORK = Received(Message(Kind.EXECUTE, SERVER, rows=np.array([(0, 4)], records.WORK)))
+NOTHING = np.empty(0, records.SUM)
 STAGED = job("async").with_(placement={"cut": 1}, training={"epochs": 1})
 STAGE = 2 + STAGED.learners
 TREE = job("async", 4, topology={"name": "adv", "options": {"fan_out": 2}})
@@ -287,6 +291,7 @@ TESTED = {"epochs": 2, "evaluate": "always"}
 REPLICAS = job("async", topology={"name": "groups"}, training=TESTED).with_(cluster={"learners": 3})
 OVERLAPS = {learner_.LearnerState.HELD, learner_.LearnerState.LEAVING}
 AVERAGES = {learner_.LearnerState.STEPPING}
+TESTS = {learner_.LearnerState.TESTING}
 PLACED = {learner_.LearnerState.SHIPPING, learner_.LearnerState.RETURNING}
 """Of a learner that overlaps alone, of one that averages alone, and of one whose last layers are elsewhere."""
 
@@ -304,13 +309,22 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "learner": (
         PLAIN,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES - PLACED,
+        {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES - PLACED,
         [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE],
+    ),
+    "worker": (
+        DEALT,
+        FIRST_LEARNER,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES - PLACED,
+        [
+            *(Started(), weights(0), HASHED, START, WORK, computed(0), SENT),
+            *(Received(Message(Kind.MEASURE, SERVER, 1)), weights(1), Measured(0, NOTHING), STOP, DONE),
+        ],
     ),
     "learner of the first layers": (
         STAGED,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
+        {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, Forwarded(0), Sent("activations", STAGE)),
             *(from_(STAGE, Kind.RETURNED, "returned"), computed(0), SENT, STOP, DONE),
@@ -325,7 +339,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "overlapped learner": (
         OVERLAPPED,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - AVERAGES - PLACED,
+        {*learner_.LearnerState} - TESTS - AVERAGES - PLACED,
         [
             *(Started(), weights(0), HASHED, START, computed(0), computed(1), Sent("gradient 0", SERVER), STOP),
             *(Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
@@ -334,7 +348,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "group learner": (
         GROUPS,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES - PLACED,
+        {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES - PLACED,
         [
             *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
@@ -427,6 +441,7 @@ def any_event(trigger: Any) -> Event:
         Fetched: Fetched(1.0),
         Found: Found(FIRST_LEARNER, ()),
         Evaluated: Evaluated("snapshot 0", (), 0.0),
+        Measured: Measured(0, NOTHING),
         Withdrawn: Withdrawn("gradient 0"),
         Saved: Saved(0),
         Committed: Committed(0),
