@@ -438,6 +438,16 @@ class Plan:
         """
         return tuple(0 if near and role.node == ELSEWHERE else role.node for role in self.roles)
 
+    @property
+    def window_leaders(self) -> dict[int, list[int]]:
+        """Where several nodes have windows: the first learner of each, and the numbers of all learners there."""
+        on_node: dict[int, list[int]] = {}
+        for learner in self.learners if self.window else ():
+            on_node.setdefault(self.roles[learner].node, []).append(learner)
+        if len(on_node) < 2:
+            return {}
+        return {some[0]: [self.roles[learner].index for learner in some] for some in on_node.values()}
+
     def expendable(self, role: int) -> bool:
         """Whether all other roles can go on by this plan if a role is lost.
 

@@ -54,16 +54,33 @@ class _Thread:
         return weights if self._stage is None else self._stage.copied(weights)
 
 
-class HogwildExecutor(LearnerExecutor):
-    """What a worker works with that brings its gradients into a window itself.
+class Sharing(Executor):
+    """What a role works with that fills the window of its node, or reads it while nobody computes.
 
     Attributes:
         window: is given before training begins.
+    """
+
+    window: Window
+
+    def publish(self, action: Publish) -> None:
+        self.window.fill(self.buffer(action.weights).vector, action.timestamp)
+
+    def fetch(self, action: Fetch) -> Fetched:
+        buffer = self.renew(action.weights)
+        buffer.vector.copy_(self.window.latest)
+        buffer.version += 1
+        return Fetched(self.window.surviving)
+
+
+class HogwildExecutor(Sharing, LearnerExecutor):
+    """What a worker works with that brings its gradients into a window itself.
+
+    Attributes:
         copies: gradients are computed at a copy of the weights; else where they are, while others write.
         overwrites: the weights become the copy, updated: what others have done meanwhile is lost.
     """
 
-    window: Window
     worker = 0
     copies = overwrites = False
 
@@ -130,27 +147,16 @@ class HogwildExecutor(LearnerExecutor):
         super().close()
 
 
-class HogwildServerExecutor(ServerExecutor):
+class HogwildServerExecutor(Sharing, ServerExecutor):
     """What the owner of the weights works with that lie in a window.
 
     Its own vector is what was published, or fetched last.
 
     Attributes:
-        window: is given before training begins.
         workers: role -> its number among those who write to the window.
     """
 
-    window: Window
     workers: Mapping[int, int] = {}
-
-    def publish(self, action: Publish) -> None:
-        self.window.fill(self.buffer(action.weights).vector, action.timestamp)
-
-    def fetch(self, action: Fetch) -> Fetched:
-        buffer = self.renew(action.weights)
-        buffer.vector.copy_(self.window.latest)
-        buffer.version += 1
-        return Fetched(self.window.surviving)
 
     def look(self, action: Look) -> Found:
         entries = self.window.entries(self.workers[action.role], action.after)
@@ -197,7 +203,7 @@ def window_here(shape: Shape) -> Window:
 def give_window(executors: Mapping[int, Executor], window: Window) -> None:
     """Has the roles of a process share a window."""
     for executor in executors.values():
-        if isinstance(executor, HogwildExecutor | HogwildServerExecutor):
+        if isinstance(executor, Sharing):
             executor.window = window
 
 

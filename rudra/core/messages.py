@@ -41,6 +41,9 @@ class Kind(IntEnum):
     MEASURED = auto()  # worker -> coordinator: what part `value` came to, and if `flag` that is all of it; likewise
     # coordinator -> statistics: what all parts of the test of epoch `value` came to, in `seconds`
     MADE = auto()  # worker -> coordinator: these are in the window; digest `value`; I want `timestamp` batches
+    JOIN = auto()  # coordinator -> first worker of a node: give me your window's weights; if `flag` you get the average
+    JOINED = auto()  # the answer, tensor: of all updates `seconds` have survived races
+    SHARED = auto()  # first worker of a node -> coordinator: the average is in the window
     APPLIED = auto()  # server -> learner: one gradient of yours is in the weights of `timestamp`
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
     LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `seconds`
@@ -85,7 +88,7 @@ ROWS = {
 }
 """Dtype of the rows that a kind carries; the others carry none."""
 
-GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS})
+GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS, Kind.JOINED})
 PARTS = frozenset({Kind.GRADIENT_PART, Kind.WEIGHTS_PART})
 """Kinds whose tensors go up, from learners, and are read once; and kinds of parts."""
 

@@ -442,7 +442,9 @@ class Job(Table):
         state = optimizer.name != "sgd" or optimizer.momentum or optimizer.options.get("nesterov")
         refused = {
             "only workers of protocol hogbatch update the weights themselves; valid: server": not plan.scheduled,
-            f"workers on {nodes} nodes share no memory; valid: one node, or server": nodes > 1,
+            f"[weights] update = 'locked': updates on {nodes} nodes have no order; valid: racing, or one node": (
+                nodes > 1 and self.weights.update == "locked"
+            ),
             "[optimizer] workers keep no state, so they step by plain SGD; valid: name sgd, momentum 0": state,
             "[optimizer] weight_decay, clip_norm, groups and options are not for a window so far; valid: none": (
                 optimizer.weight_decay or optimizer.clip_norm is not None or optimizer.groups or optimizer.options

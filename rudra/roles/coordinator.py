@@ -68,10 +68,14 @@ class Coordinator(ParameterServer):
             return []
         _, held = self._pulls.pop(child)
         execute = self._execute(child, [(work.first, work.count)])
-        if held in (ledger.timestamp, NO_WEIGHTS):
+        if not self._lacks_weights(held):
             return [execute]
         self._lent += 1
         return [execute, Send(child, self._weights, WEIGHTS)]
+
+    def _lacks_weights(self, held: int) -> bool:
+        """Whether who holds the weights of a timestamp is to get newer ones."""
+        return held not in (self.ledger.timestamp, NO_WEIGHTS)
 
     def _execute(self, child: int, given: list[tuple[int, int]]) -> Send:
         """Gives a worker batches, each its first sample and how many."""
@@ -95,7 +99,7 @@ class Coordinator(ParameterServer):
 
     def _proceed(self, now: float) -> list[Action]:
         if not self._examines or self.ledger.epoch == self._tested:
-            return super()._proceed(now)
+            return self._drain() if self.ledger.stopped else super()._proceed(now)
         alive = self._alive
         if not alive:
             return []  # which is told next
@@ -116,7 +120,7 @@ class Coordinator(ParameterServer):
         timestamp = self.ledger.timestamp
         asked, held = self._pulls.get(child, (timestamp, NO_WEIGHTS))
         told: list[Action] = [Send(child, Message(Kind.MEASURE, self.id, timestamp, part))]
-        if held not in (timestamp, NO_WEIGHTS):
+        if self._lacks_weights(held):
             self._pulls[child] = (asked, timestamp)
             self._lent += 1
             told.append(Send(child, self._weights, WEIGHTS))
@@ -142,7 +146,7 @@ class Coordinator(ParameterServer):
             Send(self.plan.statistics, message)
             for message in whole(self.id, examination.epoch, examination.rows, seconds)
         ]
-        actions += self._drain() if ledger.stopped else super()._proceed(now)
+        actions += self._proceed(now)
         return actions + self._lose_deferred(now) + self._answer_all()
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:

@@ -9,6 +9,8 @@ In a locked window updates have numbers, by which the coordinator takes them in,
 work; so a replay gives out the same. In a racing window nobody can tell: it is the order in which they are told, and σ
 is an interval, of which the rows have the end.
 
+On several nodes each has a window, and they are averaged at each epoch's end (`rudra.roles.node_windows`).
+
 A worker that dies may have made updates that it could not tell of: the coordinator looks for them in the window. They
 count; what is left of the worker's samples is served again.
 """
@@ -22,13 +24,16 @@ from msgspec import structs
 from rudra.core.events import (
     WEIGHTS,
     Action,
+    Fail,
     Fetch,
     Fetched,
     Found,
     Look,
+    Lost,
     Publish,
     Received,
     Started,
+    Stopped,
     Updated,
 )
 from rudra.core.messages import Kind, Message
@@ -37,6 +42,7 @@ from rudra.core.training_state import TrainingState
 from rudra.roles.coordinator import NO_WEIGHTS, Coordinator
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.machine import States, To, staying
+from rudra.roles.node_windows import NodeWindows
 from rudra.roles.server import ServerState
 from rudra.roles.window_worker import on_its_way, unsigned
 from topologies import Plan
@@ -72,6 +78,9 @@ class WindowCoordinator(Coordinator):
         (DRAINING, Kind.MADE): To("_made", DRAINING, ServerState.CLOSING),
         (DRAINING, Found): To("_found", DRAINING, ServerState.CLOSING),
         **staying([TRAINING, DRAINING], {Fetched: "_fetched"}),
+        (TRAINING, Kind.JOINED): To("_joined", TRAINING),
+        (DRAINING, Kind.JOINED): To("_joined", DRAINING, ServerState.CLOSING),
+        (TRAINING, Kind.SHARED): To("_shared", TRAINING, DRAINING),
         **staying([ServerState.CLOSING], {Fetched: "_in_vain"}),  # it was stopped, and an epoch is not complete
     }
 
@@ -87,6 +96,7 @@ class WindowCoordinator(Coordinator):
         self._fewest = self._most = self._epoch_updates = 0  # σ of the epoch's updates, added up, lies between
         self._leaving: list[int] = []  # dead, whose last updates are not entered yet
         self._looked: set[int] = set()  # at what the dead have done
+        self._nodes = NodeWindows(plan, self.id, self.ledger.learned)
 
     @property
     def pending(self) -> int:
@@ -99,7 +109,8 @@ class WindowCoordinator(Coordinator):
         assert (self.ledger.pending == 1) == (self._at_hand is not None)
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Publish(WEIGHTS, self.ledger.timestamp), *super()._start(event, now)]
+        publish = [] if self._nodes.several else [Publish(WEIGHTS, self.ledger.timestamp)]
+        return [*publish, *super()._start(event, now)]
 
     # Updates in.
 
@@ -145,6 +156,9 @@ class WindowCoordinator(Coordinator):
             return []
         return [self._execute(child, given)]
 
+    def _lacks_weights(self, held: int) -> bool:
+        return False  # they are in the window
+
     def _next_report(self) -> Report | None:
         if self._numbered:
             return self._early.pop(self.ledger.timestamp + 1, None)
@@ -156,7 +170,11 @@ class WindowCoordinator(Coordinator):
         ledger = self.ledger
         while self.state in (TRAINING, DRAINING):
             if self._at_hand is not None:
-                if ledger.is_ahead or self.cycle.is_ahead:
+                if ledger.is_ahead or self.cycle.is_ahead or self._nodes.busy or self._lent:
+                    break
+                if ledger.ends_epoch and self._nodes.is_due(ledger.learned):
+                    self._update_due = True
+                    actions += self._nodes.join(ledger.learned, last=self.state is DRAINING)
                     break
                 actions += self._enter(self._at_hand, now)
                 actions += self._lose_deferred(now)
@@ -186,7 +204,11 @@ class WindowCoordinator(Coordinator):
         self._ask_for(report.sender, report.asks)
         if not ends:
             return actions
-        actions = [Fetch(WEIGHTS), *actions, *self.cycle.updated(now)]
+        if self._nodes.several:
+            self._tell_of_races(self._nodes.surviving, now)
+        else:
+            actions.insert(0, Fetch(WEIGHTS))
+        actions += self.cycle.updated(now)
         return actions + (self._proceed(now) if self.state is TRAINING else [])
 
     def _advance(self, now: float) -> list[Action]:
@@ -206,20 +228,58 @@ class WindowCoordinator(Coordinator):
         unknown = self._leaving or (self._dead - self._looked) & self._told.keys()
         if self._at_hand is not None or self._reports or self._early or unknown:
             return []
+        stopped = self.state is DRAINING and self.ledger.stopped
+        if stopped and self.roll.complete and self._nodes.is_due(self.ledger.learned):
+            return self._nodes.join(self.ledger.learned, last=True)
+        if self._nodes.busy:
+            return []
         actions = super()._close(now)
-        return [Fetch(WEIGHTS), *actions] if actions and self.ledger.stopped else actions
+        return [Fetch(WEIGHTS), *actions] if actions and stopped and not self._nodes.several else actions
 
     def _fetched(self, event: Fetched, now: float) -> list[Action]:
+        self._tell_of_races(event.surviving, now)
+        return []
+
+    def _tell_of_races(self, surviving: float, now: float) -> None:
         """An epoch has ended; says of a racing window what nobody can tell exactly."""
         ledger, count = self.ledger, self._epoch_updates
         if count and not self._numbered:
             between = f"{self._fewest / count:.2f} to {self._most / count:.2f}"
-            text = f"epoch {ledger.epoch}: staleness {between}; of all updates {event.surviving:.6f} survived races (β)"
+            text = f"epoch {ledger.epoch}: staleness {between}; of all updates {surviving:.6f} survived races (β)"
             ledger.tell("window", ledger.timestamp, now - ledger.began, text)
         self._fewest = self._most = self._epoch_updates = 0
+
+    # Windows of several nodes.
+
+    def _joined(self, event: Received, now: float) -> list[Action]:
+        actions = self._nodes.take(event)
+        if self._nodes.busy:
+            return actions
+        if self.state is DRAINING:
+            return actions + self._advance(now)
+        given = self._nodes.give(self.ledger.timestamp + 1)
+        self._lent += len(given)
+        return actions + given
+
+    def _shared(self, event: Received, now: float) -> list[Action]:
+        self._nodes.shared(event.message.sender)
+        return self._advance(now)
+
+    def _stop(self, event: Stopped, now: float) -> list[Action]:
+        if not self._nodes.busy:
+            return super()._stop(event, now)
+        self.ledger.stopped = True  # as soon as all have the average
         return []
 
     # Workers that die.
+
+    def _lose(self, event: Lost, now: float) -> list[Action]:
+        nodes, state = self._nodes, self.state
+        unsafe = state is TRAINING or nodes.busy or (state is DRAINING and nodes.is_due(self.ledger.learned))
+        if nodes.several and unsafe and self.plan.about(event.role).trains:
+            title = self.plan.roles[event.role].title
+            return [Fail(f"{title} died, and with it perhaps what its node has learned in this epoch", lost=True)]
+        return super()._lose(event, now)
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         if role not in self._looked:

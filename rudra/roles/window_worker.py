@@ -11,12 +11,25 @@ from typing import Any, ClassVar, NamedTuple
 from msgspec import structs
 
 from protocols import Hogbatch
-from rudra.core.events import Action, Computed, Made, Received, Send, Train, Trained
+from rudra.core.events import (
+    WEIGHTS,
+    Action,
+    Computed,
+    Fetch,
+    Fetched,
+    Made,
+    Publish,
+    Received,
+    Send,
+    Sent,
+    Train,
+    Trained,
+)
 from rudra.core.messages import CONTROL_GRADIENTS, Kind, Message
 from rudra.core.records import Gradient
 from rudra.core.work import Work
 from rudra.roles.learner import LearnerState
-from rudra.roles.machine import Setup, States, To
+from rudra.roles.machine import Setup, States, To, staying
 from rudra.roles.minibatch_log import MinibatchLog
 from rudra.roles.worker import Worker, WorkLog, works
 
@@ -100,7 +113,18 @@ class WindowLog(WorkLog):
 class WindowWorker(Worker):
     """One worker."""
 
-    __slots__ = ("_ahead", "_asked", "_batch_began", "_batch_s", "_told_at", "_untold", "_wait_s", "_waits_since")
+    __slots__ = (
+        "_ahead",
+        "_asked",
+        "_batch_began",
+        "_batch_s",
+        "_leads",
+        "_takes",
+        "_told_at",
+        "_untold",
+        "_wait_s",
+        "_waits_since",
+    )
 
     log: WindowLog
 
@@ -108,6 +132,8 @@ class WindowWorker(Worker):
         **{key: to for key, to in Worker.TRANSITIONS.items() if key[0] not in (COMPUTING, EXCHANGING)},
         (EXCHANGING, Kind.EXECUTE): To("_execute", COMPUTING),
         (EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.STOPPED),
+        **staying([EXCHANGING, LearnerState.STOPPED], {Kind.JOIN: "_join", Fetched: "_give"}),
+        **staying([EXCHANGING], {Sent: "_given", Kind.WEIGHTS: "_adopt"}),
         (EXCHANGING, Kind.MEASURE): To("_measure", LearnerState.TESTING),
         (COMPUTING, Kind.EXECUTE): To("_execute", COMPUTING),
         (COMPUTING, Kind.STOP): To("_stop_soon", COMPUTING),
@@ -120,6 +146,8 @@ class WindowWorker(Worker):
         self._ahead = setup.job.weights.update == "racing"
         self._asked = 1  # batches that are on their way; who is there when training begins gets one
         self._untold: list[Made] = []
+        self._leads = role in setup.plan.window_leaders
+        self._takes = False  # the average of the nodes' weights
         self._wait_s = self._waits_since = self._told_at = self._batch_began = self._batch_s = 0.0
 
     def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
@@ -130,6 +158,28 @@ class WindowWorker(Worker):
         if self.state is EXCHANGING:
             return f"the {self.plan.roles[self.server].name} to give it work"
         return super().waiting_for
+
+    # The weights of this one's node, where there are several.
+
+    def _first_weights(self, event: Received, now: float) -> list[Action]:
+        publish = [Publish(WEIGHTS, event.message.timestamp)] if self._leads else []
+        return [*publish, *super()._first_weights(event, now)]
+
+    def _join(self, event: Received, now: float) -> list[Action]:
+        self._takes = event.message.flag
+        return [Fetch(WEIGHTS)]
+
+    def _give(self, event: Fetched, now: float) -> list[Action]:
+        return [Send(self.server, Message(Kind.JOINED, self.id, seconds=event.surviving), WEIGHTS)]
+
+    def _given(self, event: Sent, now: float) -> list[Action]:
+        return [self._receive] if self._takes else []
+
+    def _adopt(self, event: Received, now: float) -> list[Action]:
+        self.timestamp = event.message.timestamp
+        return [Publish(WEIGHTS, self.timestamp), Send(self.server, Message(Kind.SHARED, self.id, self.timestamp))]
+
+    # Work.
 
     def _begin(self, event: Received, now: float) -> list[Action]:
         self.state = EXCHANGING
