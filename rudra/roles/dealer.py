@@ -105,6 +105,11 @@ class Dealer:
         self._counted.clear()
         self._before = None
 
+    def take(self, gradient: Gradient) -> None:
+        """A gradient is an update by itself, which is made: `count` and `applied` at once."""
+        self.count(gradient)
+        self.applied()
+
     def held(self, worker: int) -> int:
         """How many parts a worker has whose gradients are not in an update yet."""
         return len(self._given[worker])

@@ -44,7 +44,7 @@ from topologies import Plan
 CREDITS = 2
 """Snapshots that the statistics server can hold: one in work and one waiting."""
 
-ROW = PACK[Kind.GRADIENTS]
+ROW, UPDATE = PACK[Kind.GRADIENTS], PACK[Kind.UPDATES]
 
 
 def left_over(learners: int) -> str:
@@ -272,6 +272,51 @@ class Ledger:
         """Enters an update by all that was counted, which somebody has made already, at such a rate."""
         self.timestamp += 1
         return self._applied(rate, now)
+
+    def enter_each(self, gradients: tuple[Gradient, ...], seconds: float, now: float) -> list[Action]:
+        """Enters updates of one gradient each, which somebody has made already; an epoch does not end with them.
+
+        Args:
+            gradients: `scale` is the rate, `timestamp` how stale it is.
+            seconds: that each update took.
+            now: seconds on the driver's clock.
+        """
+        dealer, timestamp, time_s, epoch = self.dealer, self.timestamp, now - self.began, self.epoch + 1
+        assert dealer is not None
+        rows, updates = [], []
+        samples = staleness = 0
+        loss = errors = 0.0
+        for g in gradients:
+            learner, count, step, first, of = g.learner, g.samples, g.step, g.first, max(0, timestamp - g.timestamp)
+            stale = timestamp - of
+            timestamp += 1
+            rows.append(ROW(timestamp, learner, count, step, first, of, stale, 1.0, g.loss, g.errors, g.stream))
+            updates.append(UPDATE(timestamp, epoch, 1, count, g.scale, stale, time_s, seconds, 0))
+            self.steps[learner] = step + 1
+            self.learned[learner] += count
+            end = first + count
+            if end > self.drawn[g.stream]:
+                self.drawn[g.stream] = end
+            samples, staleness = samples + count, staleness + stale
+            loss, errors = loss + g.loss * count, errors + g.errors
+            dealer.take(g)
+        self.timestamp = timestamp
+        self.samples += samples
+        self.applied += len(gradients)
+        self._epoch_loss += loss
+        self._epoch_errors += errors
+        self._epoch_staleness += staleness
+        self._epoch_gradients += len(gradients)
+        self._epoch_samples += samples
+        self._ended = now
+        self.outbox.extend(Kind.GRADIENTS, rows)
+        self.outbox.extend(Kind.UPDATES, updates)
+        return self.outbox.due(now)
+
+    @property
+    def left_of_epoch(self) -> int:
+        """Samples that are not applied yet."""
+        return (self.epoch + 1) * self._training_samples - self.samples
 
     def rate_for(self, samples: int) -> float:
         """The rate of the schedule for somebody who will apply so many samples, as it is now."""

@@ -118,14 +118,32 @@ class WindowCoordinator(Coordinator):
         message = event.message
         if message.sender in self._dead:  # what it did is looked up in the window
             return []
-        self._take_in(message, unsigned(message.value))
-        return self._advance(now)
+        waits = self._numbered or self._at_hand is not None or self._reports or self.state is DRAINING
+        if waits or sum(g.samples for g in message.gradients) >= self.ledger.left_of_epoch:
+            self._take_in(message, unsigned(message.value))
+            return self._advance(now)
+        return self._enter_all(message, now)
+
+    def _enter_all(self, message: Message, now: float) -> list[Action]:
+        """Enters what a message tells of at once, where nothing but accounting follows from it."""
+        gradients, actions = message.gradients, []
+        if gradients:
+            self._note_arrival(message)
+            self._fewest += sum(g.staleness for g in gradients)
+            self._most += sum(g.timestamp for g in gradients)
+            self._epoch_updates += len(gradients)
+            actions = self.ledger.enter_each(gradients, message.seconds / len(gradients), now)
+        self._ask_for(message.sender, message.timestamp)
+        return actions + self._answer_all()
+
+    def _note_arrival(self, message: Message) -> None:
+        self.received += len(message.gradients)
+        self._told[message.sender] += len(message.gradients)
+        self.roll.count(message)
 
     def _take_in(self, message: Message, digest: int = 0) -> None:
         sender, gradients = message.sender, message.gradients
-        self.received += len(gradients)
-        self._told[sender] += len(gradients)
-        self.roll.count(message)
+        self._note_arrival(message)
         asks = message.timestamp
         if not gradients:
             self._ask_for(sender, asks)
