@@ -69,7 +69,10 @@ class Dealer:
         rule = self._protocol
         remaining = self._samples - self._cursor + sum(count for _, count in self._again)
         team = Team(self.sizes, self.counts, self.samples, self._left, remaining, self._samples)
-        self.sizes[worker] = rule.next_size(worker, team)
+        size = rule.next_size(worker, team)
+        if not size:
+            return None
+        self.sizes[worker] = size
         threads = rule.workers[worker].threads
         first, count = available[0], min(available[1], self.sizes[worker] * threads)
         if self._again:

@@ -314,7 +314,7 @@ TESTED: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "
 ANYWHERE = [{"at": "server"}, {"at": "window", "update": "locked"}, {"at": "window", "update": "racing"}]
 
 
-def tested(path: Path, evaluate: str, **tables: Any) -> tuple[rudra.Results, list[Any]]:
+def first_test(path: Path, evaluate: str, **tables: Any) -> tuple[rudra.Results, list[Any]]:
     """A simulated run, and what the test of its first epoch came to."""
     training = {"evaluate": evaluate, "evaluation_batch_size": 9, "epochs": 2, **tables.pop("training", {})}
     results = rudra.simulate(job(UNLIKE, training=training, **TESTED, **tables), output=path, progress="quiet")
@@ -329,8 +329,8 @@ def test_workers_find_what_the_statistics_server_finds_while_the_clock_stands_st
     tmp_path: Path, weights: dict[str, str]
 ) -> None:
     """To the same bits, whoever computes what, and whoever dies over it; each of the 64 parts is one batch or none."""
-    usual, expected = tested(tmp_path / "usual.h5", "always", weights=weights)
-    by_workers, found = tested(
+    usual, expected = first_test(tmp_path / "usual.h5", "always", weights=weights)
+    by_workers, found = first_test(
         tmp_path / "workers.h5", "workers", weights=weights, training={"evaluate_training_set": True}
     )
     assert found == expected
@@ -340,11 +340,11 @@ def test_workers_find_what_the_statistics_server_finds_while_the_clock_stands_st
     metrics = by_workers.metrics
     whole = metrics["value"][(metrics["split"] == b"train") & (metrics["name"] == b"loss")]
     assert whole == pytest.approx(by_workers.epochs["test_loss"], rel=0.05)
-    again, _ = tested(tmp_path / "again.h5", "workers", weights=weights, training={"evaluate_training_set": True})
+    again, _ = first_test(tmp_path / "again.h5", "workers", weights=weights, training={"evaluate_training_set": True})
     assert np.array_equal(again.metrics, metrics)
     for share in (0.1, 0.6):
         faults = [{"learner": 0, "dies_at_s": float(ended + share * took_s)}]
-        lost, found = tested(
+        lost, found = first_test(
             tmp_path / f"{share}.h5", "workers", weights=weights, simulation={"faults": faults, "detection_s": 1e-4}
         )
         assert found == expected
