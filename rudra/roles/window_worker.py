@@ -37,6 +37,10 @@ AHEAD_S = 10e-3
 """How long a worker has work for, where it may ask for it ahead: longer than a coordinator takes to answer that shares
 its core, and short enough that nobody waits for it at an epoch's end."""
 
+LONG_S = 0.1
+"""Who needs longer for a batch asks when it is done: to wait for an answer is little then, but at an epoch's end all
+would wait for another batch."""
+
 BATCHES_AHEAD, UPDATES_AHEAD = 64, 8192
 """At most, but for one batch. The window's log has room for twice as many updates, of which nobody may know."""
 
@@ -204,10 +208,10 @@ class WindowWorker(Worker):
     @property
     def _depth(self) -> int:
         """How many batches are to be here or on their way, beside the one that is computed."""
-        if not self._ahead:
+        if not self._ahead or not 0 < self._batch_s < LONG_S:
             return 0 if self.log.batches or self.state is COMPUTING else 1
         most = min(BATCHES_AHEAD, UPDATES_AHEAD // self.log.threads)
-        return max(1, min(1 + int(AHEAD_S / self._batch_s), most)) if self._batch_s else 1
+        return max(1, min(1 + int(AHEAD_S / self._batch_s), most))
 
     def _holds(self, timestamp: int) -> bool:
         return True  # they are in the window
