@@ -30,6 +30,8 @@ from rudra.core.events import (
     SNAPSHOT,
     WEIGHTS,
     Accumulate,
+    Assess,
+    Assessed,
     Backward,
     Compute,
     Computed,
@@ -40,8 +42,6 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Local,
-    Measure,
-    Measured,
     Sum,
     Update,
     Updated,
@@ -681,7 +681,7 @@ class LearnerExecutor(Executor):
             gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
         yield self.computed(action, outcome)
 
-    def measure(self, action: Measure) -> Iterator[Measured | None]:
+    def assess(self, action: Assess) -> Iterator[Assessed | None]:
         assert self.examined is not None
         weights, found = self.weights_to_test(action.weights), []
         size = self.examined.batch_size
@@ -694,7 +694,7 @@ class LearnerExecutor(Executor):
                 yield None
             count = min(mine.stop * size, len(split)) - mine.start * size
             found += [(name.encode(), metric.encode()[:64], count, total) for metric, total in sums.items()]
-        yield Measured(action.part, np.array(found, records.SUM))
+        yield Assessed(action.part, np.array(found, records.SUM))
 
     def weights_to_test(self, name: str) -> torch.Tensor:
         """Those in a buffer, where the model computes."""

@@ -161,8 +161,8 @@ class Evaluated(Struct, frozen=True, gc=False):
     seconds: float
 
 
-class Measured(Struct, frozen=True, gc=False):
-    """The part of a test that `Measure` named came to these rows of `records.SUM`."""
+class Assessed(Struct, frozen=True, gc=False):
+    """The part of a test that `Assess` named came to these rows of `records.SUM`."""
 
     part: int
     rows: Rows
@@ -211,7 +211,7 @@ Event = (
     | Found
     | Reduced
     | Evaluated
-    | Measured
+    | Assessed
     | Saved
     | Committed
     | Lost
@@ -479,8 +479,8 @@ class Evaluate(Local, frozen=True, gc=False):
     buffer: str
 
 
-class Measure(Local, frozen=True, gc=False):
-    """Compute a part of a test, of so many, of the weights in a buffer; its end is `Measured`.
+class Assess(Local, frozen=True, gc=False):
+    """Compute a part of a test, of so many, of the weights in a buffer; its end is `Assessed`.
 
     Where the weights are in a window, they are tested there: nobody updates them.
     """

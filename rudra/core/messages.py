@@ -37,8 +37,8 @@ class Kind(IntEnum):
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
     EXECUTE = auto()  # coordinator -> worker: compute these samples, at the rate `seconds`; weights follow if newer;
     # training began at `value` nanoseconds, by a clock that stands still while workers test weights
-    MEASURE = auto()  # coordinator -> worker: compute part `value` of a test; weights follow if newer
-    MEASURED = auto()  # worker -> coordinator: what part `value` came to, and if `flag` that is all of it; likewise
+    ASSESS = auto()  # coordinator -> worker: compute part `value` of a test; weights follow if newer
+    ASSESSED = auto()  # worker -> coordinator: what part `value` came to, and if `flag` that is all of it; likewise
     # coordinator -> statistics: what all parts of the test of epoch `value` came to, in `seconds`
     MADE = auto()  # worker -> coordinator: these are in the window; digest `value`; I want `timestamp` batches
     JOIN = auto()  # coordinator -> first worker of a node: give me your window's weights; if `flag` you get the average
@@ -74,7 +74,7 @@ ROWS = {
     Kind.SNAPSHOT: records.EPOCH,
     Kind.LOG: records.LOG,
     Kind.EXECUTE: records.WORK,
-    Kind.MEASURED: records.SUM,
+    Kind.ASSESSED: records.SUM,
     Kind.STEPPED: records.FLOATS,
     Kind.GRADIENTS: records.GRADIENT,
     Kind.UPDATES: records.UPDATE,
@@ -228,8 +228,8 @@ def split(kind: Kind, sender: int, rows: Rows) -> list[Message]:
 
 
 def whole(sender: int, value: int, rows: Rows, seconds: float = 0.0) -> list[Message]:
-    """As many messages MEASURED as the rows need, of which the last has the flag."""
-    told = split(Kind.MEASURED, sender, rows) or [Message(Kind.MEASURED, sender)]
+    """As many messages ASSESSED as the rows need, of which the last has the flag."""
+    told = split(Kind.ASSESSED, sender, rows) or [Message(Kind.ASSESSED, sender)]
     last = len(told) - 1
     return [
         msgspec.structs.replace(message, value=value, seconds=seconds, flag=place == last)

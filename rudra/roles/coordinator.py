@@ -30,7 +30,7 @@ class Coordinator(ParameterServer):
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
         **ParameterServer.TRANSITIONS,
-        (TRAINING, Kind.MEASURED): To("_measured", TRAINING, ServerState.DRAINING),
+        (TRAINING, Kind.ASSESSED): To("_assessed", TRAINING, ServerState.DRAINING),
         (TRAINING, Stopped): To("_stop", TRAINING, ServerState.DRAINING),
     }
 
@@ -119,14 +119,14 @@ class Coordinator(ParameterServer):
             return []
         timestamp = self.ledger.timestamp
         asked, held = self._pulls.get(child, (timestamp, NO_WEIGHTS))
-        told: list[Action] = [Send(child, Message(Kind.MEASURE, self.id, timestamp, part))]
+        told: list[Action] = [Send(child, Message(Kind.ASSESS, self.id, timestamp, part))]
         if self._lacks_weights(held):
             self._pulls[child] = (asked, timestamp)
             self._lent += 1
             told.append(Send(child, self._weights, WEIGHTS))
         return told
 
-    def _measured(self, event: Received, now: float) -> list[Action]:
+    def _assessed(self, event: Received, now: float) -> list[Action]:
         examination, message = self._examination, event.message
         if examination is None or message.sender in self._dead or not examination.take(message):
             return []

@@ -73,7 +73,7 @@ class StatisticsServer(Machine):
         (StatisticsState.GATHERING, Kind.WEIGHTS_PART): To("_snapshot_part", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Hashed): To("_hashed", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Evaluated): To("_evaluated", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Kind.MEASURED): To("_measured", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Kind.ASSESSED): To("_assessed", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.LEARNERS): To("_learner", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.TOTALS): To("_account", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.EVENTS): To("_events", StatisticsState.GATHERING),
@@ -268,7 +268,7 @@ class StatisticsServer(Machine):
         rows["evaluation_began_s"] = now - self._began
         return [*keep, Evaluate(buffer)]
 
-    def _measured(self, event: Received, now: float) -> list[Action]:
+    def _assessed(self, event: Received, now: float) -> list[Action]:
         message = event.message
         found = self._sums.setdefault(message.value, [])
         if message.rows is not None:

@@ -138,7 +138,7 @@ class WindowWorker(Worker):
         (EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.STOPPED),
         **staying([EXCHANGING, LearnerState.STOPPED], {Kind.JOIN: "_join", Fetched: "_give"}),
         **staying([EXCHANGING], {Sent: "_given", Kind.WEIGHTS: "_adopt"}),
-        (EXCHANGING, Kind.MEASURE): To("_measure", LearnerState.TESTING),
+        (EXCHANGING, Kind.ASSESS): To("_assess", LearnerState.TESTING),
         (COMPUTING, Kind.EXECUTE): To("_execute", COMPUTING),
         (COMPUTING, Kind.STOP): To("_stop_soon", COMPUTING),
         (COMPUTING, Trained): To("_report", COMPUTING, EXCHANGING, LearnerState.STOPPED),

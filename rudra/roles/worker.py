@@ -21,10 +21,10 @@ from rudra.core.events import (
     GRADIENT,
     WEIGHTS,
     Action,
+    Assess,
+    Assessed,
     Compute,
     Computed,
-    Measure,
-    Measured,
     Received,
     Send,
     Sent,
@@ -96,11 +96,11 @@ class Worker(Learner):
         (LearnerState.READY, Kind.START): To("_begin", LearnerState.EXCHANGING),
         (LearnerState.EXCHANGING, Kind.EXECUTE): To("_execute", LearnerState.EXCHANGING, LearnerState.COMPUTING),
         **staying([LearnerState.STOPPED], {Kind.EXECUTE: "_in_vain"}),
-        (LearnerState.EXCHANGING, Kind.MEASURE): To("_measure", LearnerState.EXCHANGING, LearnerState.TESTING),
+        (LearnerState.EXCHANGING, Kind.ASSESS): To("_assess", LearnerState.EXCHANGING, LearnerState.TESTING),
         (LearnerState.EXCHANGING, Kind.WEIGHTS): To(
             "_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.TESTING, LearnerState.STOPPED
         ),
-        (LearnerState.TESTING, Measured): To("_measured", LearnerState.EXCHANGING),
+        (LearnerState.TESTING, Assessed): To("_assessed", LearnerState.EXCHANGING),
         (LearnerState.TESTING, Sent): To("_delivered_meanwhile", LearnerState.TESTING),
         (LearnerState.TESTING, Kind.DONE): To("_finish", LearnerState.DONE),
     }
@@ -147,7 +147,7 @@ class Worker(Learner):
 
     # Tests of the weights, while nobody trains.
 
-    def _measure(self, event: Received, now: float) -> list[Action]:
+    def _assess(self, event: Received, now: float) -> list[Action]:
         self._part = event.message.value
         if self._paused_at is None:
             self._paused_at = now
@@ -165,7 +165,7 @@ class Worker(Learner):
         part, self._part = self._part, None
         assert part is not None
         self.state = LearnerState.TESTING
-        return [Measure(WEIGHTS, part, PARTS)]
+        return [Assess(WEIGHTS, part, PARTS)]
 
     def _pulled(self, event: Received, now: float) -> list[Action]:
         if self._part is None:
@@ -174,7 +174,7 @@ class Worker(Learner):
         self.timestamp = event.message.timestamp
         return self._test()
 
-    def _measured(self, event: Measured, now: float) -> list[Action]:
+    def _assessed(self, event: Assessed, now: float) -> list[Action]:
         self.state = LearnerState.EXCHANGING
         return [Send(self.server, message) for message in whole(self.id, event.part, event.rows)]
 

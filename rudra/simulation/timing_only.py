@@ -10,6 +10,8 @@ from rudra.core import records
 from rudra.core.events import (
     Accumulate,
     Approach,
+    Assess,
+    Assessed,
     Backward,
     Compute,
     Computed,
@@ -23,8 +25,6 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Local,
-    Measure,
-    Measured,
     Reduce,
     Restart,
     Step,
@@ -100,8 +100,8 @@ class TimingOnly:
                 return Updated(action.timestamp, 0, seconds)
             case Step():
                 return Stepped(seconds)
-            case Measure():
-                return Measured(action.part, np.empty(0, records.SUM))
+            case Assess():
+                return Assessed(action.part, np.empty(0, records.SUM))
             case Evaluate() | Sum():
                 return Evaluated(action.buffer, (), seconds)
             case Hash():

@@ -27,6 +27,7 @@ from role_traces import (
 from rudra.core import records
 from rudra.core.events import (
     Action,
+    Assessed,
     Committed,
     Computed,
     Evaluated,
@@ -37,7 +38,6 @@ from rudra.core.events import (
     Found,
     Hashed,
     Lost,
-    Measured,
     Received,
     Reduced,
     Saved,
@@ -318,7 +318,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         {*learner_.LearnerState} - OVERLAPS - AVERAGES - PLACED,
         [
             *(Started(), weights(0), HASHED, START, WORK, computed(0), SENT),
-            *(Received(Message(Kind.MEASURE, SERVER, 1)), weights(1), Measured(0, NOTHING), STOP, DONE),
+            *(Received(Message(Kind.ASSESS, SERVER, 1)), weights(1), Assessed(0, NOTHING), STOP, DONE),
         ],
     ),
     "learner of the first layers": (
@@ -441,7 +441,7 @@ def any_event(trigger: Any) -> Event:
         Fetched: Fetched(1.0),
         Found: Found(FIRST_LEARNER, ()),
         Evaluated: Evaluated("snapshot 0", (), 0.0),
-        Measured: Measured(0, NOTHING),
+        Assessed: Assessed(0, NOTHING),
         Withdrawn: Withdrawn("gradient 0"),
         Saved: Saved(0),
         Committed: Committed(0),
