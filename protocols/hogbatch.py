@@ -7,7 +7,7 @@ with its batch (§7). A rule is asked at each request of a worker how large its 
     adaptive   begins there; who has made fewer updates than all others takes a smaller batch, who has made more a
                larger one, by a factor, within its bounds (§6.3, Algorithm 2)
     balanced   ours: batches in proportion to the speeds so far, so that all make equally many updates, and as large as
-               the bounds allow; none of them takes longer than the others need for what is left of the epoch
+               the bounds allow; who would take longer than the others need for what is left of the epoch gets none
 
 Where the paper is unclear: the smallest and the largest count of updates are those of the others, and equal counts
 change nothing; a batch is a whole number of samples for each thread; the samples that are left at the end of an epoch
@@ -157,7 +157,7 @@ class Hogbatch(Protocol):
         return self.beta if self.workers[worker].kind == "small" else 1.0
 
     def next_size(self, worker: int, team: Team) -> int:
-        """The batch of a worker that asks for work, in samples for each thread.
+        """The batch of a worker that asks for work, in samples for each thread; 0: none for now, others will see to it.
 
         Args:
             worker: its number.
@@ -177,6 +177,17 @@ class Hogbatch(Protocol):
             return min(about.most, max(size + 1, int(size * self.alpha)))
         return size
 
+    def _outlasts(self, worker: int, team: Team) -> bool:
+        """Whether the smallest batch of a worker takes longer than all others need for what is left of the epoch.
+
+        It is never so for the fastest, so that there is somebody who computes.
+        """
+        about, samples = self.workers[worker], team.samples
+        if worker == max(team.left, key=lambda other: (samples[other], -other)):
+            return False
+        others = sum(samples[other] for other in team.left) - samples[worker]
+        return min(about.least * about.threads, team.remaining) * others > team.remaining * samples[worker]
+
     def _balanced(self, worker: int, team: Team) -> int:
         """As large a batch as all can have that make equally many updates, at the speeds so far."""
         about, samples, total = self.workers[worker], team.samples, sum(team.samples[i] for i in team.left)
@@ -188,6 +199,8 @@ class Hogbatch(Protocol):
             return among * samples[of] // (total * self.workers[of].threads)
 
         rate = max(samples[i] / max(1, min(self.workers[i].most, share(i, team.epoch))) for i in team.left)
+        if self._outlasts(worker, team):
+            return 0
         ahead = (team.counts[worker] + 1) / (sum(team.counts[i] for i in team.left) / len(team.left) + 1)
         size = min(int(samples[worker] / rate * ahead), share(worker, team.remaining))
         return min(about.most, max(about.least, size))

@@ -127,7 +127,7 @@ _AVERAGERS: dict[Sharing, RoleKind] = {"nothing": AVERAGER, "replica": SHARER, "
 
 WORKER = KINDS[LEARNER]._replace(machine="rudra.roles.worker:Worker", pushes_at_once=False)
 WINDOW_WORKER = WORKER._replace(
-    machine="rudra.roles.window:WindowWorker", executor="rudra.compute.hogwild:HogwildExecutor"
+    machine="rudra.roles.window_worker:WindowWorker", executor="rudra.compute.hogwild:HogwildExecutor"
 )
 COORDINATOR = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.coordinator:Coordinator")
 WINDOW_COORDINATOR = COORDINATOR._replace(
@@ -481,6 +481,16 @@ class Plan:
             near: whether servers that may be anywhere are on node 0; else their node is -1 (`ELSEWHERE`).
         """
         return tuple(0 if near and role.node == ELSEWHERE else role.node for role in self.roles)
+
+    @property
+    def window_leaders(self) -> dict[int, list[int]]:
+        """Where several nodes have windows: the first learner of each, and the numbers of all learners there."""
+        on_node: dict[int, list[int]] = {}
+        for learner in self.learners if self.window else ():
+            on_node.setdefault(self.roles[learner].node, []).append(learner)
+        if len(on_node) < 2:
+            return {}
+        return {some[0]: [self.roles[learner].index for learner in some] for some in on_node.values()}
 
     def expendable(self, role: int) -> bool:
         """Whether all other roles can go on by this plan if a role is lost.

@@ -69,7 +69,8 @@ def execute(arguments: argparse.Namespace) -> int:
         lines["gradients"] = told
     if plan.window:
         how = {"racing": "without a lock", "locked": "one after the other"}[job.weights.update]
-        lines["weights"] = f"in memory that all ranks of a node share; workers update them {how}"
+        nodes = "; averaged over the nodes at each epoch's end" if plan.window_leaders else ""
+        lines["weights"] = f"in memory that all ranks of a node share; workers update them {how}{nodes}"
     if job.cluster.shares == "auto":
         lines["shares"] = "in proportion to the learners' speeds, which are measured before training"
     elif job.cluster.shares:

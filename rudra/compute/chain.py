@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rudra.compute.sparse import Rows, SparseLinear, gradient_of, product
 from rudra.compute.tasks import Classification, Task
+from rudra.data.sparse import is_sparse
 
 _aten = torch.ops.aten
 
@@ -33,11 +35,19 @@ class Chain:
         biases: whether each layer has one.
         flattens: inputs become (μ, features) first.
         task: what the output is for.
+        sparse: the first layer is one for sparse inputs.
     """
 
     def __init__(
-        self, activations: Sequence[type[nn.Module]], biases: Sequence[bool], flattens: bool, task: Task
+        self,
+        activations: Sequence[type[nn.Module]],
+        biases: Sequence[bool],
+        flattens: bool,
+        task: Task,
+        *,
+        sparse: bool = False,
     ) -> None:
+        self._sparse = sparse
         self._activations = [_BACKWARD[kind] for kind in activations]
         self._biases, self._flattens, self._task = tuple(biases), flattens, task
         self._plain = type(task) is Classification and task.plain
@@ -62,15 +72,19 @@ class Chain:
         linear, between = layers[::2], layers[1::2]
         if any(map(_watched, layers)) or any(type(layer) not in _BACKWARD for layer in between):
             return None
-        if len(linear) != len(between) + 1 or any(type(layer) is not nn.Linear for layer in linear):
+        sparse = bool(linear) and type(linear[0]) is SparseLinear
+        if len(linear) != len(between) + 1 or any(type(layer) is not nn.Linear for layer in linear[sparse:]):
             return None
         own = [tensor for layer in linear for tensor in (layer.weight, layer.bias) if tensor is not None]
         if list(map(id, own)) != list(map(id, parameters)) or own[0].device.type != "cpu":
             return None
-        return cls([type(layer) for layer in between], [layer.bias is not None for layer in linear], flattens, task)
+        biases = [layer.bias is not None for layer in linear]
+        return cls([type(layer) for layer in between], biases, flattens, task, sparse=sparse)
 
     def takes(self, inputs: Any) -> bool:
         """Whether these are inputs that it computes with."""
+        if self._sparse:
+            return is_sparse(inputs) and inputs.dtype == torch.float32 and not inputs.requires_grad
         return (
             type(inputs) is torch.Tensor
             and inputs.dtype == torch.float32
@@ -81,26 +95,32 @@ class Chain:
     @torch.no_grad()
     def gradient(
         self, inputs: torch.Tensor, target: Any, weights: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows | None]:
         """Computes the gradient of the mean loss.
 
         Args:
             inputs: (μ, …) float32.
             target: (μ, …), as the task wants it.
             weights: of each layer its weight and its bias, if it has one; read twice.
-            out: of the same shapes: takes the gradient.
+            out: of the same shapes: takes the gradient, but for that of a sparse layer's weight.
 
         Returns:
-            The output of the last layer, and the mean loss.
+            The output of the last layer, the mean loss, and the gradient of a sparse layer's weight.
         """
         values = iter(weights)
         layers = [(next(values), next(values) if bias else None) for bias in self._biases]
-        reached = inputs.flatten(1) if self._flattens else inputs
+        reached = inputs.flatten(1) if self._flattens and not self._sparse else inputs
+        parts = (inputs.crow_indices(), inputs.col_indices(), inputs.values()) if self._sparse else ()
         seen = [reached]
-        for (weight, bias), (forward, _) in zip(layers, self._activations, strict=False):
-            reached = forward(nn.functional.linear(reached, weight, bias))
-            seen.append(reached)
-        output = nn.functional.linear(reached, *layers[-1])
+        for number, (weight, bias) in enumerate(layers):
+            if parts and not number:
+                reached = product(*parts, weight, bias)
+            else:
+                reached = nn.functional.linear(reached, weight, bias)
+            if number < len(self._activations):
+                reached = self._activations[number][0](reached)
+                seen.append(reached)
+        output = reached
         loss, gradient = self._loss(output, target)
         place = len(out)
         for number in range(len(layers) - 1, -1, -1):
@@ -108,10 +128,12 @@ class Chain:
                 place -= 1
                 torch.sum(gradient, 0, out=out[place])
             place -= 1
+            if parts and not number:
+                return output, loss, gradient_of(*parts, gradient)
             torch.mm(gradient.t(), seen[number], out=out[place])
             if number:
                 gradient = self._activations[number - 1][1](gradient.mm(layers[number][0]), seen[number])
-        return output, loss
+        return output, loss, None
 
     def _loss(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean loss, and its gradient."""

@@ -1,27 +1,29 @@
 """What a role works with: buffers, and the arithmetic that its actions ask for. Both drivers use it."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
 from rudra.compute.devices import CPU, Stage, finish
 from rudra.compute.flat import FlatModel, sha256
-from rudra.compute.gradients import BatchResult, GradientSource, evaluate
+from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Sums, add_batch, evaluate, score_of
 from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import stretch_names
 from rudra.compute.rows import RowForm, RowGradient, alike
 from rudra.compute.sparse import Rows
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import BorrowedBuffer, Buffer, Deferred, DirectBuffer, Memory, RowBuffer, Take
+from rudra.core import records
 from rudra.core.digest import sample
 from rudra.core.events import (
     DOWNCAST,
@@ -30,6 +32,8 @@ from rudra.core.events import (
     WEIGHTS,
     Accumulate,
     Arrange,
+    Assess,
+    Assessed,
     Backward,
     Compute,
     Computed,
@@ -42,6 +46,7 @@ from rudra.core.events import (
     Local,
     Measure,
     Measured,
+    Sum,
     Update,
     Updated,
 )
@@ -52,6 +57,9 @@ from rudra.data.load import Samples
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
 from topologies import Plan
+
+TRAIN = "train"
+"""The training set, as a split that is tested."""
 
 FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 """Gives the weights of a warm start: what a result file holds for a model of that layout, (size,) float32."""
@@ -669,15 +677,29 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
         return False
 
 
+class Examined(NamedTuple):
+    """What weights are tested on.
+
+    Attributes:
+        splits: by name.
+        batch_size: samples that are computed at a time.
+    """
+
+    splits: Mapping[str, Samples]
+    batch_size: int
+
+
 class LearnerExecutor(Executor):
     """Computes gradients.
 
     Attributes:
         pushes_at_once: a gradient is pushed as soon as it is ready, and what computes it is current.
+        examined: what to test, where learners do that.
     """
 
     source: GradientSource
     pushes_at_once = True
+    examined: Examined | None = None
 
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """What computes, and how its learner goes about it."""
@@ -698,6 +720,26 @@ class LearnerExecutor(Executor):
             outcome = self.source.compute(action.step, action.work, self._stage.weights(weights), staged)
             gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
         yield self.computed(action, outcome)
+
+    def assess(self, action: Assess) -> Iterator[Assessed | None]:
+        assert self.examined is not None
+        weights, found = self.weights_to_test(action.weights), []
+        size = self.examined.batch_size
+        for name, split in self.examined.splits.items():
+            batches = -(-len(split) // size)
+            mine = range(batches * action.part // action.parts, batches * (action.part + 1) // action.parts)
+            sums: Sums = defaultdict(float)
+            for batch in mine:
+                add_batch(sums, self.source.model, weights, split, size, batch)
+                yield None
+            count = min(mine.stop * size, len(split)) - mine.start * size
+            found += [(name.encode(), metric.encode()[:64], count, total) for metric, total in sums.items()]
+        yield Assessed(action.part, np.array(found, records.SUM))
+
+    def weights_to_test(self, name: str) -> torch.Tensor:
+        """Those in a buffer, where the model computes."""
+        buffer = self.buffer(name)
+        return buffer.vector if self._stage is None else self._stage.weights(buffer)
 
     def computed(self, action: Compute | Backward, outcome: BatchResult) -> Computed:
         """What a computation came to; its weights are still in their buffer."""
@@ -742,3 +784,17 @@ class StatisticsExecutor(Executor):
                 else:
                     scores.append(score)
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
+
+    def sum(self, action: Sum) -> Evaluated:
+        sums: dict[str, Sums] = {}
+        counts: Counter[str] = Counter()
+        for split, name, samples, value in action.rows.tolist():
+            of_split = sums.setdefault(split.decode(), defaultdict(float))
+            of_split[name.decode()] += value
+            counts[split.decode()] += samples if name == LOSS.encode() else 0
+        scores = [score_of(name, found, counts[name], self._flat.task) for name, found in sums.items()]
+        for place, score in enumerate(scores):
+            if score.split == TRAIN:  # the columns are of the gradients
+                more = ((LOSS, score.loss), (ERROR, score.error))
+                scores[place] = structs.replace(score, metrics=(*more, *score.metrics))
+        return Evaluated(action.buffer, tuple(scores), 0.0)

@@ -253,9 +253,15 @@ class FlatModel:
         Raises:
             DataError: a label is outside the model's classes.
         """
-        if self._chain is not None and self._chain.takes(inputs) and isinstance(out, torch.Tensor):
+        rows = out if isinstance(out, RowGradient) else None
+        if self._chain is not None and self._chain.takes(inputs):
+            views = self._split(out) if isinstance(out, torch.Tensor) else self._split(out.rest, self._rows)
             self.seed(seed)  # the task's loss may draw something
-            output, loss = self._chain.gradient(inputs, target, self._split(self._weights), self._split(out))
+            output, loss, found = self._chain.gradient(inputs, target, self._split(self._weights), views)
+            if found is not None and rows is not None:
+                rows.put(found)
+            elif found is not None:
+                views[0].zero_().index_add_(0, *found)
             wrong = self.task.wrong(output, target)
         else:
             loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale)

@@ -15,6 +15,7 @@ from torch import nn
 
 from rudra.compute.flat import FlatModel
 from rudra.compute.rows import RowGradient
+from rudra.compute.tasks import Task
 from rudra.core.events import Score
 from rudra.core.work import Work
 from rudra.data import trees
@@ -364,6 +365,12 @@ def _prepare(
             ready.put(error)
 
 
+Sums = defaultdict[str, float]
+"""What is measured, added up over samples: loss, error, and metrics by their names."""
+
+LOSS, ERROR = "loss", "error"
+
+
 def evaluate(
     model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, name: str = "test"
 ) -> Iterator[Score | None]:
@@ -379,21 +386,29 @@ def evaluate(
     Yields:
         None after each batch but the last, and the result after that.
     """
-    samples = len(split)
-    loss = error = 0.0
-    sums: defaultdict[str, float] = defaultdict(float)
-    for first in range(0, samples, batch_size):
-        indices = np.arange(first, min(first + batch_size, samples))
-        if split.random:
-            seed_all(first)
-        batch = split.batch(indices)
-        model.bind(weights)
-        mean, wrong, metrics = model.evaluate_batch(*batch)
-        loss, error = loss + mean * len(indices), error + wrong * len(indices)
-        for metric, value in metrics.items():
-            sums[metric] += value * len(indices)
-        if first + batch_size < samples:
+    sums: Sums = defaultdict(float)
+    batches = -(-len(split) // batch_size)
+    for batch in range(batches):
+        add_batch(sums, model, weights, split, batch_size, batch)
+        if batch + 1 < batches:
             yield None
-    loss, error = loss / samples, error / samples
-    means = {**model.task.derived(loss), **{metric: total / samples for metric, total in sums.items()}}
-    yield Score(name, loss, error, tuple(means.items()))
+    yield score_of(name, sums, len(split), model.task)
+
+
+def add_batch(sums: Sums, model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, batch: int) -> None:
+    """Tests weights on one batch of a split, and adds to sums what is measured; see `evaluate`."""
+    indices = np.arange(batch * batch_size, min((batch + 1) * batch_size, len(split)))
+    if split.random:
+        seed_all(batch * batch_size)
+    samples = split.batch(indices)
+    model.bind(weights)
+    loss, wrong, metrics = model.evaluate_batch(*samples)
+    for metric, value in {LOSS: loss, ERROR: wrong, **metrics}.items():
+        sums[metric] += value * len(indices)
+
+
+def score_of(name: str, sums: Sums, samples: int, task: Task) -> Score:
+    """What a split came to, of sums over all its samples."""
+    means = {metric: total / samples for metric, total in sums.items()}
+    loss, error = means.pop(LOSS), means.pop(ERROR)
+    return Score(name, loss, error, tuple({**task.derived(loss), **means}.items()))

@@ -45,21 +45,42 @@ class _Thread:
         """Computes a gradient at weights in main memory, to where it comes back."""
         if self._stage is None:
             return self.source.of_batch(step, work, batch, weights, self.gradient)
-        result = self.source.of_batch(step, work, batch, self._stage.copied(weights), self._stage.gradient)
+        result = self.source.of_batch(step, work, batch, self.there(weights), self._stage.gradient)
         self.gradient.copy_(self._stage.gradient)
         return result
 
+    def there(self, weights: torch.Tensor) -> torch.Tensor:
+        """Weights in main memory, where it computes."""
+        return weights if self._stage is None else self._stage.copied(weights)
 
-class HogwildExecutor(LearnerExecutor):
-    """What a worker works with that brings its gradients into a window itself.
+
+class Sharing(Executor):
+    """What a role works with that fills the window of its node, or reads it while nobody computes.
 
     Attributes:
         window: is given before training begins.
+    """
+
+    window: Window
+
+    def publish(self, action: Publish) -> None:
+        self.window.fill(self.buffer(action.weights).vector, action.timestamp)
+
+    def fetch(self, action: Fetch) -> Fetched:
+        buffer = self.renew(action.weights)
+        buffer.vector.copy_(self.window.latest)
+        buffer.version += 1
+        return Fetched(self.window.surviving)
+
+
+class HogwildExecutor(Sharing, LearnerExecutor):
+    """What a worker works with that brings its gradients into a window itself.
+
+    Attributes:
         copies: gradients are computed at a copy of the weights; else where they are, while others write.
         overwrites: the weights become the copy, updated: what others have done meanwhile is lost.
     """
 
-    window: Window
     worker = 0
     copies = overwrites = False
 
@@ -113,6 +134,9 @@ class HogwildExecutor(LearnerExecutor):
         """What is known of a gradient when it is computed."""
         return Contribution(self.worker, step, work.first, result.samples, result.loss, result.errors, rate)
 
+    def weights_to_test(self, name: str) -> torch.Tensor:
+        return self._threads[0].there(self.window.latest)
+
     def gradient_at(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
         """A gradient, for who takes care of the window himself."""
         return self._threads[0].source.of_batch(step, work, batch, weights, out)
@@ -123,27 +147,16 @@ class HogwildExecutor(LearnerExecutor):
         super().close()
 
 
-class HogwildServerExecutor(ServerExecutor):
+class HogwildServerExecutor(Sharing, ServerExecutor):
     """What the owner of the weights works with that lie in a window.
 
     Its own vector is what was published, or fetched last.
 
     Attributes:
-        window: is given before training begins.
         workers: role -> its number among those who write to the window.
     """
 
-    window: Window
     workers: Mapping[int, int] = {}
-
-    def publish(self, action: Publish) -> None:
-        self.window.fill(self.buffer(action.weights).vector, action.timestamp)
-
-    def fetch(self, action: Fetch) -> Fetched:
-        buffer = self.renew(action.weights)
-        buffer.vector.copy_(self.window.latest)
-        buffer.version += 1
-        return Fetched(self.window.surviving)
 
     def look(self, action: Look) -> Found:
         entries = self.window.entries(self.workers[action.role], action.after)
@@ -190,7 +203,7 @@ def window_here(shape: Shape) -> Window:
 def give_window(executors: Mapping[int, Executor], window: Window) -> None:
     """Has the roles of a process share a window."""
     for executor in executors.values():
-        if isinstance(executor, HogwildExecutor | HogwildServerExecutor):
+        if isinstance(executor, Sharing):
             executor.window = window
 
 

@@ -8,7 +8,15 @@ import torch
 from rudra import plugins
 from rudra.compute import models, tasks
 from rudra.compute.devices import CPU, Placing, Stage
-from rudra.compute.executor import Executor, FirstWeights, LearnerExecutor, OwnerExecutor, StatisticsExecutor
+from rudra.compute.executor import (
+    TRAIN,
+    Examined,
+    Executor,
+    FirstWeights,
+    LearnerExecutor,
+    OwnerExecutor,
+    StatisticsExecutor,
+)
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
@@ -118,6 +126,9 @@ def make_executors(
             work = portions[0][role].work(0)
             source = GradientSource(job, plan.roles[role].index, work, own, data.training, prefetch=prefetch)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
+            if job.training.evaluate == "workers":
+                train = {TRAIN: data.training} if job.training.evaluate_training_set else {}
+                executor.examined = Examined({**data.tests, **train}, job.training.evaluation_batch_size)
         if isinstance(executor, HogwildServerExecutor):
             executor.workers = {learner: plan.roles[learner].index for learner in plan.learners}
         if isinstance(executor, HogwildExecutor):

@@ -144,17 +144,17 @@ class UpdateRule:
         import torch
 
         form, rows = gradient.form, gradient.rows
-        self._set_rates(learning_rate)
+        rate = self._set_rates(learning_rate)[-1]
         for parameter, part in self._places.items():
             before = form.features * form.width if part.start > form.start else 0
             parameter.grad = gradient.rest[part.start - before : part.stop - before]
         if rows is None:
             self._rows.grad = gradient.whole
         else:
+            # What torch's SGD does with them, after 30 µs of looking whether there is more to do.
             places, shape = rows.indices.long()[None], self._rows.shape
-            self._rows.grad = torch.sparse_coo_tensor(
-                places, rows.values, shape, check_invariants=False, is_coalesced=True
-            )
+            told = {"check_invariants": False, "is_coalesced": True}
+            self._rows.data.add_(torch.sparse_coo_tensor(places, rows.values, shape, **told), alpha=-rate)
         self.optimizer.step()
         for parameter in (*self._places, self._rows):
             parameter.grad = None

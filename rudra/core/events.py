@@ -167,6 +167,13 @@ class Evaluated(Struct, frozen=True, gc=False):
     seconds: float
 
 
+class Assessed(Struct, frozen=True, gc=False):
+    """The part of a test that `Assess` named came to these rows of `records.SUM`."""
+
+    part: int
+    rows: Rows
+
+
 class Saved(Struct, frozen=True, gc=False):
     """The checkpoint that `Save` asked for lies beside the one before; `error` says why it does not."""
 
@@ -211,6 +218,7 @@ Event = (
     | Found
     | Reduced
     | Evaluated
+    | Assessed
     | Saved
     | Committed
     | Lost
@@ -516,6 +524,29 @@ class Evaluate(Local, frozen=True, gc=False):
     long = True
     reads = ("buffer",)
     buffer: str
+
+
+class Assess(Local, frozen=True, gc=False):
+    """Compute a part of a test, of so many, of the weights in a buffer; its end is `Assessed`.
+
+    Where the weights are in a window, they are tested there: nobody updates them.
+    """
+
+    long = True
+    reads = ("weights",)
+    weights: str
+    part: int
+    parts: int
+
+
+class Sum(Local, frozen=True, gc=False):
+    """Add up what the parts of a test came to, rows of `records.SUM` in the order of the parts; its end is `Evaluated`.
+
+    The weights that were tested are in `buffer`.
+    """
+
+    buffer: str
+    rows: Rows
 
 
 class Save(Struct, frozen=True, gc=False):

@@ -38,8 +38,15 @@ class Kind(IntEnum):
     READY = auto()  # learner -> server: digest of the initial weights
     START = auto()  # server -> all: training begins, at `value` nanoseconds
     TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
-    EXECUTE = auto()  # coordinator -> worker: compute these samples, at the rate `seconds`; weights follow if newer
+    EXECUTE = auto()  # coordinator -> worker: compute these samples, at the rate `seconds`; weights follow if newer;
+    # training began at `value` nanoseconds, by a clock that stands still while workers test weights
+    ASSESS = auto()  # coordinator -> worker: compute part `value` of a test; weights follow if newer
+    ASSESSED = auto()  # worker -> coordinator: what part `value` came to, and if `flag` that is all of it; likewise
+    # coordinator -> statistics: what all parts of the test of epoch `value` came to, in `seconds`
     MADE = auto()  # worker -> coordinator: these are in the window; digest `value`; I want `timestamp` batches
+    JOIN = auto()  # coordinator -> first worker of a node: give me your window's weights; if `flag` you get the average
+    JOINED = auto()  # the answer, tensor: of all updates `seconds` have survived races
+    SHARED = auto()  # first worker of a node -> coordinator: the average is in the window
     APPLIED = auto()  # server -> learner: one gradient of yours is in the weights of `timestamp`
     STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
     LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `seconds`
@@ -70,6 +77,7 @@ ROWS = {
     Kind.SNAPSHOT: records.EPOCH,
     Kind.LOG: records.LOG,
     Kind.EXECUTE: records.WORK,
+    Kind.ASSESSED: records.SUM,
     Kind.STEPPED: records.FLOATS,
     Kind.NORMS: records.FLOATS,
     Kind.GRADIENTS: records.GRADIENT,
@@ -84,7 +92,7 @@ ROWS = {
 }
 """Dtype of the rows that a kind carries; the others carry none."""
 
-GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS, Kind.SUM})
+GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS, Kind.SUM, Kind.JOINED})
 PARTS = frozenset({Kind.GRADIENT_PART, Kind.WEIGHTS_PART})
 """Kinds whose tensors go up, from learners, and are read once; and kinds of parts."""
 
@@ -224,3 +232,13 @@ def split(kind: Kind, sender: int, rows: Rows) -> list[Message]:
     """As many control messages as the rows need."""
     room = (CONTROL_BYTES - _HEADER.size) // rows.dtype.itemsize
     return [Message(kind, sender, rows=rows[i : i + room]) for i in range(0, len(rows), room)]
+
+
+def whole(sender: int, value: int, rows: Rows, seconds: float = 0.0) -> list[Message]:
+    """As many messages ASSESSED as the rows need, of which the last has the flag."""
+    told = split(Kind.ASSESSED, sender, rows) or [Message(Kind.ASSESSED, sender)]
+    last = len(told) - 1
+    return [
+        msgspec.structs.replace(message, value=value, seconds=seconds, flag=place == last)
+        for place, message in enumerate(told)
+    ]

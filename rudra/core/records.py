@@ -117,7 +117,7 @@ Where one update ends several epochs, its gradients are of the first of them, an
 METRIC = table(
     ("epoch", "<i4", "number of the epoch whose weights were tested"),
     ("pad", "<i4", ""),
-    ("split", "S16", "what was tested: `test` or `validation`"),
+    ("split", "S16", "what was tested: `test`, `validation`, or `train` by workers of protocol hogbatch"),
     ("name", "S64", "name of the metric, such as `top5_error`"),
     ("value", "<f8", "mean of the metric over the samples"),
 )
@@ -167,6 +167,9 @@ LOG = np.dtype(
 
 WORK = np.dtype([("first", "<i8"), ("count", "<i8")])
 """The samples that a coordinator gives a worker (`rudra.core.work.Work`); no table of the results."""
+
+SUM = np.dtype([("split", "S16"), ("name", "S64"), ("samples", "<i8"), ("value", "<f8")])
+"""What a part of a test came to, of one split and one metric: added up over its samples; no table of the results."""
 
 FLOATS = np.dtype([("value", "<f4")])
 """A few floats, as a message carries them."""
@@ -222,7 +225,7 @@ EVENT = table(
         "kind",
         "S16",
         "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience`, `plateau`, `change`, `branch`, "
-        "`averaging`, `stages`, `window`",
+        "`averaging`, `stages`, `window`, `pause`",
     ),
     ("role", "<i4", "row of `/roles` that the event is about; -1: none"),
     ("pad", "<i4", ""),

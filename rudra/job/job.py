@@ -122,6 +122,8 @@ class Job(Table):
             by_tests["[optimizer] schedule = 'plateau'"] = self.optimizer.plateau
             for key in (key for key, wanted in by_tests.items() if wanted):
                 raise ValueError(f"{key} depends on tests, but [training] evaluate = false")
+        if self.training.evaluate_training_set and self.training.evaluate != "workers":
+            raise ValueError("[training] evaluate_training_set: workers do that; valid: with evaluate = 'workers'")
         if self.optimizer.momentum_correction != "none" and not (
             self.optimizer.name == "sgd" and self.optimizer.momentum
         ):
@@ -284,7 +286,13 @@ class Job(Table):
     def without_tests(self) -> Job:
         """The job without tests of its weights, nor what goes by them: where only time counts."""
         return self.with_(
-            training={"evaluate": False, "target": None, "stop_at_target": False, "patience": None},
+            training={
+                "evaluate": False,
+                "evaluate_training_set": False,
+                "target": None,
+                "stop_at_target": False,
+                "patience": None,
+            },
             results={"keep_best": False},
             optimizer={"schedule": "step", "schedule_options": {}} if self.optimizer.plateau is not None else {},
         )
@@ -380,6 +388,10 @@ class Job(Table):
             self._check_averaging(plan)
         if plan.scheduled:
             self._check_scheduled(plan)
+        elif self.training.evaluate == "workers":
+            raise ValueError(
+                "[training] evaluate = 'workers': a coordinator deals the test out; valid: with protocol hogbatch"
+            )
         if self.weights.at == "window":
             self._check_window(plan, protocol)
         if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
@@ -444,7 +456,9 @@ class Job(Table):
         state = optimizer.name != "sgd" or optimizer.momentum or optimizer.options.get("nesterov")
         refused = {
             "only workers of protocol hogbatch update the weights themselves; valid: server": not plan.scheduled,
-            f"workers on {nodes} nodes share no memory; valid: one node, or server": nodes > 1,
+            f"[weights] update = 'locked': updates on {nodes} nodes have no order; valid: racing, or one node": (
+                nodes > 1 and self.weights.update == "locked"
+            ),
             "[optimizer] workers keep no state, so they step by plain SGD; valid: name sgd, momentum 0": state,
             "[optimizer] weight_decay, clip_norm, groups and options are not for a window so far; valid: none": (
                 optimizer.weight_decay or optimizer.clip_norm is not None or optimizer.groups or optimizer.options

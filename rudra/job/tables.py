@@ -153,10 +153,14 @@ class TrainingTable(Table):
     warm_start: Path | None = Field(
         None, description="result file or checkpoint whose weights become the initial weights"
     )
-    evaluate: bool | Literal["always"] = Field(
+    evaluate: bool | Literal["always", "workers"] = Field(
         True,
         description="true: test the weights at the end of each epoch, unless the previous test is still running; "
-        "always: training waits until that test has ended; false: no tests",
+        "always: training waits until that test has ended; workers: the workers of protocol hogbatch test them, while "
+        "the clock of the training stands still; false: no tests",
+    )
+    evaluate_training_set: bool = Field(
+        False, description="workers test the weights on the training set, too: split `train` of `/metrics`"
     )
     evaluation_batch_size: int = Field(256, ge=1, description="number of samples that a test computes at a time")
     compile: bool = Field(

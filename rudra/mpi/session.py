@@ -317,7 +317,7 @@ class _Session:
         if self._keeps_results and not learns:
             os.nice(max(0, 10 - os.nice(0)))  # training goes first; a run before this one may have said so
         self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self._needs = learns, self._keeps_results
+        self._needs = learns, self._keeps_results or (learns and self._job.training.evaluate == "workers")
         needs: list[tuple[bool, bool]] = self._node.allgather(self._needs)
         self._loader = next((rank for rank, need in enumerate(needs) if any(need)), 0)
         self._sharing = sum(map(any, needs)) > 1
@@ -427,12 +427,21 @@ class _Session:
         """Gives the workers of a node, and their coordinator, one memory for the weights, if the job says so."""
         if not self._plan.window:
             return
-        owner = self._plan.roles[self._plan.server].world_rank
-        executor = self._executors.get(self._plan.server)
-        shape = None if executor is None else shape_of(self._job, self._plan, executor.size)
-        mine = [self._plan.about(role) for role in self._roles]
+        plan, world, comm = self._plan, list(range(self._comm.size)), self._comm
+        owner, mine = plan.server, [plan.about(role) for role in self._roles]
         member = any(kind.trains or kind.serves for kind in mine)
-        window, failure = share_window(self._comm, owner, shape, member=member)
+        if several := plan.window_leaders:  # each has a window of its own, and the owner of the weights none
+            node = next((plan.roles[role].node for role in self._roles if plan.about(role).trains), MPI.UNDEFINED)
+            comm = self._comm.Split(node, self._comm.rank)
+            if comm == MPI.COMM_NULL:
+                return
+            world = comm.allgather(self._comm.rank)
+            owner = next(leader for leader in several if plan.roles[leader].node == node)
+        executor = self._executors.get(owner)
+        shape = None if executor is None else shape_of(self._job, plan, executor.size)
+        window, failure = share_window(comm, world.index(plan.roles[owner].world_rank), shape, member=member)
+        if several:
+            comm.Free()
         if failure:
             raise ConfigError(f"[weights] at = 'window': its memory cannot be had here ({failure}); valid: server")
         if window is not None:

@@ -190,7 +190,8 @@ def _way_of_fronts(plan: Plan) -> str:
     if plan.averaging and plan.served:
         return "every learner trains a replica of its own; replicas go up one by one, and weights come back:"
     if plan.window:
-        return "workers bring their gradients into weights that all share, and get their work from above:"
+        share = "those of a node share" if plan.window_leaders else "all share"
+        return f"workers bring their gradients into weights that {share}, and get their work from above:"
     if not plan.groups:
         return "gradients go up, and weights come down:"
     added = _ADDED[plan.reduction]
@@ -360,6 +361,9 @@ def _of_gradients(plan: Plan, per_update: int) -> str:
         return f"of a gradient, each of {len(plan.front_owners)} servers gets its part"
     if plan.averaging:
         return "a message carries a replica"
+    if plan.window:
+        each = "; at each epoch's end every node's weights, and their mean" if plan.window_leaders else ""
+        return f"no gradient is sent: workers tell of those that are in the weights{each}"
     relays = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER and role.parent == plan.server]
     if not relays:
         return "a message carries 1 gradient"

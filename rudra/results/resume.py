@@ -38,6 +38,7 @@ RESUME_MAY_CHANGE = (
     "data.path",
     "training.warm_start",
     "training.evaluate",
+    "training.evaluate_training_set",
     "training.evaluation_batch_size",
     "cluster.learners_per_rank",
     "cluster.node_memory",

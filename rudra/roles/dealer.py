@@ -69,7 +69,10 @@ class Dealer:
         rule = self._protocol
         remaining = self._samples - self._cursor + sum(count for _, count in self._again)
         team = Team(self.sizes, self.counts, self.samples, self._left, remaining, self._samples)
-        self.sizes[worker] = rule.next_size(worker, team)
+        size = rule.next_size(worker, team)
+        if not size:
+            return None
+        self.sizes[worker] = size
         threads = rule.workers[worker].threads
         first, count = available[0], min(available[1], self.sizes[worker] * threads)
         if self._again:
@@ -104,6 +107,11 @@ class Dealer:
             self.samples[worker] += samples
         self._counted.clear()
         self._before = None
+
+    def take(self, gradient: Gradient) -> None:
+        """A gradient is an update by itself, which is made: `count` and `applied` at once."""
+        self.count(gradient)
+        self.applied()
 
     def held(self, worker: int) -> int:
         """How many parts a worker has whose gradients are not in an update yet."""

@@ -47,6 +47,7 @@ class LearnerState(States):
     EXCHANGING = auto()
     HELD = auto()  # this one and the next are of learners that overlap communication alone
     LEAVING = auto()
+    TESTING = auto()  # of workers alone
     STEPPING = auto()  # of learners that average alone
     STOPPED = auto()
     DONE = auto()

@@ -44,7 +44,7 @@ from topologies import Plan
 CREDITS = 2
 """Snapshots that the statistics server can hold: one in work and one waiting."""
 
-ROW = PACK[Kind.GRADIENTS]
+ROW, UPDATE = PACK[Kind.GRADIENTS], PACK[Kind.UPDATES]
 
 
 def left_over(learners: int) -> str:
@@ -118,7 +118,7 @@ class Ledger:
         self.outbox = (Outbox if reports else Silent)(role, setup.plan.statistics, job.results.report_s)
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
         self._credits = CREDITS
-        self._tests_all = job.training.evaluate == "always"
+        self._tests_all = job.training.evaluate in ("always", "workers")
         self._snapshot_lent = False
         self.final_lent = False
         self.recorded_losses: set[int] = set()
@@ -180,6 +180,13 @@ class Ledger:
             self.began = start.value * 1e-9  # the same number everywhere
             self._ended = self.began + self._spent_s
         return self._start_message
+
+    def pause(self, seconds: float, text: str, now: float) -> None:
+        """For so long, until now, the clock of the training has stood still."""
+        began = round((self.began + seconds) * 1e9) * 1e-9  # the same number everywhere, as at the start
+        self._ended += began - self.began
+        self.began = began
+        self.tell("pause", self.timestamp, now - began, text)
 
     def enough(self) -> None:
         """The target is reached: the epoch under way is the last one."""
@@ -268,6 +275,51 @@ class Ledger:
         """Enters an update by all that was counted, which somebody has made already, at such a rate."""
         self.timestamp += 1
         return self._applied(rate, now)
+
+    def enter_each(self, gradients: tuple[Gradient, ...], seconds: float, now: float) -> list[Action]:
+        """Enters updates of one gradient each, which somebody has made already; an epoch does not end with them.
+
+        Args:
+            gradients: `scale` is the rate, `timestamp` how stale it is.
+            seconds: that each update took.
+            now: seconds on the driver's clock.
+        """
+        dealer, timestamp, time_s, epoch = self.dealer, self.timestamp, now - self.began, self.epoch + 1
+        assert dealer is not None
+        rows, updates = [], []
+        samples = staleness = 0
+        loss = errors = 0.0
+        for g in gradients:
+            learner, count, step, first, of = g.learner, g.samples, g.step, g.first, max(0, timestamp - g.timestamp)
+            stale = timestamp - of
+            timestamp += 1
+            rows.append(ROW(timestamp, learner, count, step, first, of, stale, 1.0, g.loss, g.errors, g.stream))
+            updates.append(UPDATE(timestamp, epoch, 1, count, g.scale, stale, time_s, seconds, 0))
+            self.steps[learner] = step + 1
+            self.learned[learner] += count
+            end = first + count
+            if end > self.drawn[g.stream]:
+                self.drawn[g.stream] = end
+            samples, staleness = samples + count, staleness + stale
+            loss, errors = loss + g.loss * count, errors + g.errors
+            dealer.take(g)
+        self.timestamp = timestamp
+        self.samples += samples
+        self.applied += len(gradients)
+        self._epoch_loss += loss
+        self._epoch_errors += errors
+        self._epoch_staleness += staleness
+        self._epoch_gradients += len(gradients)
+        self._epoch_samples += samples
+        self._ended = now
+        self.outbox.extend(Kind.GRADIENTS, rows)
+        self.outbox.extend(Kind.UPDATES, updates)
+        return self.outbox.due(now)
+
+    @property
+    def left_of_epoch(self) -> int:
+        """Samples that are not applied yet."""
+        return (self.epoch + 1) * self._training_samples - self.samples
 
     def rate_for(self, samples: int) -> float:
         """The rate of the schedule for somebody who will apply so many samples, as it is now."""

@@ -285,11 +285,15 @@ class ParameterServer(Machine):
         self._weights_changed()
         self.buffers.free.append(gradient)
         self._units, self._update_due = 0, False
+        return actions + self._proceed(now)
+
+    def _proceed(self, now: float) -> list[Action]:
+        """What an update leads to: the end, another job, or new weights for those who wait for a copy."""
         if self.ledger.over:
-            return actions + self._drain()
+            return self._drain()
         if self.ledger.is_to_change:
-            return actions + self._begin_anew(now)
-        return actions + self._downcast.updated(self._weights) if self._overlapped else actions
+            return self._begin_anew(now)
+        return self._downcast.updated(self._weights) if self._overlapped else []
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]

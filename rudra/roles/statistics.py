@@ -2,7 +2,8 @@
 
 Source: rudra.txt §3.2. Nobody waits for it: it holds one snapshot of the weights in work (hashed, and if the job says
 so kept in the file and tested) and one waiting, gives the parameter server a credit for each that it is done with, and
-the parameter server skips an epoch for which it has no credit. The last epoch is always worked on.
+the parameter server skips an epoch for which it has no credit. The last epoch is always worked on. Where workers test
+the weights, it adds up what they found.
 
 It answers for the disk, too: a checkpoint counts when the rows up to it, and those of its epochs, are there.
 
@@ -34,6 +35,7 @@ from rudra.core.events import (
     Record,
     Send,
     Started,
+    Sum,
     Sync,
 )
 from rudra.core.messages import Kind, Message, Rows
@@ -72,6 +74,7 @@ class StatisticsServer(Machine):
         (StatisticsState.GATHERING, Kind.WEIGHTS_PART): To("_snapshot_part", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Hashed): To("_hashed", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Evaluated): To("_evaluated", StatisticsState.GATHERING, StatisticsState.DONE),
+        (StatisticsState.GATHERING, Kind.ASSESSED): To("_assessed", StatisticsState.GATHERING),
         (StatisticsState.GATHERING, Kind.LEARNERS): To("_learner", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.TOTALS): To("_account", StatisticsState.GATHERING, StatisticsState.DONE),
         (StatisticsState.GATHERING, Kind.EVENTS): To("_events", StatisticsState.GATHERING),
@@ -86,7 +89,10 @@ class StatisticsServer(Machine):
         super().__init__(role, plan)
         self.state = StatisticsState.GATHERING
         self.epochs = job.training.epochs
-        self._evaluates = job.training.evaluate
+        self._evaluates, self._sums_up = bool(job.training.evaluate), job.training.evaluate == "workers"
+        self._sums: dict[int, list[Rows]] = {}  # epoch -> what workers' tests of its weights came to, in order
+        self._digested = 0  # the last epoch whose weights are
+        self._tested: dict[int, float] = {}  # epoch -> seconds that the test took, if that is all of it
         self._keep_every = job.results.keep_every
         self._best = Best(job.training.target) if job.results.keep_best else None
         self._best_epoch = 0
@@ -257,16 +263,40 @@ class StatisticsServer(Machine):
         keep: list[Action] = [Keep(buffer, epoch)] if self._is_kept(epoch) and epoch != self.epochs else []
         if not self._evaluates:
             return keep + self._done(now)
+        self._digested = epoch
+        if self._sums_up:
+            rows["evaluation_began_s"] = rows["time_s"]
+            return [*keep, *self._sum_up()]
         rows["evaluation_began_s"] = now - self._began
         return [*keep, Evaluate(buffer)]
+
+    def _assessed(self, event: Received, now: float) -> list[Action]:
+        message = event.message
+        found = self._sums.setdefault(message.value, [])
+        if message.rows is not None:
+            found.append(message.rows)
+        if not message.flag:
+            return []
+        self._tested[message.value] = message.seconds
+        return self._sum_up()
+
+    def _sum_up(self) -> list[Action]:
+        """Adds up a test by workers, once its weights are digested and all of it is here."""
+        if self._working is None or self._working[1] not in self._tested:
+            return []
+        buffer, epoch = self._working
+        if epoch != self._digested:
+            return []
+        return [Sum(buffer, np.concatenate([*self._sums.pop(epoch), np.empty(0, records.SUM)]))]
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
         assert self._working is not None
         buffer, epoch = self._working
         rows = self._rows[epoch]
-        rows["evaluated"], rows["evaluation_s"] = 1, event.seconds
+        rows["evaluated"], rows["evaluation_s"] = 1, self._tested.pop(epoch, event.seconds)
         for score in event.scores:
-            rows[f"{score.split}_loss"], rows[f"{score.split}_error"] = score.loss, score.error
+            if score.split != "train":  # whose columns are of the gradients
+                rows[f"{score.split}_loss"], rows[f"{score.split}_error"] = score.loss, score.error
         self._metrics[epoch] = [
             (epoch, 0, score.split, name, value) for score in event.scores for name, value in score.metrics
         ]

@@ -1,4 +1,4 @@
-"""Coordinator and workers where the weights lie in a window, and workers bring their gradients into it themselves.
+"""The coordinator where the weights lie in a window, and workers bring their gradients into it themselves.
 
 Source: Hogbatch (Ma and Rusu 2020), §5.1, "asynchronous" update policy, and Algorithm 1. What a worker pushes is then a
 message without a tensor: its gradient is in the weights already. The coordinator keeps the books, and its own vector of
@@ -7,8 +7,9 @@ made there alone.
 
 In a locked window updates have numbers, by which the coordinator takes them in, whatever comes first, and gives out
 work; so a replay gives out the same. In a racing window nobody can tell: it is the order in which they are told, and σ
-is an interval, of which the rows have the end. A worker there asks for batches ahead, as many as take it `AHEAD_S`,
-tells of several at a time, and does not wait.
+is an interval, of which the rows have the end.
+
+On several nodes each has a window, and they are averaged at each epoch's end (`rudra.roles.node_windows`).
 
 A worker that dies may have made updates that it could not tell of: the coordinator looks for them in the window. They
 count; what is left of the worker's samples is served again.
@@ -18,58 +19,35 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 from msgspec import structs
 
-from protocols import Hogbatch
-from rudra.core import records
 from rudra.core.events import (
     WEIGHTS,
     Action,
-    Computed,
+    Fail,
     Fetch,
     Fetched,
     Found,
     Look,
-    Made,
+    Lost,
     Publish,
     Received,
-    Send,
     Started,
-    Train,
-    Trained,
+    Stopped,
     Updated,
 )
-from rudra.core.messages import CONTROL_GRADIENTS, Kind, Message
+from rudra.core.messages import Kind, Message
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
-from rudra.core.work import Work
 from rudra.roles.coordinator import NO_WEIGHTS, Coordinator
 from rudra.roles.gradient_buffers import GradientBuffers
-from rudra.roles.learner import LearnerState
-from rudra.roles.machine import Setup, States, To, staying
-from rudra.roles.minibatch_log import MinibatchLog
+from rudra.roles.machine import States, To, staying
+from rudra.roles.node_windows import NodeWindows
 from rudra.roles.server import ServerState
-from rudra.roles.worker import Worker, WorkLog, works
+from rudra.roles.window_worker import on_its_way, unsigned
 from topologies import Plan
 
-AHEAD_S = 10e-3
-"""How long a worker has work for, where it may ask for it ahead: longer than a coordinator takes to answer that shares
-its core, and short enough that nobody waits for it at an epoch's end."""
-
-BATCHES_AHEAD, UPDATES_AHEAD = 64, 8192
-"""At most, but for one batch. The window's log has room for twice as many updates, of which nobody may know."""
-
 TRAINING, DRAINING = ServerState.TRAINING, ServerState.DRAINING
-COMPUTING, EXCHANGING = LearnerState.COMPUTING, LearnerState.EXCHANGING
-
-
-def on_its_way(made: Made, *, numbered: bool) -> Gradient:
-    """A gradient as a worker tells of it: `scale` is its rate, and, where updates have no numbers, `timestamp` the most
-    that σ may be.
-    """
-    timestamp = made.gradient.timestamp if numbered else made.most
-    return structs.replace(made.gradient, scale=made.rate, timestamp=timestamp)
 
 
 class Report(NamedTuple):
@@ -100,6 +78,9 @@ class WindowCoordinator(Coordinator):
         (DRAINING, Kind.MADE): To("_made", DRAINING, ServerState.CLOSING),
         (DRAINING, Found): To("_found", DRAINING, ServerState.CLOSING),
         **staying([TRAINING, DRAINING], {Fetched: "_fetched"}),
+        (TRAINING, Kind.JOINED): To("_joined", TRAINING),
+        (DRAINING, Kind.JOINED): To("_joined", DRAINING, ServerState.CLOSING),
+        (TRAINING, Kind.SHARED): To("_shared", TRAINING, DRAINING),
         **staying([ServerState.CLOSING], {Fetched: "_in_vain"}),  # it was stopped, and an epoch is not complete
     }
 
@@ -115,6 +96,7 @@ class WindowCoordinator(Coordinator):
         self._fewest = self._most = self._epoch_updates = 0  # σ of the epoch's updates, added up, lies between
         self._leaving: list[int] = []  # dead, whose last updates are not entered yet
         self._looked: set[int] = set()  # at what the dead have done
+        self._nodes = NodeWindows(plan, self.id, self.ledger.learned)
 
     @property
     def pending(self) -> int:
@@ -127,7 +109,8 @@ class WindowCoordinator(Coordinator):
         assert (self.ledger.pending == 1) == (self._at_hand is not None)
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Publish(WEIGHTS, self.ledger.timestamp), *super()._start(event, now)]
+        publish = [] if self._nodes.several else [Publish(WEIGHTS, self.ledger.timestamp)]
+        return [*publish, *super()._start(event, now)]
 
     # Updates in.
 
@@ -135,14 +118,32 @@ class WindowCoordinator(Coordinator):
         message = event.message
         if message.sender in self._dead:  # what it did is looked up in the window
             return []
-        self._take_in(message, message.value & _UNSIGNED)
-        return self._advance(now)
+        waits = self._numbered or self._at_hand is not None or self._reports or self.state is DRAINING
+        if waits or sum(g.samples for g in message.gradients) >= self.ledger.left_of_epoch:
+            self._take_in(message, unsigned(message.value))
+            return self._advance(now)
+        return self._enter_all(message, now)
+
+    def _enter_all(self, message: Message, now: float) -> list[Action]:
+        """Enters what a message tells of at once, where nothing but accounting follows from it."""
+        gradients, actions = message.gradients, []
+        if gradients:
+            self._note_arrival(message)
+            self._fewest += sum(g.staleness for g in gradients)
+            self._most += sum(g.timestamp for g in gradients)
+            self._epoch_updates += len(gradients)
+            actions = self.ledger.enter_each(gradients, message.seconds / len(gradients), now)
+        self._ask_for(message.sender, message.timestamp)
+        return actions + self._answer_all()
+
+    def _note_arrival(self, message: Message) -> None:
+        self.received += len(message.gradients)
+        self._told[message.sender] += len(message.gradients)
+        self.roll.count(message)
 
     def _take_in(self, message: Message, digest: int = 0) -> None:
         sender, gradients = message.sender, message.gradients
-        self.received += len(gradients)
-        self._told[sender] += len(gradients)
-        self.roll.count(message)
+        self._note_arrival(message)
         asks = message.timestamp
         if not gradients:
             self._ask_for(sender, asks)
@@ -161,7 +162,7 @@ class WindowCoordinator(Coordinator):
 
     def _answer(self, child: int) -> list[Action]:
         """Gives who asks as many batches as it wants, or as are left now."""
-        ledger, dealer = self.ledger, self.ledger.dealer
+        dealer = self.ledger.dealer
         assert dealer is not None
         given: list[tuple[int, int]] = []
         while self._wanted[child] and not self._update_due and (work := dealer.deal(self.plan.roles[child].index)):
@@ -171,8 +172,10 @@ class WindowCoordinator(Coordinator):
             del self._pulls[child]
         if not given:
             return []
-        rows, rate = np.array(given, records.WORK), ledger.rate_for(given[0][1])
-        return [Send(child, Message(Kind.EXECUTE, self.id, ledger.timestamp, rows=rows, seconds=rate))]
+        return [self._execute(child, given)]
+
+    def _lacks_weights(self, held: int) -> bool:
+        return False  # they are in the window
 
     def _next_report(self) -> Report | None:
         if self._numbered:
@@ -185,7 +188,11 @@ class WindowCoordinator(Coordinator):
         ledger = self.ledger
         while self.state in (TRAINING, DRAINING):
             if self._at_hand is not None:
-                if ledger.is_ahead or self.cycle.is_ahead:
+                if ledger.is_ahead or self.cycle.is_ahead or self._nodes.busy or self._lent:
+                    break
+                if ledger.ends_epoch and self._nodes.is_due(ledger.learned):
+                    self._update_due = True
+                    actions += self._nodes.join(ledger.learned, last=self.state is DRAINING)
                     break
                 actions += self._enter(self._at_hand, now)
                 actions += self._lose_deferred(now)
@@ -215,8 +222,12 @@ class WindowCoordinator(Coordinator):
         self._ask_for(report.sender, report.asks)
         if not ends:
             return actions
-        actions = [Fetch(WEIGHTS), *actions, *self.cycle.updated(now)]
-        return actions + (self._drain() if ledger.over and self.state is TRAINING else [])
+        if self._nodes.several:
+            self._tell_of_races(self._nodes.surviving, now)
+        else:
+            actions.insert(0, Fetch(WEIGHTS))
+        actions += self.cycle.updated(now)
+        return actions + (self._proceed(now) if self.state is TRAINING else [])
 
     def _advance(self, now: float) -> list[Action]:
         actions = self._work(now)
@@ -235,20 +246,58 @@ class WindowCoordinator(Coordinator):
         unknown = self._leaving or (self._dead - self._looked) & self._told.keys()
         if self._at_hand is not None or self._reports or self._early or unknown:
             return []
+        stopped = self.state is DRAINING and self.ledger.stopped
+        if stopped and self.roll.complete and self._nodes.is_due(self.ledger.learned):
+            return self._nodes.join(self.ledger.learned, last=True)
+        if self._nodes.busy:
+            return []
         actions = super()._close(now)
-        return [Fetch(WEIGHTS), *actions] if actions and self.ledger.stopped else actions
+        return [Fetch(WEIGHTS), *actions] if actions and stopped and not self._nodes.several else actions
 
     def _fetched(self, event: Fetched, now: float) -> list[Action]:
+        self._tell_of_races(event.surviving, now)
+        return []
+
+    def _tell_of_races(self, surviving: float, now: float) -> None:
         """An epoch has ended; says of a racing window what nobody can tell exactly."""
         ledger, count = self.ledger, self._epoch_updates
         if count and not self._numbered:
             between = f"{self._fewest / count:.2f} to {self._most / count:.2f}"
-            text = f"epoch {ledger.epoch}: staleness {between}; of all updates {event.surviving:.6f} survived races (β)"
+            text = f"epoch {ledger.epoch}: staleness {between}; of all updates {surviving:.6f} survived races (β)"
             ledger.tell("window", ledger.timestamp, now - ledger.began, text)
         self._fewest = self._most = self._epoch_updates = 0
+
+    # Windows of several nodes.
+
+    def _joined(self, event: Received, now: float) -> list[Action]:
+        actions = self._nodes.take(event)
+        if self._nodes.busy:
+            return actions
+        if self.state is DRAINING:
+            return actions + self._advance(now)
+        given = self._nodes.give(self.ledger.timestamp + 1)
+        self._lent += len(given)
+        return actions + given
+
+    def _shared(self, event: Received, now: float) -> list[Action]:
+        self._nodes.shared(event.message.sender)
+        return self._advance(now)
+
+    def _stop(self, event: Stopped, now: float) -> list[Action]:
+        if not self._nodes.busy:
+            return super()._stop(event, now)
+        self.ledger.stopped = True  # as soon as all have the average
         return []
 
     # Workers that die.
+
+    def _lose(self, event: Lost, now: float) -> list[Action]:
+        nodes, state = self._nodes, self.state
+        unsafe = state is TRAINING or nodes.busy or (state is DRAINING and nodes.is_due(self.ledger.learned))
+        if nodes.several and unsafe and self.plan.about(event.role).trains:
+            title = self.plan.roles[event.role].title
+            return [Fail(f"{title} died, and with it perhaps what its node has learned in this epoch", lost=True)]
+        return super()._lose(event, now)
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         if role not in self._looked:
@@ -282,174 +331,3 @@ class WindowCoordinator(Coordinator):
             self._take_in(Message(Kind.MADE, role, asks, gradients=gradients, seconds=made.seconds), made.digest)
         actions = self._work(now)
         return actions + self._go_on_without(role, self.plan.roles[role].title, now) + self._close(now)
-
-
-class Batch(NamedTuple):
-    """Gradients that are computed together, or one after another without a word to the coordinator in between."""
-
-    works: tuple[Work, ...]
-    rates: tuple[float, ...]
-
-
-class WindowLog(WorkLog):
-    """The mini-batches of a worker in a window.
-
-    Attributes:
-        batches: that are not begun.
-    """
-
-    __slots__ = ("_alone", "_protocol", "batches")
-
-    def __init__(self, role: int, setup: Setup) -> None:
-        self.batches: deque[Batch] = deque()
-        self._alone = setup.job.weights.update == "locked"
-        protocol = setup.job.make_protocol(setup.plan)
-        assert isinstance(protocol, Hogbatch)
-        self._protocol = protocol
-        super().__init__(role, setup)
-
-    @property
-    def threads(self) -> int:
-        """Parts of a batch."""
-        return self._threads
-
-    def take_at(self, first: int, count: int, rate: float) -> None:
-        """Work has come, at a rate that the rule scales by the samples of each gradient."""
-        parts = works(first, count, self._threads)
-        for some in [(part,) for part in parts] if self._alone else [tuple(parts)]:
-            self.batches.append(Batch(some, tuple(rate * self._protocol.rate_scale(work.count) for work in some)))
-
-    def begin_batch(self, now: float) -> Train:
-        self._since = now
-        batch = self.batches.popleft()
-        return Train(self.step, batch.works, batch.rates)
-
-    def enter_made(self, made: tuple[Made, ...], wait_s: float, now: float) -> tuple[list[Action], bool]:
-        """Notes gradients that are in the weights; what to do, and whether that is all because the run fails."""
-        update_s = sum(each.seconds for each in made)
-        compute_s = max(0.0, now - self._since - update_s) / len(made)
-        actions: list[Action] = []
-        for each in made:
-            gradient = each.gradient
-            self._since = now - compute_s
-            computed = Computed(gradient.step, gradient.loss, gradient.errors, gradient.samples)
-            found, fails = self.enter(computed, gradient.timestamp, now)
-            if fails:
-                return actions + found, True
-            self._samples += gradient.samples
-            self.spend(0.0, 0.0, wait_s, 0.0, each.seconds)
-            actions += found
-            wait_s = 0.0
-        return actions, False
-
-
-class WindowWorker(Worker):
-    """One worker."""
-
-    __slots__ = ("_ahead", "_asked", "_batch_began", "_batch_s", "_told_at", "_untold", "_wait_s", "_waits_since")
-
-    log: WindowLog
-
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **{key: to for key, to in Worker.TRANSITIONS.items() if key[0] not in (COMPUTING, EXCHANGING)},
-        (EXCHANGING, Kind.EXECUTE): To("_execute", COMPUTING),
-        (EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.STOPPED),
-        (COMPUTING, Kind.EXECUTE): To("_execute", COMPUTING),
-        (COMPUTING, Kind.STOP): To("_stop_soon", COMPUTING),
-        (COMPUTING, Trained): To("_report", COMPUTING, EXCHANGING, LearnerState.STOPPED),
-        **{(state, Kind.DONE): To("_finish", LearnerState.DONE) for state in (COMPUTING, EXCHANGING)},
-    }
-
-    def __init__(self, role: int, setup: Setup) -> None:
-        super().__init__(role, setup)
-        self._ahead = setup.job.weights.update == "racing"
-        self._asked = 1  # batches that are on their way; who is there when training begins gets one
-        self._untold: list[Made] = []
-        self._wait_s = self._waits_since = self._told_at = self._batch_began = self._batch_s = 0.0
-
-    def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
-        return WindowLog(role, setup)
-
-    @property
-    def waiting_for(self) -> str:
-        if self.state is EXCHANGING:
-            return f"the {self.plan.roles[self.server].name} to give it work"
-        return super().waiting_for
-
-    def _begin(self, event: Received, now: float) -> list[Action]:
-        self.state = EXCHANGING
-        self.log.began = event.message.value * 1e-9
-        self._waits_since = now
-        return []
-
-    def _execute(self, event: Received, now: float) -> list[Action]:
-        rows = event.message.rows
-        assert rows is not None
-        self._asked -= len(rows)
-        for first, count in rows.tolist():
-            self.log.take_at(first, count, event.message.seconds)
-        if self.state is COMPUTING:
-            return []
-        self._wait_s = now - self._waits_since
-        train = self._next_batch(now)
-        return [train, *(self._tell() if self._ahead else [])]
-
-    @property
-    def _depth(self) -> int:
-        """How many batches are to be here or on their way, beside the one that is computed."""
-        if not self._ahead:
-            return 0 if self.log.batches or self.state is COMPUTING else 1
-        most = min(BATCHES_AHEAD, UPDATES_AHEAD // self.log.threads)
-        return max(1, min(1 + int(AHEAD_S / self._batch_s), most)) if self._batch_s else 1
-
-    def _next_batch(self, now: float) -> Action:
-        self.state, self._batch_began = COMPUTING, now
-        return self.log.begin_batch(now)
-
-    def _report(self, event: Trained, now: float) -> list[Action]:
-        actions, fails = self.log.enter_made(event.made, self._wait_s, now)
-        if fails:
-            return actions
-        self._wait_s = 0.0
-        self.pushed += len(event.made)
-        self._untold += event.made
-        self._batch_s = now - self._batch_began
-        if not self._stopping and self.log.batches:
-            actions.append(self._next_batch(now))
-            if self._ahead and now - self._told_at < AHEAD_S / 4 and len(self.log.batches) > 1:
-                return actions
-        elif not self._stopping:
-            self.state, self._waits_since = EXCHANGING, now
-        self._told_at = now
-        actions += [*self._tell(), *self.log.due(now)]
-        return actions + self._leave(now) if self._stopping else actions
-
-    def _tell(self) -> list[Action]:
-        """Tells the coordinator what is in the window, in as many messages as it needs, and asks for work."""
-        asks = 0 if self._stopping else max(0, self._depth - self._asked - len(self.log.batches))
-        self._asked += asks
-        made, self._untold = self._untold, []
-        if not made:
-            return [Send(self.server, Message(Kind.MADE, self.id, asks))] if asks else []
-        told: list[Action] = []
-        for place in range(0, len(made), CONTROL_GRADIENTS):
-            some = made[place : place + CONTROL_GRADIENTS]
-            gradients = tuple(on_its_way(each, numbered=not self._ahead) for each in some)
-            seconds, last = sum(each.seconds for each in some), place + len(some) == len(made)
-            about: dict[str, Any] = {"value": _signed(some[0].digest), "seconds": seconds}
-            told.append(
-                Send(self.server, Message(Kind.MADE, self.id, asks if last else 0, gradients=gradients, **about))
-            )
-        return told
-
-    def _stop_soon(self, event: Received, now: float) -> list[Action]:
-        self._stopping = True
-        return [] if self.state is COMPUTING else self._leave(now)
-
-
-_UNSIGNED = (1 << 64) - 1
-
-
-def _signed(digest: int) -> int:
-    """The same 64 bits, as a message's number."""
-    return digest - (1 << 64) if digest >> 63 else digest

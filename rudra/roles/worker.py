@@ -8,6 +8,8 @@ own, which is pushed when it is ready. The parts are computed one after another,
     EXCHANGING  work, and the newer weights received             -> COMPUTING   its first part
     COMPUTING   a part is ready                                  -> EXCHANGING  push; the last one asks for work
     EXCHANGING  delivered, and parts are left                    -> COMPUTING
+    EXCHANGING  a part of a test, and the newer weights received -> TESTING     the same part
+    TESTING     it is computed                                   -> EXCHANGING  tell the coordinator
 """
 
 from collections import deque
@@ -15,13 +17,25 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from protocols.hogbatch import parts
-from rudra.core.events import GRADIENT, Action, Compute, Computed, Received, Send
-from rudra.core.messages import Kind, Message
+from rudra.core.events import (
+    GRADIENT,
+    WEIGHTS,
+    Action,
+    Assess,
+    Assessed,
+    Compute,
+    Computed,
+    Received,
+    Send,
+    Sent,
+)
+from rudra.core.messages import Kind, Message, whole
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import DEALT, Work
 from rudra.job.job import Job
 from rudra.roles.coordinator import NO_WEIGHTS
+from rudra.roles.examination import PARTS
 from rudra.roles.learner import PUSH, Learner, LearnerState
 from rudra.roles.machine import Setup, States, To, staying
 from rudra.roles.minibatch_log import MinibatchLog
@@ -73,7 +87,7 @@ class WorkLog(MinibatchLog):
 class Worker(Learner):
     """One worker."""
 
-    __slots__ = ()
+    __slots__ = ("_part", "_paused_at")
 
     log: WorkLog
 
@@ -82,7 +96,19 @@ class Worker(Learner):
         (LearnerState.READY, Kind.START): To("_begin", LearnerState.EXCHANGING),
         (LearnerState.EXCHANGING, Kind.EXECUTE): To("_execute", LearnerState.EXCHANGING, LearnerState.COMPUTING),
         **staying([LearnerState.STOPPED], {Kind.EXECUTE: "_in_vain"}),
+        (LearnerState.EXCHANGING, Kind.ASSESS): To("_assess", LearnerState.EXCHANGING, LearnerState.TESTING),
+        (LearnerState.EXCHANGING, Kind.WEIGHTS): To(
+            "_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.TESTING, LearnerState.STOPPED
+        ),
+        (LearnerState.TESTING, Assessed): To("_assessed", LearnerState.EXCHANGING),
+        (LearnerState.TESTING, Sent): To("_delivered_meanwhile", LearnerState.TESTING),
+        (LearnerState.TESTING, Kind.DONE): To("_finish", LearnerState.DONE),
     }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._part: int | None = None  # of a test, which waits for weights
+        self._paused_at: float | None = None  # since when it tests weights
 
     def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
         return WorkLog(role, setup)
@@ -103,6 +129,8 @@ class Worker(Learner):
         rows = event.message.rows
         assert rows is not None
         self.log.take(*rows[0].item())
+        self.log.began = event.message.value * 1e-9
+        self._leave_out_tests(now)
         return self._answered(event, now)
 
     def _push(self, event: Computed, now: float) -> list[Action]:
@@ -116,3 +144,53 @@ class Worker(Learner):
         held = timestamp if asks else NO_WEIGHTS
         message = Message(PUSH, self.id, timestamp, held, None, (gradient,), flag=asks)
         return [Send(self.server, message, GRADIENT), *warnings]
+
+    # Tests of the weights, while nobody trains.
+
+    def _assess(self, event: Received, now: float) -> list[Action]:
+        self._part = event.message.value
+        if self._paused_at is None:
+            self._paused_at = now
+        if self._holds(event.message.timestamp):
+            return self._test()
+        self._expects_weights = True
+        self._pulls += 1
+        return [self._receive]
+
+    def _holds(self, timestamp: int) -> bool:
+        """Whether it has the weights of a timestamp."""
+        return timestamp <= self.timestamp
+
+    def _test(self) -> list[Action]:
+        part, self._part = self._part, None
+        assert part is not None
+        self.state = LearnerState.TESTING
+        return [Assess(WEIGHTS, part, PARTS)]
+
+    def _pulled(self, event: Received, now: float) -> list[Action]:
+        if self._part is None:
+            return super()._pulled(event, now)
+        self._expects_weights = False
+        self.timestamp = event.message.timestamp
+        return self._test()
+
+    def _assessed(self, event: Assessed, now: float) -> list[Action]:
+        self.state = LearnerState.EXCHANGING
+        return [Send(self.server, message) for message in whole(self.id, event.part, event.rows)]
+
+    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+        self._leave_out_tests(now)
+        return super()._stop_soon(event, now)
+
+    def _leave_out_tests(self, now: float) -> float:
+        """What is measured goes on after tests as if they had taken no time; how long that was."""
+        pause_s = 0.0 if self._paused_at is None else now - self._paused_at
+        self._paused_at = None
+        self._computed_at, self._pushed_at = self._computed_at + pause_s, self._pushed_at + pause_s
+        if self._delivered_at is not None:
+            self._delivered_at = min(now, self._delivered_at + pause_s)
+        return pause_s
+
+    def _delivered_meanwhile(self, event: Sent, now: float) -> list[Action]:
+        self._delivered_at = now
+        return []

@@ -24,6 +24,7 @@ from protocols import Hogbatch
 from rudra.core.events import (
     Accumulate,
     Approach,
+    Assess,
     Backward,
     Combine,
     Conclude,
@@ -137,6 +138,7 @@ class CostModel:
         self._placed = placed = placed or Placed()
         # A backward pass has twice the operations of a forward pass.
         self.pieces: dict[type[Local], float] = {Forward: (1 - placed.back) / 3, Backward: (1 - placed.back) * 2 / 3}
+        self.pieces[Assess] = 1 / 3  # of a worker's first batch; the clock of the training stands still meanwhile
         self._conclude_s = placed.back * at(table.compute_s, minibatch_size) if plan.stage is not None else 0.0
         node = list(plan.nodes(near=table.servers_on_first_node))
         for place, owner in enumerate((*plan.owners, *plan.stages[1:])):

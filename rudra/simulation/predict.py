@@ -36,6 +36,9 @@ GRADIENTS = 2000
 UPDATES = 40
 """That are simulated at least, both."""
 
+EPOCHS = 4
+"""That are simulated, where a coordinator deals samples out."""
+
 _WARM = 0.25  # of the updates: they do not count
 
 
@@ -72,6 +75,7 @@ class Prediction:
         bound_s: an epoch's time if everything else were free.
         guessed: of which mini-batch sizes nobody has measured how long they take, and what stands for it; or nothing.
         efficiency: time per iteration by Omnivore's model, where that is about such a job.
+        workers: of protocol hogbatch: what each does in a second, its share of the updates, how busy it is.
     """
 
     job: Job
@@ -87,10 +91,12 @@ class Prediction:
     bound_s: float
     guessed: str
     efficiency: Efficiency | None = None
+    workers: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """In numbers and texts that fit into JSON; the job by its learners."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name not in {"job", "efficiency"}}
+        left_out = {"job", "efficiency"} if self.workers else {"job", "efficiency", "workers"}
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
         model = {"efficiency": self.efficiency.as_dict()} if self.efficiency else {}
         return {"learners": self.job.learners, **fields, **model}
 
@@ -122,18 +128,15 @@ def predict(
     Raises:
         RudraError: a mistake in the job.
     """
-    if job.workers:
-        raise ConfigError(
-            "[protocol] name: hogbatch: batches change while it runs, which a prediction does not; valid: other "
-            "protocols, or rudra simulate with simulation.tensors = false"
-        )
+    if job.workers and updates is not None:
+        raise ConfigError("--updates: under protocol hogbatch whole epochs are simulated; valid: none")
     measured = costs.source(job)
     job = placed(costs.load(job).resolved(learners=job.cluster.learners))
     job = (
         job.at(0)
         .without_tests()
         .with_(
-            training={"epochs": 1},
+            training={"epochs": min(job.training.epochs, EPOCHS) if job.workers else 1},
             results={"minibatches": True, "checkpoint_every": "never"},
             simulation={"faults": ()},
             optimizer={"schedule": "step", "schedule_options": {}, "schedule_every": "epoch"},  # rates take no time
@@ -142,15 +145,17 @@ def predict(
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples
     per_update = job.gradients_per_update(job.plan())
-    updates = updates or _enough(job, per_update)
+    updates = updates or (2**62 if job.workers else _enough(job, per_update))
     plan = job.plan(costs.places(job))
     job = costs.shared(job, plan)
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(updates, plan.server), KeptRows()
-    simulated = updates * per_update * minibatch_size
+    simulated = training_samples if job.workers else updates * per_update * minibatch_size
     simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size, placed=known.placed)
     simulation.run()
     found = _evaluate(job, plan, simulation.costs, meter, rows, training_samples, size)
+    if job.workers:
+        return replace(found, costs=measured)
     return replace(found, costs=measured, efficiency=efficiency(job, simulation.costs, size, found.samples_per_s))
 
 
@@ -208,7 +213,10 @@ def _evaluate(
     job: Job, plan: Plan, model: costs.CostModel, meter: _Meter, rows: KeptRows, training_samples: int, size_bytes: int
 ) -> Prediction:
     updates, gradients, minibatches = rows["updates"], rows["gradients"], rows["minibatches"]
-    first, per_s = steady_rate(updates)
+    if job.workers:
+        first, per_s = _epochs_rate(rows["epochs"], updates)
+    else:
+        first, per_s = steady_rate(updates)
     began, ended = updates["time_s"][first], updates["time_s"][-1]
     # Those at the end were pushed to nobody, which takes no time; with overlap nothing has to take any.
     answered = plan.overlapped | (sum(minibatches[name] for name in TIMES[1:]) > 0)
@@ -222,7 +230,11 @@ def _evaluate(
     for learner in (plan.roles[i] for i in plan.learners):
         hosted[learner.world_rank].append(learner.index)
     queued_s = float(rows["stages"]["wait_s"].mean()) if plan.stage is not None else 0.0
-    rate = sum(job.training.minibatch_size / (_mean_s(steady, learners) - queued_s) for learners in hosted.values())
+    workers = _workers(job, steady, float(ended - began)) if job.workers else ()
+    if workers:
+        rate = sum(worker["samples_per_s"] / worker["busy_share"] for worker in workers)
+    else:
+        rate = sum(job.training.minibatch_size / (_mean_s(steady, learners) - queued_s) for learners in hosted.values())
     bounds = {"compute": training_samples / rate} | {name: seconds / epochs for name, seconds in work.items()}
     bound = max(bounds, key=lambda name: bounds[name])
     return Prediction(
@@ -238,7 +250,37 @@ def _evaluate(
         bound=bound,
         bound_s=bounds[bound],
         guessed=model.guessed,
+        workers=workers,
     )
+
+
+def _epochs_rate(epochs: npt.NDArray[Any], updates: npt.NDArray[Any]) -> tuple[int, float]:
+    """As `steady_rate`, of whole epochs: all but the first, which begins with the first sizes of batches."""
+    if len(epochs) == 1:
+        return 0, float(epochs["samples"][0] / epochs["time_s"][0])
+    first = int(np.searchsorted(updates["timestamp"], epochs["timestamp"][0]))
+    elapsed = epochs["time_s"][-1] - epochs["time_s"][0]
+    return first, float((epochs["samples"][-1] - epochs["samples"][0]) / elapsed)
+
+
+def _workers(job: Job, minibatches: npt.NDArray[Any], elapsed: float) -> tuple[dict[str, Any], ...]:
+    """What each worker did in so many seconds, of its rows."""
+    found = []
+    for learner, table in enumerate(job.team(job.learners)):
+        mine = minibatches[minibatches["learner"] == learner]
+        count, samples = len(mine), int(mine["samples"].sum())
+        found.append(
+            {
+                "worker": learner,
+                "kind": table.kind,
+                "updates_per_s": count / elapsed,
+                "share": count / max(1, len(minibatches)),
+                "samples_per_s": samples / elapsed,
+                "mean_batch": table.threads * samples / max(1, count),
+                "busy_share": float(mine["compute_s"].sum()) / elapsed,
+            }
+        )
+    return tuple(found)
 
 
 def steady_rate(updates: npt.NDArray[Any]) -> tuple[int, float]:
@@ -281,6 +323,15 @@ def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int
     return {"server": max(handling.values(), default=0.0), "link": max(ways.values(), default=0.0)}
 
 
+def _workers_text(prediction: Prediction) -> str:
+    report = Report(["worker", "kind", "updates/s", "of all", "samples/s", "mean batch", "busy"])
+    for about in prediction.workers:
+        rates = [f"{about[name]:,.4g}" for name in ("updates_per_s", "samples_per_s", "mean_batch")]
+        shares = [f"{about[name]:.1%}" for name in ("share", "busy_share")]
+        report.rows.append((str(about["worker"]), about["kind"], rates[0], shares[0], *rates[1:], shares[1]))
+    return report.as_text()
+
+
 def as_text(predictions: Sequence[Prediction]) -> str:
     """A table with one row for each prediction; they differ in λ."""
     kinds = [kind for kind in predictions[0].shares if any(p.shares[kind] for p in predictions)]
@@ -301,5 +352,8 @@ def as_text(predictions: Sequence[Prediction]) -> str:
         f"From {simulated}; tests of weights do not count.",
         *dict.fromkeys(p.guessed for p in predictions if p.guessed),
     ]
+    if any(p.workers for p in predictions):
+        report.notes[2:3] = [f"From {simulated}, of whole epochs, the first left out; tests of weights do not count."]
     modelled = [p.efficiency for p in predictions if p.efficiency]
-    return "\n\n".join([report.as_text(), *([efficiency_text(modelled)] if modelled else [])])
+    teams = [_workers_text(p) for p in predictions if p.workers]
+    return "\n\n".join([report.as_text(), *teams, *([efficiency_text(modelled)] if modelled else [])])

@@ -83,6 +83,7 @@ REPLAY_MAY_CHANGE = ("data.path", "training.warm_start")
 
 INDIFFERENT = (
     "training.evaluate",
+    "training.evaluate_training_set",
     "training.evaluation_batch_size",
     "task.metrics",
     "training.target",
@@ -619,7 +620,11 @@ def _quiet(job: Job) -> Job:
     """The same training with nothing beside it, and with rows that come at once."""
     return job.with_(
         hooks=(),
-        training={"evaluate": job.optimizer.plateau is not None, "patience": None},
+        training={
+            "evaluate": job.optimizer.plateau is not None,
+            "evaluate_training_set": False,
+            "patience": None,
+        },
         fault_tolerance={"non_finite_loss": "warn"},
         results={
             "minibatches": False,

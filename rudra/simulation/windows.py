@@ -48,8 +48,13 @@ class Windows:
         executors = simulation.tensors.executors
         owner = executors.get(plan.server)
         size = 1 if owner is None else owner.size
-        self._window = window_here(shape_of(job, plan, size))
-        give_window(executors, self._window)
+        shape = shape_of(job, plan, size)
+        nodes = {plan.roles[role].node for role in plan.learners}
+        windows = {node: window_here(shape) for node in nodes}
+        node_of = {role: plan.roles[role].node for role in plan.learners} | {plan.server: min(nodes)}
+        self._windows = {role: windows[node] for role, node in node_of.items()}
+        for node, window in windows.items():
+            give_window({role: e for role, e in executors.items() if node_of.get(role) == node}, window)
         self._executors = {role: e for role, e in executors.items() if isinstance(e, HogwildExecutor)}
         self._workers = {role: plan.roles[role].index for role in plan.learners}
         self._manners = {role: manner(job, plan, role) for role in plan.learners}
@@ -57,17 +62,21 @@ class Windows:
         self._holder: Actor | None = None  # of the lock
         self._queued: deque[tuple[Actor, Thread]] = deque()
         if owner is None:
-            simulation.do[Publish] = lambda actor, action, time: self._window.fill(torch.zeros(1), action.timestamp)
+            simulation.do[Publish] = self._publish
             simulation.do[Look], simulation.do[Fetch] = self._look, self._fetch
         simulation.do[Train] = self._train
 
+    def _publish(self, actor: Actor, action: Publish, time: float) -> None:
+        self._windows[actor.role].fill(torch.zeros(1), action.timestamp)
+
     def _look(self, actor: Actor, action: Look, time: float) -> None:
-        entries = self._window.entries(self._workers[action.role], action.after)
-        found = Found(action.role, tuple(made_of(entry, self._window.update) for entry in entries))
+        window = self._windows[actor.role]
+        entries = window.entries(self._workers[action.role], action.after)
+        found = Found(action.role, tuple(made_of(entry, window.update) for entry in entries))
         self._queue.later(time, actor.take, actor, found)
 
     def _fetch(self, actor: Actor, action: Fetch, time: float) -> None:
-        self._queue.later(time, actor.take, actor, Fetched(self._window.surviving))
+        self._queue.later(time, actor.take, actor, Fetched(self._windows[actor.role].surviving))
 
     def _train(self, actor: Actor, action: Train, time: float) -> None:
         """All its threads begin; it is over when the last one is."""
@@ -117,7 +126,7 @@ class Windows:
         return actor.compute_s() * self._costs.relative(actor.role, work.count) * pace.threads
 
     def _steps(self, actor: Actor, step: int, work: Work, rate: float, batch: Any) -> Steps:
-        window, worker = self._window, self._workers[actor.role]
+        window, worker = self._windows[actor.role], self._workers[actor.role]
         copies, overwrites = self._manners[actor.role]
         own, gradient = torch.empty(window.size), torch.zeros(window.size)
         read_s, write_s = self._costs.table.copy_s_per_byte * self._costs.size_bytes, self._costs.local_seconds(Train)

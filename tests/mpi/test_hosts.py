@@ -62,3 +62,14 @@ def started_in(directory: Path) -> list[str]:
             if f"TMPDIR={directory}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(entry.name)
     return found
+
+
+def test_windows_of_two_hosts_are_averaged() -> None:
+    told = behind_a_link(user_code.windows_of_two_hosts, gbit_s=1, learners=2, turns=1)
+    assert [rank["host"] for rank in told] == [NAMES[0]] * 3 + [NAMES[1]]
+    found = told[0]
+    assert len(set(found["nodes"])) == 2
+    assert min(found["counts"]) > 0
+    assert found["samples"] == 4 * 240
+    assert found["losses"] == sorted(found["losses"], reverse=True)
+    assert all(loss > 0 for loss in found["losses"])

@@ -37,7 +37,7 @@ def as_file(job: Job, directory: Path, **results: Any) -> Path:
     (worker,) = job.workers
     path.write_text(
         f'[model]\nname = "{job.model.name}"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 4\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.05\n"
+        '[training]\nepochs = 4\nminibatch_size = 4\nevaluate = "workers"\n[optimizer]\nlearning_rate = 0.05\n'
         f'[protocol]\nname = "hogbatch"\nreference_batch_size = 4\n[cluster]\nlearners = {job.learners}\n'
         f'[[workers]]\nkind = "{worker.kind}"\nmin = 4\nmax = 4\n'
         f'[weights]\nat = "window"\nupdate = "{job.weights.update}"\n[results]\nflush_s = 0.1\nreport_s = 0.0\n'

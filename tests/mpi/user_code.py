@@ -647,3 +647,28 @@ def counted(input_shape: Any, classes: int, told: str) -> nn.Module:
     if Executor.send.__name__ == "send":
         Executor.send = noted  # type: ignore[method-assign]
     return nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, classes))
+
+
+def windows_of_two_hosts(comm: Any, directory: Path) -> dict[str, Any]:
+    """Trains with a worker on each of two hosts, whose windows are averaged."""
+    from rudra.bench.ranks import train
+
+    job = rudra.Job(
+        model={"name": network},
+        data={"name": prompt},
+        training={"epochs": 4, "seed": 7, "evaluate": "workers"},
+        optimizer={"learning_rate": 0.05},
+        protocol={"name": "hogbatch", "reference_batch_size": 4},
+        cluster={"learners": 2, "threads_per_rank": 1},
+        workers=[{"kind": "small", "threads": 2, "min": 4, "max": 4}],
+        weights={"at": "window"},
+    )
+    with train(job, directory / "out.h5", comm) as results:
+        gradients, epochs = results.gradients, results.epochs
+        return {
+            "host": socket.gethostname(),
+            "nodes": [int(role["node"]) for role in results.roles if role["kind"] == b"learner"],
+            "counts": [int((gradients["learner"] == learner).sum()) for learner in (0, 1)],
+            "samples": int(results.totals[0]["samples"]),
+            "losses": epochs["test_loss"].tolist(),
+        }

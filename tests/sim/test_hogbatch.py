@@ -21,6 +21,7 @@ from rudra.core.events import Event, Received
 from rudra.core.messages import Kind
 from rudra.core.work import Work
 from rudra.data.load import load
+from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.roles.machine import States
@@ -116,7 +117,7 @@ def clusters(draw: st.DrawFn) -> tuple[Job, int]:
     }
     rule = draw(st.sampled_from(["fixed", "adaptive", "balanced"]))
     training: dict[str, Any] = {"epochs": draw(st.integers(1, 4)), "seed": draw(st.integers(0, 99))}
-    training["evaluate"] = draw(st.sampled_from([False, True, "always"]))
+    training["evaluate"] = draw(st.sampled_from([False, True, "always", "workers"]))
     run = job(workers, learners, rule, options=options, simulation=simulation, training=training)
     return run, draw(st.integers(1, 700))
 
@@ -135,6 +136,9 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
     assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
     assert totals["samples"] == samples * run.training.epochs
     assert run.simulation.faults or not look.irregular
+    if run.training.evaluate == "workers":
+        assert rows["epochs"]["evaluated"].all()
+        assert (rows["events"]["kind"] == b"pause").sum() == run.training.epochs
 
 
 @pytest.mark.slow
@@ -301,3 +305,63 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
             for name in ("gradients", "updates", "epochs")
         }
         check_epochs(Rows(tables), 400)
+
+
+# Tests by workers.
+
+
+TESTED: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "validation_split": 0.1}}
+ANYWHERE = [{"at": "server"}, {"at": "window", "update": "locked"}, {"at": "window", "update": "racing"}]
+
+
+def first_test(path: Path, evaluate: str, **tables: Any) -> tuple[rudra.Results, list[Any]]:
+    """A simulated run, and what the test of its first epoch came to."""
+    training = {"evaluate": evaluate, "evaluation_batch_size": 9, "epochs": 2, **tables.pop("training", {})}
+    results = rudra.simulate(job(UNLIKE, training=training, **TESTED, **tables), output=path, progress="quiet")
+    epoch, metrics = results.epochs[0], results.metrics
+    own = metrics[(metrics["epoch"] == 1) & (metrics["split"] != b"train")]
+    names = ("weights_sha256", "time_s", "test_loss", "test_error", "validation_loss", "validation_error")
+    return results, [*(epoch[name] for name in names), sorted(own.tolist())]
+
+
+@pytest.mark.parametrize("weights", ANYWHERE, ids=lambda weights: " ".join(weights.values()))
+def test_workers_find_what_the_statistics_server_finds_while_the_clock_stands_still(
+    tmp_path: Path, weights: dict[str, str]
+) -> None:
+    """To the same bits, whoever computes what, and whoever dies over it; each of the 64 parts is one batch or none."""
+    usual, expected = first_test(tmp_path / "usual.h5", "always", weights=weights)
+    by_workers, found = first_test(
+        tmp_path / "workers.h5", "workers", weights=weights, training={"evaluate_training_set": True}
+    )
+    assert found == expected
+    ended, took_s = (by_workers.epochs[0][name] for name in ("time_s", "evaluation_s"))
+    assert took_s > 0.01
+    assert by_workers.learners["wait_s"].sum() < usual.learners["wait_s"].sum() + took_s / 2
+    metrics = by_workers.metrics
+    whole = metrics["value"][(metrics["split"] == b"train") & (metrics["name"] == b"loss")]
+    assert whole == pytest.approx(by_workers.epochs["test_loss"], rel=0.05)
+    again, _ = first_test(tmp_path / "again.h5", "workers", weights=weights, training={"evaluate_training_set": True})
+    assert np.array_equal(again.metrics, metrics)
+    for share in (0.1, 0.6):
+        faults = [{"learner": 0, "dies_at_s": float(ended + share * took_s)}]
+        lost, found = first_test(
+            tmp_path / f"{share}.h5", "workers", weights=weights, simulation={"faults": faults, "detection_s": 1e-4}
+        )
+        assert found == expected
+        assert (lost.events["kind"] == b"lost").sum() == 1
+        lost.close()
+        assert weights.get("update") == "racing" or rudra.replay(tmp_path / f"{share}.h5", quiet=True).identical
+    for results in (usual, by_workers, again):
+        results.close()
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"protocol": {"name": "softsync", "rule": None}, "workers": ()}, "a coordinator deals the test out; valid"),
+        ({"training": {"evaluate": True, "evaluate_training_set": True}}, "workers do that; valid: with evaluate = "),
+    ],
+)
+def test_who_cannot_test_is_told_so(tables: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        job(UNLIKE, training={"evaluate": "workers"}).with_(**tables)

@@ -6,15 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import timing, train
+from clusters import Rows, timing, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from test_hogbatch import ALONE, UNLIKE, check_epochs, clusters, job, replayed_plainly
 
 import rudra
+from rudra.compute import models, tasks
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import GradientSource
 from rudra.core.events import GRADIENT
-from rudra.errors import ConfigError, ReplayError
+from rudra.core.work import Work
+from rudra.data.load import load
+from rudra.errors import ConfigError, ReplayError, RunError
 from rudra.job.job import Job
 from rudra.simulation.costs import places
 
@@ -34,7 +39,10 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
         "update": data.draw(st.sampled_from(["racing", "locked"])),
         "push": data.draw(st.sampled_from(["gradient", "overwrite"])),
     }
-    run = run.with_(weights=weights, simulation={"tear": data.draw(st.sampled_from([1, 5]))})
+    simulation: dict[str, Any] = {"tear": data.draw(st.sampled_from([1, 5]))}
+    if weights["update"] == "racing" and data.draw(st.booleans()):
+        simulation |= {"nodes": data.draw(st.integers(2, 3)), "faults": ()}
+    run = run.with_(weights=weights, simulation=simulation)
     rows = timing(run, samples)
     check_epochs(rows, samples, each_epoch=run.protocol.options["shuffle"] == "epoch")
     totals = rows.totals
@@ -173,6 +181,64 @@ def test_the_coordinator_has_no_gradients() -> None:
     assert not [name for name in names if name.startswith(GRADIENT)]
 
 
+# Several nodes.
+
+
+def on_nodes(nodes: int, **tables: Any) -> Job:
+    """A worker on each, whose updates come one after another."""
+    workers = [
+        {"ranks": [node], "kind": "large", "min": 8, "max": 8, "compute_s": 0.01 * (node + 1)} for node in range(nodes)
+    ]
+    simulation = {"nodes": nodes, "jitter": 0.3, **tables.pop("simulation", {})}
+    return job(workers, nodes, "fixed", simulation=simulation, weights=RACING, **{**DIGITS, **tables})
+
+
+def mixed_plainly(run: Job, rows: Rows) -> torch.Tensor:
+    """Every node's chain of updates in each epoch, and their mean by samples, in a loop that knows nothing of roles."""
+    data = load(run.data)
+    model = FlatModel(models.build(run.model, data.info, run.training.seed), tasks.make(run.task, data.info.classes), 1)
+    weights, gradient = torch.empty(model.size), torch.empty(model.size)
+    model.read_into(weights)
+    assert data.training is not None
+    alone = (Work(0, 0, 1, 0), model, data.training)
+    sources = [GradientSource(run, learner, *alone, prefetch=False) for learner in range(run.learners)]
+    of, rates = rows["updates"]["epoch"], rows["updates"]["learning_rate"]
+    for epoch in range(1, run.training.epochs + 1):
+        total = 0
+        mean = weights.clone()
+        for node, source in enumerate(sources):
+            own, samples = weights.clone(), 0
+            mine = (of[rows["gradients"]["update"] - 1] == epoch) & (rows["gradients"]["learner"] == node)
+            for row in rows["gradients"][mine]:
+                source.compute(int(row["step"]), Work(0, int(row["first"]), int(row["samples"]), 0), own, gradient)
+                own.add_(gradient, alpha=-float(rates[row["update"] - 1]))
+                samples += int(row["samples"])
+            total += samples
+            mean = torch.lerp(mean, own, samples / total) if samples else mean
+        weights = mean
+    return weights
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_windows_of_several_nodes_are_averaged_at_epochs_ends(nodes: int) -> None:
+    run = on_nodes(nodes, optimizer={"learning_rate": 0.2}, training={"evaluate": "workers"})
+    trained = train(run)
+    check_epochs(trained.rows, 480)
+    assert torch.equal(trained.weights, mixed_plainly(run, trained.rows))
+    assert trained.rows["epochs"]["evaluated"].all()
+    stopped = train(run, stop_at=0.5)
+    saved = stopped.saved[-1]
+    assert 0 < saved.position.samples < 3 * 480
+    rest = train(run, resumed=saved)
+    assert rest.rows.totals["samples"] == 3 * 480
+
+
+def test_a_worker_that_dies_on_one_of_several_nodes_ends_the_run() -> None:
+    run = on_nodes(2, simulation={"faults": [{"learner": 1, "dies_at_s": 0.2}]})
+    with pytest.raises(RunError, match=r"learner 1 \(rank 3\) died, and with it perhaps what its node has learned"):
+        train(run)
+
+
 def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
     changed = run.with_(**tables)
     changed.plan(places(changed))
@@ -187,7 +253,10 @@ def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
         ({"optimizer": {"weight_decay": 0.1}}, "weight_decay, clip_norm, groups and options are not for a window"),
         ({"protocol": {"modulation": "mean_staleness"}}, "workers do not know how stale .* valid: none"),
         ({"cluster": {"device": "cuda"}}, 'small workers of a racing window .* valid: device = "cpu" in their'),
-        ({"simulation": {"nodes": 2}}, "workers on 2 nodes share no memory; valid: one node, or server"),
+        (
+            {"simulation": {"nodes": 2}, "weights": {"update": "locked"}},
+            "updates on 2 nodes have no order; valid: racing, or one node",
+        ),
         (
             {"hooks": [{"call": "csv", "at": "update", "role": "learner 0"}]},
             "no role sees the weights of an update; valid: epoch, end",

@@ -9,8 +9,11 @@ from torch import nn
 
 from rudra.compute.chain import Chain
 from rudra.compute.flat import FlatModel
+from rudra.compute.rows import RowGradient
+from rudra.compute.sparse import SparseLinear
 from rudra.compute.tasks import Classification, MultiLabel, Task
 from rudra.errors import DataError
+from tests.unit.test_sparse import WIDTH, compressed, matrix
 
 ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.Sigmoid, nn.Tanh, nn.ReLU)
 
@@ -111,3 +114,31 @@ def test_a_label_that_there_is_not_is_said() -> None:
     flat.bind(torch.zeros(flat.size))
     with pytest.raises(DataError, match="a sample has label 7; the model's are 0 to 1"):
         flat.gradient(torch.zeros(2, 4), torch.tensor([0, 7]), torch.zeros(flat.size), 0)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 9])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("in_rows", [True, False])
+def test_a_first_layer_for_sparse_inputs_has_the_bits_of_autograd(samples: int, bias: bool, in_rows: bool) -> None:
+    torch.manual_seed(3)
+    module = chain(nn.Sigmoid, (WIDTH, 20, 20, 3), bias=bias)[1:]
+    module[0] = SparseLinear.like(module[0])
+    flat = FlatModel(module, Classification(3))
+    assert flat._chain is not None
+    assert flat.row_form is not None
+    weights = torch.empty(flat.size)
+    flat.read_into(weights)
+    flat.bind(weights)
+    batch = compressed(matrix(samples, density=0.3)), torch.randint(3, (samples,))
+    memory = [torch.full((flat.row_form.floats if in_rows else flat.size,), float("nan")) for _ in range(2)]
+    found = []
+    for room, of_chain in zip(memory, (flat._chain, None), strict=True):
+        flat._chain = of_chain
+        found.append(flat.gradient(*batch, RowGradient(room, flat.row_form) if in_rows else room, 0))
+    assert found[0] == found[1]
+    if not in_rows:
+        assert torch.equal(*memory)
+        return
+    ours, theirs = (RowGradient(room, flat.row_form) for room in memory)
+    assert torch.equal(ours.rest, theirs.rest)
+    assert torch.equal(ours.whole, theirs.whole)

@@ -78,14 +78,24 @@ def test_every_change_by_alpha_is_one(alpha: float, up: int, down: int) -> None:
         ((800, 8000), 10_000, (64, 640)),  # the small one can take no more
         ((100, 8000), 1000, (3, 800)),  # 12 samples of the small one are as long as 987 of the large one
         ((100, 8000), 500, (1, 493)),
-        ((100, 8000), 1, (1, 100)),
-        ((1, 80_000), 10_000, (1, 800)),
+        ((100, 8000), 300, (0, 296)),  # 4 of the small one take longer than 300 of the other
+        ((100, 8000), 1, (0, 100)),
+        ((1, 80_000), 10_000, (0, 800)),
+        ((0, 0), 1, (1, 800)),
     ],
 )
 def test_balanced_batches_go_with_speed(samples: tuple[int, int], remaining: int, next_sizes: tuple[int, int]) -> None:
     rule = Hogbatch(2, [SMALL, LARGE], "balanced")
     about = team((1, 800), (5, 5), {0, 1}, samples=samples, remaining=remaining, epoch=10_000)
     assert (rule.next_size(0, about), rule.next_size(1, about)) == next_sizes
+
+
+def test_the_fastest_always_gets_work() -> None:
+    """Else three alike would leave the end of an epoch to each other; who is left takes a dead one's place."""
+    rule = Hogbatch(3, [LARGE] * 3, "balanced")
+    about = team((800,) * 3, (5,) * 3, {0, 1, 2}, samples=(4000,) * 3, remaining=5, epoch=10_000)
+    assert [rule.next_size(worker, about) > 0 for worker in range(3)] == [True, False, False]
+    assert rule.next_size(1, about._replace(left={1, 2})) > 0
 
 
 def test_balanced_updates_come_from_smaller_batches_where_an_epoch_is_short() -> None:

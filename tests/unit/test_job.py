@@ -16,8 +16,8 @@ from rudra.job.tables import OptimizerTable
 from topologies import Plan, base
 
 TRAINING = (
-    "epochs, minibatch_size, seed, warm_start, evaluate, evaluation_batch_size, compile, precision, target, "
-    "target_window, stop_at_target, patience"
+    "epochs, minibatch_size, seed, warm_start, evaluate, evaluate_training_set, evaluation_batch_size, compile, "
+    "precision, target, target_window, stop_at_target, patience"
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, weights, averaging, placement, topology, cluster, "
@@ -90,8 +90,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"cluster": {"wire": "float16"}}, "[cluster] wire is now gradient_format"),
     ({"dict[": 1}, "unknown table or key 'dict['; valid: name, " + TABLES),
     ({"training": {"a\x1b[2J": 1}}, "[training] unknown key 'a\\x1b[2J'; valid: " + TRAINING),
-    ({"training": {"evaluate": "no"}}, "[training] evaluate must be true, 'always' or false, not 'no'"),
-    ({"training": {"evaluate": 1}}, "[training] evaluate must be true, 'always' or false, not 1"),
+    ({"training": {"evaluate": "no"}}, "[training] evaluate must be true, 'always', 'workers' or false, not 'no'"),
+    ({"training": {"evaluate": 1}}, "[training] evaluate must be true, 'always', 'workers' or false, not 1"),
     ({"optimizer": {"learning_rate": "0.1"}}, "[optimizer] learning_rate must be a number, not '0.1'"),
     ({"optimizer": {"learning_rate": [1]}}, "[optimizer] learning_rate must be a number, not [1]"),
     ({"optimizer": {"learning_rate": 0}}, "[optimizer] learning_rate must be > 0, not 0"),

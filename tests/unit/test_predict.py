@@ -11,7 +11,7 @@ from rudra.cli.main import main
 from rudra.core.messages import tail_bytes, tensor_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation.predict import Outline, outline, predict
+from rudra.simulation.predict import Outline, as_text, outline, predict
 
 SAMPLES = 10_000
 SIZE = 1_000_000  # bytes
@@ -196,3 +196,40 @@ def test_nothing_is_read_that_need_not_be(tmp_path: Path, capsys: pytest.Capture
 def test_a_prediction_is_of_a_cluster_in_which_nothing_goes_wrong() -> None:
     faults = [{"learner": 0, "dies_at_s": 1.0}, {"mean_time_to_failure_s": 1.0}]
     assert predict(job(learners=3, faults=faults), known=KNOWN).epoch_s == predict(job(learners=3), known=KNOWN).epoch_s
+
+
+UNLIKE: list[dict[str, Any]] = [
+    {"ranks": [0], "kind": "small", "threads": 4, "min": 2, "max": 8, "compute_s": {2: 0.008, 8: 0.03}},
+    {"kind": "large", "min": 50, "max": 500, "compute_s": {50: 0.02, 500: 0.05}},
+]
+
+
+@pytest.mark.parametrize("weights", ["server", "window"])
+@pytest.mark.parametrize("rule", ["fixed", "adaptive"])
+def test_unlike_workers(tmp_path: Path, rule: str, weights: str) -> None:
+    """As a simulation of so many epochs has it, without the first."""
+    protocol = {"name": "hogbatch", "rule": rule}
+    run = job(learners=2, jitter=0.1).with_(
+        protocol=protocol, workers=UNLIKE, weights={"at": weights}, training={"epochs": 4}
+    )
+    found = predict(run, known=Outline(1442, 40_000))
+    with rudra.simulate(
+        run.with_(data={"name": "digits"}, model={"name": "mlp"}, simulation={"tensors": False}),
+        output=tmp_path / "out.h5",
+        progress="quiet",
+    ) as results:
+        ends, rows = results.epochs["time_s"], results.minibatches
+    assert found.epoch_s == pytest.approx((ends[-1] - ends[0]) / 3, rel=0.1)
+    small, large = found.workers
+    mine = rows[(rows["time_s"] > ends[0]) & (rows["learner"] == 0)]
+    assert small["updates_per_s"] == pytest.approx(len(mine) / (ends[-1] - ends[0]), rel=0.1)
+    assert small["share"] + large["share"] == pytest.approx(1)
+    assert 0.2 < large["busy_share"] <= 1.01
+    assert (small["kind"], large["kind"]) == ("small", "large")
+    assert "mean batch" in as_text([found])
+    assert found.as_dict()["workers"][0]["worker"] == 0
+
+
+def test_updates_of_unlike_workers_are_not_counted() -> None:
+    with pytest.raises(ConfigError, match="--updates: under protocol hogbatch whole epochs are simulated; valid: none"):
+        predict(job().with_(protocol={"name": "hogbatch"}, workers=UNLIKE[:1]), known=KNOWN, updates=20)

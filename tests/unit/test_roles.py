@@ -27,6 +27,7 @@ from role_traces import (
 from rudra.core import records
 from rudra.core.events import (
     Action,
+    Assessed,
     Committed,
     Computed,
     Evaluated,
@@ -280,6 +281,9 @@ def snapshot(epoch: int) -> Received:
 
 
 PLAIN = job("async", training={"epochs": 1})
+DEALT = job("hogbatch", workers=[{"kind": "large"}], training={"epochs": 1, "evaluate": "workers"})
+WORK = Received(Message(Kind.EXECUTE, SERVER, rows=np.array([(0, 4)], records.WORK)))
+NOTHING = np.empty(0, records.SUM)
 STAGED = job("async").with_(placement={"cut": 1}, training={"epochs": 1})
 STAGE = 2 + STAGED.learners
 TREE = job("async", 4, topology={"name": "adv", "options": {"fan_out": 2}})
@@ -289,7 +293,8 @@ TESTED = {"epochs": 2, "evaluate": "always"}
 REPLICAS = job("async", topology={"name": "groups"}, training=TESTED).with_(cluster={"learners": 3})
 OVERLAPS = {learner_.LearnerState.HELD, learner_.LearnerState.LEAVING}
 AVERAGES = {learner_.LearnerState.STEPPING}
-"""Of a learner that overlaps alone, and of one that averages alone."""
+TESTS = {learner_.LearnerState.TESTING}
+"""Of a learner that overlaps alone, of one that averages alone, and of one that tests."""
 
 
 def from_(sender: int, kind: Kind, buffer: str | None = None, value: int = 0) -> Received:
@@ -305,13 +310,22 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "learner": (
         PLAIN,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
+        {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES,
         [Started(), weights(0), HASHED, START, computed(0), SENT, STOP, DONE],
+    ),
+    "worker": (
+        DEALT,
+        FIRST_LEARNER,
+        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
+        [
+            *(Started(), weights(0), HASHED, START, WORK, computed(0), SENT),
+            *(Received(Message(Kind.ASSESS, SERVER, 1)), weights(1), Assessed(0, NOTHING), STOP, DONE),
+        ],
     ),
     "learner of the first layers": (
         STAGED,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
+        {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, Forwarded(0), Sent("activations", STAGE)),
             *(from_(STAGE, Kind.RETURNED, "returned"), computed(0), SENT, STOP, DONE),
@@ -326,7 +340,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "overlapped learner": (
         OVERLAPPED,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - AVERAGES,
+        {*learner_.LearnerState} - TESTS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, computed(0), computed(1), Sent("gradient 0", SERVER), STOP),
             *(Sent("gradient 1", SERVER), Sent("weights", FIRST_LEARNER + 1), DONE),
@@ -335,7 +349,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "group learner": (
         GROUPS,
         FIRST_LEARNER,
-        {*learner_.LearnerState} - OVERLAPS - AVERAGES,
+        {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
@@ -429,6 +443,7 @@ def any_event(trigger: Any) -> Event:
         Fetched: Fetched(1.0),
         Found: Found(FIRST_LEARNER, ()),
         Evaluated: Evaluated("snapshot 0", (), 0.0),
+        Assessed: Assessed(0, NOTHING),
         Withdrawn: Withdrawn("gradient 0"),
         Saved: Saved(0),
         Committed: Committed(0),

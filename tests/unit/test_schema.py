@@ -117,7 +117,7 @@ def test_values_that_a_key_names() -> None:
     keys = schema.job_keys()
     named = {key: list(schema.named(about)) for key, about in keys.items()}
     assert named["protocol.name"] == ["async", "average", "diloco", "easgd", "hardsync", "hogbatch", "sma", "softsync"]
-    assert named["training.evaluate"] == ["true", "false", "always"]
+    assert named["training.evaluate"] == ["true", "false", "always", "workers"]
     assert named["augment.flip"] == ["true", "false"]
     assert named["training.epochs"] == []
 

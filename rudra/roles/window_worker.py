@@ -1,0 +1,274 @@
+"""The worker where the weights lie in a window: it brings its gradients into them itself, and tells the coordinator.
+
+Source: Hogbatch (Ma and Rusu 2020), §5.1, "asynchronous" update policy, and Algorithm 1. In a racing window a worker
+asks for batches ahead, as many as take it `AHEAD_S`, tells of several at a time, and does not wait.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from msgspec import structs
+
+from protocols import Hogbatch
+from rudra.core.events import (
+    WEIGHTS,
+    Action,
+    Computed,
+    Fetch,
+    Fetched,
+    Made,
+    Publish,
+    Received,
+    Send,
+    Sent,
+    Train,
+    Trained,
+)
+from rudra.core.messages import CONTROL_GRADIENTS, Kind, Message
+from rudra.core.records import Gradient
+from rudra.core.work import Work
+from rudra.roles.learner import LearnerState
+from rudra.roles.machine import Setup, States, To, staying
+from rudra.roles.minibatch_log import MinibatchLog
+from rudra.roles.worker import Worker, WorkLog, works
+
+AHEAD_S = 10e-3
+"""How long a worker has work for, where it may ask for it ahead: longer than a coordinator takes to answer that shares
+its core, and short enough that nobody waits for it at an epoch's end."""
+
+LONG_S = 0.1
+"""Who needs longer for a batch asks when it is done: to wait for an answer is little then, but at an epoch's end all
+would wait for another batch."""
+
+BATCHES_AHEAD, UPDATES_AHEAD = 64, 8192
+"""At most, but for one batch. The window's log has room for twice as many updates, of which nobody may know."""
+
+COMPUTING, EXCHANGING = LearnerState.COMPUTING, LearnerState.EXCHANGING
+
+
+def on_its_way(made: Made, *, numbered: bool) -> Gradient:
+    """A gradient as a worker tells of it: `scale` is its rate, and, where updates have no numbers, `timestamp` the most
+    that σ may be.
+    """
+    timestamp = made.gradient.timestamp if numbered else made.most
+    return structs.replace(made.gradient, scale=made.rate, timestamp=timestamp)
+
+
+class Batch(NamedTuple):
+    """Gradients that are computed together, or one after another without a word to the coordinator in between."""
+
+    works: tuple[Work, ...]
+    rates: tuple[float, ...]
+
+
+class WindowLog(WorkLog):
+    """The mini-batches of a worker in a window.
+
+    Attributes:
+        batches: that are not begun.
+    """
+
+    __slots__ = ("_alone", "_protocol", "batches")
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        self.batches: deque[Batch] = deque()
+        self._alone = setup.job.weights.update == "locked"
+        protocol = setup.job.make_protocol(setup.plan)
+        assert isinstance(protocol, Hogbatch)
+        self._protocol = protocol
+        super().__init__(role, setup)
+
+    @property
+    def threads(self) -> int:
+        """Parts of a batch."""
+        return self._threads
+
+    def take_at(self, first: int, count: int, rate: float) -> None:
+        """Work has come, at a rate that the rule scales by the samples of each gradient."""
+        parts = works(first, count, self._threads)
+        for some in [(part,) for part in parts] if self._alone else [tuple(parts)]:
+            self.batches.append(Batch(some, tuple(rate * self._protocol.rate_scale(work.count) for work in some)))
+
+    def begin_batch(self, now: float) -> Train:
+        self._since = now
+        batch = self.batches.popleft()
+        return Train(self.step, batch.works, batch.rates)
+
+    def enter_made(self, made: tuple[Made, ...], wait_s: float, now: float) -> tuple[list[Action], bool]:
+        """Notes gradients that are in the weights; what to do, and whether that is all because the run fails."""
+        update_s = sum(each.seconds for each in made)
+        compute_s = max(0.0, now - self._since - update_s) / len(made)
+        actions: list[Action] = []
+        for each in made:
+            gradient = each.gradient
+            self._since = now - compute_s
+            computed = Computed(gradient.step, gradient.loss, gradient.errors, gradient.samples)
+            found, fails = self.enter(computed, gradient.timestamp, now)
+            if fails:
+                return actions + found, True
+            self._samples += gradient.samples
+            self.spend(0.0, 0.0, wait_s, 0.0, each.seconds)
+            actions += found
+            wait_s = 0.0
+        return actions, False
+
+
+class WindowWorker(Worker):
+    """One worker."""
+
+    __slots__ = (
+        "_ahead",
+        "_asked",
+        "_batch_began",
+        "_batch_s",
+        "_leads",
+        "_takes",
+        "_told_at",
+        "_untold",
+        "_wait_s",
+        "_waits_since",
+    )
+
+    log: WindowLog
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+        **{key: to for key, to in Worker.TRANSITIONS.items() if key[0] not in (COMPUTING, EXCHANGING)},
+        (EXCHANGING, Kind.EXECUTE): To("_execute", COMPUTING),
+        (EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.STOPPED),
+        **staying([EXCHANGING, LearnerState.STOPPED], {Kind.JOIN: "_join", Fetched: "_give"}),
+        **staying([EXCHANGING], {Sent: "_given", Kind.WEIGHTS: "_adopt"}),
+        (EXCHANGING, Kind.ASSESS): To("_assess", LearnerState.TESTING),
+        (COMPUTING, Kind.EXECUTE): To("_execute", COMPUTING),
+        (COMPUTING, Kind.STOP): To("_stop_soon", COMPUTING),
+        (COMPUTING, Trained): To("_report", COMPUTING, EXCHANGING, LearnerState.STOPPED),
+        **{(state, Kind.DONE): To("_finish", LearnerState.DONE) for state in (COMPUTING, EXCHANGING)},
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._ahead = setup.job.weights.update == "racing"
+        self._asked = 1  # batches that are on their way; who is there when training begins gets one
+        self._untold: list[Made] = []
+        self._leads = role in setup.plan.window_leaders
+        self._takes = False  # the average of the nodes' weights
+        self._wait_s = self._waits_since = self._told_at = self._batch_began = self._batch_s = 0.0
+
+    def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
+        return WindowLog(role, setup)
+
+    @property
+    def waiting_for(self) -> str:
+        if self.state is EXCHANGING:
+            return f"the {self.plan.roles[self.server].name} to give it work"
+        return super().waiting_for
+
+    # The weights of this one's node, where there are several.
+
+    def _first_weights(self, event: Received, now: float) -> list[Action]:
+        publish = [Publish(WEIGHTS, event.message.timestamp)] if self._leads else []
+        return [*publish, *super()._first_weights(event, now)]
+
+    def _join(self, event: Received, now: float) -> list[Action]:
+        self._takes = event.message.flag
+        return [Fetch(WEIGHTS)]
+
+    def _give(self, event: Fetched, now: float) -> list[Action]:
+        return [Send(self.server, Message(Kind.JOINED, self.id, seconds=event.surviving), WEIGHTS)]
+
+    def _given(self, event: Sent, now: float) -> list[Action]:
+        return [self._receive] if self._takes else []
+
+    def _adopt(self, event: Received, now: float) -> list[Action]:
+        self.timestamp = event.message.timestamp
+        return [Publish(WEIGHTS, self.timestamp), Send(self.server, Message(Kind.SHARED, self.id, self.timestamp))]
+
+    # Work.
+
+    def _begin(self, event: Received, now: float) -> list[Action]:
+        self.state = EXCHANGING
+        self.log.began = event.message.value * 1e-9
+        self._waits_since = now
+        return []
+
+    def _execute(self, event: Received, now: float) -> list[Action]:
+        rows = event.message.rows
+        assert rows is not None
+        self._asked -= len(rows)
+        self.log.began = event.message.value * 1e-9
+        pause_s = self._leave_out_tests(now)
+        for first, count in rows.tolist():
+            self.log.take_at(first, count, event.message.seconds)
+        if self.state is COMPUTING:
+            return []
+        self._wait_s = now - self._waits_since - pause_s
+        train = self._next_batch(now)
+        return [train, *(self._tell() if self._ahead else [])]
+
+    @property
+    def _depth(self) -> int:
+        """How many batches are to be here or on their way, beside the one that is computed."""
+        if not self._ahead or not 0 < self._batch_s < LONG_S:
+            return 0 if self.log.batches or self.state is COMPUTING else 1
+        most = min(BATCHES_AHEAD, UPDATES_AHEAD // self.log.threads)
+        return max(1, min(1 + int(AHEAD_S / self._batch_s), most))
+
+    def _holds(self, timestamp: int) -> bool:
+        return True  # they are in the window
+
+    def _next_batch(self, now: float) -> Action:
+        self.state, self._batch_began = COMPUTING, now
+        return self.log.begin_batch(now)
+
+    def _report(self, event: Trained, now: float) -> list[Action]:
+        actions, fails = self.log.enter_made(event.made, self._wait_s, now)
+        if fails:
+            return actions
+        self._wait_s = 0.0
+        self.pushed += len(event.made)
+        self._untold += event.made
+        self._batch_s = now - self._batch_began
+        if not self._stopping and self.log.batches:
+            actions.append(self._next_batch(now))
+            if self._ahead and now - self._told_at < AHEAD_S / 4 and len(self.log.batches) > 1:
+                return actions
+        elif not self._stopping:
+            self.state, self._waits_since = EXCHANGING, now
+        self._told_at = now
+        actions += [*self._tell(), *self.log.due(now)]
+        return actions + self._leave(now) if self._stopping else actions
+
+    def _tell(self) -> list[Action]:
+        """Tells the coordinator what is in the window, in as many messages as it needs, and asks for work."""
+        asks = 0 if self._stopping else max(0, self._depth - self._asked - len(self.log.batches))
+        self._asked += asks
+        made, self._untold = self._untold, []
+        if not made:
+            return [Send(self.server, Message(Kind.MADE, self.id, asks))] if asks else []
+        told: list[Action] = []
+        for place in range(0, len(made), CONTROL_GRADIENTS):
+            some = made[place : place + CONTROL_GRADIENTS]
+            gradients = tuple(on_its_way(each, numbered=not self._ahead) for each in some)
+            seconds, last = sum(each.seconds for each in some), place + len(some) == len(made)
+            about: dict[str, Any] = {"value": _signed(some[0].digest), "seconds": seconds}
+            told.append(
+                Send(self.server, Message(Kind.MADE, self.id, asks if last else 0, gradients=gradients, **about))
+            )
+        return told
+
+    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+        self._stopping = True
+        return [] if self.state is COMPUTING else self._leave(now)
+
+
+_UNSIGNED = (1 << 64) - 1
+
+
+def _signed(digest: int) -> int:
+    """The same 64 bits, as a message's number."""
+    return digest - (1 << 64) if digest >> 63 else digest
+
+
+def unsigned(number: int) -> int:
+    """The digest that travelled so."""
+    return number & _UNSIGNED
