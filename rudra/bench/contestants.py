@@ -144,7 +144,7 @@ class _Learners:
         rate = job.optimizer.learning_rate
         optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=MOMENTUM, fused=True)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-        moving = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(1 - MOVING)) if averaged else None
+        moving = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(1 - MOVING)) if averaged else None  # type: ignore[no-untyped-call]
 
         def gradient(indices: npt.NDArray[np.int64]) -> None:
             optimizer.zero_grad(set_to_none=False)
