@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from rudra.simulation import costs
 
-settings.register_profile("fuzz", max_examples=2000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
+settings.register_profile("fuzz", max_examples=4000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
 

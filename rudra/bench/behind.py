@@ -4,11 +4,9 @@ The hosts are of one machine, and share its cores: each gets half of them, so th
 `python -m rudra.bench.behind MODULE FUNCTION LEARNERS ARGUMENTS` runs on the first host, and starts the ranks on both.
 """
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +22,7 @@ from rudra.bench.hosts import NAMES, two_hosts
 from rudra.bench.ranks import LEARNER, Measure, on_ranks
 from rudra.errors import RudraError, RunError
 from rudra.log import log
+from rudra.machine import end_with_parent
 from rudra.mpi.forkserver import SERVER
 from rudra.mpi.session import rest
 
@@ -72,7 +71,7 @@ def behind_a_link(
                 stderr=stderr,
                 text=True,
                 start_new_session=True,  # Ctrl-C of the terminal comes to this process alone
-                preexec_fn=_told_when_parent_dies,
+                preexec_fn=end_with_parent,
             )
         last = ""
         try:
@@ -88,14 +87,6 @@ def behind_a_link(
             raise RunError("the benchmark failed on its hosts")
         figures: list[dict[str, Any]] = json.loads(last)
         return figures
-
-
-_libc = ctypes.CDLL(None)
-
-
-def _told_when_parent_dies() -> None:
-    if sys.platform == "linux":
-        _libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

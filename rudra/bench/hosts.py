@@ -7,7 +7,6 @@ Nothing on them outlives who made them, however that ends: Ctrl-C and SIGTERM en
 has started dies with it.
 """
 
-import ctypes
 import os
 import shutil
 import signal
@@ -20,7 +19,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from rudra.machine import end_with_parent
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 NAMES = ("node1", "node2")
@@ -71,7 +73,7 @@ class Hosts:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),
         )
         with process:
             try:
@@ -182,10 +184,6 @@ def _ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _on(host: int) -> list[int]:

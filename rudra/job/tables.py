@@ -9,9 +9,10 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     ValidationInfo,
     field_validator,
@@ -30,6 +31,14 @@ from topologies import Plan
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
 """Name in a job -> class of torch.optim."""
 
+
+def _known_optimizer(value: str) -> str:
+    if value not in OPTIMIZERS:
+        raise ValueError(unknown(value, OPTIMIZERS))
+    return value
+
+
+OptimizerName = Annotated[str, AfterValidator(_known_optimizer)]
 
 _INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
 
@@ -220,7 +229,7 @@ class ParameterGroup(Table):
 class OptimizerTable(Table):
     """The update rule and its learning rate."""
 
-    name: str = Field(
+    name: OptimizerName = Field(
         "sgd",
         description="sgd, adagrad, adam, adamw or rmsprop: the torch.optim class that updates the flat weight vector",
     )
@@ -274,13 +283,6 @@ class OptimizerTable(Table):
     @classmethod
     def _in_any_case(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value not in OPTIMIZERS:
-            raise ValueError(unknown(value, OPTIMIZERS))
-        return value
 
     @field_validator("momentum_form")
     @classmethod
@@ -490,7 +492,7 @@ class AveragingTable(Table):
         description="α: part of the way to the weights that a replica goes at each average; default: 1; easgd and sma: "
         "1 / learners, or 1 / (learners + 1) where there is no outer momentum",
     )
-    optimizer: str | None = Field(
+    optimizer: OptimizerName | None = Field(
         None,
         description="outer optimiser, which updates the weights by the mean difference of all replicas: sgd, adagrad, "
         "adam, adamw, rmsprop; default: sgd",
@@ -523,13 +525,6 @@ class AveragingTable(Table):
         description="part of the way to the reference of its block that a replica goes in every mini-batch, with "
         "topology hierarchical, where elasticity is that of references; default: 1 / (learners of the block + 1)",
     )
-
-    @field_validator("optimizer")
-    @classmethod
-    def _known(cls, value: str | None) -> str | None:
-        if value is not None and value not in OPTIMIZERS:
-            raise ValueError(unknown(value, OPTIMIZERS))
-        return value
 
     @property
     def given(self) -> dict[str, Any]:

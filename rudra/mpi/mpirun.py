@@ -1,11 +1,9 @@
 """An mpirun that runs: relays what comes of it, looks after its ranks, and brings it to an end."""
 
-import ctypes
 import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from rudra.errors import LaunchError
+from rudra.machine import end_with_parent
 from rudra.mpi.failures import RollCall
 from rudra.mpi.relay import Relay
 
@@ -74,7 +73,7 @@ class Mpirun:
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C of the terminal comes to this process only, which stops it in order
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,  # so that no rank is left over
             )
         except OSError as error:
             raise LaunchError(f"{command[0]} does not start: {error.strerror}") from None
@@ -187,12 +186,3 @@ class Mpirun:
         if number not in self._sent:
             self._sent.append(number)
             self._process.send_signal(number)
-
-
-_libc = ctypes.CDLL(None)
-
-
-def _die_with_parent() -> None:
-    """Linux: the kernel sends mpirun SIGTERM if this process is killed, so that no rank is left over."""
-    if sys.platform == "linux":
-        _libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -38,7 +38,7 @@ from rudra.data.load import Data, in_memory, load
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.job.job import Job
 from rudra.log import log, speak_as
-from rudra.machine import cores
+from rudra.machine import cores, end_with_parent
 from rudra.mpi import failures
 from rudra.mpi.arena import Arena
 from rudra.mpi.driver import GENERATIONS, Ended, Rank, Reported
@@ -522,7 +522,7 @@ class _Session:
             self._meet()
             self._rank = rank = self._make_rank(recorder)
             if self._keeps_results:
-                _end_softly_with_launcher()
+                end_with_parent()  # asked to, in place of being killed at once
             try:
                 code = self._serve(rank)
             except Ended:
@@ -751,12 +751,6 @@ def _sum_on_node(comm: MPI.Comm, value: int) -> int:
     total: int = node.allreduce(value)
     node.Free()
     return total
-
-
-def _end_softly_with_launcher() -> None:
-    """Linux: if the launcher ends or is killed first, this rank is asked to end, in place of being killed at once."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def rest(comm: MPI.Comm) -> None:

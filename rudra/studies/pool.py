@@ -4,7 +4,6 @@ A worker is started once and runs one point after the other. It dies with this p
 by the next sweep.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -22,6 +21,7 @@ import numpy as np
 
 from rudra.errors import ResultsError, RudraError
 from rudra.job.job import Job
+from rudra.machine import end_with_parent
 from rudra.mpi.forkserver import fork_server
 from rudra.results.progress import Bar, duration, shown
 from rudra.results.reader import open_results
@@ -154,8 +154,7 @@ def _ignored(number: int) -> Iterator[None]:
 
 def _work(connection: Connection, driver: Driver, parent: int) -> None:
     """Body of a worker: runs what comes until the connection is closed."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: Linux ends it with its parent
+    end_with_parent()
     if os.getppid() != parent:
         return
     try:

@@ -62,12 +62,12 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 400) -> tuple[int,
     return process.returncode, out, err
 
 
-def mpirun(ranks: int, *arguments: str, anew: bool = False) -> tuple[int, str, str]:
-    """The command under a launcher that the user started: forks, or processes that import anew."""
+def mpirun(ranks: int, *arguments: str, anew: bool = False, before: str = "pass") -> tuple[int, str, str]:
+    """The command under a launcher that the user started: forks that execute a line, or processes that import anew."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     launcher = [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
     process = subprocess.Popen(
-        [*launcher, *([sys.executable, "-m", "rudra"] if anew else forks.rudra()), *arguments],
+        [*launcher, *([sys.executable, "-m", "rudra"] if anew else forks.rudra(before)), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

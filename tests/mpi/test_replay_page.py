@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def test_a_failed_run_is_looked_into(tmp_path: Path) -> None:
     failed = done(tmp_path, *forks.rudra(), *shlex.split(first)[1:])
     assert failed.returncode == 1
     assert "is nan: a smaller learning_rate may help" in failed.stderr
-    where = done(tmp_path, sys.executable, "where.py").stdout
+    where = done(tmp_path, *forks.script("where.py")).stdout
     told = re.fullmatch(
         r"update \d+: learner \d, its gradient \d+, loss .+,\ncomputed from weights (\d+), \d+ .+\n", where
     )
@@ -45,7 +44,7 @@ def test_a_failed_run_is_looked_into(tmp_path: Path) -> None:
         assert done(tmp_path, *forks.rudra(), *arguments).returncode == 0, line
     script = tmp_path / "layers.py"
     script.write_text(script.read_text().replace("20", later))
-    layers = done(tmp_path, sys.executable, "layers.py").stdout
+    layers = done(tmp_path, *forks.script("layers.py")).stdout
     assert [line.partition(":")[0] for line in layers.splitlines()] == ["0.weight", "2.weight", "5.weight", "7.weight"]
     with rudra.open_results(tmp_path / "tame.h5") as results:
         assert results.summary()["final_test_error"] < 0.4, "the remedy"

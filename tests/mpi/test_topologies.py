@@ -3,8 +3,6 @@
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from processes import HERE, ROOT, finish, gone, mpirun, ranks_of, start, wait_for_updates
+from processes import finish, gone, mpirun, ranks_of, start, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.core.records import TIMES
-from rudra.mpi.launch import find_mpirun
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -219,17 +216,17 @@ def test_whoever_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(
 
 
 def test_threads_files_and_memory_are_given_back(tmp_path: Path) -> None:
-    """Six rounds of starting and ending every kind of threads and communicators in the same processes."""
+    """Four rounds of starting and ending every kind of threads and communicators in the same processes."""
     rule = PROTOCOLS["async"]
     topologies = [HIDDEN, {"name": "adv*"}, TREE, {"name": "groups"}, {"name": "groups", "options": {"groups": 2}}]
     short = {"epochs": 1}
     jobs = [make_job(topology, rule, data=user_code.prompt, training=short) for topology in topologies]
-    for figures in on_ranks(user_code.left_behind, RANKS - 2, jobs=jobs, rounds=6):
+    for figures in on_ranks(user_code.left_behind, RANKS - 2, jobs=jobs, rounds=4):
         threads, files = figures["threads"], figures["files"]
-        assert [named for named, _ in threads] == [1] * 6
+        assert [named for named, _ in threads] == [1] * 4
         assert threads[1] == threads[-1], threads
         assert files[1] == files[-1], files
-        assert figures["vectors"] == [0] * 6
+        assert figures["vectors"] == [0] * 4
 
 
 def test_a_rank_too_many_is_said_and_does_no_harm(tmp_path: Path) -> None:
@@ -247,31 +244,9 @@ def test_a_rank_too_many_is_said_and_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_an_mpi_without_threads_is_refused_where_they_are_needed(tmp_path: Path) -> None:
-    script = tmp_path / "funneled.py"
-    script.write_text(
-        "import sys\nimport mpi4py\nmpi4py.rc.thread_level = 'funneled'\n"
-        "from rudra.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
-    )
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    launcher = [
-        str(find_mpirun()),
-        *root,
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        "-n",
-        "4",
-        sys.executable,
-        str(script),
-    ]
-    process = subprocess.Popen(
-        [*launcher, "run", job_file(tmp_path, "adv*", "", learners=2), "--output", str(tmp_path / "out.h5")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
-    )
-    code, _, err = finish(process)
+    funneled = "import mpi4py; mpi4py.rc.thread_level = 'funneled'"
+    job = job_file(tmp_path, "adv*", "", learners=2)
+    code, _, err = mpirun(4, "run", job, "--output", str(tmp_path / "out.h5"), before=funneled)
     assert code == 2, err
     said = "topology adv* pushes and pulls in threads of their own, for which MPI must grant MPI_THREAD_MULTIPLE"
     assert said in err
