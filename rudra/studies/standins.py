@@ -64,7 +64,7 @@ class _Piece(nn.Module):
 def _stand_in(name: str, classes: int) -> nn.Module:
     layers, _, cut = timed(name)
     whole_s = sum(layer.seconds for layer in layers)
-    pieces = OrderedDict()
+    pieces: OrderedDict[str, nn.Module] = OrderedDict()
     for key, part in (("front", layers[:cut]), ("back", layers[cut:])):
         parameters = sum(layer.parameters_bytes for layer in part) // 4
         seconds = sum(layer.seconds for layer in part)
