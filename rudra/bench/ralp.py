@@ -21,6 +21,7 @@ from rudra.job.jobfiles import shipped_jobs
 from rudra.simulation.predict import Outline, predict
 from rudra.studies import sweep
 from rudra.studies.convnets import NETWORKS
+from rudra.studies.place import RULES
 from rudra.studies.standins import DEVICES
 
 GIB = 2**30
@@ -71,8 +72,9 @@ def _tables_1_and_2(report: Report, paper: Mapping[str, Any]) -> None:
         make, size = networks[row["model"]]
         found = choose("ralp", make(1000), Cluster(row["learners"], size))
         assert found.cut is not None
-        ours = found.server_bytes / 2 / row["learners"], found.allreduce_bytes, found.cut.placed_bytes
-        for key, bytes_ in zip(("model", "ring", "placed"), ours, strict=True):
+        whole = found.server_bytes / 2 / row["learners"]
+        taken = {"model": whole, "ring": found.allreduce_bytes, "placed": found.cut.placed_bytes}
+        for key, bytes_ in taken.items():
             off.append(abs(bytes_ / GIB - row[f"{key}_gib"]))
             _row(report, f"{row['model']}, {key}", row[f"{key}_gib"], bytes_ / GIB, ".2f", _rounding(off[-1]))
     report.goals.append(Goal("Table 2: GiB to two decimals", off, at_most=0.0055))
@@ -148,11 +150,12 @@ def _configurations(
         for rate in GBIT_S:
             for count in learners:
                 cluster = Cluster(count, size, rate * 1.25e8, 1e-5)
-                decisions = {rule: choose(rule, layers, cluster, against=("server",)) for rule in ("ralp", "auto")}
-                places = {None, *(d.cut and d.cut.index for d in decisions.values())}
+                decisions = {rule: choose(rule, layers, cluster, against=("server",)) for rule in RULES}
+                chosen = {rule: None if d.cut is None else d.cut.index for rule, d in decisions.items()}
+                places: set[int | None] = {None, *chosen.values()}
                 places |= {cut.index for cut in decisions["auto"].cuts} if every else set()
                 seconds = {place: step_s(layers, cluster, place) for place in places}
-                times = {rule: seconds[d.cut and d.cut.index] for rule, d in decisions.items()}
+                times: dict[str, float] = {rule: seconds[place] for rule, place in chosen.items()}
                 others = {f"cut {place}": each for place, each in seconds.items() if place}
                 yield network, f"{rate} Gbit/s, λ = {count}", {"whole": seconds[None], **times, **others}
 

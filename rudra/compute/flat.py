@@ -147,6 +147,7 @@ class FlatModel:
         self._autocast = torch.autocast(self.device.type, getattr(torch, precision)) if mixed else None
         self._scale = _SCALE if precision == "float16" else 1.0
         self._chain = None if mixed or compiled else Chain.of(module, self._parameters, self.task)
+        self.does_without_autograd = self._chain is not None
         self._direct = {} if mixed or compiled else self._direct_layers()
         self.compiled = compiled
         self._step = CompiledStep(module, self.task, self._parameters, _LARGE) if compiled else None

@@ -79,6 +79,41 @@ class TimedChain(nn.Module):
         self._over = self.now()
 
 
+class _View(nn.Module):
+    """A layer that does next to nothing, of which autograd takes note."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.view_as(inputs)
+
+
+def noting_s(device: torch.device, layers: int = 16, rounds: int = 100) -> float:
+    """Seconds that it takes to note a layer's times, forward and backward together.
+
+    What a chain of layers takes that do nothing, with notes, beyond what it takes without.
+    """
+    runs = tuple(_View() for _ in range(layers))
+    timed = TimedChain(Chain(nn.Sequential(*runs), ("",) * layers, runs, (), ((),) * layers), device)
+    quickest = [math.inf, math.inf]
+    for number in range(2 * rounds):
+        model = timed if number % 2 else timed.model
+        inputs = torch.zeros(1, device=device, requires_grad=True)
+        began = timed.now()
+        model(inputs).sum().backward()
+        quickest[number % 2] = min(quickest[number % 2], timed.now() - began)
+    return max(0.0, quickest[1] - quickest[0]) / layers
+
+
+class Through(nn.Module):
+    """A model that autograd takes the gradient of, also where a learner would do without."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.model(*args, **keywords)
+
+
 def layers_of(chain: Chain) -> tuple[Layer, ...]:
     """What a model's layers hold and give, without times."""
     admissible = chain.admissible()

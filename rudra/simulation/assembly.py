@@ -120,5 +120,13 @@ def _put_beside(simulation: Simulation, job: Job) -> None:
     """Has the roles of another job begin when these do, on the same machines."""
     plan = job.plan(places(job))
     cluster = make_cluster(job, plan)
-    sizes = {"training_samples": ENDLESS, "size_bytes": cluster.size * 4 + tail_bytes(1)}
-    assemble(job, plan, cluster.tensors, Unrecorded(), **sizes, placed=cluster.placed, beside=simulation)
+    assemble(
+        job,
+        plan,
+        cluster.tensors,
+        Unrecorded(),
+        training_samples=ENDLESS,
+        size_bytes=cluster.size * 4 + tail_bytes(1),
+        placed=cluster.placed,
+        beside=simulation,
+    )

@@ -33,12 +33,13 @@ def job_beside(job: Job, number: int) -> Job:
     tables["simulation"] |= {"beside": (), "tensors": False}
     tables["training"] |= {"epochs": 1, "evaluate": False, "seed": job.training.seed + number + 1}
     tables["results"] |= {"minibatches": False, "checkpoint_every": "never", "keep_checkpoints": "never"}
-    return job.with_(hooks=(), **tables).without_tests().resolved()
+    return job.with_(hooks=(), **dict[str, Any](tables)).without_tests().resolved()
 
 
 def _default(job: Job, table: str, name: str) -> Any:
     """The value of a key that no job gives."""
-    field = type(getattr(job, table, job)).model_fields.get(name)
+    kind: Any = type(getattr(job, table, job))
+    field = kind.model_fields.get(name)
     return None if field is None else field.get_default(call_default_factory=True)
 
 

@@ -118,9 +118,11 @@ class Simulation:
         self._beside: list[Simulation] = []
         if beside is not None:
             beside._beside.append(self)
-        self.queue = queue = EventQueue() if beside is None else beside.queue
-        there = None if beside is None else beside.network
-        self.network = network = Network(queue, self.actors, costs, tensors, size_bytes, gradient_share, there)
+        queue: EventQueue = EventQueue() if beside is None else beside.queue
+        there: Network | None = None if beside is None else beside.network
+        network = Network(queue, self.actors, costs, tensors, size_bytes, gradient_share, there)
+        self.queue: EventQueue = queue
+        self.network: Network = network
         self._heap, self._first, self._later = queue.heap, queue.first, queue.later
         self.do: dict[type[Action], Callable[[Actor, Any, float], None]] = {
             Send: network.send,

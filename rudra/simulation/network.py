@@ -93,7 +93,7 @@ class Network:
         self.ports: Ports = {} if beside is None else beside.ports
         self._own: Ports = {}  # of roles
         shared = beside.links if beside is not None else SharedLinks(queue)
-        self.links = shared if costs.table.sharing == "equal" else None
+        self.links: SharedLinks | None = shared if costs.table.sharing == "equal" else None
         self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
 
     # What roles do.

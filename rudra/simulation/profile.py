@@ -42,6 +42,7 @@ class Profile:
         loss_s: of the loss, forward and backward.
         rest_s: of what else a step does, such as gathering the gradient into one vector.
         step_s: of a whole step, without anything noted on the way.
+        learner_s: of a learner's step, where that does without autograd; 0: it is such a step.
         threads: of torch.
     """
 
@@ -52,6 +53,7 @@ class Profile:
     rest_s: float
     step_s: float
     threads: int
+    learner_s: float = 0.0
 
     @property
     def sum_s(self) -> float:
@@ -84,7 +86,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     from rudra.compute.executor import torch_as_in
     from rudra.compute.flat import FlatModel
     from rudra.compute.gradients import GradientSource
-    from rudra.compute.timing import TimedChain, layers_of
+    from rudra.compute.timing import Through, TimedChain, layers_of, noting_s
     from rudra.core.work import portion
     from rudra.data import trees
     from rudra.data.load import load
@@ -112,17 +114,23 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         noted = models.build(job.model, data.info, job.training.seed).to(device)
         models.check_model_output(plain, task, data.info)
         flat = FlatModel(plain, task, 1, job.training.precision)
+        alike = FlatModel(Through(plain), task, 1, job.training.precision) if flat.does_without_autograd else flat
         work = portion(plan, plan.learners[0], job.training.minibatch_size, ()).work(0)
         inputs, target = GradientSource(job, 0, work, flat, data.training, prefetch=False).minibatch(0, work)
         found = chain(noted, trees.moved(inputs, device))
         timed = TimedChain(found, device)
         whole = FlatModel(timed, task, 1, job.training.precision)
-        step, alone = (_step(each, inputs, target, device) for each in (whole, flat))
+        step, alone = (_step(each, inputs, target, device) for each in (whole, alike))
         times, step_s = _measured(timed, step, alone, seconds or SECONDS)
+        noted_s = noting_s(device) / 2
+        learner_s = _quick(timed, _step(flat, inputs, target, device)) if alike is not flat else 0.0
     middle = [median(column) for column in zip(*times, strict=True)]
     made = zip(layers_of(found), middle, middle[len(found.layers) :], strict=False)
-    layers = tuple(replace(layer, forward_s=there, backward_s=back) for layer, there, back in made)
-    return Profile(job.name, work.count, layers, middle[-2], middle[-1], step_s, threads or 1)
+    layers = tuple(
+        replace(layer, forward_s=max(there - noted_s, there / 2), backward_s=max(back - noted_s, back / 2))
+        for layer, there, back in made
+    )
+    return Profile(job.name, work.count, layers, middle[-2], middle[-1], step_s, threads or 1, learner_s)
 
 
 def _step(flat: Any, inputs: Any, target: Any, device: "torch.device") -> Callable[[], None]:
@@ -163,6 +171,16 @@ def _measured(
     return sorted(times, key=sum)[: quick[0]], median(sorted(wholes)[: quick[1]])
 
 
+def _quick(timed: "TimedChain", step: Callable[[], None]) -> float:
+    """The median of quick steps."""
+    times = []
+    for _ in range(MOST):
+        began = timed.now()
+        step()
+        times.append(timed.now() - began)
+    return median(sorted(times)[: MOST // _QUICKEST])
+
+
 def as_toml(found: Profile) -> str:
     """`layers` of a cost file (`rudra.job.simulation.LayerCost`)."""
     size = found.minibatch_size
@@ -192,4 +210,6 @@ def as_text(found: Profile) -> str:
         f"Sum {found.sum_s * 1e3:.3f} ms; a whole step that is not taken apart {found.step_s * 1e3:.3f} ms: "
         f"ratio {ratio:.3f}.",
     ]
+    if found.learner_s:
+        report.notes.append(f"A learner's step takes {found.learner_s * 1e3:.3f} ms: it does without torch's autograd.")
     return report.as_text()

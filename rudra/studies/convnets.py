@@ -46,7 +46,7 @@ class Device:
 
         What a mini-batch takes whatever it is belongs to the first.
         """
-        found = []
+        found: list[Worked] = []
         for layer in layers:
             moved = layer.parameters_bytes + minibatch_size * (layer.input_bytes + layer.output_bytes)
             seconds = max(minibatch_size * layer.operations / self.operations_per_s, moved / self.bytes_per_s)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from rudra.core.placement import Cluster, choose
-from rudra.errors import unknown
 from rudra.studies.convnets import NETWORKS, Device, Worked
 
 CLASSES = {"": 1000, "_22k": 21_841}
@@ -65,7 +64,7 @@ class _Piece(nn.Module):
 def _stand_in(name: str, classes: int) -> nn.Module:
     layers, _, cut = timed(name)
     whole_s = sum(layer.seconds for layer in layers)
-    pieces = OrderedDict()
+    pieces: OrderedDict[str, nn.Module] = OrderedDict()
     for key, part in (("front", layers[:cut]), ("back", layers[cut:])):
         parameters = sum(layer.parameters_bytes for layer in part) // 4
         seconds = sum(layer.seconds for layer in part)
@@ -76,7 +75,7 @@ def _stand_in(name: str, classes: int) -> nn.Module:
 
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {unknown(name, NAMES)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return partial(_stand_in, name)
 
 

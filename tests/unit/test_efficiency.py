@@ -10,6 +10,7 @@ from rudra.core.layout import Placed
 from rudra.job.job import Job
 from rudra.simulation.efficiency import Times, convolutions_s
 from rudra.simulation.predict import Outline, Prediction, predict
+from rudra.studies import sweep
 
 SAMPLES, SIZE, BATCH = 10_000, 1_000_000, 16
 PLACED = Placed(front=0.06, crossing=0.05, back=0.2)
@@ -99,6 +100,18 @@ def test_virtual_time_agrees_with_the_unmerged_model(learners: int, groups: int 
     assert model is not None
     assert model.merged is None
     assert model.simulated_s == pytest.approx(model.unmerged.iteration_s(groups or learners), rel=0.03)
+
+
+def test_groups_of_figure_5b_take_in_virtual_time_what_the_paper_has() -> None:
+    """Of 32 machines k = 32 to 1 in a group: the network, convolutions and the boundary, and the server bound it."""
+    study = sweep.plan("omnivore/figure5b", quick=True)
+    jobs = {point.file: point.job for point in study.points}
+    for row in study.paper:
+        job = jobs[row["file"]]
+        seconds = job.training.minibatch_size / predict(job, updates=400).samples_per_s
+        assert seconds == pytest.approx(row["iteration_s"], rel=0.03), row["n"]
+        conv_s = convolutions_s(32 // row["n"], 3.85, 0.149)
+        assert Times(conv_s, 0.34, 0.34).iteration_s(row["n"]) == pytest.approx(row["iteration_s"], abs=1e-3)
 
 
 @pytest.mark.parametrize(
