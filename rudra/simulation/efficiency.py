@@ -183,9 +183,8 @@ def efficiency(job: Job, model: CostModel, size_bytes: int, samples_per_s: float
     plan = model.plan
     firsts = [members[0] for members in plan.groups] or plan.learners
     pushing = {plan.roles[i].parent for i in firsts}
-    parameter_servers = len(plan.owners) - (plan.stage is not None)
     alone = plan.workers < 2 or plan.averaging or job.make_protocol(plan).gradients_per_update != 1
-    if alone or not plan.served or plan.overlapped or parameter_servers != 1 or pushing != {plan.server}:
+    if alone or not plan.served or plan.overlapped or plan.sharded or pushing != {plan.server}:
         return None
     batch = job.training.minibatch_size * len(plan.learners) / plan.workers
     whole = model

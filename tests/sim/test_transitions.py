@@ -91,6 +91,10 @@ WIDE = {
         ],
         "a checkpoint is written in no time here",
     ),
+    **dict.fromkeys(
+        [("FrontOverlappedLearner", "EXCHANGING", state) for state in ("COMPUTING", "LEAVING")],
+        "activations follow the gradient before them on the same way out, so that it is delivered before the next",
+    ),
 }
 """What the tables allow and no simulation does, and why."""
 
@@ -196,14 +200,14 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
         for rule in ("easgd", "average"):
             follow(dying_.with_(protocol={"name": rule}, topology=replicas), 60, seen, 0)
     for tenths in range(0, 40, 7):  # somebody stops it while learners compute, ship, and compute again
-        staged = alike("base", {"compute_s": 1.0}).with_(placement={"cut": 1})
-        follow(staged, 60, seen, 0, stop_at=tenths / 10)
-        follow(staged, 60, seen, 0)
+        merged = alike("base", {"compute_s": 1.0}).with_(placement={"cut": 1})
+        follow(merged, 60, seen, 0, stop_at=tenths / 10)
+        follow(merged, 60, seen, 0)
     for placement in ({}, {"cut": 1}):
         follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2).with_(placement=placement), 60, seen, 0)
 
     @seed(0)
-    @settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def explore(data: st.DataObject) -> None:
         clusters = data.draw(st.sampled_from([undisturbed, dying]))
