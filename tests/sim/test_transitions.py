@@ -190,6 +190,8 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
     seen: set[Change] = set()
     replicas = {"name": "replicas", "options": {}}
     follow(job("sma", 1, topology=replicas), 60, seen, 0)
+    alone = {"name": "groups", "options": {"groups": 1}}
+    follow(job("hardsync", 1, topology=alone, placement={"cut": 1, "rule": "synchronous"}), 60, seen, 0)
     for placement in ({}, {"cut": 1, "rule": "synchronous"}):
         follow(alike("groups", {"evaluation_s": 10.0}, groups=1).with_(placement=placement), 6, seen, 0)
     for tenths in range(5, 60, 3):  # it dies while all compute, add up and update
