@@ -78,7 +78,7 @@ def merged(model: CostModel, size_bytes: int) -> Times:
     exchange_s += model.reduction_s(members, size_bytes) + handed_on_s(plan, way_s)
     there, back = (_Way.of(model, *ends, size_bytes) for ends in ((learner, stage), (stage, learner)))
     costs = model.local_s(stage)
-    conclude_s, update_s = costs[Conclude], costs.get(Combine, 0.0) + costs.get(Update, 0.0)
+    conclude_s, update_s = costs.get(Conclude, 0.0), costs.get(Combine, 0.0) + costs.get(Update, 0.0)
     links_s = there.transfer_s + back.transfer_s if there.blocking else max(there.transfer_s, back.transfer_s)
     return Times(
         convolutions_s(1, front_s, exchange_s, overlapped=plan.overlapped),
