@@ -152,10 +152,10 @@ def front_of(kind: RoleKind) -> RoleKind:
 
     Learners and those who decide about weights are machines of their own then, called as `kind` has it behind "Front".
     """
-    own = {"executor": _FRONT_EXECUTORS.get(kind.executor, kind.executor)}
-    if kind.trains or kind.machine in _DECIDE:
-        own["machine"] = f"rudra.roles.fronts:Front{kind.machine.partition(':')[2]}"
-    return kind._replace(**own, pushes_at_once=False)
+    machine, executor = kind.machine, _FRONT_EXECUTORS.get(kind.executor, kind.executor)
+    if kind.trains or machine in _DECIDE:
+        machine = f"rudra.roles.fronts:Front{machine.partition(':')[2]}"
+    return kind._replace(machine=machine, executor=executor, pushes_at_once=False)
 
 
 _DECIDE = (KINDS[PARAMETER_SERVER].machine, FIRST_SHARD.machine)

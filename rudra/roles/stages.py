@@ -420,7 +420,8 @@ class StageServer(Shard):
 
     def _leave(self, now: float) -> list[Action]:
         """Reports the last rows once no learner is left and nothing is under way."""
-        if not self._ending or self._under_way is not None or self._update is not None or self._updating:
+        busy = self._log or self._under_way is not None or self._update is not None or self._updating
+        if not self._ending or busy:
             return []
         self._ending = False
         return [*self._outbox.flush(now), Send(self.plan.statistics, Message(Kind.BYE, self.id))]

@@ -214,7 +214,8 @@ class StatisticsServer(Machine):
         return [Record("stages", _rows(event))]
 
     def _stage_reported(self, event: Received, now: float) -> list[Action]:
-        self._reported[event.message.sender] = event.message.timestamp
+        if event.message.sender in self._reported:  # else it has told of all its rows
+            self._reported[event.message.sender] = event.message.timestamp
         return self._secure()
 
     def _stage_left(self, event: Received, now: float) -> list[Action]:

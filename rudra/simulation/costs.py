@@ -171,8 +171,8 @@ class CostModel:
         if role not in self.plan.stages:
             return self._local_s_of[part]
         added_s = self._local_s_of[part].get(Accumulate, 0.0) * (max(map(len, self.plan.groups), default=1) - 1)
-        own = {Conclude: self._conclude_s, **({Combine: added_s} if added_s else {})}
-        return self._local_s_of[part] | own
+        own: dict[type[Local], float] = {Conclude: self._conclude_s, Combine: added_s}
+        return self._local_s_of[part] | {kind: seconds for kind, seconds in own.items() if seconds}
 
     def part(self, role: int) -> float:
         """How much of the weights, and of each gradient, a role holds, or sends and gets."""

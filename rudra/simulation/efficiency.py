@@ -78,7 +78,7 @@ def merged(model: CostModel, size_bytes: int) -> Times:
     exchange_s += model.reduction_s(members, size_bytes) + handed_on_s(plan, way_s)
     there, back = (_Way.of(model, *ends, size_bytes) for ends in ((learner, stage), (stage, learner)))
     costs = model.local_s(stage)
-    conclude_s, update_s = costs[Conclude], costs.get(Combine, 0.0) + costs.get(Update, 0.0)
+    conclude_s, update_s = costs.get(Conclude, 0.0), costs.get(Combine, 0.0) + costs.get(Update, 0.0)
     links_s = there.transfer_s + back.transfer_s if there.blocking else max(there.transfer_s, back.transfer_s)
     return Times(
         convolutions_s(1, front_s, exchange_s, overlapped=plan.overlapped),
@@ -183,9 +183,8 @@ def efficiency(job: Job, model: CostModel, size_bytes: int, samples_per_s: float
     plan = model.plan
     firsts = [members[0] for members in plan.groups] or plan.learners
     pushing = {plan.roles[i].parent for i in firsts}
-    parameter_servers = len(plan.owners) - (plan.stage is not None)
     alone = plan.workers < 2 or plan.averaging or job.make_protocol(plan).gradients_per_update != 1
-    if alone or not plan.served or plan.overlapped or parameter_servers != 1 or pushing != {plan.server}:
+    if alone or not plan.served or plan.overlapped or plan.sharded or pushing != {plan.server}:
         return None
     batch = job.training.minibatch_size * len(plan.learners) / plan.workers
     whole = model

@@ -336,9 +336,9 @@ class _Replay:
     @property
     def _made(self) -> int:
         """Updates that everybody has made, where there is no server."""
-        stage = self._stage
-        joint = isinstance(stage, StageServer) and not isinstance(stage, AsRecorded)  # else it has a clock of its own
-        return min(self._ledger.timestamp, stage.timestamp) if joint else self._ledger.timestamp
+        if not isinstance(self._stage, StageServer) or isinstance(self._stage, AsRecorded):
+            return self._ledger.timestamp  # all, or the stage server has a clock of its own
+        return min(self._ledger.timestamp, self._stage.timestamp)
 
     def _apply(self, place: int) -> int:
         """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""

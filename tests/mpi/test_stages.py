@@ -183,14 +183,21 @@ def test_learners_of_a_tree_that_overlap_cross_to_a_stage_server_and_replay(tmp_
     assert replays(output)
 
 
-def test_a_stage_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    job, output = job_file(tmp_path, "softsync", more="[placement]\ncut = 1\n"), tmp_path / "out.h5"
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_stage_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path, servers: int) -> None:
+    """One of two, too, where learners share a rank and have unlike shares of a batch."""
+    several = f'rule = "synchronous"\nservers = {servers}\n' if servers > 1 else ""
+    job = job_file(tmp_path, "hardsync" if several else "softsync", more=f"[placement]\ncut = 1\n{several}")
+    if several:
+        shared = "threads_per_rank = 1\nlearners_per_rank = 2\nshares = [1, 2, 2]\n"
+        job.write_text(job.read_text().replace("threads_per_rank = 1\n", shared).replace("size = 2", "size = 4"))
+    output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 20)
     os.kill(ranks_of(process)[5], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1, err
-    assert "stage server (rank 5) died" in err
+    assert f"stage {'replica 1' if several else 'server'} (rank 5) died" in err
     assert output.with_suffix(".ckpt").exists()
     code, _, err = finish(start("resume", output))
     assert code == 0, err
@@ -198,4 +205,9 @@ def test_a_stage_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint
         keys = {(row["learner"], row["step"]) for row in results.stages}
         assert len(keys) == len(results.stages), "what is done again is recorded once"
         assert keys >= {(row["learner"], row["step"]) for row in results.gradients}
+        found = results.summary()["weights_sha256"]
     assert replays(output)
+    if several:
+        whole = rudra.Job.load(job, ["placement.cut="])
+        with rudra.simulate(whole, output=tmp_path / "whole.h5", progress="quiet") as results:
+            assert results.summary()["weights_sha256"] == found
