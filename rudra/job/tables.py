@@ -549,7 +549,8 @@ class PlacementTable(Table):
     rule: Literal["merged", "synchronous"] = Field(
         "merged",
         description="merged: the stage server updates its layers by each mini-batch, or compute group's batch, at "
-        "once, without staleness; synchronous: by those of all learners together, as hardsync does with the other layers",
+        "once, without staleness; synchronous: by those of all learners together, as hardsync does with the other "
+        "layers",
     )
     learning_rate: float | None = Field(
         None,
