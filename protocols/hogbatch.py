@@ -23,6 +23,7 @@ from protocols.base import Protocol
 Kind = Literal["small", "large"]
 Rule = Literal["fixed", "adaptive", "balanced"]
 Scaling = Literal["linear", "none"]
+_TAIL = 0.25  # of an epoch, in which a slow worker may get nothing
 RULES: tuple[Rule, ...] = ("fixed", "adaptive", "balanced")
 
 
@@ -180,10 +181,11 @@ class Hogbatch(Protocol):
     def _outlasts(self, worker: int, team: Team) -> bool:
         """Whether the smallest batch of a worker takes longer than all others need for what is left of the epoch.
 
-        It is never so for the fastest, so that there is somebody who computes.
+        It is never so for the fastest, so that there is somebody who computes, nor before the last part of an epoch:
+        who idles looks slower than it is, and would be given ever less.
         """
         about, samples = self.workers[worker], team.samples
-        if worker == max(team.left, key=lambda other: (samples[other], -other)):
+        if team.remaining > team.epoch * _TAIL or worker == max(team.left, key=lambda other: (samples[other], -other)):
             return False
         others = sum(samples[other] for other in team.left) - samples[worker]
         return min(about.least * about.threads, team.remaining) * others > team.remaining * samples[worker]

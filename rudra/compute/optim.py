@@ -153,8 +153,8 @@ class UpdateRule:
         else:
             # What torch's SGD does with them, after 30 µs of looking whether there is more to do.
             places, shape = rows.indices.long()[None], self._rows.shape
-            told = {"check_invariants": False, "is_coalesced": True}
-            self._rows.data.add_(torch.sparse_coo_tensor(places, rows.values, shape, **told), alpha=-rate)
+            sparse = torch.sparse_coo_tensor(places, rows.values, shape, check_invariants=False, is_coalesced=True)
+            self._rows.data.add_(sparse, alpha=-rate)
         self.optimizer.step()
         for parameter in (*self._places, self._rows):
             parameter.grad = None
