@@ -98,7 +98,7 @@ def _several(kind: Any) -> str:
 def _bounds(field: FieldInfo) -> str:
     signs = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
     bounds = []
-    for bound in field.metadata:
+    for bound in (each for each in field.metadata if type(each) in signs):
         sign, attribute = signs[type(bound)]
         number = getattr(bound, attribute)
         if number < _LARGE or type(bound) is Le:
