@@ -3,7 +3,7 @@
 import inspect
 import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -108,6 +108,8 @@ def _bounds(field: FieldInfo) -> str:
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
     """The kinds of value that an annotation allows."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in {Union, types.UnionType}:
         return tuple(inner for part in get_args(annotation) for inner in _kinds(part))
     if get_origin(annotation) in {tuple, list}:
