@@ -57,6 +57,15 @@ def set_option(parser: argparse.ArgumentParser, about: str = "change any key of 
     )
 
 
+def layer_options(parser: argparse.ArgumentParser, draw: str) -> None:
+    """Of commands that measure a job's layers: a picture, changes of the job, how long, and as JSON."""
+    parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=f"{draw}: .png, .svg or .pdf")
+    set_option(parser)
+    force_option(parser, "PICTURE.png")
+    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of computation; default: 2")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def job_of(arguments: argparse.Namespace) -> "Job":
     """The job of the command line."""
     from rudra.job.job import Job

@@ -2,15 +2,13 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from rudra.cli.options import (
     at_least,
-    force_option,
     job_argument,
+    layer_options,
     overrides_of,
     search_beside,
-    set_option,
     start_plainly,
 )
 
@@ -37,11 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=float, default=-0.5, metavar="K", help="for `ralp`; default: -0.5")
     about = "how many times as fast as a learner the stage server computes; default: 1"
     parser.add_argument("--back-speed", type=float, default=1.0, metavar="X", help=about)
-    parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help="draw it: .png, .svg or .pdf")
-    set_option(parser)
-    force_option(parser, "PICTURE.png")
-    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of computation; default: 2")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    layer_options(parser, "draw it")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -2,9 +2,8 @@
 
 import argparse
 import json
-from pathlib import Path
 
-from rudra.cli.options import force_option, job_argument, search_beside, set_option, start_plainly
+from rudra.cli.options import job_argument, layer_options, search_beside, start_plainly
 
 SUMMARY = "measure what each layer of a job's model takes, holds and gives"
 
@@ -22,12 +21,7 @@ EXAMPLES = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_argument(parser)
-    about = "draw times, sizes and the share of the parameters: .png, .svg or .pdf"
-    parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=about)
-    set_option(parser)
-    force_option(parser, "PICTURE.png")
-    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of computation; default: 2")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    layer_options(parser, "draw times, sizes and the share of the parameters")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -9,10 +9,9 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     Field,
     ValidationInfo,
     field_validator,
@@ -32,13 +31,11 @@ OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "Adam
 """Name in a job -> class of torch.optim."""
 
 
-def _known_optimizer(value: str) -> str:
-    if value not in OPTIMIZERS:
+def _known_optimizer(value: str | None) -> str | None:
+    if value is not None and value not in OPTIMIZERS:
         raise ValueError(unknown(value, OPTIMIZERS))
     return value
 
-
-OptimizerName = Annotated[str, AfterValidator(_known_optimizer)]
 
 _INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
 
@@ -229,7 +226,7 @@ class ParameterGroup(Table):
 class OptimizerTable(Table):
     """The update rule and its learning rate."""
 
-    name: OptimizerName = Field(
+    name: str = Field(
         "sgd",
         description="sgd, adagrad, adam, adamw or rmsprop: the torch.optim class that updates the flat weight vector",
     )
@@ -283,6 +280,8 @@ class OptimizerTable(Table):
     @classmethod
     def _in_any_case(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
+
+    _known = field_validator("name")(_known_optimizer)
 
     @field_validator("momentum_form")
     @classmethod
@@ -492,7 +491,7 @@ class AveragingTable(Table):
         description="α: part of the way to the weights that a replica goes at each average; default: 1; easgd and sma: "
         "1 / learners, or 1 / (learners + 1) where there is no outer momentum",
     )
-    optimizer: OptimizerName | None = Field(
+    optimizer: str | None = Field(
         None,
         description="outer optimiser, which updates the weights by the mean difference of all replicas: sgd, adagrad, "
         "adam, adamw, rmsprop; default: sgd",
@@ -525,6 +524,8 @@ class AveragingTable(Table):
         description="part of the way to the reference of its block that a replica goes in every mini-batch, with "
         "topology hierarchical, where elasticity is that of references; default: 1 / (learners of the block + 1)",
     )
+
+    _known = field_validator("optimizer")(_known_optimizer)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rudra
+from rudra.cli import examination
 from rudra.cli.main import EPILOG, main, names, parser_of
 from rudra.cli.options import job_of
 from rudra.job.jobfiles import shipped_jobs
@@ -266,11 +268,16 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("said", [None, {"size": 2, "hosts": ["here"], "memory": [2, ""], "window": [True, ""]}])
+def test_doctor_reports_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: dict[str, Any] | None
+) -> None:
+    """With and without ranks that answer; the tutorial's test asks real ones."""
+    answer = said and json.dumps({"library": "Open MPI v5", "threads": "multiple", "gpu": None, **said})
+    monkeypatch.setattr(examination, "_probe", lambda *command: (answer, "it said nothing"))
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
+    assert report["ok"] == (said is not None)
     assert code == (0 if report["ok"] else 1)
     states = {finding["subject"]: finding["state"] for finding in report["findings"]}
     assert {"python", "torch", "numpy", "mpi4py", "launcher", "cores", "h5py"} <= set(states)
