@@ -548,8 +548,9 @@ class PlacementTable(Table):
     )
     rule: Literal["merged", "synchronous"] = Field(
         "merged",
-        description="merged: the stage server updates its layers by each mini-batch, or compute group's batch, at once, "
-        "without staleness; synchronous: by those of all learners together, as hardsync does with the other layers",
+        description="merged: the stage server updates its layers by each mini-batch, or compute group's batch, at "
+        "once, without staleness; synchronous: by those of all learners together, as hardsync does with the other "
+        "layers",
     )
     servers: int = Field(
         1,
