@@ -219,7 +219,7 @@ class StatisticsServer(Machine):
         return self._secure()
 
     def _stage_left(self, event: Received, now: float) -> list[Action]:
-        del self._reported[event.message.sender]
+        self._reported.pop(event.message.sender, None)  # who decides may say twice that all have left
         return self._secure() + self._finish()
 
     def _epoch(self, event: Received, now: float) -> list[Action]:

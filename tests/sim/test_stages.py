@@ -239,7 +239,7 @@ def runs(draw: st.DrawFn) -> Job:
     times = st.sampled_from([0.0, 1e-3, 0.05])
     dying = draw(st.lists(st.integers(0, learners - 1), max_size=2, unique=True))
     several = rule == "synchronous" and topology["name"] != "groups"
-    whole = rule == "merged" or topology["name"] in ("base", "adv")  # gradients
+    whole = topology["name"] in ("base", "adv", *(["groups", "adv*"] if rule == "merged" else []))  # gradients
     own = draw(st.sampled_from([{}, {"momentum": 0.0, "learning_rate": 0.01}]))
     return small(
         protocol,
