@@ -10,6 +10,7 @@ from rudra.machine import cores
 if TYPE_CHECKING:
     from protocols import Protocol
     from rudra.job.job import Job
+    from rudra.simulation.rehearsal import Crossed
     from topologies import Plan
 
 SUMMARY = "check a job, and say what it would run"
@@ -139,8 +140,21 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         "model": f"{found.parameters:,} parameters; a gradient of {counted(tried, 'sample')} "
         f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
         **more,
+        **({"a step sends": _crossed_text(found.crossed, len(plan.learners))} if found.crossed else {}),
         "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",
     }
+
+
+def _crossed_text(one: "Crossed", learners: int) -> str:
+    """2 W (O + P) of tensors, as the RALP paper counts (§4.3), and all else apart."""
+    tensors = _megabytes(learners * (one.activations + one.parameters))
+    apart = {"buffers": one.buffers, "generators": one.generator, "headers": one.headers}
+    others = ", ".join(f"{_megabytes(learners * size)} of {what}" for what, size in apart.items() if size)
+    return (
+        f"{tensors} of tensors: for each of {counted(learners, 'learner')} activations of "
+        f"{_megabytes(one.activations // 2)} and parameters of {_megabytes(one.parameters // 2)}, both ways; "
+        f"{others}; no targets"
+    )
 
 
 def _megabytes(size: int) -> str:

@@ -131,14 +131,18 @@ def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:
 
 
 class FrontExecutor(LearnerExecutor):
-    """What a learner works with that has the first layers."""
+    """What a learner works with that has the first layers.
+
+    Attributes:
+        activations: floats of what it ships.
+    """
 
     _open: torch.Tensor | None = None  # what the last forward pass gave, with all that its gradient needs
     _behind: torch.Tensor  # and the buffers after it
 
     def place(self, cut: Cut, samples: int) -> None:
         """What it ships, of mini-batches of so many samples."""
-        self.cut, self._floats = cut, samples * math.prod(cut.shape)
+        self.cut, self.activations = cut, samples * math.prod(cut.shape)
         self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.crossing(samples))
         self._behind = torch.empty(self.size - self.parameters)
 
@@ -148,9 +152,9 @@ class FrontExecutor(LearnerExecutor):
         model.bind(self.buffer(action.weights).vector)
         self._open = model.forward(inputs, source.seed(action.step), self._behind)
         into = self.buffer(action.activations).vector
-        into[: self._floats] = self._open.detach().reshape(-1)
+        into[: self.activations] = self._open.detach().reshape(-1)
         if self.cut.random:
-            into[self._floats :].view(torch.uint8).copy_(model.random_state)
+            into[self.activations :].view(torch.uint8).copy_(model.random_state)
         yield Forwarded(action.step)
 
     def backward(self, action: Backward) -> Iterator[Computed]:
@@ -158,7 +162,7 @@ class FrontExecutor(LearnerExecutor):
         assert output is not None
         self._open = None
         model.bind(self.buffer(action.weights).vector)  # others may have computed with this module meanwhile
-        gradient = self.buffer(action.returned).vector[: self._floats].view(output.shape)
+        gradient = self.buffer(action.returned).vector[: self.activations].view(output.shape)
         into = self.buffer(action.gradient).vector
         model.backward(output, gradient, into)
         into[self.parameters :] = self._behind

@@ -223,6 +223,11 @@ def tail_bytes(gradients: int) -> int:
     return -(-(_HEADER.size + rows) // 64) * 64
 
 
+def behind_bytes(gradients: int) -> int:
+    """What travels behind a tensor that is of so many gradients."""
+    return _HEADER.size + gradients * _GRADIENT.size
+
+
 def tensor_bytes(wire_bytes: int) -> int:
     """Of the tensor alone, where so many bytes travel with one gradient's rows."""
     return max(0, wire_bytes - tail_bytes(1))

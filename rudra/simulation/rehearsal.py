@@ -34,7 +34,7 @@ from rudra.core.events import (
     Reduce,
     Update,
 )
-from rudra.core.messages import tail_bytes
+from rudra.core.messages import behind_bytes, tail_bytes
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -55,6 +55,24 @@ class Sample(NamedTuple):
     test: int
 
 
+class Crossed(NamedTuple):
+    """What one learner and the servers send each other in a step with layers placed, there and back, in bytes.
+
+    Attributes:
+        activations: and their gradient.
+        parameters: of the first layers, and their gradient.
+        buffers: of the first layers.
+        generator: the state of the random generator, where the stage server draws on from it.
+        headers: of these messages.
+    """
+
+    activations: int
+    parameters: int
+    buffers: int
+    generator: int
+    headers: int
+
+
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """How it went.
@@ -68,6 +86,7 @@ class Rehearsal:
         metrics: that each test measures, beside loss and error.
         memory: kind of role -> bytes that its rank will take, about, with Python and torch.
         data_bytes: of the data, once on every node.
+        crossed: by a mini-batch of a learner that has the first layers only.
     """
 
     parameters: int
@@ -78,6 +97,7 @@ class Rehearsal:
     metrics: tuple[str, ...]
     memory: dict[str, int]
     data_bytes: int
+    crossed: Crossed | None
 
 
 def rehearse(job: Job, plan: Plan) -> Rehearsal:
@@ -118,6 +138,20 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         metrics=metrics,
         memory=_memory(job, plan, made, alone, of_model),
         data_bytes=max(0, with_data - alone),
+        crossed=_crossed(made[plan.learners[0]]),
+    )
+
+
+def _crossed(learner: Executor) -> Crossed | None:
+    if not isinstance(learner, FrontExecutor):
+        return None
+    both_ways = 2 * 4
+    return Crossed(
+        activations=both_ways * learner.activations,
+        parameters=both_ways * learner.parameters,
+        buffers=both_ways * (learner.size - learner.parameters),
+        generator=both_ways * (learner.sizes[ACTIVATIONS] - learner.activations),
+        headers=behind_bytes(0) + 3 * behind_bytes(1),  # weights have none of a gradient's
     )
 
 

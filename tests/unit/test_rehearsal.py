@@ -20,6 +20,12 @@ def unfit(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
 
 
+def normed(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 9), nn.BatchNorm1d(9)), nn.Dropout(0.1), nn.Linear(9, classes)
+    )
+
+
 def touched(moment: Any) -> None:
     raise AssertionError("hooks are made, not called")
 
@@ -129,3 +135,18 @@ def test_what_goes_by_tests_is_rehearsed_predicted_and_timed_without_them(overri
     assert main(["predict", *line, "--learners", "2"]) == 0
     output = str(tmp_path / "out.h5")
     assert main(["simulate", *line, "--set=simulation.tensors=false", "--quiet", "--output", output]) == 0
+
+
+@pytest.mark.parametrize(("cut", "drawn"), [(4, True), (5, False)])
+def test_what_a_step_sends_is_told_apart(cut: int, drawn: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine numbers of each of eight samples cross, and with dropout on both sides the state of the generator."""
+    job = Job(model={"name": normed}, placement={"cut": cut}, cluster={"learners": 3}, training={"minibatch_size": 8})
+    sent = rehearse(job, job.plan()).crossed
+    assert sent is not None
+    assert (sent.activations, sent.parameters) == (8 * 8 * 9, 8 * (65 * 9 + 18))
+    assert sent.buffers == 8 * 19, "means, variances, and a count"
+    assert sent.generator == (8 * torch.get_rng_state().numel() / 4 if drawn else 0)
+    assert main(["validate", "digits", "--learners", "3", "--set", "placement.cut=5"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  a step sends"))
+    assert "0.376 MB of tensors: for each of 3 learners activations of 0.0256 MB" in line
+    assert line.endswith("MB of headers; no targets")
