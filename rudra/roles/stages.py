@@ -411,7 +411,6 @@ class StageServer(Shard):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         self._shipped = deque(shipped for shipped in self._shipped if shipped.message.sender != event.role)
-        self._open.discard(event.role)
         return self._go_on_at(now)
 
     def _end(self, event: Received, now: float) -> list[Action]:

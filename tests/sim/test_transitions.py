@@ -141,7 +141,7 @@ def placed(draw: st.DrawFn, run: Job) -> Job:
     run = run.with_(fault_tolerance={"straggler_timeout_s": None})
     if rule == "merged" and run.optimizer.plateau is not None:
         run = run.with_(optimizer={"schedule": "step", "schedule_options": {}})
-    several = rule == "synchronous" and run.topology.name != "groups"
+    several = rule == "synchronous" and run.topology.name in ("base", "sharded")
     servers = draw(st.integers(1, run.learners)) if several else 1
     clips = run.topology.name in ("base", "adv", *(["groups", "adv*"] if rule == "merged" else []))
     optimizer = {"clip_norm": draw(st.sampled_from([None, 1.0]))} if clips else {}
