@@ -238,6 +238,8 @@ class StageServer(Shard):
         if self._open:
             return []
         members = self.plan.group_of(learner)
+        if not self._dead.isdisjoint(members):  # all are about to begin anew
+            return []
         parts = [self._waiting.pop(member) for member in members]
         if self._final:
             return []

@@ -205,6 +205,9 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
         merged = alike("base", {"compute_s": 1.0}).with_(placement={"cut": 1})
         follow(merged, 60, seen, 0, stop_at=tenths / 10)
         follow(merged, 60, seen, 0)
+    for tenths in range(15, 40, 4):  # one dies while those who were told to stop still compute
+        overlapped = alike("adv*", {"compute_s": 1.0, "detection_s": 0.1}, {"learner": 1, "dies_at_s": tenths / 10})
+        follow(overlapped.with_(placement={"cut": 1}), 60, seen, 0, stop_at=tenths / 10 - 0.05)
     for placement in ({}, {"cut": 1}):
         follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2).with_(placement=placement), 60, seen, 0)
 
