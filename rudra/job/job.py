@@ -547,6 +547,9 @@ class Job(Table):
             f"{several}: the gradients of a compute group are averaged at one stage server; valid: 1": (
                 bool(plan.groups) and table.servers > 1
             ),
+            f"{several}: where a server of a tree dies all begin anew, which several stage servers cannot; valid: 1": (
+                any(role.about.relays for role in plan.roles) and table.servers > 1
+            ),
             f"{on}: [optimizer] clip_norm: learners that update weights of their own do not know the norm of the last "
             "layers; valid: none, or a topology with a parameter server": (
                 not merged and not plan.served and optimizer.clip_norm

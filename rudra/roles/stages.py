@@ -238,6 +238,8 @@ class StageServer(Shard):
         if self._open:
             return []
         members = self.plan.group_of(learner)
+        if not self._dead.isdisjoint(members):  # all are about to begin anew
+            return []
         parts = [self._waiting.pop(member) for member in members]
         if self._final:
             return []
@@ -411,7 +413,6 @@ class StageServer(Shard):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         self._shipped = deque(shipped for shipped in self._shipped if shipped.message.sender != event.role)
-        self._open.discard(event.role)
         return self._go_on_at(now)
 
     def _end(self, event: Received, now: float) -> list[Action]:

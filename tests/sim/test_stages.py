@@ -238,7 +238,7 @@ def runs(draw: st.DrawFn) -> Job:
     rule = draw(st.sampled_from(["merged", *(["synchronous"] if protocol == "hardsync" else [])]))
     times = st.sampled_from([0.0, 1e-3, 0.05])
     dying = draw(st.lists(st.integers(0, learners - 1), max_size=2, unique=True))
-    several = rule == "synchronous" and topology["name"] != "groups"
+    several = rule == "synchronous" and topology["name"] in ("base", "sharded")
     whole = topology["name"] in ("base", "adv", *(["groups", "adv*"] if rule == "merged" else []))  # gradients
     own = draw(st.sampled_from([{}, {"momentum": 0.0, "learning_rate": 0.01}]))
     return small(
@@ -344,6 +344,9 @@ def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:
     assert stages["wait_s"].max() > 0.1
 
 
+SEVERAL = {"servers": 2, "rule": "synchronous"}
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -362,8 +365,16 @@ def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:
         ),
         ({"placement": {"servers": 2}}, "servers = 2: with rule merged each mini-batch is an update of its own"),
         (
-            {"placement": {"servers": 2, "rule": "synchronous"}, "protocol": {"name": "hardsync"}, "topology": GROUPED},
+            {"placement": SEVERAL, "protocol": {"name": "hardsync"}, "topology": GROUPED},
             "servers = 2: the gradients of a compute group are averaged at one stage server; valid: 1",
+        ),
+        (
+            {
+                "placement": SEVERAL,
+                "protocol": {"name": "hardsync"},
+                "topology": {"name": "adv", "options": {"fan_out": 1}},
+            },
+            "servers = 2: where a server of a tree dies all begin anew",
         ),
         (
             {

@@ -141,7 +141,7 @@ def placed(draw: st.DrawFn, run: Job) -> Job:
     run = run.with_(fault_tolerance={"straggler_timeout_s": None})
     if rule == "merged" and run.optimizer.plateau is not None:
         run = run.with_(optimizer={"schedule": "step", "schedule_options": {}})
-    several = rule == "synchronous" and run.topology.name != "groups"
+    several = rule == "synchronous" and run.topology.name in ("base", "sharded")
     servers = draw(st.integers(1, run.learners)) if several else 1
     clips = run.topology.name in ("base", "adv", *(["groups", "adv*"] if rule == "merged" else []))
     optimizer = {"clip_norm": draw(st.sampled_from([None, 1.0]))} if clips else {}
@@ -205,6 +205,9 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
         merged = alike("base", {"compute_s": 1.0}).with_(placement={"cut": 1})
         follow(merged, 60, seen, 0, stop_at=tenths / 10)
         follow(merged, 60, seen, 0)
+    for tenths in range(15, 40, 4):  # one dies while those who were told to stop still compute
+        overlapped = alike("adv*", {"compute_s": 1.0, "detection_s": 0.1}, {"learner": 1, "dies_at_s": tenths / 10})
+        follow(overlapped.with_(placement={"cut": 1}), 60, seen, 0, stop_at=tenths / 10 - 0.05)
     for placement in ({}, {"cut": 1}):
         follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2).with_(placement=placement), 60, seen, 0)
 
