@@ -94,7 +94,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "the paper's order at every seed",
     ),
     "ralp": (
-        "the RALP paper's Tables 1 to 4 and Figure 2 beside ours, and how good the cuts of its rule and of `auto` are",
+        "the RALP paper's Tables 1 to 4 and Figure 2 beside ours, and how well its rule and `auto` cut",
         "Tables 1 and 2 to two decimals; auto within 5 % of the better of placed and whole",
     ),
     "faults": (

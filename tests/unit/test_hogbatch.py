@@ -266,7 +266,7 @@ ALL: list[dict[str, Any]] = [{"kind": "small"}]
         ({"topology": {"name": "adv*"}}, "[protocol] name: hogbatch: not with topology adv* so far; valid: base"),
         ({"topology": {"name": "groups"}}, "not with topology groups so far; valid: base"),
         ({"topology": {"name": "sharded"}}, "not with topology sharded so far; valid: base"),
-        ({"placement": {"cut": 1}}, "hogbatch"),
+        ({"placement": {"cut": 1}}, "and workers, have all layers"),
         ({"cluster": {"learners": 2, "shares": [1.0, 2.0]}}, "hogbatch: [cluster] shares: the coordinator says"),
         ({"simulation": {"batching": "vmap"}}, "hogbatch: [simulation] batching = 'vmap': batches of different sizes"),
         (
