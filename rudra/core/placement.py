@@ -212,8 +212,7 @@ def _first_of_s(cluster: Cluster, seconds: float, apart_s: float) -> float:
     """
     if cluster.sharing == "turns" or seconds <= apart_s or not apart_s:
         return seconds
-    most = -(-cluster.learners // cluster.servers)
-    return min(most * seconds, apart_s * math.expm1(min(seconds / apart_s, 50.0)))
+    return min(_users(cluster, cluster.servers) * seconds, apart_s * math.expm1(min(seconds / apart_s, 50.0)))
 
 
 def _step_s(cluster: Cluster, *uses: _Use) -> float:
@@ -225,20 +224,21 @@ def _step_s(cluster: Cluster, *uses: _Use) -> float:
     if cluster.sharing == "equal" and any(use.shared for use in uses):
         last = max(place for place, use in enumerate(uses) if use.shared)
         parts, rest = uses[: last + 1], uses[last + 1 :]
-        waited_s = sum(use.seconds * (_users(cluster, use) if use.shared else 1) for use in parts)
+        waited_s = sum(use.seconds * (_users(cluster, use.servers) if use.shared else 1) for use in parts)
         return waited_s + (_step_s(cluster, *rest) if rest else 0.0)
     found = sum(use.seconds for use in uses)
     for of in {use.of for use in uses} - {""}:
         places = [place for place, use in enumerate(uses) if use.of == of]
-        busy_s = sum(_users(cluster, uses[place]) * uses[place].seconds for place in places)
+        busy_s = sum(_users(cluster, uses[place].servers) * uses[place].seconds for place in places)
         before_s = sum(use.first_s or use.seconds for use in uses[: places[0]])
         behind_s = sum(use.seconds for use in uses[places[-1] + 1 :])
         found = max(found, before_s + busy_s + behind_s)
     return found
 
 
-def _users(cluster: Cluster, use: _Use) -> int:
-    return -(-cluster.learners // use.servers)
+def _users(cluster: Cluster, servers: int) -> int:
+    """Of each of so many servers, among which learners are divided."""
+    return -(-cluster.learners // servers)
 
 
 def allreduce_s(layers: Sequence[Layer], cluster: Cluster) -> float:
