@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rudra.bench.ddp import connect, wrapped
-from rudra.bench.heats import CONTESTANTS, DATA, MOVING, Outcome, Point
+from rudra.bench.heats import CONTESTANTS, DATA, MOVING, Goalpost, Outcome, Point
 from rudra.bench.ranks import LEARNER, STATISTICS, train
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
@@ -68,8 +68,8 @@ def measure(
         outcome: Outcome | None = None
         contestant = CONTESTANTS[point.contestant]
         if not contestant.protocol:
-            target = DATA[point.data].accuracy
-            outcome = learners.train(job, target, averaged=contestant.averaged) if learners else None
+            goal = DATA[point.data]
+            outcome = learners.train(job, goal, averaged=contestant.averaged) if learners else None
         elif job.topology.name == "base" or comm.rank >= STATISTICS:
             with train(job, directory / "run.h5", comm if job.topology.name == "base" else serverless) as results:
                 outcome = learners.test(job, results) if learners else None
@@ -94,12 +94,12 @@ def _unpack(path: Path, to: Path) -> None:
 
 def job_of(point: Point, path: Path, *, quick: bool = False) -> Job:
     """A run as a job; of DDP it says what that needs, too."""
-    contestant = CONTESTANTS[point.contestant]
+    contestant, goal, cosine = CONTESTANTS[point.contestant], DATA[point.data], point.schedule == "cosine"
     limits = {"train_limit": 1024, "test_limit": 256} if quick else {}
     return Job(
         name="bench",
         model={"name": "lenet"},
-        data={"name": DATA[point.data].reader, "path": path, **limits},
+        data={"name": goal.reader, "path": path, **limits},
         training={
             "epochs": point.epochs,
             "minibatch_size": point.size,
@@ -110,7 +110,8 @@ def job_of(point: Point, path: Path, *, quick: bool = False) -> Job:
         optimizer={
             "learning_rate": point.rate,
             "momentum": MOMENTUM,
-            "schedule": "cosine" if point.schedule == "cosine" else "step",
+            "schedule": "cosine" if cosine else "step",
+            "schedule_options": {"T_max": goal.epochs} if cosine else {},
         },
         protocol={"name": contestant.protocol or "hardsync", "modulation": "none"},
         averaging=contestant.averaging,
@@ -132,7 +133,7 @@ class _Learners:
         assert test is not None
         self._training, self._test = training, test
 
-    def train(self, job: Job, target: float, *, averaged: bool) -> Outcome:
+    def train(self, job: Job, goal: Goalpost, *, averaged: bool) -> Outcome:
         """Trains by DDP, as its users write it: a shuffled share of the samples for each learner in each epoch.
 
         `averaged`: it tests torch's moving average of the weights.
@@ -143,7 +144,7 @@ class _Learners:
         computes: Any = wrapped(torch.compile(network) if job.training.compile else network)  # type: ignore[arg-type]
         rate = job.optimizer.learning_rate
         optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=MOMENTUM, fused=True)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, goal.epochs)
         moving = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(1 - MOVING)) if averaged else None  # type: ignore[no-untyped-call]
 
         def gradient(indices: npt.NDArray[np.int64]) -> None:
@@ -153,7 +154,7 @@ class _Learners:
 
         gradient(np.arange(size))  # compiles
         outcome, so_far = Outcome([], []), 0.0
-        while len(outcome.seconds) < epochs and max(outcome.accuracy, default=0.0) < target:
+        while len(outcome.seconds) < epochs and max(outcome.accuracy, default=0.0) < goal.accuracy:
             generator = torch.Generator().manual_seed(1000 * seed + len(outcome.seconds))
             order = torch.randperm(len(training), generator=generator).numpy()[self._rank :: LEARNERS]
             distributed.barrier()

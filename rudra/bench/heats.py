@@ -61,7 +61,7 @@ CONTESTANTS = {
 
 
 class Point(NamedTuple):
-    """A run. `epochs`: at most; it ends where it reaches the target."""
+    """A run. `epochs`: at most; DDP ends where it reaches the target. A cosine falls in all epochs of the goalpost."""
 
     data: str
     contestant: str
@@ -98,30 +98,40 @@ def search(
     perform: Perform,
     schedules: Sequence[str] = SCHEDULES,
 ) -> dict[str, Point]:
-    """The first two heats; the fastest point of each contestant, or the one that came furthest.
+    """The first two heats; the fastest point of each contestant that reached the target, with an epoch to spare.
 
-    A heat that has nothing to choose from is left out.
+    A heat that has nothing to choose from is left out. In the second one a contestant's points take turns, the one
+    that came furthest first, and each gets no more epochs than would make it the fastest so far.
     """
     goal = DATA[data]
     grid = [Point(data, who, size, rate) for size in sizes for rate in rates for who in contestants]
-    if len(rates) > 1:
-        grid = _furthest(perform(grid))
+    made = perform(grid) if len(rates) > 1 else {}
+    grid = _furthest(made) if made else grid
     ways = [point._replace(schedule=schedule, epochs=goal.epochs) for point in grid for schedule in schedules]
     if len(ways) == len(contestants):
         return {point.contestant: point for point in ways}
-    second = perform(ways)
-
-    def rank(point: Point) -> tuple[float, float]:
-        return second[point].reached(goal.accuracy)[0], -max(second[point].accuracy)
-
-    return {who: min((point for point in ways if point.contestant == who), key=rank) for who in contestants}
+    pace = {(point.contestant, point.size): outcome.seconds[-1] for point, outcome in made.items()}
+    best: dict[str, Point] = {}
+    least = dict.fromkeys(contestants, math.inf)
+    waiting = {who: [point for point in ways if point.contestant == who] for who in contestants}
+    while any(waiting.values()):
+        turn = []
+        for point in (points.pop(0) for points in waiting.values() if points):
+            epochs = least[point.contestant] / pace.get((point.contestant, point.size), 1e-9)
+            if epochs >= 1:
+                turn.append(point._replace(epochs=int(min(epochs, goal.epochs))))
+        for point, outcome in perform(turn).items() if turn else ():
+            pace[point.contestant, point.size] = outcome.seconds[-1] / len(outcome.seconds)
+            seconds, epochs = outcome.reached(goal.accuracy)
+            if seconds < least[point.contestant]:
+                least[point.contestant] = seconds
+                best[point.contestant] = point._replace(epochs=min(epochs + 1, goal.epochs))
+    return {who: best[who] for who in contestants if who in best}
 
 
 def _furthest(first: dict[Point, Outcome]) -> list[Point]:
-    """Of each mini-batch size and contestant the point whose rate came furthest."""
+    """Of each mini-batch size and contestant the point whose rate came furthest; the furthest of all first."""
     best: dict[tuple[int, str], Point] = {}
-    for point, outcome in first.items():
-        other = best.setdefault((point.size, point.contestant), point)
-        if outcome.accuracy[-1] > first[other].accuracy[-1]:
-            best[point.size, point.contestant] = point
+    for point in sorted(first, key=lambda point: -first[point].accuracy[-1]):
+        best.setdefault((point.size, point.contestant), point)
     return list(best.values())

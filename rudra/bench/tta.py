@@ -5,8 +5,9 @@ thread for each learner, and search the same grid, in three heats:
 
 1. every mini-batch size with every rate, for one epoch;
 2. each size with the rate that came furthest, at a constant rate and at one that falls by a cosine, until a test after
-   an epoch reaches the target;
-3. the fastest of these, compiled and not, with seeds of which the first two know nothing.
+   an epoch reaches the target, or it can no more become the fastest;
+3. the fastest of these, compiled and not, with seeds of which the first two know nothing, for an epoch more than it
+   needed.
 
 Where `only` leaves one rate there is no first heat, and with one size and one schedule besides no second one.
 
@@ -74,8 +75,12 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
             if quick:
                 best = {who: Point(data, who, 64, 0.05) for who in ("sma", "ddp")}
             else:
-                best = search(data, chosen(CONTESTANTS), chosen(SIZES), chosen(RATES), perform, chosen(SCHEDULES))
-            _compare(report, best, SEEDS[: 1 if quick else None], perform, compiles=compiles)
+                every = chosen(CONTESTANTS)
+                best = search(data, every, chosen(SIZES), chosen(RATES), perform, chosen(SCHEDULES))
+                if slow := [who for who in every if who not in best]:
+                    lacking.append(f"{data}: not reached in {DATA[data].epochs} epochs by {', '.join(slow)}")
+            if best:
+                _compare(report, best, SEEDS[: 1 if quick else None], perform, compiles=compiles)
     if not report.rows:
         raise ConfigError(f"bench tta: {lacking[0]}")
     report.notes = [

@@ -149,6 +149,8 @@ def make_executors(
             executor.train_alone(job, plan, role)
         if isinstance(executor, StatisticsExecutor):
             executor.test(job, flat, data.tests)
+        if kind.tests and fronts is not None:
+            executor.placed = fronts[1].placed(flat.size, job.training.minibatch_size)
         if kind.tests:
             executor.state_dict = flat.state_dict()
         executor.hooks = hooks.get(role)

@@ -70,7 +70,9 @@ class Cut(NamedTuple):
 
     def placed(self, size: int, samples: int) -> Placed:
         """How large the pieces are, compared with a vector of so many floats, for mini-batches of so many samples."""
-        return Placed(self.floats / size, self.crossing(samples) / size, self.back_flops)
+        trained = sum(parameter.numel() for parameter in self.front.parameters() if parameter.requires_grad)
+        sent = 2 * 4 * (samples * math.prod(self.shape) + trained)  # 2 (O + P), ralp.txt §4.3
+        return Placed(self.floats / size, self.crossing(samples) / size, self.back_flops, sent)
 
     def parts(self, table: OptimizerTable, layout: Sequence[Entry]) -> tuple[Part, ...]:
         """Which part of the flat vector each side has.

@@ -93,6 +93,7 @@ def summary(study: Study) -> ReportTable:
     clock = clock_of(study.known)
     target = f"{clock} to target (s)"
     left_out = set() if any(run.summary["target"] for run in study.known) else {target, "epochs to target"}
+    left_out |= set() if any(run.attributes.get("step_bytes") for run in study.known) else {"a step sends (MB)"}
     lossy = any(run.error is None and run.loss is not None for run in study.known)
     left_out |= set() if lossy else {"test loss"}
     left_out |= {"test error (%)"} if lossy and all(run.error is None for run in study.known) else set()
@@ -136,6 +137,7 @@ def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
         "learning rate": run.effective_rate,
         "epochs": s["epochs"] if planned in (None, s["epochs"]) else f"{s['epochs']} of {planned}",
         "samples/s": s["samples_per_s"],
+        "a step sends (MB)": run.attributes["step_bytes"] / 1e6 if run.attributes.get("step_bytes") else None,
         "overlap (%)": None if s["overlap"] is None else 100 * s["overlap"],
         **{name: s[name] for name in _COUNTS},
         "status": f"{run.status}: {run.reason}" if run.reason else run.status,

@@ -75,7 +75,7 @@ class LayoutEntry(NamedTuple):
     size: int
 
 
-READABLE = (5, 6, 7, FORMAT_VERSION)
+READABLE = (5, 6, 7, 8, FORMAT_VERSION)
 """Versions of the format."""
 
 

@@ -59,6 +59,8 @@ ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results
     "learners": "λ: number of learners, at the start of the run",
     "momentum": "explicit momentum, after `momentum_correction`",
     "minibatch_size": "μ: samples of a mini-batch",
+    "step_bytes": "bytes of tensors that a step of all learners sends where layers are placed, there and back: "
+    "2·W·(O + P); 0: none are placed",
     "epochs": "epochs that the job asks for",
     "seed": "seed of weights, sampling, dropout and simulated time",
     "threads_per_rank": "threads that torch had on each learner",

@@ -23,7 +23,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
 from rudra.compute.making import make_executors
-from rudra.compute.stages import FrontExecutor, PieceExecutor, cut_model
+from rudra.compute.stages import PieceExecutor, cut_model
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import Buffer
 from rudra.core.events import (
@@ -419,9 +419,7 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
 
     digest, statistics = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics]
     about = (statistics.layout, statistics.size, digest, statistics.state_dict)
-    fronts = (executor.cut for executor in executors.values() if isinstance(executor, FrontExecutor))
-    placed = next((cut.placed(statistics.size, job.training.minibatch_size) for cut in fronts), None)
-    return Cluster(tensors, info, *about, weights, executors, placed)
+    return Cluster(tensors, info, *about, weights, executors, statistics.placed)
 
 
 def _without_tensors(job: Job) -> Cluster:

@@ -61,7 +61,7 @@ def test_a_step_sends_the_activations_and_the_first_layers_of_each_learner_and_b
     assert code == 0, err
     sent = [line.split() for file in told.iterdir() for line in file.read_text().splitlines()]
     with rudra.open_results(output) as results:
-        steps = len(results.updates)
+        steps, told_bytes = len(results.updates), results.attributes["step_bytes"]
     tensors = {kind: sum(int(floats) for each, floats in sent if each == kind) for kind, _ in sent}
     front, crossing = 4 * (20 + 1) * 9, 4 * 2 * 9
     for kind in ("SNAPSHOT", "WEIGHTS_PART"):  # of tests and of the end: of no step
@@ -72,7 +72,7 @@ def test_a_step_sends_the_activations_and_the_first_layers_of_each_learner_and_b
         "ACTIVATIONS": steps * 3 * crossing,
         "RETURNED": steps * 3 * crossing,
     }
-    assert sum(tensors.values()) == steps * 2 * 3 * (front + crossing)
+    assert sum(tensors.values()) == steps * 2 * 3 * (front + crossing) == steps * told_bytes
 
 
 BY_RULE = '[placement]\ncut = "ralp"\nrule = "synchronous"\n'

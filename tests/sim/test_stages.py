@@ -445,7 +445,7 @@ def test_a_step_sends_what_the_paper_counts_to_the_byte(
     run = run.with_(training={"minibatch_size": size, "evaluate": False})
     statistics = run.plan().statistics
     with rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet") as results:
-        steps = len(results.updates)
+        steps, told = len(results.updates), results.attributes["step_bytes"]
     front, crossing = 4 * (64 + 1) * 128, 4 * size * 128
     each = steps * learners
     assert sent == {
@@ -454,4 +454,7 @@ def test_a_step_sends_what_the_paper_counts_to_the_byte(
         "activations": each * crossing,
         "returned": each * crossing,
     }
-    assert sent.total() == steps * 2 * learners * (crossing + front)
+    assert sent.total() == steps * 2 * learners * (crossing + front) == steps * told
+    timed = run.with_(simulation={"tensors": False})
+    with rudra.simulate(timed, output=tmp_path / "timed.h5", progress="quiet") as results:
+        assert results.attributes["step_bytes"] == told

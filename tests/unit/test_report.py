@@ -354,6 +354,17 @@ def test_runs_without_an_error_show_loss_metrics_and_target(tmp_path: Path) -> N
     assert bottom < min(run.summary["test_loss"]) <= max(run.summary["test_loss"]) < top
 
 
+def test_what_a_step_sends_is_told_where_layers_are_placed(tmp_path: Path) -> None:
+    job = rudra.Job.load("digits", ["cluster.learners=3", "simulation.tensors=false", "training.epochs=1"])
+    for name, cut in (("whole.h5", None), ("placed.h5", 5)):
+        rudra.simulate(job.with_(placement={"cut": cut}), output=tmp_path / name, progress="quiet").close()
+    head = "a step sends (MB)"
+    (both,) = collect([tmp_path / "whole.h5", tmp_path / "placed.h5"])
+    table = summary(both)
+    assert [row[table.columns.index(head)] for row in table.rows] == [None, 0.3756]
+    assert head not in summary(collect([tmp_path / "whole.h5"])[0]).columns
+
+
 def write_grid(place: Path, count: int, **more: object) -> list[Path]:
     """Runs with learning rates of their own."""
     for i in range(count):

@@ -451,6 +451,18 @@ def test_a_file_of_format_5_counts_the_epochs_of_updates_from_0(tmp_path):
         assert [(piece["epoch"] == 1).all() for piece in results.pieces("updates", 4)] == [True] * 3
 
 
+@pytest.mark.parametrize(("version", "lacking"), [(7, ("averages", "stages")), (8, ("stages",))])
+def test_a_file_of_an_older_format_has_no_rows_of_what_came_later(tmp_path, version, lacking):
+    write_run(tmp_path / "run.h5", updates=10, epochs=1, staleness=0)
+    with h5py.File(tmp_path / "run.h5", "r+") as file:
+        for name in lacking:
+            del file[name]
+        file.attrs["format_version"] = version
+    with open_results(tmp_path / "run.h5") as results:
+        assert [len(getattr(results, name)) for name in lacking] == [0] * len(lacking)
+        assert len(results.updates) == 10
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("minibatches", MINIBATCH), ("learners", LEARNER)])
 def test_a_file_of_format_5_does_not_tell_reductions_from_pushes(tmp_path, name, dtype):
     older = np.dtype([(column, dtype[column]) for column in dtype.names if column not in {"reduce_s", "update_s"}])
