@@ -191,7 +191,7 @@ def simulate(
             force,
             plan=plan,
             state_dict=cluster.state_dict,
-            step_bytes=cluster.placed.sent * job.learners if cluster.placed else 0,
+            step_bytes=cluster.step_bytes,
             driver="simulation",
             costs=measured or DEFAULTS,
             training_samples=samples,

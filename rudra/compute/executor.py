@@ -51,7 +51,7 @@ from rudra.core.events import (
     Updated,
 )
 from rudra.core.hooks import RoleHooks
-from rudra.core.layout import Entry, Part, Placed
+from rudra.core.layout import Entry, Part
 from rudra.core.messages import PARTS, Kind, Message, tail_bytes
 from rudra.data.load import Samples
 from rudra.errors import CheckpointError
@@ -109,7 +109,8 @@ class Executor:
         parted: what the owners of those hold of the vector.
         sizes: floats of buffers that hold something else than such a vector, by their names or the first word.
         state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
-        placed: the pieces of a model that is cut; only the statistics server's executor has them.
+        step_bytes: of tensors that a step of all learners sends where layers are placed; only the statistics server's
+            executor has it.
         form: of gradients, if they are rows; None: they are flat vectors.
         hooks: of this role; None: there are none.
         lent: how many transfers from each buffer are under way.
@@ -123,7 +124,7 @@ class Executor:
     parted: Sequence[Part] = ()
     sizes: Mapping[str, int] = {}
     state_dict: tuple[StateEntry, ...] = ()
-    placed: Placed | None = None
+    step_bytes = 0
     form: RowForm | None = None
     hooks: RoleHooks | None = None
     fuses = False

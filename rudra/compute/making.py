@@ -150,7 +150,7 @@ def make_executors(
         if isinstance(executor, StatisticsExecutor):
             executor.test(job, flat, data.tests)
         if kind.tests and fronts is not None:
-            executor.placed = fronts[1].placed(flat.size, job.training.minibatch_size)
+            executor.step_bytes = fronts[1].sent(job.training.minibatch_size) * job.learners
         if kind.tests:
             executor.state_dict = flat.state_dict()
         executor.hooks = hooks.get(role)

@@ -58,7 +58,6 @@ class Cut(NamedTuple):
         floats: that the first layers' vector has, with their buffers.
         shape: of the one tensor that crosses, of one sample.
         random: floats that the state of the random generator takes behind that tensor; 0: it need not travel.
-        back_flops: the last layers' part of the operations of a mini-batch.
     """
 
     front: nn.Module
@@ -66,13 +65,28 @@ class Cut(NamedTuple):
     floats: int
     shape: tuple[int, ...]
     random: int
-    back_flops: float
 
-    def placed(self, size: int, samples: int) -> Placed:
-        """How large the pieces are, compared with a vector of so many floats, for mini-batches of so many samples."""
+    def placed(self, size: int, samples: int, info: DataInfo) -> Placed:
+        """How large the pieces are, compared with a vector of so many floats, for mini-batches of so many samples.
+
+        Operations are counted, by what takes over a second to import.
+        """
+        pieces = self.front, self.back
+        modes = [piece.training for piece in pieces]
+        with torch.no_grad(), FlopCounterMode(display=False) as all_flops:
+            crossing = called(self.front.eval(), info.sample[0])
+            with FlopCounterMode(display=False) as back_flops:
+                self.back.eval()(crossing)
+        for piece, mode in zip(pieces, modes, strict=True):
+            piece.train(mode)
+        total = all_flops.get_total_flops()
+        back = back_flops.get_total_flops() / total if total else 0.5
+        return Placed(self.floats / size, self.crossing(samples) / size, back)
+
+    def sent(self, samples: int) -> int:
+        """Bytes of tensors that a mini-batch takes, there and back: 2 (O + P), ralp.txt §4.3."""
         trained = sum(parameter.numel() for parameter in self.front.parameters() if parameter.requires_grad)
-        sent = 2 * 4 * (samples * math.prod(self.shape) + trained)  # 2 (O + P), ralp.txt §4.3
-        return Placed(self.floats / size, self.crossing(samples) / size, self.back_flops, sent)
+        return 2 * 4 * (samples * math.prod(self.shape) + trained)
 
     def parts(self, table: OptimizerTable, layout: Sequence[Entry]) -> tuple[Part, ...]:
         """Which part of the flat vector each side has.
@@ -107,20 +121,16 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> Cut:
     where, inputs = f"[placement] cut = {job.placement.cut!r}", info.sample[0]
     module.eval()  # BatchNorm cannot do with one sample
     front, back = chain(module, inputs).cut(job.placement.cut)
-    with torch.no_grad(), FlopCounterMode(display=False) as all_flops:
+    with torch.no_grad():
         crossing = called(front, inputs)
-        if not isinstance(crossing, torch.Tensor) or crossing.dtype != torch.float32 or len(crossing) != 1:
-            raise ConfigError(f"{where}: what crosses there is not one float32 tensor with a row for each sample")
-        with FlopCounterMode(display=False) as back_flops:
-            back(crossing)
-    total = all_flops.get_total_flops()
-    share = back_flops.get_total_flops() / total if total else 0.5
+    if not isinstance(crossing, torch.Tensor) or crossing.dtype != torch.float32 or len(crossing) != 1:
+        raise ConfigError(f"{where}: what crosses there is not one float32 tensor with a row for each sample")
     front_draws, several = _draws(front, mapped(lambda tensor: joined([tensor, tensor]), inputs))
     back_draws, _ = _draws(back, several)
     state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0
     trained = [parameter for parameter in front.parameters() if parameter.requires_grad]
     floats = sum(tensor.numel() for tensor in (*trained, *(b.tensor for b in buffers_of(front) if travels(b.tensor))))
-    return Cut(front, back, floats, tuple(crossing.shape[1:]), state, share)
+    return Cut(front, back, floats, tuple(crossing.shape[1:]), state)
 
 
 def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:

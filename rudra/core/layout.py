@@ -75,10 +75,8 @@ class Placed(NamedTuple):
         front: floats of the first layers, as a part of the vector's.
         crossing: floats that cross for a mini-batch, each way, compared with the vector's.
         back: operations of the last layers, as a part of a mini-batch's.
-        sent: bytes of tensors that a mini-batch takes, there and back.
     """
 
     front: float = 0.5
     crossing: float = 0.0
     back: float = 0.5
-    sent: int = 0

@@ -494,7 +494,7 @@ class _Session:
             carried=None if before is None else before.rows,
             carried_weights=() if before is None else before.weights,
             kept=None if before is None else before.attributes,
-            step_bytes=executor.placed.sent * self._job.learners if executor.placed else 0,
+            step_bytes=executor.step_bytes,
             driver="mpi",
             training_samples=self._info.training_samples,
             classes=self._info.classes,

@@ -23,7 +23,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
 from rudra.compute.making import make_executors
-from rudra.compute.stages import PieceExecutor, cut_model
+from rudra.compute.stages import FrontExecutor, PieceExecutor, cut_model
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import Buffer
 from rudra.core.events import (
@@ -375,6 +375,7 @@ class Cluster:
         weights: gives the floats of a buffer of a role; None where there are none.
         executors: by role; without tensors there are none.
         placed: the pieces of a model of which a stage server has the last layers.
+        step_bytes: of tensors that a step of all learners sends then.
     """
 
     tensors: Tensors
@@ -386,6 +387,7 @@ class Cluster:
     weights: Callable[[int, str], npt.NDArray[np.float32] | None]
     executors: Mapping[int, Executor] = field(default_factory=dict)
     placed: Placed | None = None
+    step_bytes: int = 0
 
 
 def make_cluster(job: Job, plan: Plan) -> Cluster:
@@ -419,7 +421,9 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
 
     digest, statistics = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics]
     about = (statistics.layout, statistics.size, digest, statistics.state_dict)
-    return Cluster(tensors, info, *about, weights, executors, statistics.placed)
+    fronts = (executor.cut for executor in executors.values() if isinstance(executor, FrontExecutor))
+    placed = next((cut.placed(statistics.size, job.training.minibatch_size, info) for cut in fronts), None)
+    return Cluster(tensors, info, *about, weights, executors, placed, statistics.step_bytes)
 
 
 def _without_tensors(job: Job) -> Cluster:
@@ -429,12 +433,14 @@ def _without_tensors(job: Job) -> Cluster:
             flat = FlatModel(models.build(job.model, info, job.training.seed))
     except Exception:  # a factory that needs real tensors
         flat = FlatModel(models.build(job.model, info, job.training.seed))
-    placed = None
+    placed, step_bytes = None, 0
     if job.placement.given:
         cut = cut_model(job, models.build(job.model, info, job.training.seed), info)
-        placed = cut.placed(flat.size, job.training.minibatch_size)
+        placed = cut.placed(flat.size, job.training.minibatch_size, info)
+        step_bytes = cut.sent(job.training.minibatch_size) * job.learners
     tensors = TimingOnly()
-    return Cluster(tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None, placed=placed)
+    about = (tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
+    return Cluster(*about, placed=placed, step_bytes=step_bytes)
 
 
 def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: DataInfo) -> None:
