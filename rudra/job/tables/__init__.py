@@ -1,0 +1,34 @@
+"""The tables of a job, with every key, declared once: what it means, what is allowed, what it is by default.
+
+Unknown keys are refused with the list of valid ones. Rules that span tables stand in `rudra.job.job`.
+"""
+
+from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable, PlacementTable, TopologyTable
+from rudra.job.tables.optimizer import OPTIMIZERS, OptimizerTable, ParameterGroup
+from rudra.job.tables.protocol import AveragingTable, ProtocolTable, WeightsTable, WorkersTable, kinds_of
+from rudra.job.tables.results import Hook, ResultsTable, StudyTable
+from rudra.job.tables.training import AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
+
+__all__ = [
+    "OPTIMIZERS",
+    "PLACEMENT_RULES",
+    "AugmentTable",
+    "AveragingTable",
+    "ClusterTable",
+    "DataTable",
+    "FaultToleranceTable",
+    "Hook",
+    "ModelTable",
+    "OptimizerTable",
+    "ParameterGroup",
+    "PlacementTable",
+    "ProtocolTable",
+    "ResultsTable",
+    "StudyTable",
+    "TaskTable",
+    "TopologyTable",
+    "TrainingTable",
+    "WeightsTable",
+    "WorkersTable",
+    "kinds_of",
+]

@@ -1,0 +1,171 @@
+"""The update rule and its learning rate: table optimizer."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from rudra.errors import unknown
+from rudra.job.table import Named, Table, short
+from rudra.plugins import CALLABLE
+
+OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
+"""Name in a job -> class of torch.optim."""
+
+
+def known_optimizer(value: str | None) -> str | None:
+    if value is not None and value not in OPTIMIZERS:
+        raise ValueError(unknown(value, OPTIMIZERS))
+    return value
+
+
+class ParameterGroup(Table):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    parameters: tuple[str, ...] = Field(
+        (), validate_default=True, description="names of parameters, or patterns such as `*.bias`: one or a list"
+    )
+    rate_factor: float = Field(1.0, ge=0, description="multiplies the learning rate of these parameters")
+    weight_decay: float | None = Field(
+        None, ge=0, description="weight decay of these parameters; default: that of all others"
+    )
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        value = (value,) if isinstance(value, str) else value
+        if not value:
+            raise ValueError("must be names of parameters or patterns such as '*.bias'")
+        return value
+
+
+class OptimizerTable(Table):
+    """The update rule and its learning rate."""
+
+    name: str = Field(
+        "sgd",
+        description="sgd, adagrad, adam, adamw or rmsprop: the torch.optim class that updates the flat weight vector",
+    )
+    learning_rate: float = Field(0.01, gt=0, description="α0: learning rate before schedule, warm-up and modulation")
+    schedule: Named = Field(
+        "step",
+        description="how the learning rate falls: step, cosine, plateau, or package.module:callable that returns a "
+        "torch scheduler",
+    )
+    milestones: tuple[int, ...] = Field(
+        (), description="epochs after which step multiplies the learning rate by decay_factor"
+    )
+    decay_factor: float = Field(
+        0.1, gt=0, description="factor on the learning rate at each milestone of step, or at each plateau"
+    )
+    schedule_options: dict[str, Any] = Field(
+        {}, description="keyword arguments of the torch scheduler; for plateau: patience, in tests"
+    )
+    schedule_every: Literal["epoch", "update"] = Field(
+        "epoch", description="how often the torch scheduler steps: once an epoch or once an update"
+    )
+    warm_up: float = Field(
+        0.0,
+        ge=0,
+        description="number of epochs during which the learning rate grows from 0 to its scheduled value, linearly "
+        "in applied samples",
+    )
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum; for sgd and rmsprop only")
+    momentum_form: Literal["torch", "caffe"] = Field(
+        "torch",
+        description="what a change of the learning rate scales: the whole velocity (torch), or only new gradients "
+        "(caffe, as in the papers)",
+    )
+    momentum_correction: Literal["none", "implicit"] = Field(
+        "none",
+        description="implicit: subtract the momentum that asynchrony acts like, 1 - 1/g with g = mean staleness + 1; "
+        "a rule of thumb",
+    )
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, applied the way the torch.optim class applies it")
+    groups: tuple[ParameterGroup, ...] = Field(
+        (),
+        description="tables with parameters (names or patterns), rate_factor and weight_decay, for parameters that "
+        "need other settings",
+    )
+    clip_norm: float | None = Field(
+        None, gt=0, description="largest norm of an update's gradient; a longer gradient is scaled down to it"
+    )
+    options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _in_any_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    _known = field_validator("name")(known_optimizer)
+
+    @field_validator("momentum_form")
+    @classmethod
+    def _of_sgd(cls, value: str, info: ValidationInfo) -> str:
+        if value != "torch" and (name := info.data.get("name", "sgd")) != "sgd":
+            raise ValueError(f"'{value}' is for sgd only, not {name}")
+        return value
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, value: Named) -> Named:
+        shipped = ("step", "cosine", "plateau")
+        if isinstance(value, str) and value not in shipped and ":" not in value:
+            raise ValueError(unknown(value, (*shipped, CALLABLE)))
+        return value
+
+    @field_validator("milestones")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        if any(m < 1 for m in value) or list(value) != sorted(set(value)):
+            raise ValueError(f"must be ascending epochs, each >= 1, not {list(value)}")
+        if value and (schedule := info.data.get("schedule", "step")) != "step":
+            raise ValueError(f"are those of schedule 'step', not of {short(schedule)}")
+        return value
+
+    @field_validator("schedule_options")
+    @classmethod
+    def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if value and info.data.get("schedule") == "step":
+            raise ValueError("are for other schedules than 'step', which has milestones and decay_factor")
+        if info.data.get("schedule") == "plateau":
+            if unknown := [key for key in value if key != "patience"]:
+                raise ValueError(f"unknown option '{unknown[0]}' of schedule 'plateau'; valid: patience")
+            patience = value.get("patience", 1)
+            if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+                raise ValueError(f"patience must be a whole number >= 1, not {short(patience)}")
+        return value
+
+    @property
+    def plateau(self) -> int | None:
+        """Tests without progress after which the rate is lowered; None: it does not go by tests."""
+        return self.schedule_options.get("patience", 10) if self.schedule == "plateau" else None
+
+    @field_validator("schedule_every")
+    @classmethod
+    def _steps(cls, value: str, info: ValidationInfo) -> str:
+        if value == "update" and (schedule := info.data.get("schedule")) in ("step", "plateau"):
+            raise ValueError(f"'update' is for other schedules than '{schedule}', which goes by epochs")
+        return value
+
+    @field_validator("warm_up")
+    @classmethod
+    def _of_epochs(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("schedule_every") == "update":
+            raise ValueError(f"= {value:g} is for schedules that are stepped after epochs, not updates; valid: 0")
+        return value
+
+    def groups_of(self, names: Iterable[str]) -> tuple[ParameterGroup, ...]:
+        """The groups as far as they are of these parameters."""
+        known = tuple(names)
+        here = [tuple(p for p in group.parameters if fnmatch.filter(known, p)) for group in self.groups]
+        pairs = zip(self.groups, here, strict=True)
+        return tuple(group.model_copy(update={"parameters": mine}) for group, mine in pairs if mine)
+
+    @property
+    def scale_invariant(self) -> bool:
+        """Whether the optimiser's step ignores the scale of its gradients."""
+        return self.name in {"adagrad", "adam", "adamw", "rmsprop"}
