@@ -5,7 +5,8 @@ Source: rudra.txt §3.2, figure 1. The data server is the file system.
 
 from collections.abc import Sequence
 
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Plan, Role
+from topologies.kinds import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER
+from topologies.plan import Plan, Role
 
 
 def plan(nodes: Sequence[int]) -> Plan:

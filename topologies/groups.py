@@ -9,7 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import get_args
 
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Plan, Reduction, Role, group_tree
+from topologies.kinds import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, Reduction
+from topologies.plan import Plan, Role, group_tree
 from topologies.tree import whole
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 
 from topologies.groups import evenly
 from topologies.groups import plan as grouped
-from topologies.plan import Plan, Reduction
+from topologies.kinds import Reduction
+from topologies.plan import Plan
 from topologies.replicas import in_blocks
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from topologies import base
 from topologies.groups import evenly
 from topologies.groups import plan as grouped
-from topologies.plan import Plan, Reduction, Sharing
+from topologies.kinds import Reduction, Sharing
+from topologies.plan import Plan
 
 
 def plan(

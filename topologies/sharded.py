@@ -7,7 +7,8 @@ timestamp, as with one server, whose weights these are bit for bit; but the link
 
 from collections.abc import Sequence
 
-from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, Plan, Role
+from topologies.kinds import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER
+from topologies.plan import Plan, Role
 from topologies.tree import whole
 
 

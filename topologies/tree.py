@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER, Role
+from topologies.kinds import ELSEWHERE, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
+from topologies.plan import Role
 
 FanOut = int | Sequence[int] | None
 Block = tuple[int, list[int]]

@@ -25,7 +25,7 @@ from rudra.findings import Goal, Report
 from rudra.mpi.failures import ranks_below
 from rudra.results.checkpoint import path_of
 from rudra.results.reader import Results, open_results
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
+from topologies.kinds import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 LEARNERS = 4
 CALM = 3

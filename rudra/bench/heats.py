@@ -110,7 +110,9 @@ def search(
     ways = [point._replace(schedule=schedule, epochs=goal.epochs) for point in grid for schedule in schedules]
     if len(ways) == len(contestants):
         return {point.contestant: point for point in ways}
-    pace = {(point.contestant, point.size): outcome.seconds[-1] for point, outcome in made.items()}
+    pace: dict[tuple[str, int], float] = {}  # seconds an epoch, the quickest: others may have been disturbed
+    for point, outcome in made.items():
+        _note(pace, point, outcome)
     best: dict[str, Point] = {}
     least = dict.fromkeys(contestants, math.inf)
     waiting = {who: [point for point in ways if point.contestant == who] for who in contestants}
@@ -121,12 +123,17 @@ def search(
             if epochs >= 1:
                 turn.append(point._replace(epochs=int(min(epochs, goal.epochs))))
         for point, outcome in perform(turn).items() if turn else ():
-            pace[point.contestant, point.size] = outcome.seconds[-1] / len(outcome.seconds)
+            _note(pace, point, outcome)
             seconds, epochs = outcome.reached(goal.accuracy)
             if seconds < least[point.contestant]:
                 least[point.contestant] = seconds
                 best[point.contestant] = point._replace(epochs=min(epochs + 1, goal.epochs))
     return {who: best[who] for who in contestants if who in best}
+
+
+def _note(pace: dict[tuple[str, int], float], point: Point, outcome: Outcome) -> None:
+    key = point.contestant, point.size
+    pace[key] = min(pace.get(key, math.inf), outcome.seconds[-1] / len(outcome.seconds))
 
 
 def _furthest(first: dict[Point, Outcome]) -> list[Point]:

@@ -26,7 +26,7 @@ from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 from rudra.mpi.shared_window import WindowFile
-from topologies.plan import LEARNER
+from topologies.kinds import LEARNER
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from rudra.bench.faults import SETTINGS, TREE, Campaign, Tally
 from rudra.findings import Goal, Report
-from topologies.plan import LEARNER, PARAMETER_SERVER, TREE_SERVER
+from topologies.kinds import LEARNER, PARAMETER_SERVER, TREE_SERVER
 
 CHANGED = "has changed meanwhile"
 MODEL = "model.name=rudra.bench.checked:network"

@@ -21,7 +21,7 @@ import torch
 from rudra.bench.behind import behind_a_link, turn_is_over
 from rudra.bench.hosts import missing
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
-from rudra.compute.executor import LearnerExecutor
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.core.events import GRADIENT, WEIGHTS, Compute
 from rudra.core.records import TIMES

@@ -18,7 +18,7 @@ from rudra.bench.strikes import PHASES, command
 from rudra.errors import RudraError
 from rudra.findings import Goal, Report
 from rudra.results.reader import open_results
-from topologies.plan import PARAMETER_SERVER, STATISTICS_SERVER
+from topologies.kinds import PARAMETER_SERVER, STATISTICS_SERVER
 
 TIMES = 5
 """How often each role is killed at each phase."""

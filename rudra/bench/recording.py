@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from rudra.bench.ranks import SERVER, STATISTICS, lenet_job, on_ranks, step_s, train, write_images
-from rudra.compute.executor import Executor, StatisticsExecutor
+from rudra.compute.executor import Executor
+from rudra.compute.learners import StatisticsExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer
 from rudra.core.messages import Kind

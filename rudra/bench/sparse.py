@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from rudra.compute.executor import LearnerExecutor
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
 from rudra.compute.rows import RowForm, RowGradient

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, StatisticsExecutor
+from rudra.compute.executor import Executor
 from rudra.compute.flat import sha256
+from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.optim import UpdateRule
+from rudra.compute.owners import ServerExecutor
 from rudra.compute.schedule import schedule_of
 from rudra.compute.vectors import Memory
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update, Updated

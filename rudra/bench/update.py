@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 
 from rudra.compute import models
-from rudra.compute.executor import ServerExecutor
 from rudra.compute.flat import FlatModel
+from rudra.compute.owners import ServerExecutor
 from rudra.core.events import Accumulate, Update
 from rudra.data.load import DataInfo
 from rudra.findings import Goal, Report, ratios, spread

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from rudra.compute.devices import Stage
-from rudra.compute.executor import Executor, LearnerExecutor, ServerExecutor, arithmetic_of_thread
+from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.gradients import BatchResult, GradientSource
+from rudra.compute.learners import LearnerExecutor
+from rudra.compute.owners import ServerExecutor
 from rudra.compute.window import LOGGED, Contribution, Entry, Shape, Update, Window
 from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
 from rudra.core.records import Gradient

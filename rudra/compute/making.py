@@ -8,18 +8,12 @@ import torch
 from rudra import plugins
 from rudra.compute import models, tasks
 from rudra.compute.devices import CPU, Placing, Stage
-from rudra.compute.executor import (
-    TRAIN,
-    Examined,
-    Executor,
-    FirstWeights,
-    LearnerExecutor,
-    OwnerExecutor,
-    StatisticsExecutor,
-)
+from rudra.compute.executor import Executor
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
+from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, StatisticsExecutor
+from rudra.compute.owners import FirstWeights, OwnerExecutor
 from rudra.compute.parts import cut
 from rudra.compute.replicas import ElasticExecutor
 from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, PieceExecutor, cut_model
@@ -34,7 +28,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.target import Target
 from topologies import Plan
-from topologies.plan import RoleKind
+from topologies.kinds import RoleKind
 
 
 def make_executors(

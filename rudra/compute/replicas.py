@@ -11,8 +11,9 @@ from msgspec import structs
 
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
-from rudra.compute.executor import LearnerExecutor, OwnerExecutor, ServerExecutor
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.optim import UpdateRule
+from rudra.compute.owners import OwnerExecutor, ServerExecutor
 from rudra.compute.vectors import Buffer
 from rudra.core.events import (
     DIFFERENCE,

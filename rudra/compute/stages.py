@@ -19,10 +19,11 @@ from rudra.compute import parts
 from rudra.compute.averaging import average
 from rudra.compute.buffers import buffers_of
 from rudra.compute.cuts import chain
-from rudra.compute.executor import LearnerExecutor, OwnerExecutor, ReplicaExecutor, ServerExecutor
 from rudra.compute.flat import FlatModel, sha256, travels
 from rudra.compute.gradients import BatchResult, GradientSource
+from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
 from rudra.compute.optim import UpdateRule, runs_of
+from rudra.compute.owners import OwnerExecutor, ServerExecutor
 from rudra.core.events import (
     ACTIVATIONS,
     RETURNED,

@@ -2,8 +2,9 @@
 
 from rudra.job.job import Job
 from topologies import Plan
+from topologies.kinds import KINDS, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
 
-_CARRIERS = {f"rudra.compute.executor:{name}Executor" for name in ("Server", "Averaging", "Learner", "Statistics")}
+_CARRIERS = {KINDS[kind].executor for kind in (PARAMETER_SERVER, TREE_SERVER, LEARNER, STATISTICS_SERVER)}
 """What carries gradients, or nothing that has to do with them."""
 
 

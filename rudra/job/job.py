@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,11 @@ import protocols
 import topologies
 from rudra import plugins
 from rudra.errors import ConfigError
+from rudra.job import pairing
 from rudra.job.changes import MAY_CHANGE, JobChange
 from rudra.job.jobfiles import Change, apply, parsed, read_job
 from rudra.job.simulation import PER_BYTE, SimulationTable
-from rudra.job.table import Named, Table, explain
+from rudra.job.table import Table, explain, name_of, named
 from rudra.job.tables import (
     AugmentTable,
     AveragingTable,
@@ -43,7 +43,7 @@ from rudra.job.tables import (
     WeightsTable,
     WorkersTable,
 )
-from topologies.plan import TREE_SERVER
+from topologies.kinds import TREE_SERVER
 
 
 class Job(Table):
@@ -141,11 +141,11 @@ class Job(Table):
             self._check_sharing()
         if self.cluster.learners is not None:
             plan = self.plan()
-            self._check_pair(plan)
-            self._check_hooks(plan, placed=False)
-            named = {key: list(getattr(self.simulation, key)) for key in ("slowdown", "learner_jitter")}
-            named["faults"] = [fault.learner for fault in self.simulation.faults if fault.learner is not None]
-            for key, learners in named.items():
+            pairing.check(self, plan)
+            pairing.check_hooks(self, plan, placed=False)
+            numbers = {key: list(getattr(self.simulation, key)) for key in ("slowdown", "learner_jitter")}
+            numbers["faults"] = [fault.learner for fault in self.simulation.faults if fault.learner is not None]
+            for key, learners in numbers.items():
                 for learner in learners:
                     if not 0 <= learner < self.cluster.learners:
                         raise ValueError(
@@ -187,7 +187,7 @@ class Job(Table):
                 if self.cluster.learners is not None:
                     if first.plan().parted:
                         raise ValueError("servers that share the weights cannot begin anew; valid: other topologies")
-                    _check_same_roles(first.plan(), after.plan())
+                    pairing.check_same_roles(first.plan(), after.plan())
                     if first.explicit_momentum() != after.explicit_momentum():
                         raise ValueError("[optimizer] momentum_correction would change the momentum; valid: 'none'")
             except (ConfigError, ValueError) as error:
@@ -356,10 +356,10 @@ class Job(Table):
             ConfigError: the protocol cannot work on the plan, or a hook names a role that is not in it.
         """
         try:
-            self._check_pair(plan)
-            self._check_hooks(plan, placed=True)
+            pairing.check(self, plan)
+            pairing.check_hooks(self, plan, placed=True)
             for change in self.changes:
-                self.at(change.at_epoch)._check_pair(self.plan_after(change.at_epoch, plan))
+                pairing.check(self.at(change.at_epoch), self.plan_after(change.at_epoch, plan))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -374,114 +374,10 @@ class Job(Table):
             ValueError: options of the topology do not fit, or do not keep the roles.
         """
         drawn = self.at(epoch).make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
-        _check_same_roles(plan, drawn)
+        pairing.check_same_roles(plan, drawn)
         places = zip(drawn.roles, plan.roles, strict=True)
         roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
         return replace(drawn, roles=tuple(roles))
-
-    def _check_pair(self, plan: topologies.Plan) -> None:
-        protocol = self.make_protocol(plan)
-        _check_pair(protocol, plan, self.topology.name)
-        if self.placement.given:
-            self._check_placement(plan, protocol)
-        if plan.averaging:
-            self._check_averaging(plan)
-        if plan.scheduled:
-            self._check_scheduled(plan)
-        elif self.training.evaluate == "workers":
-            raise ValueError(
-                "[training] evaluate = 'workers': a coordinator deals the test out; valid: with protocol hogbatch"
-            )
-        if self.weights.at == "window":
-            self._check_window(plan, protocol)
-        if self.cluster.gpu_aware_mpi and (plan.groups or self.cluster.gradient_format == "float16"):
-            what = "compute groups add gradients" if plan.groups else "gradient_format float16 converts them"
-            raise ValueError(f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false")
-        if plan.sharded:
-            self._check_parts()
-        hosted = {(plan.roles[i].world_rank, plan.roles[i].group) for i in plan.learners}
-        if plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
-            raise ValueError(
-                f"[topology] name: {self.topology.name} puts learners of several groups on a rank, whose gradients "
-                "the MPI library cannot add; valid there: reduction = 'ordered' or 'nodes'"
-            )
-        if self.cluster.shares:
-            self._check_shares(plan, protocol)
-        if self.fault_tolerance.straggler_timeout_s is not None and self.cluster.learners_per_rank > 1:
-            raise ValueError(
-                "[fault_tolerance] straggler_timeout_s: learners that share a rank wait for each other, so none can be "
-                "dropped alone; valid with cluster.learners_per_rank = 1"
-            )
-        if self.fault_tolerance.straggler_timeout_s is not None and (plan.groups or not protocol.ordered):
-            raise ValueError(
-                "[fault_tolerance] straggler_timeout_s: only a server that waits for each of its learners can drop one;"
-                " valid with protocol hardsync and topology base or adv"
-            )
-
-    def _check_averaging(self, plan: topologies.Plan) -> None:
-        """Raises ValueError for what has no sense where learners average replicas."""
-        if plan.served and self.optimizer.plateau is not None:
-            raise ValueError(
-                "[optimizer] schedule = 'plateau': learners that exchange with a server alone do not hear of tests; "
-                "valid there: other schedules"
-            )
-        if plan.served and self.cluster.gradient_format != "float32":
-            raise ValueError("[cluster] gradient_format = 'float16' is for gradients, not replicas; valid: float32")
-        if self.changes:
-            raise ValueError("[[changes]]: replicas that are averaged cannot begin anew; valid: no changes")
-        if self.simulation.batching == "big-batch":
-            raise ValueError(
-                "[simulation] batching = 'big-batch' is for learners that share one vector of weights, which replicas "
-                "do not; valid: none, vmap"
-            )
-
-    def _check_scheduled(self, plan: topologies.Plan) -> None:
-        """Raises ValueError for what cannot be where a coordinator deals the samples out."""
-        on, batching = "[protocol] name: hogbatch", self.simulation.batching
-        plain = all(plan.roles[i].parent == plan.server for i in plan.learners) and not plan.groups
-        if not plan.served or not plain or plan.overlapped or plan.averaging or plan.parted:
-            raise ValueError(f"{on}: not with topology {named(self.topology.name)} so far; valid: base")
-        refused = {
-            "[[changes]]: a coordinator cannot begin anew; valid: no changes": self.changes,
-            "[cluster] shares: the coordinator says what each learner takes; valid: none": self.cluster.shares,
-            f"[simulation] batching = '{batching}': batches of different sizes cannot be computed together; "
-            "valid: none": batching != "none",
-        }
-        _refuse(refused, on)
-
-    def _check_window(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
-        """Raises ValueError for what cannot be where workers update the weights themselves."""
-        on, optimizer, kept = "[weights] at = 'window'", self.optimizer, self.results.kept_interval
-        nodes = len({plan.roles[i].node for i in plan.learners})
-        state = optimizer.name != "sgd" or optimizer.momentum or optimizer.options.get("nesterov")
-        refused = {
-            "only workers of protocol hogbatch update the weights themselves; valid: server": not plan.scheduled,
-            f"[weights] update = 'locked': updates on {nodes} nodes have no order; valid: racing, or one node": (
-                nodes > 1 and self.weights.update == "locked"
-            ),
-            "[optimizer] workers keep no state, so they step by plain SGD; valid: name sgd, momentum 0": state,
-            "[optimizer] weight_decay, clip_norm, groups and options are not for a window so far; valid: none": (
-                optimizer.weight_decay or optimizer.clip_norm is not None or optimizer.groups or optimizer.options
-            ),
-            f"[protocol] modulation = '{protocol.modulation.name}': workers do not know how stale their gradients will "
-            "be; valid: none": protocol.modulation.name != "none",
-            "[cluster] device = 'cuda': small workers of a racing window compute where the weights are; "
-            'valid: device = "cpu" in their [[workers]]': (
-                self.cluster.device == "cuda"
-                and self.weights.update == "racing"
-                and any(table.kind == "small" and table.device != "cpu" for table in self.workers)
-            ),
-            "[cluster] gradient_format = 'float16': no gradient travels; valid: float32": (
-                self.cluster.gradient_format != "float32"
-            ),
-            "[hooks] at = 'update': no role sees the weights of an update; valid: epoch, end": any(
-                hook.at == "update" for hook in self.hooks
-            ),
-            "[results] keep_checkpoints: they are made at epochs' ends; valid: epochs": (
-                kept is not None and kept[1] == "update"
-            ),
-        }
-        _refuse(refused, on)
 
     def team(self, learners: int) -> tuple[WorkersTable, ...]:
         """The table `[[workers]]` of each learner, by its number, where a coordinator deals the samples out.
@@ -518,111 +414,6 @@ class Job(Table):
         team = self.team(plan.learner_numbers) if self.workers else ()
         return frozenset(role for role in plan.learners if team and team[plan.roles[role].index].device == "cpu")
 
-    def _check_placement(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
-        """Raises ValueError for what cannot be where layers are placed."""
-        on, table, optimizer = "[placement] cut", self.placement, self.optimizer
-        if plan.averaging or plan.scheduled:
-            raise ValueError(
-                f"{on}: learners with replicas of their own, and workers, have all layers; valid: topologies base, "
-                "sharded, adv, adv*, groups, and protocols that push gradients"
-            )
-        together = protocol.ordered and protocol.waits and protocol.gradients_per_update == plan.workers
-        if table.rule == "synchronous" and not together:
-            raise ValueError(
-                "[placement] rule = 'synchronous': its updates take one gradient of each learner, in learner order; "
-                "valid: protocol hardsync, or rule merged"
-            )
-        if table.momentum is not None and optimizer.name not in ("sgd", "rmsprop"):
-            raise ValueError(f"[placement] momentum: {optimizer.name} has none; valid: sgd and rmsprop")
-        merged = table.rule == "merged"
-        if table.servers > len(plan.learners):
-            raise ValueError(
-                f"[placement] servers = {table.servers}: each has learners of its own, of whom there are "
-                f"{len(plan.learners)}; valid: 1 to {len(plan.learners)}"
-            )
-        several = f"[placement] servers = {table.servers}"
-        refused = {
-            f"{several}: with rule merged each mini-batch is an update of its own, for which all servers would have to "
-            "wait; valid: 1, or rule synchronous": merged and table.servers > 1,
-            f"{several}: the gradients of a compute group are averaged at one stage server; valid: 1": (
-                bool(plan.groups) and table.servers > 1
-            ),
-            f"{several}: where a server of a tree dies all begin anew, which several stage servers cannot; valid: 1": (
-                any(role.about.relays for role in plan.roles) and table.servers > 1
-            ),
-            f"{on}: [optimizer] clip_norm: learners that update weights of their own do not know the norm of the last "
-            "layers; valid: none, or a topology with a parameter server": (
-                not merged and not plan.served and optimizer.clip_norm
-            ),
-            f"{on}: [[changes]]: a stage server cannot begin anew with another job so far; valid: none": self.changes,
-            "[placement] rule = 'merged': [optimizer] schedule = 'plateau' goes by tests, of which the stage server "
-            "does not hear; valid: other schedules": merged and optimizer.plateau,
-            f"{on}: [cluster] gradient_format = 'float16' is for gradients alone; valid: float32": (
-                self.cluster.gradient_format != "float32"
-            ),
-            f"{on}: [cluster] device = '{self.cluster.device}': placed layers compute on CPUs so far; valid: cpu": (
-                self.cluster.device != "cpu"
-            ),
-            f"{on}: [cluster] shares = 'auto' measures learners that compute all layers; valid: a list": (
-                self.cluster.shares == "auto"
-            ),
-            f"{on}: [training] compile = true compiles whole models; valid: false": self.training.compile,
-            f"{on}: [training] precision = '{self.training.precision}': valid so far: float32": (
-                self.training.precision != "float32"
-            ),
-            f"{on}: [simulation] batching computes whole models; valid: none": self.simulation.batching != "none",
-            f"{on}: [fault_tolerance] straggler_timeout_s: a learner may wait for the stage server; valid: none": (
-                self.fault_tolerance.straggler_timeout_s
-            ),
-        }
-        _refuse(refused)
-
-    def _check_parts(self) -> None:
-        """Raises ValueError for what needs all of a gradient, or of the weights, in one place."""
-        on = "[topology] name: sharded"
-        if self.optimizer.clip_norm is not None:
-            raise ValueError(
-                f"{on}: [optimizer] clip_norm goes by the norm of the whole gradient, of which each server has a part; "
-                "valid: no clip_norm, or topology base"
-            )
-        if self.cluster.gradient_format != "float32":
-            raise ValueError(
-                f"{on}: [cluster] gradient_format = 'float16' scales a gradient as a whole, but it travels in parts; "
-                "valid: float32"
-            )
-        if self.cluster.gpu_aware_mpi:
-            raise ValueError(f"{on}: [cluster] gpu_aware_mpi sends vectors as a whole, not in parts; valid: false")
-        if self.simulation.batching == "big-batch":
-            raise ValueError(
-                f"{on}: [simulation] batching = 'big-batch' is for learners that share one vector of weights, which "
-                "parts are not; valid: none, vmap"
-            )
-
-    def _check_shares(self, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
-        shares, learners = self.cluster.parts, plan.learner_numbers
-        if len(shares) != learners:
-            raise ValueError(f"[cluster] shares: {len(shares)} numbers for {learners} learners; valid: one for each")
-        if not all(0 < share < math.inf for share in shares):
-            raise ValueError(f"[cluster] shares: {list(shares)}; valid: numbers > 0")
-        if not plan.groups and not protocol.waits:
-            raise ValueError(
-                "[cluster] shares: only learners whose gradients are of the same weights can share a batch; valid with "
-                "protocol hardsync or topology groups"
-            )
-        if self.simulation.batching != "none":
-            raise ValueError(
-                "[cluster] shares: parts of different sizes cannot be computed together; valid: batching = 'none'"
-            )
-
-    def _check_hooks(self, plan: topologies.Plan, *, placed: bool) -> None:
-        """Raises ValueError where a hook is of no role; servers of a tree depend on where all are placed."""
-        for place, hook in enumerate(self.hooks):
-            if placed or hook.at != "end" or not str(hook.role).startswith(TREE_SERVER):
-                try:
-                    hook.roles(plan)
-                except ValueError as error:
-                    raise ValueError(f"[hooks] {place}.role {error}") from None
-
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
         """The job's protocol, made for its workers: the learners, or the compute groups where there are any.
 
@@ -640,7 +431,9 @@ class Job(Table):
         factory = plugins.choose("[protocol] name", table.name, protocols.shipped())
         averages = _is_a(factory, protocols.Averaging)
         if self.averaging.given and not averages:
-            raise ValueError(f"[averaging] is for {_averaging()}; valid with protocol {named(table.name)}: no keys")
+            raise ValueError(
+                f"[averaging] is for {pairing.averaging_protocols()}; valid with protocol {named(table.name)}: no keys"
+            )
         options = table.options | self.averaging.given
         schedules = _is_a(factory, protocols.Hogbatch)
         if not schedules and (key := next(iter([*table.of_hogbatch, *(["[[workers]]"] if self.workers else [])]), "")):
@@ -709,18 +502,12 @@ class Job(Table):
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""
-        return json.dumps(self.model_dump(exclude={"study"}), default=_name_of, sort_keys=True)
+        return json.dumps(self.model_dump(exclude={"study"}), default=name_of, sort_keys=True)
 
 
 def _is_a(factory: Any, rule: type[protocols.Protocol]) -> bool:
     """Whether a protocol, not yet made, is of a kind."""
     return isinstance(factory, type) and issubclass(factory, rule)
-
-
-def _refuse(wanted: Mapping[str, Any], on: str = "") -> None:
-    """Raises ValueError with the first text whose thing is wanted, and what it does not go with."""
-    for text in (text for text, value in wanted.items() if value):
-        raise ValueError(f"{on}: {text}" if on else text)
 
 
 def hogbatch_of(tables: Mapping[str, Any], learners: int) -> protocols.Hogbatch:
@@ -752,75 +539,5 @@ def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
     return True
 
 
-def averaging_pairs() -> list[protocols.Pair]:
-    """On which topologies learners average replicas, and by which of the shipped protocols."""
-    rules = protocols.shipped().items()
-    return protocols.pairs({name: rule for name, rule in rules if issubclass(rule, protocols.Averaging)})
-
-
-def _averaging(on: str = "replicas") -> str:
-    """Names of the shipped protocols by which learners average replicas on a topology."""
-    return ", ".join(pair.protocol for pair in averaging_pairs() if pair.shape == on)
-
-
-def _check_pair(protocol: protocols.Protocol, plan: topologies.Plan, topology: Named) -> None:
-    """Raises ValueError where a protocol cannot work on a topology."""
-    name, on = type(protocol).__name__.lower(), f"[topology] name: {topology}"
-    if plan.averaging != isinstance(protocol, protocols.Averaging):
-        if plan.averaging:
-            raise ValueError(f"{on}: learners average replicas there; valid protocols: {_averaging()}")
-        shapes = ", ".join(dict.fromkeys(pair.shape for pair in averaging_pairs() if not pair.shape.partition(",")[2]))
-        raise ValueError(f"{on}: protocol {name} averages replicas of the learners; valid: {shapes}")
-    if plan.overlapped and protocol.waits:
-        raise ValueError(
-            f"{on}: its learners never wait for a server, but with protocol {name} they must; valid: softsync, async, "
-            "or topology adv"
-        )
-    most = len(plan.learners) * (plan.outstanding or math.inf)
-    if most < protocol.gradients_per_update:
-        raise ValueError(
-            f"{on}: options.outstanding = {plan.outstanding} lets {most} gradients be under way, but protocol {name} "
-            f"wants {protocol.gradients_per_update} for an update"
-        )
-    if not plan.served and not plan.averaging and protocol.gradients_per_update > 1:
-        raise ValueError(
-            f"{on}: one compute group alone updates by each of its averages, but protocol {name} wants "
-            f"{protocol.gradients_per_update} for an update; valid: more groups, or a protocol that takes one"
-        )
-    if any(role.about.relays for role in plan.roles):
-        if protocol.waits and protocol.grants_on_push:
-            raise ValueError(
-                f"{on}: protocol {name} decides by what every learner has pushed, which servers of a tree do not know; "
-                "valid: topology base, or a rule by timestamps alone (grants_on_push = False)"
-            )
-        if protocol.modulation.weighs:
-            raise ValueError(
-                f"{on}: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree has "
-                "averaged them by then; valid: topology base, or modulation 'mean_staleness'"
-            )
-
-
-def _check_same_roles(before: topologies.Plan, after: topologies.Plan) -> None:
-    """Raises ValueError where a run could not go on by another plan with the ranks that it has."""
-    who = [[(role.kind, role.index, plan.about(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
-    if who[0] != who[1]:
-        raise ValueError("[topology] options: roles must be those of before; valid: options that keep them")
-    if after.reduction == "mpi":
-        raise ValueError("[topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered', 'nodes'")
-
-
 def _as_dict(table: Table) -> dict[str, Any]:
     return {key: getattr(table, key) for key in table.model_fields_set}
-
-
-def named(value: Named) -> str:
-    """What a job names, as a text: the name itself, or `module:name` of a Python object."""
-    return value if isinstance(value, str) else _name_of(value)
-
-
-def _name_of(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}:{value.__qualname__}"
-    return f"{type(value).__module__}:{type(value).__qualname__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -122,3 +123,17 @@ def short(value: Any) -> str:
     except ValueError:  # Python writes no number of more than 4,300 digits
         return "a number that long"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def named(value: Named) -> str:
+    """What a job names, as a text: the name itself, or `module:name` of a Python object."""
+    return value if isinstance(value, str) else name_of(value)
+
+
+def name_of(value: Any) -> str:
+    """`module:name` of a Python object, or a path."""
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return f"{type(value).__module__}:{type(value).__qualname__}"

@@ -87,7 +87,7 @@ from rudra.roles import Machine
 from rudra.roles.ledger import outlasts
 from rudra.roles.machine import listed
 from topologies import Plan
-from topologies.plan import EVERYBODY
+from topologies.kinds import EVERYBODY
 
 SPIN_S = 20e-3
 """How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than

@@ -24,9 +24,10 @@ from mpi4py import MPI
 
 from rudra.compute import devices
 from rudra.compute.averaging import CHUNK
-from rudra.compute.executor import Executor, OwnerExecutor
+from rudra.compute.executor import Executor
 from rudra.compute.hogwild import give_window, shape_of
 from rudra.compute.making import make_executors
+from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
 from rudra.compute.schedule import phases_of
 from rudra.core.events import WEIGHTS

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from rudra.compute import devices
-from rudra.compute.executor import LearnerExecutor
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.core.events import GRADIENT, WEIGHTS, Compute
 from rudra.data.load import Data, in_memory

@@ -11,7 +11,7 @@ from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable
 from rudra.report.topology import Cast, ShownNode, counted, name_of, placed, roles, spans
-from topologies.plan import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
+from topologies.kinds import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
 
 _MOST_DRAWN = 6
 _MOST_LINES = 18

@@ -16,7 +16,7 @@ from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
 from rudra.simulation import costs
 from topologies import Plan
-from topologies.plan import ELSEWHERE, TREE_SERVER, Reduction
+from topologies.kinds import ELSEWHERE, TREE_SERVER, Reduction
 
 _MOST_LINES = 40
 _MOST_NODES = 12

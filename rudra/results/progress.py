@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from rudra.core.records import TIMES
-from rudra.job.job import Job, named
+from rudra.job.job import Job
 from rudra.job.simulation import DEFAULTS, UNMEASURED
+from rudra.job.table import named
 from rudra.log import log
 from rudra.results.summary import protocol_label, rate_text
 

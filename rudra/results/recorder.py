@@ -25,7 +25,8 @@ from rudra.core.phases import parts
 from rudra.core.records import TIMES
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
-from rudra.job.job import Job, named
+from rudra.job.job import Job
+from rudra.job.table import named
 from rudra.log import log
 from rudra.machine import processor
 from rudra.results import plan_rows

@@ -21,7 +21,7 @@ from rudra.job.jobfiles import possible
 from rudra.job.renamed import translated
 from rudra.results.writer import GROWING, STATE
 from topologies import Plan
-from topologies.plan import KINDS, PARAMETER_SERVER, STATISTICS_SERVER, Sharing
+from topologies.kinds import KINDS, PARAMETER_SERVER, STATISTICS_SERVER, Sharing
 
 DTYPES: dict[str, np.dtype[Any]] = {
     **{str(name): dtype for name, dtype in GROWING.items()},

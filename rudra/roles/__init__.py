@@ -2,7 +2,7 @@
 
 `handle(event, now)` takes what happened and returns what should be done; drivers do it (`rudra.mpi.driver` on
 real ranks, `rudra.simulation.driver` in virtual time). A role sees no clock but `now`, no randomness, no tensor.
-Which kind of role has which machine is told in `topologies.plan`.
+Which kind of role has which machine is told in `topologies.kinds`.
 """
 
 from collections.abc import Callable, Collection

@@ -46,7 +46,7 @@ from rudra.core.work import portion
 from rudra.roles.group import ALWAYS, AVERAGING, Replica, ReplicaState
 from rudra.roles.machine import Setup, States, To, staying
 from topologies import Plan
-from topologies.plan import EVERYBODY
+from topologies.kinds import EVERYBODY
 
 COMPUTING, STEPPING, HOLDING = ReplicaState.COMPUTING, ReplicaState.STEPPING, ReplicaState.HOLDING
 REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING

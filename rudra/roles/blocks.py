@@ -30,7 +30,7 @@ from rudra.roles.averaging import COMPUTING, HOLDING, REDUCING, REGROUPING, STEP
 from rudra.roles.group import ALWAYS, ReplicaState
 from rudra.roles.machine import States, To, staying
 from topologies import Plan
-from topologies.plan import EVERYBODY
+from topologies.kinds import EVERYBODY
 
 POOLING = ReplicaState.POOLING
 

@@ -39,13 +39,14 @@ from rudra.core.events import (
 from rudra.core.layout import Placed
 from rudra.core.work import by_speed, portion, speeds_text
 from rudra.errors import ConfigError, meant
-from rudra.job.job import Job, named
+from rudra.job.job import Job
 from rudra.job.jobfiles import read_toml
 from rudra.job.simulation import DEFAULTS, PER_BYTE, SimulationTable
+from rudra.job.table import named
 from rudra.log import log
 from rudra.machine import cores, processor
 from topologies import Plan
-from topologies.plan import ELSEWHERE
+from topologies.kinds import ELSEWHERE
 
 PRESETS = Path(__file__).parent / "presets"
 

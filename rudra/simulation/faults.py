@@ -19,7 +19,7 @@ from rudra.data.sampling import mix
 from rudra.job.simulation import Fault
 from rudra.simulation.actor import Actor
 from rudra.simulation.queue import Scheduled, owner
-from topologies.plan import LEARNER, TREE_SERVER
+from topologies.kinds import LEARNER, TREE_SERVER
 
 if TYPE_CHECKING:
     from rudra.simulation.driver import Simulation

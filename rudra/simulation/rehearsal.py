@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra.compute.executor import Executor, LearnerExecutor, OwnerExecutor, StatisticsExecutor, torch_as_in
+from rudra.compute.executor import Executor, torch_as_in
+from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
+from rudra.compute.owners import OwnerExecutor
 from rudra.compute.stages import FrontExecutor
 from rudra.core.events import (
     ACTIVATIONS,

@@ -21,9 +21,10 @@ from msgspec import structs
 from tqdm import tqdm
 
 from rudra.compute import models
-from rudra.compute.executor import OwnerExecutor, torch_as_in
+from rudra.compute.executor import torch_as_in
 from rudra.compute.flat import sha256
 from rudra.compute.making import make_executors
+from rudra.compute.owners import OwnerExecutor
 from rudra.compute.schedule import phases_of
 from rudra.core.events import (
     GRADIENT,

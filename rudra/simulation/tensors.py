@@ -18,11 +18,13 @@ from msgspec import structs
 from rudra.compute import models
 from rudra.compute.averaging import average
 from rudra.compute.devices import CPU
-from rudra.compute.executor import AveragingExecutor, Executor, LearnerExecutor, OwnerExecutor
+from rudra.compute.executor import Executor
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
+from rudra.compute.owners import AveragingExecutor, OwnerExecutor
 from rudra.compute.stages import FrontExecutor, PieceExecutor, cut_model
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import Buffer

@@ -36,7 +36,8 @@ from rudra.simulation.profile import as_toml, profile
 from topologies import base
 
 if TYPE_CHECKING:
-    from rudra.compute.executor import Executor, LearnerExecutor
+    from rudra.compute.executor import Executor
+    from rudra.compute.learners import LearnerExecutor
 
 LEARNERS = 2
 SECONDS = 2.0
@@ -233,7 +234,8 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         sizes: the μ.
     """
     from rudra.compute.devices import placing
-    from rudra.compute.executor import LearnerExecutor, torch_as_in
+    from rudra.compute.executor import torch_as_in
+    from rudra.compute.learners import LearnerExecutor
     from rudra.compute.making import make_executors
     from rudra.data.load import load
     from rudra.simulation.tensors import find_device

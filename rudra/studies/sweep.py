@@ -22,8 +22,9 @@ from typing import Any, Literal
 from protocols import Averaging, Hogbatch
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
-from rudra.job.job import Job, named
+from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, Change, flattened, parsed, read_job, read_toml
+from rudra.job.table import named
 from rudra.job.tables import PLACEMENT_RULES, kinds_of
 from rudra.machine import cores
 from rudra.simulation import costs

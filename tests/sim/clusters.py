@@ -9,8 +9,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rudra.compute.executor import Executor, OwnerExecutor
+from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
+from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
 from rudra.core.events import GRADIENT, Backward, Compute, Computed, Event, Finish, Keep, Local, Record, Reduce, Save
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -24,7 +25,7 @@ from rudra.simulation.driver import Check
 from rudra.simulation.tensors import RealTensors
 from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
-from topologies.plan import LEARNER
+from topologies.kinds import LEARNER
 
 SIZE_BYTES = 350_000
 """Of a tensor on the wire."""

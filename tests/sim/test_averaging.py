@@ -19,7 +19,8 @@ from rudra.core.events import REPLICA
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
-from rudra.job.job import Job, averaging_pairs
+from rudra.job.job import Job
+from rudra.job.pairing import averaging_pairs
 
 MU = 8
 DELAYS = {"jitter": 0.9, "latency_jitter_s": 0.05, "slowdown": {0: 3.0}}

@@ -17,7 +17,7 @@ import rudra
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.simulation.costs import places
-from topologies.plan import TREE_SERVER
+from topologies.kinds import TREE_SERVER
 
 GROWING = {"at_epoch": 1, "training": {"minibatch_size": 16}}
 SHARED = {"at_epoch": 2, "cluster": {"shares": (1.0, 2.0, 3.0, 2.0)}}

@@ -16,8 +16,9 @@ from test_resume import ALONE, GROUPS, TREE, check_gradients, make_job
 
 from rudra import replay, simulate
 from rudra.cli.main import main
-from rudra.compute.executor import LearnerExecutor, OwnerExecutor
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
+from rudra.compute.owners import OwnerExecutor
 from rudra.core.events import Update
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
@@ -28,7 +29,7 @@ from rudra.roles.server import ParameterServer
 from rudra.simulation.costs import places
 from rudra.simulation.driver import Check
 from rudra.simulation.tensors import VmapTensors
-from topologies.plan import LEARNER, TREE_SERVER
+from topologies.kinds import LEARNER, TREE_SERVER
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
 from rudra.simulation.costs import places
 from rudra.simulation.timing_only import TimingOnly
-from topologies.plan import (
+from topologies.kinds import (
     AVERAGER,
     FIRST_SHARD,
     GROUPED,

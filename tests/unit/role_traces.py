@@ -31,7 +31,7 @@ from rudra.core.records import Gradient
 from rudra.job.job import Job
 from rudra.roles import Machine, make
 from topologies import Plan
-from topologies.plan import LEARNER, PARAMETER_SERVER, STAGE_REPLICA, STAGE_SERVER, STATISTICS_SERVER, TREE_SERVER
+from topologies.kinds import LEARNER, PARAMETER_SERVER, STAGE_REPLICA, STAGE_SERVER, STATISTICS_SERVER, TREE_SERVER
 
 SERVER, STATISTICS, FIRST_LEARNER = 0, 1, 2
 SAMPLES = 4

@@ -14,8 +14,9 @@ from test_optim import NO_DECAY, SIZE, SLOW, layout
 
 from rudra.compute import executor as module
 from rudra.compute.averaging import CACHE_LINE
-from rudra.compute.executor import Executor, ServerExecutor
+from rudra.compute.executor import Executor
 from rudra.compute.optim import UpdateRule
+from rudra.compute.owners import ServerExecutor
 from rudra.compute.parts import cut
 from rudra.compute.vectors import BorrowedBuffer
 from rudra.core.digest import digest_of, sample

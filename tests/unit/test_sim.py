@@ -38,7 +38,7 @@ from rudra.simulation.costs import CostModel, places
 from rudra.simulation.driver import Simulation
 from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan, Role
-from topologies.plan import LEARNER, PARAMETER_SERVER
+from topologies.kinds import LEARNER, PARAMETER_SERVER
 
 Seen = tuple[float, str]
 

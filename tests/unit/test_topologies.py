@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import topologies
 from topologies import Plan, Role
-from topologies.plan import ELSEWHERE, EVERYBODY, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
+from topologies.kinds import ELSEWHERE, EVERYBODY, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
 
 NODES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
     lambda sizes: [node for node, size in enumerate(sizes) for _ in range(size)]

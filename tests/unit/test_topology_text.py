@@ -11,7 +11,7 @@ from rudra.report.topology import as_text, of_job, spans
 from tests.unit.report_files import write_point
 from tests.unit.results_files import write_run
 from topologies import Plan, Role, load
-from topologies.plan import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER
+from topologies.kinds import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER
 
 
 def job(learners: int | None, topology: str, protocol: str = "softsync", **options: object) -> Job:

@@ -1,0 +1,283 @@
+"""A topology that is found by name, and how its plan is fitted to real ranks."""
+
+import importlib
+import inspect
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from topologies.kinds import ELSEWHERE, STAGE_REPLICA, STAGE_SERVER
+from topologies.plan import Plan, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A topology's function, with the user's options bound.
+
+    Attributes:
+        name: as the job gives it.
+        function: makes a plan of the node of every learner.
+        per_rank: most learners that share a rank.
+        staged: so many stage servers hold the last layers.
+        scheduled: the parameter server deals the samples out.
+        window: learners update weights that they share.
+    """
+
+    name: str
+    function: Callable[[Sequence[int]], Plan]
+    per_rank: int = 1
+    staged: int = 0
+    scheduled: bool = False
+    window: bool = False
+
+    def draw(self, nodes: Sequence[int]) -> Plan:
+        """The plan for the node of every learner; `plan` and `fit` are what others ask for.
+
+        Raises:
+            ValueError: as in `plan`.
+        """
+        plan = self.function(nodes)
+        if self.scheduled:
+            plan = replace(plan, scheduled=True, window=self.window)
+        if self.staged:
+            plan = with_stage_servers(plan, self.staged)
+        if self.per_rank == 1:
+            return plan
+        hosted = Counter(role.world_rank for role in plan.roles)
+        if any(hosted[plan.roles[learner].world_rank] > 1 for learner in plan.learners):
+            raise ValueError(
+                f"[cluster] learners_per_rank = {self.per_rank}: topology {self.name} itself says which roles share a "
+                "rank with a learner; valid there: 1"
+            )
+        return sharing_ranks(plan, self.per_rank)
+
+    def plan(self, learners: int, nodes: Sequence[int] | None = None) -> Plan:
+        """Places the roles of a job.
+
+        Args:
+            learners: λ.
+            nodes: of every learner, in ascending order; by default all are on one.
+
+        Raises:
+            ValueError: the topology's options do not fit these learners.
+        """
+        return self.draw([0] * learners if nodes is None else nodes)
+
+    def fit(self, places: Sequence[int], learners: int | None = None) -> Plan:
+        """The plan for real ranks: as many learners as they leave, and each role on a rank of its node.
+
+        The order of ranks does not matter, and nodes may have different numbers of them. Where servers and learners do
+        not come out even, some ranks have no role.
+
+        Args:
+            places: node of every rank, any numbers.
+            learners: λ, if the job gives it.
+
+        Raises:
+            ValueError: the ranks are too few, or do not suit that number of learners.
+        """
+        order = {node: i for i, node in enumerate(dict.fromkeys(places))}
+        ranks: list[list[int]] = [[] for _ in order]
+        for rank, node in enumerate(places):
+            ranks[order[node]].append(rank)
+        plan = self._filling([len(on_node) for on_node in ranks])
+        if plan is not None and learners is not None:
+            plan = self._with_fewer(plan, learners, [len(on_node) for on_node in ranks])
+        found = 0 if plan is None else len(plan.learners)
+        if plan is None or learners not in {None, found}:
+            least, total = self.plan(learners or 1).ranks, len(places)
+            if learners is None or not found:
+                enough = "" if learners else " or more"
+                raise ValueError(f"{total} ranks are too few for topology {self.name}: start {least}{enough}")
+            raise ValueError(
+                f"{learners} learners with topology {self.name} need {least} ranks, but the launcher started {total}: "
+                f"start {least}, or set cluster.learners = {found}"
+            )
+        free = [iter(on_node) for on_node in ranks]
+        nodes = _nodes_of_ranks(plan, [len(on_node) for on_node in ranks])
+        real = {rank: next(free[node]) for rank, node in nodes.items()}
+        return replace(plan, roles=tuple(replace(role, world_rank=real[role.world_rank]) for role in plan.roles))
+
+    def _filling(self, sizes: Sequence[int]) -> Plan | None:
+        """The plan with the most learners that nodes of so many ranks can host; None: with none at all."""
+        starts: list[tuple[list[int], Plan]] = []
+        errors: list[ValueError] = []  # of a topology whose options need more learners
+        for each in dict.fromkeys((self.per_rank, 1)):
+            for at_once in (True, False):
+                try:
+                    start = self._down(sizes, each, at_once=at_once)
+                except ValueError as error:
+                    errors.append(error)
+                    continue
+                if start is not None:
+                    starts.append(start)
+                    break
+        if errors and not starts:
+            raise errors[0]
+        if not starts:  # they may have missed the node that has room for one
+            for alone in (node for node, size in enumerate(sizes) if size):
+                plan, spare = self._drawn(one := [int(node == alone) for node in range(len(sizes))], sizes)
+                if min(spare) >= 0:
+                    starts.append((one, plan))
+                    break
+        return self._grown(*max(starts, key=lambda start: len(start[1].learners)), sizes) if starts else None
+
+    def _grown(self, on_node: list[int], plan: Plan, sizes: Sequence[int]) -> Plan:
+        """The plan with more learners, as long as there is room: fewer of them need fewer servers."""
+        for step in dict.fromkeys((self.per_rank, 1)):
+            grows = True
+            while grows:
+                grows = False
+                for node, size in enumerate(sizes):
+                    most = self.per_rank * size - step
+                    while on_node[node] <= most and (plan.ranks < sum(sizes) or self._has_room(plan)):
+                        more = [count + step * (i == node) for i, count in enumerate(on_node)]
+                        larger, spare = self._drawn(more, sizes)
+                        if min(spare) < 0:
+                            break
+                        on_node, plan, grows = more, larger, True
+        return plan
+
+    def _down(self, sizes: Sequence[int], each: int, *, at_once: bool) -> tuple[list[int], Plan] | None:
+        """From so many learners to a rank down to the first plan in which everybody has a place; None: there is
+        none on this way, on which nodes with too few ranks lose learners all at once, or the first of them alone.
+        """
+        on_node = [each * size for size in sizes]
+        while any(on_node):
+            plan, spare = self._drawn(on_node, sizes)
+            if min(spare) >= 0:
+                return on_node, plan
+            # A quarter of what is too much, because each learner less may need fewer servers, too.
+            fewer = [each * ((3 - min(0, more)) // 4) for more in spare]
+            first = next((node for node, less in enumerate(fewer) if less and on_node[node]), None)
+            if first is None:
+                break
+            on_node = [
+                max(0, count - (less if at_once or node == first else 0))
+                for node, (count, less) in enumerate(zip(on_node, fewer, strict=True))
+            ]
+        return None
+
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether some rank could host one more learner beside its own."""
+        return len(plan.learners) < self.per_rank * len({plan.roles[i].world_rank for i in plan.learners})
+
+    def _with_fewer(self, plan: Plan, learners: int, sizes: Sequence[int]) -> Plan:
+        """The plan for fewer learners, where they need the same ranks all the same; else the plan itself."""
+        on_node = Counter(plan.roles[i].node for i in plan.learners)
+        best = plan
+        for node in sorted(on_node, reverse=True) if self.per_rank > 1 else ():
+            while len(best.learners) > learners and on_node[node] > 1:
+                fewer = [on_node[i] - (i == node) for i in range(len(sizes))]
+                smaller, spare = self._drawn(fewer, sizes)
+                if smaller.ranks < plan.ranks or min(spare) < 0:
+                    break
+                on_node[node], best = fewer[node], smaller
+        return best if len(best.learners) == learners else plan
+
+    def _drawn(self, on_node: Sequence[int], sizes: Sequence[int]) -> tuple[Plan, list[int]]:
+        """The plan for so many learners on each node, and how many ranks it leaves there."""
+        plan = self.draw([node for node, count in enumerate(on_node) for _ in range(count)])
+        used = Counter(_nodes_of_ranks(plan, sizes).values())
+        return plan, [size - used[node] for node, size in enumerate(sizes)]
+
+
+def with_stage_servers(plan: Plan, count: int) -> Plan:
+    """A plan with so many ranks more, whose roles have the last layers.
+
+    Args:
+        plan: in which learners have all layers.
+        count: of the roles; the first owns these layers, and the others keep replicas.
+    """
+    servers = (Role(STAGE_REPLICA if i else STAGE_SERVER, i, plan.ranks + i) for i in range(count))
+    return replace(plan, roles=(*plan.roles, *servers))
+
+
+def sharing_ranks(plan: Plan, per_rank: int) -> Plan:
+    """A plan in which learners share ranks: so many that follow each other, as far as node and compute group are one.
+
+    So a rank is of one group, and groups stay independent of each other.
+
+    Args:
+        plan: with a rank for every learner.
+        per_rank: most learners on a rank.
+    """
+    ranks = [role.world_rank for role in plan.roles]
+    block: list[int] = []
+    for id_ in plan.learners:
+        role, first = plan.roles[id_], plan.roles[block[0] if block else id_]
+        if len(block) == per_rank or (role.node, role.group) != (first.node, first.group):
+            block.clear()
+        block.append(id_)
+        ranks[id_] = ranks[block[0]]
+    dense = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
+    roles = (replace(role, world_rank=dense[rank]) for role, rank in zip(plan.roles, ranks, strict=True))
+    return replace(plan, roles=tuple(roles))
+
+
+def _nodes_of_ranks(plan: Plan, sizes: Sequence[int]) -> dict[int, int]:
+    """The node of each rank of a plan, on nodes of so many ranks.
+
+    Servers that may be anywhere are on the first node with room; where nobody has any, on the first with a learner.
+    """
+    wanted: dict[int, int] = {}
+    for role in plan.roles:
+        wanted[role.world_rank] = max(role.node, wanted.get(role.world_rank, ELSEWHERE))
+    used = Counter(wanted.values())
+    room = [node for node, size in enumerate(sizes) for _ in range(size - used[node])]
+    full = plan.roles[plan.learners[0]].node
+    anywhere = iter(room)
+    return {rank: next(anywhere, full) if node == ELSEWHERE else node for rank, node in wanted.items()}
+
+
+def load(
+    topology: Any,
+    options: Mapping[str, Any] | None = None,
+    per_rank: int = 1,
+    *,
+    staged: int = 0,
+    scheduled: bool = False,
+    window: bool = False,
+) -> Topology:
+    """Binds a topology to its options.
+
+    Args:
+        topology: an object with the function `plan`, or the name of a shipped one.
+        options: keyword arguments for it.
+        per_rank: most learners that share a rank.
+        staged: how many stage servers hold the last layers.
+        scheduled: whether the parameter server deals the samples out.
+        window: whether learners update weights that they share.
+
+    Raises:
+        KeyError: unknown name.
+        ValueError: an object without the function, or options that it does not take.
+    """
+    source = shipped()[topology] if isinstance(topology, str) else topology
+    bound = dict(options or {})
+    own = {id(of): name for name, of in shipped().items()}
+    text = str(own.get(id(source)) or getattr(source, "__name__", type(source).__name__))
+    if not callable(getattr(source, "plan", None)):
+        raise ValueError(f"[topology] name: {text} has no function plan")
+    signature = inspect.signature(source.plan)
+    try:
+        signature.bind([0], **bound)
+    except TypeError as error:
+        valid = ", ".join([*signature.parameters][1:]) or "none"
+        raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
+    return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled, window)
+
+
+_NO_TOPOLOGY = {"fitting", "kinds", "plan", "tree"}
+
+
+@cache
+def shipped() -> dict[str, ModuleType]:
+    """Name -> module of the topologies in this package ("adv*" is no name for a module, so its is adv_star)."""
+    names = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in _NO_TOPOLOGY)
+    return {name.replace("_star", "*"): importlib.import_module(f"topologies.{name}") for name in sorted(names)}
