@@ -101,7 +101,8 @@ def search(
     """The first two heats; the fastest point of each contestant that reached the target, with an epoch to spare.
 
     A heat that has nothing to choose from is left out. In the second one a contestant's points take turns, the one
-    that came furthest first, and each gets no more epochs than would make it the fastest so far.
+    that came furthest first, and each gets no more epochs than would make it the fastest so far, at the quickest pace
+    that it was seen to have with mini-batches of that size: a disturbed epoch decides nothing.
     """
     goal = DATA[data]
     grid = [Point(data, who, size, rate) for size in sizes for rate in rates for who in contestants]
@@ -110,7 +111,7 @@ def search(
     ways = [point._replace(schedule=schedule, epochs=goal.epochs) for point in grid for schedule in schedules]
     if len(ways) == len(contestants):
         return {point.contestant: point for point in ways}
-    pace: dict[tuple[str, int], float] = {}  # seconds an epoch, the quickest: others may have been disturbed
+    pace: dict[tuple[str, int], float] = {}  # seconds an epoch
     for point, outcome in made.items():
         _note(pace, point, outcome)
     best: dict[str, Point] = {}
@@ -125,8 +126,9 @@ def search(
         for point, outcome in perform(turn).items() if turn else ():
             _note(pace, point, outcome)
             seconds, epochs = outcome.reached(goal.accuracy)
-            if seconds < least[point.contestant]:
-                least[point.contestant] = seconds
+            at_pace = epochs * pace[point.contestant, point.size] if math.isfinite(seconds) else math.inf
+            if at_pace < least[point.contestant]:
+                least[point.contestant] = at_pace
                 best[point.contestant] = point._replace(epochs=min(epochs + 1, goal.epochs))
     return {who: best[who] for who in contestants if who in best}
 
