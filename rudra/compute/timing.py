@@ -22,6 +22,10 @@ class TimedChain(nn.Module):
     Args:
         chain: of the model.
         device: where it computes.
+
+    Attributes:
+        every: it notes the times of each layer, or of one in so many, which tells what notes cost.
+        notes: of the latest step, forward and backward.
     """
 
     def __init__(self, chain: Chain, device: torch.device) -> None:
@@ -31,24 +35,28 @@ class TimedChain(nn.Module):
         self._alone = not self._cuda and torch.get_num_threads() == 1
         self._forward: list[float] = []  # before each layer, and behind the last
         self._backward: dict[int, float] = {}  # when the gradient of a layer's output was known
-        self._over = 0.0  # when that of the last parameter was
+        self._over = 0.0  # when that of the first parameter was
+        self.every, self.notes = 1, 0
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         self._backward.clear()
-        self._forward = [self.now()]
+        self._forward, self.notes = [self.now()], 0
         value = self._layers[0](*args, **keywords)
         for index, layer in enumerate(self._layers):
             value = layer(value) if index else value
+            if index % self.every:
+                continue
             self._forward.append(self.now())
+            self.notes += 1
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 value.register_hook(partial(self._known, index))  # type: ignore[no-untyped-call]
+                self.notes += 1
         return value
 
     def listen(self) -> None:
-        """Has the gradients of the first parameters noted, too; the last of them ends the layers' part of a step."""
-        trained = ([p for p in layer.parameters() if p.requires_grad] for layer in self._layers)
-        for parameter in next(filter(None, trained)):
-            parameter.register_hook(self._computed)  # type: ignore[no-untyped-call]
+        """Has the gradient of the first parameter noted, too, which comes last: it ends the layers' part of a step."""
+        first = next(p for layer in self._layers for p in layer.parameters() if p.requires_grad)
+        first.register_hook(self._computed)  # type: ignore[no-untyped-call]
 
     def now(self) -> float:
         """Seconds, when all that was asked for is computed: of this thread alone where it does everything itself.
@@ -77,30 +85,6 @@ class TimedChain(nn.Module):
 
     def _computed(self, _: torch.Tensor) -> None:
         self._over = self.now()
-
-
-class _View(nn.Module):
-    """A layer that does next to nothing, of which autograd takes note."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.view_as(inputs)
-
-
-def noting_s(device: torch.device, layers: int = 16, rounds: int = 100) -> float:
-    """Seconds that it takes to note a layer's times, forward and backward together.
-
-    What a chain of layers takes that do nothing, with notes, beyond what it takes without.
-    """
-    runs = tuple(_View() for _ in range(layers))
-    timed = TimedChain(Chain(nn.Sequential(*runs), ("",) * layers, runs, (), ((),) * layers), device)
-    quickest = [math.inf, math.inf]
-    for number in range(2 * rounds):
-        model = timed if number % 2 else timed.model
-        inputs = torch.zeros(1, device=device, requires_grad=True)
-        began = timed.now()
-        model(inputs).sum().backward()
-        quickest[number % 2] = min(quickest[number % 2], timed.now() - began)
-    return max(0.0, quickest[1] - quickest[0]) / layers
 
 
 class Through(nn.Module):

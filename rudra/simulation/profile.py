@@ -86,7 +86,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     from rudra.compute.executor import torch_as_in
     from rudra.compute.flat import FlatModel
     from rudra.compute.gradients import GradientSource
-    from rudra.compute.timing import Through, TimedChain, layers_of, noting_s
+    from rudra.compute.timing import Through, TimedChain, layers_of
     from rudra.core.work import portion
     from rudra.data import trees
     from rudra.data.load import load
@@ -121,8 +121,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         timed = TimedChain(found, device)
         whole = FlatModel(timed, task, 1, job.training.precision)
         step, alone = (_step(each, inputs, target, device) for each in (whole, alike))
-        times, step_s = _measured(timed, step, alone, seconds or SECONDS)
-        noted_s = noting_s(device) / 2
+        times, step_s, noted_s = _measured(timed, step, alone, seconds or SECONDS)
         learner_s = _quick(timed, _step(flat, inputs, target, device)) if alike is not flat else 0.0
     middle = [median(column) for column in zip(*times, strict=True)]
     made = zip(layers_of(found), middle, middle[len(found.layers) :], strict=False)
@@ -149,26 +148,32 @@ def _step(flat: Any, inputs: Any, target: Any, device: "torch.device") -> Callab
 
 def _measured(
     timed: "TimedChain", step: Callable[[], None], alone: Callable[[], None], seconds: float
-) -> tuple[list[list[float]], float]:
-    """Times of the parts of quick steps, and the median of quick steps without any note, taken in random turns."""
+) -> tuple[list[list[float]], float, float]:
+    """Times of the parts of quick steps, the median of quick steps without any note, and what a note takes.
+
+    The latter by steps that note the times of every other layer; the kinds of steps take random turns.
+    """
     step()
     alone()
     timed.listen()
-    times: list[list[float]] = []
-    wholes: list[float] = []
+    parts: list[list[float]] = []
+    wholes: dict[int, list[float]] = {0: [], 1: [], 2: []}  # by which layers are noted: none, all, one in two
+    notes = {}
     ends = time.perf_counter() + seconds
     order = random.Random(0)  # turns of one order might always meet what interrupts us in the same kind of step
-    while min(len(times), len(wholes)) < LEAST or (time.perf_counter() < ends and len(wholes) < MOST):
-        noted = order.random() < 0.5
+    while min(map(len, wholes.values())) < LEAST or (time.perf_counter() < ends and len(wholes[0]) < MOST):
+        every = order.choice(list(wholes))
+        timed.every = every or 1
         began = timed.now()
-        (step if noted else alone)()
+        (step if every else alone)()
         ended = timed.now()
-        if noted:
-            times.append(timed.parts(began, ended))
-        else:
-            wholes.append(ended - began)
-    quick = [max(1, len(each) // _QUICKEST) for each in (times, wholes)]
-    return sorted(times, key=sum)[: quick[0]], median(sorted(wholes)[: quick[1]])
+        wholes[every].append(ended - began)
+        notes[every] = timed.notes
+        if every == 1:
+            parts.append(timed.parts(began, ended))
+    quick = {every: median(sorted(times)[: max(1, len(times) // _QUICKEST)]) for every, times in wholes.items()}
+    noted_s = max(0.0, quick[1] - quick[2]) / max(1, notes[1] - notes[2])
+    return sorted(parts, key=sum)[: max(1, len(parts) // _QUICKEST)], quick[0], noted_s
 
 
 def _quick(timed: "TimedChain", step: Callable[[], None]) -> float:
