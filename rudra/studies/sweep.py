@@ -209,7 +209,6 @@ def _point(
     path: Path, tables: dict[str, Any], common: Sequence[Change], own: Sequence[Change], driver: Driver
 ) -> Point:
     overrides = {change.key: change.value for change in own}
-    name = ",".join(f"{key}={_text(value)}" for key, value in _short_keys(overrides).items())
     try:
         job = Job.of(path, tables, [*common, *own])
         if driver == "simulation":  # one thread each, because several run at a time
@@ -217,9 +216,24 @@ def _point(
         else:
             job = job.with_(cluster={"learners": job.cluster.learners or 4})
     except ConfigError as error:
-        raise ConfigError(f"point {name}: {error}") from None
-    said = (_SYMBOLS.get(k, k.rpartition(".")[2] + " {}").format(_said(k, v)) for k, v in overrides.items())
-    return Point(dict(overrides), job, _file_name(name), ", ".join(filter(None, said)))
+        raise ConfigError(f"point {_name(overrides)}: {error}") from None
+    told = _gathered(overrides, job.learners)
+    said = (_SYMBOLS.get(k, k.rpartition(".")[2] + " {}").format(_said(k, v)) for k, v in told.items())
+    return Point(dict(overrides), job, _file_name(_name(told)), ", ".join(filter(None, said)))
+
+
+def _name(overrides: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={_text(value)}" for key, value in _short_keys(overrides).items())
+
+
+def _gathered(overrides: Mapping[str, Any], learners: int) -> dict[str, Any]:
+    """What has the same value for each of all learners, `table.key.0` and so on, as one value of `table.key`."""
+    told: dict[str, Any] = {}
+    for key, value in overrides.items():
+        of = key.rpartition(".")[0]
+        alike = all(f"{of}.{i}" in overrides and overrides[f"{of}.{i}"] == value for i in range(learners))
+        told[of if alike else key] = value
+    return told
 
 
 def _said(key: str, value: Any) -> str:

@@ -180,6 +180,27 @@ def test_an_empty_value_of_a_grid_is_the_default(here: Path) -> None:
     ]
 
 
+def test_what_all_learners_have_alike_is_said_once(here: Path) -> None:
+    """And of some of them only, or with unlike values, each by itself."""
+    (here / "job.toml").write_text(
+        JOB
+        + """
+[study]
+points = [
+  { cluster.learners = 3, simulation.slowdown = { 0 = 2.0, 1 = 2.0, 2 = 2.0 } },
+  { cluster.learners = 3, simulation.slowdown = { 0 = 2.0, 1 = 2.0 } },
+  { cluster.learners = 3, simulation.slowdown = { 1 = 2.0, 2 = 3.0 } },
+]
+"""
+    )
+    made = sweep.plan("job.toml")
+    assert [(p.label, p.file) for p in made.points] == [
+        ("λ = 3, slowdown 2.0", "learners=3,slowdown=2.0.h5"),
+        ("λ = 3, 0 2.0, 1 2.0", "learners=3,0=2.0,1=2.0.h5"),
+        ("λ = 3, 1 2.0, 2 3.0", "learners=3,1=2.0,2=3.0.h5"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("nested", "flat"),
     [
