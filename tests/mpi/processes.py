@@ -107,6 +107,16 @@ def _come(path: Path, count: int, table: str, parts: int) -> bool:
     return False
 
 
+def _kept(path: Path, parts: int) -> bool:
+    """Whether there is a checkpoint of this part of a run, which tells of its beginning."""
+    if not parts:
+        return path.with_suffix(".ckpt").exists()
+    with suppress(RudraError), rudra.open_results(path) as results:
+        kinds = results.events["kind"].tolist()
+        return b"checkpoint" in kinds[len(kinds) - kinds[::-1].index(b"restart") :] if b"restart" in kinds else False
+    return False
+
+
 def wait_for_updates(
     process: subprocess.Popen[str],
     output: Path,
@@ -126,7 +136,7 @@ def wait_for_updates(
         count: of rows.
         table: whose.
         parts: how often it had been begun before, of which the file may still tell; it must have gone on.
-        kept: there must be a checkpoint, too.
+        kept: there must be a checkpoint of this part, too.
     """
     gate = _gate(process.args)  # type: ignore[arg-type]
     if table == "updates":
@@ -136,7 +146,7 @@ def wait_for_updates(
         gate.unlink(missing_ok=True)
 
     def come() -> bool:
-        return _come(output, count, table, parts) and (not kept or output.with_suffix(".ckpt").exists())
+        return _come(output, count, table, parts) and (not kept or _kept(output, parts))
 
     came = eventually(lambda: process.poll() is not None or come())
     if not came:

@@ -25,7 +25,7 @@ SHORTER = {
     "README.md": {"epochs = 10": "epochs = 2", "--learners 30": "--learners 6", "epochs=5": "epochs=2"},
     "own-model.md": {"stop_at_target = true": 'stop_at_target = true\nevaluate = "always"'},
     "tutorial.md": {
-        "epochs = 10": "epochs = 5",
+        "epochs = 10": 'epochs = 5\nevaluate = "always"',
         "epochs=15": "epochs=6",
         "=0.005,0.02,0.08,0.2 --output": "=0.02,0.2 --set training.epochs=2 --output",
     },

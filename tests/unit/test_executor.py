@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_optim import NO_DECAY, SIZE, SLOW, layout
 
-from rudra.compute import executor as module
+from rudra.compute import executor as base
+from rudra.compute import owners
 from rudra.compute.averaging import CACHE_LINE
 from rudra.compute.executor import Executor
 from rudra.compute.optim import UpdateRule
@@ -40,6 +41,12 @@ TABLES: dict[str, dict[str, Any]] = {
     "rmsprop": {"name": "rmsprop", "momentum": 0.9},
 }
 GROUPS: dict[str, list[dict[str, Any]]] = {"one": [], "slow, no decay": [SLOW, NO_DECAY]}
+
+
+def in_chunks(patch: pytest.MonkeyPatch, size: int) -> None:
+    """Has pieces of that size computed at a time, by whoever divides a vector."""
+    for module in (base, owners):
+        patch.setattr(module, "CHUNK", size)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -111,7 +118,7 @@ def test_in_slices_an_update_has_the_bits_that_it_has_in_one(
     name: str, groups: str, count: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where weights move, gradients are borrowed, and model buffers lie behind the parameters."""
-    monkeypatch.setattr(module, "CHUNK", 1 << 12)
+    in_chunks(monkeypatch, 1 << 12)
     table = OptimizerTable.model_validate({"learning_rate": 0.02, "groups": GROUPS[groups], **TABLES[name]})
     parts = [None] if count == 1 or name == "clipped" else list(cut(table, layout(), count))  # a norm is of the whole
     for part in parts:
@@ -171,7 +178,7 @@ def test_any_sizes_will_do(
     plain, fused = make(table, entries), make(table, entries, fuses=True)
     asked: list[slice] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK", chunk)
+        in_chunks(patch, chunk)
         for turn in range(2):
             for executor in (plain, fused):
                 for i, into in enumerate((A, B)):
@@ -248,7 +255,7 @@ def test_what_nobody_will_read_is_not_computed(way: str) -> None:
 
 @pytest.mark.parametrize("read", ["", "held", "lent", "borrowed"])
 def test_what_is_deferred_lands_in_memory_that_nobody_reads(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 64)
+    in_chunks(monkeypatch, 64)
     executor = Executor((), 1000, 1000, 1)
     gradient = random(1000, 1)
     if read == "borrowed":
