@@ -75,7 +75,7 @@ class LayoutEntry(NamedTuple):
     size: int
 
 
-READABLE = (5, 6, 7, 8, FORMAT_VERSION)
+READABLE = tuple(range(5, FORMAT_VERSION + 1))
 """Versions of the format."""
 
 

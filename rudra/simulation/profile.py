@@ -172,7 +172,8 @@ def _measured(
         if every == 1:
             parts.append(timed.parts(began, ended))
     quick = {every: median(sorted(times)[: max(1, len(times) // _QUICKEST)]) for every, times in wholes.items()}
-    noted_s = max(0.0, quick[1] - quick[2]) / max(1, notes[1] - notes[2])
+    more = notes[1] - notes[2]  # none, where there is one layer
+    noted_s = max(0.0, quick[1] - quick[2]) / more if more else 0.0
     return sorted(parts, key=sum)[: max(1, len(parts) // _QUICKEST)], quick[0], noted_s
 
 
