@@ -22,7 +22,8 @@ from protocols.base import Protocol
 
 Kind = Literal["small", "large"]
 Rule = Literal["fixed", "adaptive", "balanced"]
-Scaling = Literal["linear", "none"]
+Scaling = Literal["linear", "sqrt", "none"]
+_POWER: dict[Scaling, float] = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 _TAIL = 0.25  # of an epoch, in which a slow worker may get nothing
 RULES: tuple[Rule, ...] = ("fixed", "adaptive", "balanced")
 
@@ -86,7 +87,7 @@ class Hogbatch(Protocol):
         workers: what each can take, by the number of the learner.
         rule: how many samples a worker gets next.
         lr_scaling: `"linear"`: the rate is multiplied by the samples of the gradient, divided by the reference batch
-            size (Goyal et al. 2017); `"none"`: it is not.
+            size (Goyal et al. 2017); `"sqrt"`: by the square root of that (Krizhevsky 2014); `"none"`: it is not.
         alpha: α, the factor by which a batch changes.
         beta: β, what each part of a small worker's batch counts as, compared with an update.
         shuffle: `"once"`: each epoch has the samples in the same random order; `"epoch"`: in another one.
@@ -208,7 +209,7 @@ class Hogbatch(Protocol):
         return min(about.most, max(about.least, size))
 
     def rate_scale(self, samples: int) -> float:
-        return samples / self.modulation.reference_batch_size if self.lr_scaling == "linear" else 1.0
+        return float((samples / self.modulation.reference_batch_size) ** _POWER[self.lr_scaling])
 
 
 def _numbers(learners: Sequence[int]) -> str:

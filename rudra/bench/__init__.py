@@ -109,6 +109,10 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "workers that share weights in a window: two against one and against torch's Hogwild; workers killed",
         ">= 1.7 times the samples/s of one; >= 1.5 times torch's at μ = 1 and 8; <= 3 % waiting; all go on",
     ),
+    "unlike": (
+        "who is first to 95 % of the drop in loss: small workers, large ones, or both under each rule; needs data",
+        "fixed and adaptive before either kind alone, the small worker with >= 95 % and 45 to 60 % of the updates",
+    ),
     "scaling": ("time per epoch in virtual time, 4 to 4,096 learners, every topology: where it saturates", "no goal"),
 }
 

@@ -20,8 +20,8 @@ EXAMPLES = {
     "rudra bench update --quick": "try one on the smallest sizes, for which no goal counts",
 }
 
-OPTIONS = {"phases": "faults", "only": "tta", "keep": "tta"}
-"""Whose benchmark's they are."""
+OPTIONS = {"phases": ["faults"], "only": ["tta", "unlike"], "keep": ["tta"]}
+"""Whose benchmarks' they are."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     about = "for `faults`: kill every role at every phase of a run, on these topologies or on all"
     parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
-    about = "for `tta`: only these data, contestants, mini-batch sizes, rates, schedules, such as sma ddp 32 64 cosine"
+    about = (
+        "for `tta`: only these data, contestants, mini-batch sizes, rates, schedules, such as sma ddp 32 64 cosine; "
+    )
+    about += "for `unlike`: only these data, such as w8a delicious, and `virtual` or `ranks`"
     parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
     about = "for `tta`: keep runs in this file; those that it has are not made again"
     parser.add_argument("--keep", type=Path, metavar="FILE", help=about)
@@ -44,8 +47,8 @@ def execute(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"benchmark {unknown(name, BENCHMARKS)}")
     more = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
     for name in more:
-        if arguments.names != [OPTIONS[name]]:
-            raise ConfigError(f"--{name} is an option of the benchmark {OPTIONS[name]} alone")
+        if len(arguments.names) != 1 or arguments.names[0] not in OPTIONS[name]:
+            raise ConfigError(f"--{name} is an option of the benchmark {' or '.join(OPTIONS[name])} alone")
     if arguments.phases:
         from rudra.bench.phases import PLACES
 

@@ -64,7 +64,8 @@ def execute(arguments: argparse.Namespace) -> int:
         "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
     }
     if isinstance(protocol, Hogbatch):
-        scale = f"times samples / {job.protocol.reference_batch_size}" if protocol.lr_scaling == "linear" else "for all"
+        share = f"samples / {job.protocol.reference_batch_size}"
+        scale = {"linear": f"times {share}", "sqrt": f"times √({share})", "none": "for all"}[protocol.lr_scaling]
         lines["minibatch"], lines["rates"] = protocol.text, f"the above {scale}"
     if told := form_of_gradients(job, plan):
         lines["gradients"] = told

@@ -65,12 +65,11 @@ class Chain:
         if type(module) is not nn.Sequential or _watched(module):
             return None
         layers = list(module)
-        flattens = (
-            bool(layers) and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1)
-        )
-        layers = layers[flattens:]
+        first = layers[0] if layers else module
+        flattens = type(first) is nn.Flatten and (first.start_dim, first.end_dim) == (1, -1)
+        layers = layers[flattens or type(first) is nn.Identity :]  # as sparse inputs have it in place of Flatten
         linear, between = layers[::2], layers[1::2]
-        if any(map(_watched, layers)) or any(type(layer) not in _BACKWARD for layer in between):
+        if any(map(_watched, [first, *layers])) or any(type(layer) not in _BACKWARD for layer in between):
             return None
         sparse = bool(linear) and type(linear[0]) is SparseLinear
         if len(linear) != len(between) + 1 or any(type(layer) is not nn.Linear for layer in linear[sparse:]):

@@ -31,6 +31,7 @@ NEEDS = {
     "compile": needs_compiler,
     "studies": needs_data("cifar-10"),
     "tta": needs_data("fashion-mnist"),
+    "unlike": needs_data("delicious"),
     "reduction": needs_hosts,
     "islands": needs_hosts,
 }

@@ -177,7 +177,7 @@ ALONE: list[dict[str, Any]] = [{"kind": "large", "min": 16, "max": 16}]
 @pytest.mark.parametrize(
     "optimizer", [{"learning_rate": 0.1}, {"name": "adam", "learning_rate": 0.002, "momentum": 0.0}]
 )
-@pytest.mark.parametrize(("scaling", "reference"), [("none", 128), ("linear", 16)])
+@pytest.mark.parametrize(("scaling", "reference"), [("none", 128), ("linear", 16), ("sqrt", 16)])
 def test_one_worker_is_async_with_one_learner(optimizer: dict[str, Any], scaling: str, reference: int) -> None:
     """On the same stream of samples, whose epochs are whole batches."""
     common: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rudra.bench import BENCHMARKS, contestants, heats, islands, placed, reduction, scaling, topologies, tta
+from rudra.bench import BENCHMARKS, contestants, heats, islands, placed, reduction, scaling, topologies, tta, unlike
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, ratios, spread
@@ -35,13 +35,13 @@ def test_an_unknown_benchmark_is_refused_before_any_runs(capsys: pytest.CaptureF
     assert said.err.endswith("; did you mean update?\n")
 
 
-@pytest.mark.parametrize("option", [["--only", "sma"], ["--keep", "runs"]])
+@pytest.mark.parametrize(("option", "whose"), [(["--only", "sma"], "tta or unlike"), (["--keep", "runs"], "tta")])
 def test_options_of_one_benchmark_are_refused_with_others(
-    option: list[str], capsys: pytest.CaptureFixture[str]
+    option: list[str], whose: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for names in (["update"], ["tta", "update"]):
+    for names in (["update"], ["tta", "update"], ["tta", "unlike", "update"]):
         assert main(["bench", *names, *option]) == 2
-        assert capsys.readouterr().err == f"rudra: {option[0]} is an option of the benchmark tta alone\n"
+        assert capsys.readouterr().err == f"rudra: {option[0]} is an option of the benchmark {whose} alone\n"
 
 
 def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +189,45 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.
         tta.run(quick=False)
     with pytest.raises(ConfigError, match=r"bench tta: --only smaa; valid: fashion-mnist, cifar-10, sma"):
         tta.run(quick=False, only=["smaa"])
+    with pytest.raises(ConfigError, match=r"bench unlike: no delicious in .*; RUDRA_DATA names the directory"):
+        unlike.run(quick=True)
+    with pytest.raises(ConfigError, match=r"bench unlike: --only w8; valid: w8a, delicious, .*, virtual, ranks"):
+        unlike.run(quick=False, only=["w8"])
+
+
+def test_who_is_first_to_95_percent_of_the_drop_to_the_lowest_loss_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the rate with which somebody gets furthest in the search, and with other seeds than that."""
+    (tmp_path / "delicious").mkdir()
+    monkeypatch.setenv("RUDRA_DATA", str(tmp_path))
+    ends = {"small alone": 0.5, "large alone": 0.2, "fixed": 0.05, "adaptive": 0.0, "balanced": 0.04}
+    asked: list[unlike.Task] = []
+
+    def perform(root: Path, wanted: Sequence[unlike.Task], *, quick: bool) -> dict[unlike.Task, unlike.Run]:
+        asked.extend(wanted)
+        found = {}
+        for task in wanted:
+            end = ends[task.way] if task.rate == (10.0, "sqrt") else 0.3 if task.way != "fixed" else math.nan
+            share = {"fixed": 98.0, "adaptive": 50.0, "balanced": 59.0}.get(task.way, 0.0)
+            at = float(unlike.WAYS.index(task.way))
+            found[task] = unlike.Run([0.0, at + 1, at + 2], [1.0, (1 + end) / 2, end], share, 80.0)
+        return found
+
+    monkeypatch.setattr(unlike, "_in_virtual_time", perform)
+    report = unlike.run(quick=False, only=["delicious", "virtual"])
+    assert {task.rate for task in asked if task.seed != unlike.SEARCH} == {(10.0, "sqrt")}
+    rows = {row[3]: row for row in report.rows}
+    assert {row[:3] for row in report.rows} == {("delicious", "virtual", "10, sqrt")}
+    assert [getattr(cell, "median", cell) for cell in rows["s to 95%"][4:]] == ["-", "-", 4.0, 5.0, 6.0]
+    assert [cell.median for cell in rows["updates of small, %"][4:]] == [0.0, 0.0, 98.0, 50.0, 59.0]
+    assert [(goal.figure, goal.reached) for goal in report.goals] == [
+        (math.inf, True),
+        (98.0, True),
+        (2.5, True),
+        (6.5, True),
+        (1.0, True),
+    ]
 
 
 @pytest.mark.parametrize("benchmark", [reduction, islands])

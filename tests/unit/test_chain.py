@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from rudra.compute import networks
 from rudra.compute.chain import Chain
 from rudra.compute.flat import FlatModel
 from rudra.compute.rows import RowGradient
-from rudra.compute.sparse import SparseLinear
 from rudra.compute.tasks import Classification, MultiLabel, Task
 from rudra.errors import DataError
 from tests.unit.test_sparse import WIDTH, compressed, matrix
@@ -121,8 +121,8 @@ def test_a_label_that_there_is_not_is_said() -> None:
 @pytest.mark.parametrize("in_rows", [True, False])
 def test_a_first_layer_for_sparse_inputs_has_the_bits_of_autograd(samples: int, bias: bool, in_rows: bool) -> None:
     torch.manual_seed(3)
-    module = chain(nn.Sigmoid, (WIDTH, 20, 20, 3), bias=bias)[1:]
-    module[0] = SparseLinear.like(module[0])
+    about: dict[str, Any] = {"hidden": [20, 20], "activation": "sigmoid", "biases": bias, "initialisation": "fan-in"}
+    module = networks.mlp((WIDTH,), 3, sparse=True, **about)
     flat = FlatModel(module, Classification(3))
     assert flat._chain is not None
     assert flat.row_form is not None

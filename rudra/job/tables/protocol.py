@@ -41,10 +41,10 @@ class ProtocolTable(Table):
         description="of hogbatch: how many samples a worker gets next: fixed, adaptive (Algorithm 2) or balanced, "
         "which changes the batches of large workers last; default: fixed",
     )
-    lr_scaling: Literal["linear", "none"] | None = Field(
+    lr_scaling: Literal["linear", "sqrt", "none"] | None = Field(
         None,
         description="of hogbatch: linear: the learning rate is multiplied by samples of the gradient / "
-        "reference_batch_size; default: linear",
+        "reference_batch_size; sqrt: by the square root of that; default: linear",
     )
     options: dict[str, Any] = Field(
         {}, description="hogbatch: alpha, beta, shuffle, counts; keyword arguments of your own protocol"
