@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = (
         "for `tta`: only these data, contestants, mini-batch sizes, rates, schedules, such as sma ddp 32 64 cosine; "
     )
-    about += "for `unlike`: only these data, such as w8a delicious, and `virtual` or `ranks`"
+    about += "for `unlike`: only these data, scalings, and `virtual` or `ranks`, such as w8a sqrt virtual"
     parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
     about = "for `tta`: keep runs in this file; those that it has are not made again"
     parser.add_argument("--keep", type=Path, metavar="FILE", help=about)

@@ -14,7 +14,7 @@ pytest.importorskip("jinja2", reason="Jinja is not installed: pip install 'rudra
 from rudra.report import report
 from rudra.report.runs import read
 from rudra.report.worker_figures import normalised
-from rudra.report.workers import Workers
+from rudra.report.workers import Workers, workers_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -115,6 +115,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         made.append(place / f"{name}.h5")
         rudra.simulate(job, output=made[-1]).close()
     return made
+
+
+def test_threads_that_compute_together_are_busy_for_as_long_as_they_are(tmp_path: Path) -> None:
+    """Not all in the moment in which the last one ends."""
+    job = Job(
+        model={"name": "mlp", "options": {"hidden": [16]}},
+        data={"train_limit": 512},
+        training={"epochs": 1, "evaluate": False},
+        protocol={"name": "hogbatch"},
+        cluster={"learners": 1},
+        workers=[SMALL],
+        weights={"at": "window"},
+        simulation={"jitter": 0.0, "latency_s": 0.0, "message_s": 0.0, "update_s": 0.0},
+    )
+    with rudra.simulate(job, output=tmp_path / "window.h5") as results:
+        workers = workers_of(results)
+    assert workers is not None
+    assert workers.utilisation(0)[1] == pytest.approx(100, abs=5)
 
 
 def test_a_run_in_virtual_time_has_the_shares_batches_and_utilisation_of_its_costs(files: list[Path]) -> None:
