@@ -5,13 +5,13 @@ each average, or each mini-batch, all that two learners bring, and the sums for 
 Added on each host first ("nodes"), it is half of that: hardsync at its best stands beside.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from rudra.bench.asked import data_directory
 from rudra.bench.behind import behind_a_link, link_rate, on_half_the_cores, sent_bytes, turn_is_over
 from rudra.bench.hosts import missing
 from rudra.bench.ranks import LEARNER, STATISTICS, step_s, train
@@ -38,9 +38,9 @@ def run(*, quick: bool) -> Report:
     if lacking := missing():
         report.notes = [f"no rows: {lacking}"]
         return report
-    text = Path(os.environ.get("RUDRA_DATA", "data")) / "tinyshakespeare" / "input.txt"
+    text = data_directory() / "tinyshakespeare" / "input.txt"
     models = {"0.1 MB": 32} if quick else HIDDEN
-    given: dict[str, Any] = {"models": models, "period": period, "rounds": rounds, "text": str(text.absolute())}
+    given: dict[str, Any] = {"models": models, "period": period, "rounds": rounds, "text": str(text)}
     turns = len(models) * (rounds + 1)
     figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
     for name in models:

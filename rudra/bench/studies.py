@@ -1,7 +1,6 @@
 """What the paper's Figure 5 and Table 2 say of errors, on few images, with several seeds: is the order beyond noise?"""
 
 import math
-import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from rudra.bench.asked import data_directory
 from rudra.errors import ConfigError, RunError
 from rudra.findings import Goal, Report, spread
 from rudra.results.reader import open_results
@@ -56,7 +56,7 @@ def run(*, quick: bool) -> Report:
         ConfigError: CIFAR-10 is not there.
         RunError: a point failed.
     """
-    data = Path(os.environ.get("RUDRA_DATA", "data")) / "cifar-10"
+    data = data_directory() / "cifar-10"
     if not data.is_dir():
         raise ConfigError(f"bench studies: no CIFAR-10 in {data}; RUDRA_DATA names the directory that cifar-10 is in")
     report = Report(["study", "point", "test error, %"])
@@ -64,7 +64,7 @@ def run(*, quick: bool) -> Report:
         errors: dict[str, list[float]] = defaultdict(list)
         gaps = []
         for seed in SEEDS[: 1 if quick else None]:
-            given = {"data.path": data.absolute(), "training.seed": seed, **(SMALLEST if quick else {})}
+            given = {"data.path": data, "training.seed": seed, **(SMALLEST if quick else {})}
             planned = sweep.plan(claim.study, quick=True, overrides=[f"{key}={value}" for key, value in given.items()])
             if quick:  # one point of either kind
                 kinds = [next(filter(kind, planned.points)) for kind in (claim.better, claim.worse)]

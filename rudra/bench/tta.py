@@ -19,10 +19,10 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
+from rudra.bench.asked import check_only, chosen, data_directory
 from rudra.bench.contestants import LEARNERS, measure, read_kept
 from rudra.bench.heats import CONTESTANTS, DATA, MOVING, RATES, SCHEDULES, SIZES, Outcome, Perform, Point, search
 from rudra.bench.ranks import on_ranks
@@ -45,19 +45,12 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
         ConfigError: no data, or a word that means nothing.
         RunError: a run failed.
     """
-    known = [*DATA, *CONTESTANTS, *map(str, (*SIZES, *RATES)), *SCHEDULES]
-    if strange := [word for word in only if word not in known]:
-        raise ConfigError(f"bench tta: --only {strange[0]}; valid: {', '.join(known)}")
-
-    def chosen(words: Iterable[Any]) -> list[Any]:
-        every = list(words)
-        return [word for word in every if str(word) in only] or every
-
+    check_only("tta", only, [*DATA, *CONTESTANTS, *SIZES, *RATES, *SCHEDULES])
     compiles = not quick and shutil.which(os.environ.get("CXX", "g++").split()[0]) is not None
     report = Report(["data", "contestant", "μ", "rate", "schedule", "epochs", "s to target", "s an epoch", "DDP / it"])
     lacking = []
-    for data in ["fashion-mnist"] if quick else chosen(DATA):
-        path = Path(os.environ.get("RUDRA_DATA", "data")) / data
+    for data in ["fashion-mnist"] if quick else chosen(only, DATA):
+        path = data_directory() / data
         if not path.is_dir():
             lacking.append(f"no rows of {data}: it is not in {path}; RUDRA_DATA names the directory that it is in")
             continue
@@ -67,7 +60,7 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
             def perform(points: Sequence[Point], path: Path = path, kept: Path = kept) -> dict[Point, Outcome]:
                 missing = [point for point in points if point not in read_kept(kept)]
                 if missing:
-                    where = {"data": str(path.absolute()), "kept": str(kept.absolute()), "quick": quick}
+                    where = {"data": str(path), "kept": str(kept.absolute()), "quick": quick}
                     on_ranks(measure, LEARNERS, points=missing, **where)
                 found = read_kept(kept)
                 return {point: found[point] for point in points}
@@ -75,8 +68,8 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
             if quick:
                 best = {who: Point(data, who, 64, 0.05) for who in ("sma", "ddp")}
             else:
-                every = chosen(CONTESTANTS)
-                best = search(data, every, chosen(SIZES), chosen(RATES), perform, chosen(SCHEDULES))
+                every = chosen(only, CONTESTANTS)
+                best = search(data, every, chosen(only, SIZES), chosen(only, RATES), perform, chosen(only, SCHEDULES))
                 if slow := [who for who in every if who not in best]:
                     lacking.append(f"{data}: not reached in {DATA[data].epochs} epochs by {', '.join(slow)}")
             if best:

@@ -17,9 +17,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -31,20 +31,21 @@ import torch
 from tqdm import tqdm
 
 import rudra
-from rudra.bench.ranks import SERVER, on_ranks
+from rudra.bench.asked import check_only, chosen, data_directory
+from rudra.bench.ranks import SERVER, on_ranks, train
 from rudra.compute import models, tasks
 from rudra.compute.flat import FlatModel
 from rudra.compute.hogwild import Sharing, give_window
 from rudra.compute.window import Window
-from rudra.data.load import Data, load
-from rudra.errors import EXIT_STOPPED, ConfigError, RunError
+from rudra.data.load import load
+from rudra.errors import EXIT_STOPPED, ConfigError
 from rudra.findings import Goal, Report, Spread, spread
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores
-from rudra.mpi.session import rest, run_ranks
+from rudra.mpi.session import rest
 from rudra.report.workers import workers_of
-from rudra.results.reader import Results, open_results
+from rudra.results.reader import Results
 from rudra.simulation import assembly
 from rudra.simulation.driver import Simulation
 from rudra.studies import sweep
@@ -140,23 +141,16 @@ def run(*, quick: bool, only: Collection[str] = ()) -> Report:
         ConfigError: no data, or a word that means nothing.
         RunError: a run failed.
     """
-    known = (*SETS, *SCALINGS, *WHERE)
-    if strange := [word for word in only if word not in known]:
-        raise ConfigError(f"bench unlike: --only {strange[0]}; valid: {', '.join(known)}")
-
-    def chosen(words: Iterable[str]) -> list[str]:
-        every = list(words)
-        return [word for word in every if word in only] or every
-
-    names, scalings = ["delicious"] if quick else chosen(SETS), chosen(SCALINGS)
-    root = Path(os.environ.get("RUDRA_DATA", "data")).absolute()
+    check_only("unlike", only, (*SETS, *SCALINGS, *WHERE))
+    names, scalings = ["delicious"] if quick else chosen(only, SETS), chosen(only, SCALINGS)
+    root = data_directory()
     for name in names:
         if not (root / SETS[name].path).exists():
             raise ConfigError(
                 f"bench unlike: no {SETS[name].path} in {root}; RUDRA_DATA names the directory that it is in"
             )
     report = Report(["data", "time", "rate", "what", *WAYS])
-    for where in chosen(WHERE):
+    for where in chosen(only, WHERE):
         _compare(report, where, names, scalings, root, quick=quick)
     report.notes += [
         f"s to {DROP:.0%}: until the loss on {PROBED:,} training samples has dropped by so much of the way to the "
@@ -270,7 +264,8 @@ class _Probe:
         first: the loss at those that it begins with.
     """
 
-    def __init__(self, job: Job, data: Data) -> None:
+    def __init__(self, job: Job) -> None:
+        data = load(job.data, seed=job.training.seed)
         assert data.training is not None
         module = models.build(job.model, data.info, job.training.seed)
         self._flat = FlatModel(module, tasks.make(job.task, data.info.classes))
@@ -283,6 +278,11 @@ class _Probe:
     def loss(self, weights: torch.Tensor) -> float:
         self._flat.bind(weights)
         return self._flat.evaluate_batch(*self._batch)[0]
+
+
+@lru_cache(maxsize=1)  # runs that follow each other differ in their ways and rates alone
+def _probe(data: str, seed: int, root: Path) -> _Probe:
+    return _Probe(job_of(Task(data, WAYS[0], (SETS[data].rates[0], SCALINGS[0]), seed), root))
 
 
 def _moments(end_s: float, looks: int) -> list[float]:
@@ -315,8 +315,7 @@ def _simulate(task: Task, root: Path, *, quick: bool) -> Run:
     """One run, which is looked at between two events, and so goes as if it was not."""
     job = job_of(task, root)
     end_s, looks = (SETS[task.data].virtual_s / 100, 10) if quick else (SETS[task.data].virtual_s, LOOKS)
-    torch.set_num_threads(1)
-    probe = _Probe(job, load(job.data, seed=job.training.seed))
+    probe = _probe(task.data, task.seed, root)
     seconds, losses = list[float](), list[float]()
     assemble = assembly.assemble
 
@@ -363,34 +362,36 @@ def _measure(comm: "MPI.Comm", directory: Path, wanted: Sequence[Any], root: str
         job = job.with_(workers=[{**table.model_dump(), "threads": 1} for table in job.workers])
         some = comm.Split(0 if comm.rank < job.plan().ranks else MPI.UNDEFINED)
         if some != MPI.COMM_NULL:
-            runs.append(_ran(some, directory / "run.h5", job, SETS[task.data].seconds / (20 if quick else 1)))
+            end_s = SETS[task.data].seconds / (20 if quick else 1)
+            looks, results = _watched(some, directory / "run.h5", job, end_s)
+            with results:
+                if comm.rank == SERVER:
+                    probe = _probe(task.data, task.seed, Path(root))
+                    losses = [probe.loss(weights) for _, weights in looks]
+                    runs.append(_came_of(results, [0.0, *(at for at, _ in looks)], [probe.first, *losses]))
             some.Free()
         rest(comm)
     return {"runs": runs}
 
 
-def _ran(comm: "MPI.Comm", path: Path, job: Job, end_s: float) -> Run | None:
-    """One run, which the server's rank looks at and stops."""
-    looks: list[tuple[float, torch.Tensor]] = []
+Looks = list[tuple[float, torch.Tensor]]
+"""When the weights were looked at, and what they were."""
 
-    def watched(executors: Any, window: Window) -> None:
+
+def _watched(comm: "MPI.Comm", path: Path, job: Job, end_s: float) -> tuple[Looks, Results]:
+    """One run, which the server's rank looks at and stops."""
+    looks: Looks = []
+
+    def given(executors: Any, window: Window) -> None:
         give_window(executors, window)
         if comm.rank == SERVER:
             threading.Thread(target=_watch, args=(window, end_s, looks), daemon=True).start()
 
-    with mock.patch("rudra.mpi.session.give_window", watched):
-        code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True, comm=comm)
-    if code != EXIT_STOPPED:
-        raise RunError(f"the run ended with exit code {code}")
-    if comm.rank != SERVER:
-        return None
-    probe = _Probe(job, load(job.data, seed=job.training.seed))
-    with open_results(path) as results:
-        losses = [probe.loss(weights) for _, weights in looks]
-        return _came_of(results, [0.0, *(at for at, _ in looks)], [probe.first, *losses])
+    with mock.patch("rudra.mpi.session.give_window", given):
+        return looks, train(job, path, comm, ends=EXIT_STOPPED)
 
 
-def _watch(window: Window, end_s: float, looks: list[tuple[float, torch.Tensor]]) -> None:
+def _watch(window: Window, end_s: float, looks: Looks) -> None:
     """Copies the weights until it is time to stop; time begins with the first update."""
     while not window.made:
         time.sleep(1e-3)

@@ -62,10 +62,10 @@ class Chain:
             parameters: that are trained, in order.
             task: what its output is for.
         """
-        if type(module) is not nn.Sequential or _watched(module):
+        if type(module) is not nn.Sequential or not len(module) or _watched(module):
             return None
         layers = list(module)
-        first = layers[0] if layers else module
+        first = layers[0]
         flattens = type(first) is nn.Flatten and (first.start_dim, first.end_dim) == (1, -1)
         layers = layers[flattens or type(first) is nn.Identity :]  # as sparse inputs have it in place of Flatten
         linear, between = layers[::2], layers[1::2]

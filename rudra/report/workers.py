@@ -137,14 +137,6 @@ def _steps(began_s: Numbers, took_s: Numbers, done: Numbers) -> tuple[Numbers, N
     return np.maximum.accumulate(x), y
 
 
-def _begins(ended_s: Numbers, took_s: Numbers) -> Numbers:
-    """When gradients of one worker began: those that threads computed together end together, and count as a queue."""
-    done = np.cumsum(took_s)
-    last = np.searchsorted(ended_s, ended_s, "right") - 1
-    begins: Numbers = ended_s - (done[last] - done + took_s)
-    return begins
-
-
 def workers_of(results: Results) -> Workers | None:
     """What a result file says of them; None: its learners are all alike."""
     tables = results.job.get("workers") or ()
@@ -158,10 +150,6 @@ def workers_of(results: Results) -> Workers | None:
         team.append((own or [table for table in tables if table.get("ranks") is None])[0])
     rows = rows[np.argsort(rows["time_s"], kind="stable")]
     counts = np.bincount(results.gradients["learner"], minlength=learners)
-    began_s = np.empty(len(rows))
-    for learner in range(learners):
-        own = rows["learner"] == learner
-        began_s[own] = _begins(rows["time_s"][own], rows["compute_s"][own])
     return Workers(
         str(results.job.get("protocol", {}).get("rule") or "fixed"),
         tuple(str(table["kind"]) for table in team),
@@ -170,7 +158,7 @@ def workers_of(results: Results) -> Workers | None:
         float(rows["time_s"].max()),
         tuple(int(count) for count in counts),
         rows["learner"].astype(np.int64),
-        began_s,
+        rows["time_s"] - rows["compute_s"],
         rows["compute_s"].astype(float),
         rows["samples"].astype(np.int64),
         rows["loss"].astype(float),

@@ -96,15 +96,18 @@ class WindowLog(WorkLog):
         return Train(self.step, batch.works, batch.rates)
 
     def enter_made(self, made: tuple[Made, ...], wait_s: float, now: float) -> tuple[list[Action], bool]:
-        """Notes gradients that are in the weights; what to do, and whether that is all because the run fails."""
-        update_s = sum(each.seconds for each in made)
-        compute_s = max(0.0, now - self._since - update_s) / len(made)
+        """Notes gradients that are in the weights; what to do, and whether that is all because the run fails.
+
+        Those that threads computed together count as if each took its share of the time, one after the other.
+        """
+        each_s = (now - self._since) / len(made)
+        compute_s = max(0.0, each_s - sum(each.seconds for each in made) / len(made))
         actions: list[Action] = []
-        for each in made:
-            gradient = each.gradient
-            self._since = now - compute_s
+        for later, each in zip(range(len(made) - 1, -1, -1), made, strict=True):
+            gradient, ended = each.gradient, now - later * each_s
+            self._since = ended - compute_s
             computed = Computed(gradient.step, gradient.loss, gradient.errors, gradient.samples)
-            found, fails = self.enter(computed, gradient.timestamp, now)
+            found, fails = self.enter(computed, gradient.timestamp, ended)
             if fails:
                 return actions + found, True
             self._samples += gradient.samples
