@@ -180,6 +180,7 @@ def simulate(
     job = costs.shared(job, plan)
     with torch_as_in(job):
         cluster = make_cluster(job, plan)
+        job = cluster.job
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
         unsaved = job.with_(results={"checkpoint_every": "never", "keep_checkpoints": "never"})
         writer = make_writer(

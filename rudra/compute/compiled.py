@@ -7,7 +7,8 @@ and the gradient of its outputs, which is that of a zero ("probe") added to them
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -46,13 +47,18 @@ class CompiledStep:
         module: as `FlatModel` has it.
         task: gives the loss.
         parameters: of which gradients are wanted, in the order of the flat vector.
-        large: elements of a linear layer's weight from which on its gradient is computed outside.
+        large: elements of a linear layer's weight from which on its gradient is computed outside; None: the compiled
+            code gives the loss, and its `backward` the gradients, so that hooks and checkpoints work as in torch.
+
+    Attributes:
+        whole: whether loss and gradient are one piece of code, which a call of this object runs.
+        loss: (inputs, target) -> loss and output, of which autograd computes the gradient.
 
     Raises:
         ConfigError: there is no C++ compiler.
     """
 
-    def __init__(self, module: nn.Module, task: Task, parameters: Sequence[torch.Tensor], large: int) -> None:
+    def __init__(self, module: nn.Module, task: Task, parameters: Sequence[torch.Tensor], large: int | None) -> None:
         compiler = os.environ.get("CXX", "g++").split()[0]
         if shutil.which(compiler) is None:
             text = f"there is no C++ compiler here ({compiler}), which torch.compile needs"
@@ -65,16 +71,23 @@ class CompiledStep:
         self._parameters = list(parameters)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._names = tuple(names[id(parameter)] for parameter in parameters)
-        self._large = large
+        self._large = large or 0
         self._probed: dict[int, _Probed] = {}  # by index of the weight
         self._batch = 0  # samples that the probes are for
-        self._compute = self._step
+        dynamo.fail_on_recompile_limit_hit = True  # else torch computes eagerly, and says so only in its log
         options = _OPTIONS if self._parameters[0].device.type == "cpu" else None
-        if hasattr(dynamo, "trace_autograd_ops"):  # one piece of code for loss and gradient
+        whole = large is not None and hasattr(dynamo, "trace_autograd_ops")  # one piece for loss and gradient
+        if whole:
             dynamo.trace_autograd_ops = True
-            self._compute = torch.compile(self._step, dynamic=False, options=options)
-        else:
-            self._loss = torch.compile(self._loss, dynamic=False, options=options)  # type: ignore[method-assign]
+
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            """A function with a code object of its own: torch compiles eight versions for each code object."""
+            own = FunctionType(function.__code__.replace(), globals(), function.__name__)
+            return torch.compile(MethodType(own, self), dynamic=False, options=options)
+
+        self.whole = whole
+        self._compute: Callable[..., Any] = compiled(CompiledStep._step) if whole else self._step
+        self.loss: Callable[..., Any] = self._loss if whole else compiled(CompiledStep._loss)
 
     def __call__(
         self, inputs: Any, target: Any, views: Sequence[torch.Tensor], device: torch.device

@@ -8,20 +8,19 @@ whole number, int64 without dimensions; weights hold whole numbers, too, and onl
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from rudra.compute.buffers import buffers_of
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
+from rudra.compute.direct import LARGE, DirectLinear, direct_layers
 from rudra.compute.rows import RowForm, RowGradient
-from rudra.compute.sparse import RowsFound, SparseLinear
+from rudra.compute.sparse import SparseLinear, rows_of
 from rudra.compute.statedict import StateEntry
 from rudra.compute.tasks import Classification, LossReduction, Task
 from rudra.core.layout import Entry, EntryKind
@@ -30,7 +29,6 @@ from rudra.errors import ConfigError
 
 _KEPT = 8  # vectors for each role whose views are kept: generations of weights and of gradients
 _COUNTED = 2**20  # the mean of several float32 is nearest to the right whole number up to here
-_LARGE = 2**16  # elements of a linear layer's weight from which writing its gradient in place pays
 _NOWHERE = torch.empty(0)
 """In place of a view: of what has another place than the vector."""
 _SCALE, _LESS = 2.0**12, 2.0**-4
@@ -38,45 +36,8 @@ _SCALE, _LESS = 2.0**12, 2.0**-4
 2^12, 2^8, 2^4, 1, in each step anew, so that a step's bits depend on no other."""
 
 
-class _LinearInto(torch.autograd.Function):
-    """torch's linear layer, except that the gradient of its weight is written to where it is wanted."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.target = target
-        return functional.linear(inputs, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
-        to_inputs = gradient.mm(weight) if ctx.needs_input_grad[0] else None
-        to_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
-        return to_inputs, torch.mm(gradient.t(), inputs, out=ctx.target), to_bias, None
-
-
-class _DirectLinear:
-    """The forward of one large linear layer.
-
-    Such layers hold nearly all of a classic network, and copying their gradients costs more than anything else that
-    Rudra does in a step: fresh memory, a pass over it, and at AlexNet's size a whole model of memory more.
-    """
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.layer = layer
-        self.target: torch.Tensor | None = None
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        target, self.target = self.target, None  # only the first use in a pass: torch adds the others to it
-        if target is None or inputs.dim() != 2 or not torch.is_grad_enabled():
-            return functional.linear(inputs, self.layer.weight, self.layer.bias)
-        output: torch.Tensor = _LinearInto.apply(  # type: ignore[no-untyped-call]
-            inputs, self.layer.weight, self.layer.bias, target
-        )
-        return output
+Gradients = Literal["autograd", "direct"]
+"""What computes gradients: torch.autograd, or faster code if the model allows it (`rudra.compute.shortcuts`)."""
 
 
 class FlatModel:
@@ -90,10 +51,17 @@ class FlatModel:
         compiled: whether gradients are computed by compiled code; they differ in their last bits.
         roles: that share this model, each with vectors of its own.
         precision: "bfloat16" or "float16": forward, loss and backward compute with it where torch.autocast does.
+        gradients: "direct" only for a model for which `rudra.compute.shortcuts.gradients_of` says so; the bits are
+            those of "autograd".
+
+    Attributes:
+        racing: whether others may write to the bound weights while a gradient is computed.
 
     Raises:
         ConfigError: nothing to train, or a tensor that is not float32.
     """
+
+    racing = False
 
     def __init__(
         self,
@@ -103,6 +71,7 @@ class FlatModel:
         precision: str = "float32",
         *,
         compiled: bool = False,
+        gradients: Gradients = "autograd",
     ) -> None:
         self.module = module
         self.task = task or Classification(0)
@@ -123,6 +92,9 @@ class FlatModel:
             if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
                 raise ConfigError(f"[model] {name} has no shape yet; call the model once where you make it")
         self._parameters: list[torch.Tensor] = [p for _, p in parameters]
+        for parameter in self._parameters:
+            if not parameter.is_leaf:  # of a copied TorchScript module: autograd would give it no gradient
+                parameter.detach_().requires_grad_()
         self._floats = [buffer.tensor for buffer in floats]
         self._buffers = [*floats, *counters]
         entries: list[Entry] = []
@@ -146,11 +118,17 @@ class FlatModel:
         mixed = precision != "float32"
         self._autocast = torch.autocast(self.device.type, getattr(torch, precision)) if mixed else None
         self._scale = _SCALE if precision == "float16" else 1.0
-        self._chain = None if mixed or compiled else Chain.of(module, self._parameters, self.task)
+        direct = gradients == "direct" and not mixed and not compiled
+        self._chain = Chain.of(module, self._parameters, self.task) if direct else None
         self.does_without_autograd = self._chain is not None
-        self._direct = {} if mixed or compiled else self._direct_layers()
+        self._direct: dict[int, DirectLinear] = direct_layers(module, self._parameters) if direct else {}
         self.compiled = compiled
-        self._step = CompiledStep(module, self.task, self._parameters, _LARGE) if compiled else None
+        self._step = (
+            CompiledStep(module, self.task, self._parameters, LARGE if gradients == "direct" else None)
+            if compiled
+            else None
+        )
+        self._steps = 0
         self._sizes = [entry.size for entry in entries]
         self._behind = self.size - self.parameter_count
         self._kept = _KEPT * roles
@@ -224,7 +202,9 @@ class FlatModel:
             gradient: of the loss with respect to that.
             out: as for `gradient`; the buffers in it do not change.
         """
-        self._copy(torch.autograd.grad(output, self._parameters, gradient, allow_unused=True), self._split(out))
+        self._release()
+        torch.autograd.backward(output, gradient)
+        self._copy(self._taken(), self._split(out))
 
     @property
     def row_form(self) -> RowForm | None:
@@ -267,6 +247,27 @@ class FlatModel:
         else:
             loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale)
         return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
+
+    def compiled_difference(self, inputs: Any, target: Any) -> float:
+        """Computes a gradient by compiled code and by torch, at the bound weights.
+
+        Returns:
+            The norm of their difference, relative to torch's; NaN if the model draws random numbers, which compiled
+            code draws otherwise.
+        """
+        compiled, eager = torch.empty(2, self.size, device=self.device)
+        self.gradient(inputs, target, compiled, 0)
+        step, self._step = self._step, None
+        try:
+            self.seed(0)
+            before = self.random_state
+            self.gradient(inputs, target, eager, 0)
+        finally:
+            self._step = step
+        if not torch.equal(before, self.random_state):
+            return math.nan
+        norm = float(eager[: self.parameter_count].norm())
+        return float((compiled - eager)[: self.parameter_count].norm()) / norm if norm else 0.0
 
     def joint_gradient(
         self, inputs: Any, target: Any, out: torch.Tensor, seed: int
@@ -365,29 +366,30 @@ class FlatModel:
             out[len(out) - self._behind :] = self._weights[self.parameter_count :]
             self._place_buffers(out, views)
         self.seed(seed)
-        if self._step is not None and reduction == "mean":
-            loss, output = self._step(inputs, target, views, self.device)
+        compiled = self._step if reduction == "mean" else None
+        if compiled is not None and compiled.whole:
+            loss, output = compiled(inputs, target, views, self.device)
             self._collect_buffers(out, views)
             return loss, self.task.wrong(output, target)
         for index, layer in self._direct.items():
             layer.target = views[index]
-        found = {index: RowsFound() for index in self._sparse}
-        for index, sparse in self._sparse.items():
-            sparse.found = found[index]
-        leaves = [inputs] if isinstance(inputs, torch.Tensor) and inputs.requires_grad else []
-        output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
+        self._release()
+        if isinstance(inputs, torch.Tensor) and inputs.is_leaf:
+            inputs.grad = None
+        versions, checksum = self._versions(), self._checksum()
+        if compiled is not None:
+            loss, output = compiled.loss(moved(inputs, self.device), moved(target, self.device))
+        else:
+            output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
-        scaled = mean if scale == 1 else mean * scale
-        gradients = torch.autograd.grad(scaled, [*leaves, *self._parameters], allow_unused=True)
-        for leaf, gradient in zip(leaves, gradients, strict=False):
-            leaf.grad = gradient
-        gradients = gradients[len(leaves) :]
+        (mean if scale == 1 else mean * scale).backward()  # type: ignore[no-untyped-call]
+        self._check_unchanged(versions, checksum)
+        loss = loss.detach()
+        gradients = self._taken()
+        if rows is not None:
+            assert self._rows is not None
+            rows.put_gradient(gradients[self._rows])
         self._copy(gradients, views)
-        for index, at in found.items():
-            if index == self._rows and rows is not None:
-                rows.put_sum(at.rows, gradients[index])
-            elif at.rows is not None:
-                views[index].index_add_(0, *at.rows)
         self._collect_buffers(out, views)
         if scale != 1:
             scaled_gradient = out[: self.parameter_count]
@@ -413,31 +415,63 @@ class FlatModel:
         wrong = self.task.wrong(output, target)
         return loss.item(), math.nan if wrong is None else float(wrong.mean()), metrics
 
-    def _direct_layers(self) -> dict[int, "_DirectLinear"]:
-        """Replaces the forward of large linear layers; by the index of their weight."""
-        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        direct: dict[int, _DirectLinear] = {}
-        for layer in self.module.modules():
-            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-                continue
-            index = places.get(id(layer.weight))
-            if index is not None and index not in direct and layer.weight.numel() >= _LARGE:
-                direct[index] = _DirectLinear(layer)
-                layer.forward = direct[index]  # type: ignore[method-assign, assignment]
-        return direct
+    def _release(self) -> None:
+        """Forgets gradients that an earlier pass has left, so that the next one does not add to them."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _taken(self) -> list[torch.Tensor | None]:
+        """The gradient of each parameter, which the parameter no longer holds."""
+        found = [parameter.grad for parameter in self._parameters]
+        self._release()
+        return found
 
     def _copy(self, gradients: Sequence[torch.Tensor | None], views: list[torch.Tensor]) -> None:
+        """Copies gradients to views of the flat vector; those that were written there stay."""
         sources, targets = [], []
-        for index, (gradient, view) in enumerate(zip(gradients, views, strict=False)):
+        for gradient, view in zip(gradients, views, strict=False):
             if view is _NOWHERE:
                 continue
             if gradient is None:
                 view.zero_()
-            elif index not in self._direct or gradient.data_ptr() != view.data_ptr():
+            elif gradient.layout is torch.sparse_coo:
+                view.zero_().index_add_(0, *rows_of(gradient))
+            elif gradient.data_ptr() != view.data_ptr():
                 sources.append(gradient)
                 targets.append(view)
         if sources:
             torch._foreach_copy_(targets, sources)
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+    def _checksum(self) -> int | None:
+        """A checksum of the parameters, in passes 1, 2, 4, 8, … only, because it reads all of them; else None."""
+        self._steps += 1
+        if self.racing or self._steps & (self._steps - 1):
+            return None
+        return int(self._weights[: self.parameter_count].view(torch.int32).sum())
+
+    def _check_unchanged(self, versions: Sequence[int], checksum: int | None) -> None:
+        """Makes sure that a pass has left the weights as they were.
+
+        Args:
+            versions: of the parameters before the pass; torch raises them for changes in place that autograd sees.
+            checksum: before the pass; it finds changes through `weight.data`, too.
+
+        Raises:
+            ConfigError: the model assigns or changes a parameter in `forward`. Whoever owns the weights would not know.
+        """
+        views = self._split(self._weights)
+        for entry, parameter, view, version in zip(self.layout, self._parameters, views, versions, strict=False):
+            if parameter.data_ptr() != view.data_ptr():
+                if self.racing or not torch.equal(parameter, view):
+                    raise ConfigError(changed(entry.name))
+                parameter.data = view  # the same values in other memory, as LSTM.flatten_parameters places them
+            elif parameter._version != version:
+                raise ConfigError(changed(entry.name))
+        if checksum is not None and checksum != int(self._weights[: self.parameter_count].view(torch.int32).sum()):
+            raise ConfigError(changed("a parameter"))
 
     def _split(self, vector: torch.Tensor, without: int | None = None) -> list[torch.Tensor]:
         """Views of a flat vector, shaped as parameters and buffers; those of the latest vectors are kept.
@@ -480,6 +514,14 @@ class FlatModel:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
+
+
+def changed(name: str) -> str:
+    """The line that refuses a model which changes this parameter itself."""
+    return (
+        f"[model] changes {name} in `forward`, as max-norm layers and `weight.data = …` do; only updates may change "
+        "weights: compute with a changed copy instead"
+    )
 
 
 def travels(buffer: torch.Tensor) -> bool:

@@ -32,6 +32,9 @@ from rudra.job.tables import TrainingTable
 _DRAWING, _CHANGING = 1, 2
 """Of what else random numbers are drawn in a step, beside dropout."""
 
+_COMPILED = 1e-3
+"""Largest difference of a compiled gradient, relative to its norm, that rounding explains."""
+
 _DEPTH = 2  # mini-batches that the input thread prepares ahead
 _TOGETHER_BYTES = 1 << 17  # that are drawn at once of samples in memory: little beside a cache, and per learner
 
@@ -101,18 +104,21 @@ class GradientSource:
         """Compiles what is to be compiled, by a gradient that nobody gets, so that the first step takes no longer.
 
         Raises:
-            ConfigError: torch.compile cannot do this model.
+            ConfigError: torch.compile cannot do this model, or its gradient is not torch's.
         """
         if not self.model.compiled:
             return
-        weights, out = torch.zeros(2, self.model.size, device=self.model.device)
+        weights = torch.zeros(self.model.size, device=self.model.device)
         self.model.read_into(weights)
         self.model.bind(weights)
         try:
-            self.model.gradient(*self._inputs.minibatch(0, self.work), out, 0)
-        except torch._dynamo.exc.TorchDynamoException as error:
+            difference = self.model.compiled_difference(*self._inputs.minibatch(0, self.work))
+        except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
             what = " ".join(str(error).split())[:200]
             raise ConfigError(f"[training] compile = true: torch.compile cannot do this model ({what})") from error
+        if difference > _COMPILED:
+            text = f"the compiled gradient differs from torch's by {difference:.1g} of its norm"
+            raise ConfigError(f"[training] compile = true: {text}; valid for this model: false")
 
     def minibatch(self, step: int, work: Work) -> Batch:
         """The samples of one step."""

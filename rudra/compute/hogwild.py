@@ -90,6 +90,8 @@ class HogwildExecutor(Sharing, LearnerExecutor):
         """How it goes about it, with sources of gradients, one for each thread, each on a model of its own."""
         self.worker = plan.roles[role].index
         self.copies, self.overwrites = manner(job, plan, role)
+        for source in sources:
+            source.model.racing = not self.copies
         self._threads = [_Thread(source, self.size, copies=self.copies) for source in sources]
         self._pool: ThreadPoolExecutor | None = None
 

@@ -1,6 +1,6 @@
 """Makes the executors of a process's roles, which share one model, and sees whether the job can be computed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -9,8 +9,9 @@ from rudra import plugins
 from rudra.compute import models, tasks
 from rudra.compute.devices import CPU, Placing, Stage
 from rudra.compute.executor import Executor
-from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import GradientSource, check_gradient
+from rudra.compute.first_gradient import portion_of
+from rudra.compute.flat import FlatModel, Gradients
+from rudra.compute.gradients import GradientSource
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
 from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, StatisticsExecutor
 from rudra.compute.owners import FirstWeights, OwnerExecutor
@@ -22,7 +23,6 @@ from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
 from rudra.core.phases import parts
 from rudra.core.rows import dense_because
-from rudra.core.work import DEALT, Portion, portion
 from rudra.data.load import Data
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -68,14 +68,16 @@ def make_executors(
     if compiled and data.info.sparse:
         raise ConfigError("[training] compile = true: no step on sparse inputs is compiled; valid: false")
 
+    gradients: Gradients = "direct" if job.training.gradients == "direct" else "autograd"
+
     def model(roles: int = 1) -> FlatModel:
         module = models.build(job.model, data.info, job.training.seed).to(device)
-        return FlatModel(module, task, roles, job.training.precision, compiled=compiled)
+        return FlatModel(module, task, roles, job.training.precision, compiled=compiled, gradients=gradients)
 
     def piece(roles: int, *, back: bool) -> tuple[FlatModel, Cut]:
         """The layers on one side of the cut, with parameters of their own."""
         found = cut_model(job, models.build(job.model, data.info, job.training.seed).to(device), data.info)
-        return FlatModel(found.back if back else found.front, task, roles), found
+        return FlatModel(found.back if back else found.front, task, roles, gradients=gradients), found
 
     flat = model(len(roles))
     if not all(kind.serves for kind in kinds):
@@ -87,10 +89,9 @@ def make_executors(
     travelling = dict(zip(owned, (slice(start, stop) for start, stop in pairwise(ends)), strict=True))
     all_parts = list(parts(job, plan))
     learners = [role for role in roles if plan.about(role).trains]
-    portions = [{role: _portion(its, its_plan, role) for role in learners} for _, its, its_plan in all_parts]
-    if learners:
-        _check_gradient(job, flat, model, data, portions)
-    gradients = all_parts[0][2].max_gradients_per_message
+    _, first_job, first_plan = all_parts[0]
+    portions = {role: portion_of(first_job, first_plan, role) for role in learners}
+    most_gradients = first_plan.max_gradients_per_message
     form = flat.row_form if rows and data.info.sparse and flat.device.type == "cpu" else None
     if any(dense_because(its, its_plan) for _, its, its_plan in all_parts):
         form = None
@@ -104,7 +105,7 @@ def make_executors(
         if sides and part is None and kind.updates:  # one of several replicas
             part = sides[kind.concludes]
         whole = flat if part is not None or kind.tests else own
-        executor = _allocated(cls, kind, whole, part, gradients, placing, memory)
+        executor = _allocated(cls, kind, whole, part, most_gradients, placing, memory)
         if form is not None:
             executor.use_rows(form)
         if part is None and whole is flat:
@@ -117,7 +118,7 @@ def make_executors(
             executor.own(job, plan, flat, first_weights, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
-            work = portions[0][role].work(0)
+            work = portions[role].work(0)
             source = GradientSource(job, plan.roles[role].index, work, own, data.training, prefetch=prefetch)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
             if job.training.evaluate == "workers":
@@ -128,14 +129,14 @@ def make_executors(
         if isinstance(executor, HogwildExecutor):
             assert data.training is not None
             _check_shared(flat)
-            alone, split = (job, plan.roles[role].index, portions[0][role].work(0)), data.training
+            alone, split = (job, plan.roles[role].index, portions[role].work(0)), data.training
             more = (
                 GradientSource(*alone, model(), split, prefetch=False) for _ in range(1, threads_of(job, plan, role))
             )
             executor.share(job, plan, role, [executor.source, *more])
         if isinstance(executor, FrontExecutor):
             assert fronts is not None
-            executor.place(fronts[1], portions[0][role].count)
+            executor.place(fronts[1], portions[role].count)
         if isinstance(executor, BackExecutor):
             assert data.training is not None
             executor.conclude_for(job, plan, data.training, *piece(1, back=True), role)
@@ -172,13 +173,6 @@ def _owned(job: Job, plan: Plan, flat: FlatModel, front: FlatModel, sides: Seque
     return dict(zip(plan.owners, [*parts, *sides[1:]], strict=True))
 
 
-def _portion(job: Job, plan: Plan, role: int) -> Portion:
-    """What a learner computes; of a worker only that it may be a single sample, at an epoch's end."""
-    if plan.scheduled:
-        return Portion(DEALT, 0, 1, 0)
-    return portion(plan, role, job.training.minibatch_size, job.cluster.parts)
-
-
 def _check_shared(flat: FlatModel) -> None:
     """That workers can share all that a model learns."""
     if flat.size > flat.parameter_count:
@@ -197,32 +191,6 @@ def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> No
             Target.parse(job.training.target).check(measured, data.tests)
         except ConfigError as error:
             raise ConfigError(f"[training] {error}") from None
-
-
-def _check_gradient(
-    job: Job,
-    flat: FlatModel,
-    model: Callable[[], FlatModel],
-    data: Data,
-    portions: Sequence[Mapping[int, Portion]],
-) -> None:
-    """Computes one where that may fail, with another model.
-
-    Args:
-        job: resolved.
-        flat: the model.
-        model: makes another one.
-        data: what a sample looks like.
-        portions: of each part of the run, by learner.
-    """
-    alone = None
-    if any(mine.count == 1 for of_part in portions for mine in of_part.values()):
-        alone = ("[training] minibatch_size = 1", "2 or more")
-        if job.workers:
-            alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")
-    lonely = alone is not None and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
-    if lonely or job.training.precision != "float32":
-        check_gradient(job.training, model(), data.info.sample, alone=alone)
 
 
 def _allocated(

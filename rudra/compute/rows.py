@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from rudra.compute.sparse import Rows
+from rudra.compute.sparse import Rows, rows_of
 
 _LINE = 16  # floats of a cache line, with which each piece begins
 _WHOLE = -1
@@ -96,14 +96,14 @@ class RowGradient:
         self._behind[:count].view(torch.int32).copy_(rows.indices)
         self._behind[first : first + count * self.form.width].view(-1, self.form.width).copy_(rows.values)
 
-    def put_sum(self, rows: Rows | None, more: torch.Tensor | None) -> None:
-        """Takes for the part what a pass gave: rows, if the layer was used, and more of it, if that was used again."""
-        if more is not None:
-            self.put_whole(more if rows is None else more.index_add(0, *rows))
-        elif rows is None:
+    def put_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Takes for the part what autograd gave for it: a sparse COO matrix, a dense one, or None for zeros."""
+        if gradient is None:
             self.put(Rows(torch.empty(0, dtype=torch.int32), self._behind.new_empty(0, self.form.width)))
+        elif gradient.layout is torch.sparse_coo:
+            self.put(rows_of(gradient))
         else:
-            self.put(rows)
+            self.put_whole(gradient)
 
     def put_whole(self, part: torch.Tensor) -> None:
         """Takes this (count, width) for the part, which may be what `whole` gave."""

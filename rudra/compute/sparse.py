@@ -37,10 +37,13 @@ class Rows(NamedTuple):
         return found
 
 
-class RowsFound:
-    """Where a layer leaves the gradient of its weight, if it is in rows: for one pass."""
-
-    rows: Rows | None = None
+def rows_of(gradient: torch.Tensor) -> Rows:
+    """The rows of a gradient that torch holds as a sparse COO matrix; those that occur several times are added."""
+    indices = gradient._indices()[0]
+    if len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all()):
+        gradient = gradient.coalesce()
+        indices = gradient._indices()[0]
+    return Rows(indices.int(), gradient._values())
 
 
 def product(
@@ -58,7 +61,7 @@ def _sums(places: torch.Tensor, of: torch.Tensor, starts: torch.Tensor, factors:
 
 
 class _OfRows(torch.autograd.Function):
-    """`product`, with gradients of weight and bias."""
+    """`product`, with gradients of weight and bias; that of the weight is a sparse COO matrix."""
 
     @staticmethod
     def forward(
@@ -68,10 +71,9 @@ class _OfRows(torch.autograd.Function):
         values: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        found: RowsFound | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(starts, columns, values)
-        ctx.features, ctx.found = weight.shape[0], found
+        ctx.shape = weight.shape
         return product(starts, columns, values, weight, bias)
 
     @staticmethod
@@ -81,11 +83,10 @@ class _OfRows(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             starts, columns, values = ctx.saved_tensors
             rows = gradient_of(starts, columns, values, gradient)
-            if ctx.found is not None:
-                ctx.found.rows = rows
-            else:
-                to_weight = rows.among(ctx.features)
-        return None, None, None, to_weight, gradient.sum(0) if ctx.needs_input_grad[4] else None, None
+            to_weight = torch.sparse_coo_tensor(
+                rows.indices[None].long(), rows.values, ctx.shape, check_invariants=False, is_coalesced=True
+            )
+        return None, None, None, to_weight, gradient.sum(0) if ctx.needs_input_grad[4] else None
 
 
 def gradient_of(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> Rows:
@@ -118,7 +119,6 @@ class SparseLinear(nn.Module):
     Attributes:
         weight: (in_features, out_features).
         bias: (out_features,), or None.
-        found: where the next pass is to leave the gradient of the weight, which autograd does not get then.
     """
 
     bias: nn.Parameter | None
@@ -137,7 +137,6 @@ class SparseLinear(nn.Module):
 
     def _take(self, layer: nn.Linear) -> None:
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.found: RowsFound | None = None
         self.weight = nn.Parameter(layer.weight.detach().t().contiguous())
         self.register_parameter("bias", layer.bias)
 
@@ -147,9 +146,8 @@ class SparseLinear(nn.Module):
             return functional.linear(inputs.flatten(1), self.weight.t(), self.bias)
         if inputs.shape[1] != self.in_features:
             raise ValueError(f"SparseLinear has {self.in_features} features, and its inputs have {inputs.shape[1]}")
-        found, self.found = self.found, None  # only the first use in a pass: torch adds the others
         parts = inputs.crow_indices(), inputs.col_indices(), inputs.values()
-        output: torch.Tensor = _OfRows.apply(*parts, self.weight, self.bias, found)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _OfRows.apply(*parts, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return output
 
     def extra_repr(self) -> str:

@@ -25,6 +25,7 @@ from mpi4py import MPI
 from rudra.compute import devices
 from rudra.compute.averaging import CHUNK
 from rudra.compute.executor import Executor
+from rudra.compute.first_gradient import settled
 from rudra.compute.hogwild import give_window, shape_of
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
@@ -273,7 +274,7 @@ class _Session:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
         measured = (self._try, self._time, self._divide) if self._job.cluster.shares == "auto" else ()
         ready = (self._build, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
-        for step in (self._load, self._share, *measured, *ready):
+        for step in (self._load, self._share, self._settle, self._take_settled, *measured, *ready):
             error = self._agree(step)
             if error is not None:
                 return error
@@ -338,6 +339,18 @@ class _Session:
             self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
         else:
             self._data = self._data.part(train=train, test=test)
+
+    def _settle(self) -> None:
+        """Tries the first gradient on the rank of the first learner, which decides for all ranks."""
+        decides = self._plan.roles[self._plan.learners[0]].world_rank
+        if self._comm.rank == decides and (self._begin.checkpoint is None or self._job.training.gradients == "auto"):
+            assert self._data is not None
+            self._job = settled(self._job, self._plan, self._data, self._device)
+
+    def _take_settled(self) -> None:
+        """Takes over what that rank has decided."""
+        decides = self._plan.roles[self._plan.learners[0]].world_rank
+        self._job = self._job.with_(training={"gradients": self._comm.bcast(self._job.training.gradients, decides)})
 
     def _try(self) -> None:
         """Gets the learners ready to be timed."""

@@ -323,8 +323,12 @@ def _decided(state: SavedState, job: Job) -> dict[str, Any]:
     keys = ["learners", "threads_per_rank"]
     keys += [key for key in ("device", "shares") if getattr(job.cluster, key) == "auto"]
     then = decisive(state.job)
-    placed: dict[str, Any] = {"placement": {"cut": then["placement"]["cut"]}} if job.placement.by_rule else {}
-    return {"cluster": {key: then["cluster"][key] for key in keys}, **placed}
+    found: dict[str, Any] = {"cluster": {key: then["cluster"][key] for key in keys}}
+    if job.placement.by_rule:
+        found["placement"] = {"cut": then["placement"]["cut"]}
+    if job.training.gradients == "auto":
+        found["training"] = {"gradients": then["training"]["gradients"]}
+    return found
 
 
 def decisive(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,6 +347,7 @@ def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]
             measured = key == "shares" and value == "auto" and before  # then, whatever they came to
             open_ = table == "cluster" and (value is None or key == "device" or measured)
             chosen = name == "placement.cut" and job.placement.by_rule  # then, whichever layer or none
+            chosen |= name == "training.gradients" and value == "auto"
             if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_ and not chosen:
                 found.append((name, before, value))
     found += [(key, then.get(key, []), now[key]) for key in DECISIVE_LISTS if now[key] != then.get(key, [])]

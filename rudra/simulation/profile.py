@@ -86,6 +86,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     from rudra.compute.executor import torch_as_in
     from rudra.compute.flat import FlatModel
     from rudra.compute.gradients import GradientSource
+    from rudra.compute.shortcuts import gradients_of
     from rudra.compute.timing import Through, TimedChain, layers_of
     from rudra.core.work import portion
     from rudra.data import trees
@@ -113,7 +114,8 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         plain = models.build(job.model, data.info, job.training.seed).to(device)
         noted = models.build(job.model, data.info, job.training.seed).to(device)
         models.check_model_output(plain, task, data.info)
-        flat = FlatModel(plain, task, 1, job.training.precision)
+        gradients = gradients_of(plain, task)
+        flat = FlatModel(plain, task, 1, job.training.precision, gradients=gradients)
         alike = FlatModel(Through(plain), task, 1, job.training.precision) if flat.does_without_autograd else flat
         work = portion(plan, plan.learners[0], job.training.minibatch_size, ()).work(0)
         inputs, target = GradientSource(job, 0, work, flat, data.training, prefetch=False).minibatch(0, work)

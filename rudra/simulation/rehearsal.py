@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rudra.compute.executor import Executor, torch_as_in
+from rudra.compute.first_gradient import settled
 from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
@@ -121,6 +122,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         loaded = load(job.data, seed=job.training.seed)
         with_data = memory_bytes("VmRSS")
         restart_peak()
+        job = settled(job, plan, loaded)
         made = make_executors(job, plan, tuple(taking), loaded, prefetch=False, first_weights=final_weights)
         for executor in made.values():
             executor.hooks = None  # made, and called by nobody: what they do may last

@@ -588,6 +588,8 @@ def _checked(results: Results, job: Job) -> Job:
     decided = ("learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else []))
     cut = then["placement"]["cut"] if job.placement.by_rule else job.placement.cut
     job = job.with_(cluster={key: then["cluster"][key] for key in decided}, placement={"cut": cut})
+    if job.training.gradients == "auto":
+        job = job.with_(training={"gradients": then["training"]["gradients"]})
     unknown = results.attributes["python_objects"].split(", ")
     now = json.loads(job.to_json())
     for table in DECISIVE:

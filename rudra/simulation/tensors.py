@@ -19,6 +19,7 @@ from rudra.compute import models
 from rudra.compute.averaging import average
 from rudra.compute.devices import CPU
 from rudra.compute.executor import Executor
+from rudra.compute.first_gradient import settled
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
@@ -368,6 +369,7 @@ class Cluster:
     """What a simulation needs of a job beside its roles.
 
     Attributes:
+        job: as resolved, with what the first gradient has settled.
         tensors: do what roles want done with tensors.
         info: what the data is like.
         layout: of the flat vector.
@@ -380,6 +382,7 @@ class Cluster:
         step_bytes: of tensors that a step of all learners sends then.
     """
 
+    job: Job
     tensors: Tensors
     info: DataInfo
     layout: tuple[Entry, ...]
@@ -409,6 +412,7 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
     loaded = load(job.data, seed=job.training.seed)
     info, roles = loaded.info, tuple(range(len(plan.roles)))
     alone = job.simulation.batching == "none"
+    job = settled(job, plan, loaded, device)
     executors = make_executors(
         job, plan, roles, loaded, prefetch=False, device=device, rows=alone, first_weights=final_weights
     )
@@ -425,7 +429,7 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
     about = (statistics.layout, statistics.size, digest, statistics.state_dict)
     fronts = (executor.cut for executor in executors.values() if isinstance(executor, FrontExecutor))
     placed = next((cut.placed(statistics.size, job.training.minibatch_size, info) for cut in fronts), None)
-    return Cluster(tensors, info, *about, weights, executors, placed, statistics.step_bytes)
+    return Cluster(job, tensors, info, *about, weights, executors, placed, statistics.step_bytes)
 
 
 def _without_tensors(job: Job) -> Cluster:
@@ -441,7 +445,7 @@ def _without_tensors(job: Job) -> Cluster:
         placed = cut.placed(flat.size, job.training.minibatch_size, info)
         step_bytes = cut.sent(job.training.minibatch_size) * job.learners
     tensors = TimingOnly()
-    about = (tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
+    about = (job, tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
     return Cluster(*about, placed=placed, step_bytes=step_bytes)
 
 

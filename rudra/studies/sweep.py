@@ -365,6 +365,8 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], driver: Dr
         decided.add(("cluster", "shares"))
     if wanted["placement"]["cut"] in PLACEMENT_RULES:
         decided.add(("placement", "cut"))
+    if wanted["training"]["gradients"] == "auto":
+        decided.add(("training", "gradients"))
     return [
         f"[{table}] {key} is {json.dumps(found.get(table, {}).get(key))}, not {json.dumps(value)}"
         for table, keys in wanted.items()

@@ -49,7 +49,7 @@ def test_bits_are_those_of_autograd(
     activation: type[nn.Module], sizes: tuple[int, ...], bias: bool, task: Task, samples: int, threads: int
 ) -> None:
     torch.manual_seed(3)
-    flat = FlatModel(chain(activation, sizes, bias=bias), task)
+    flat = FlatModel(chain(activation, sizes, bias=bias), task, gradients="direct")
     assert flat._chain is not None
     weights, out = torch.empty(flat.size), torch.full((flat.size,), float("nan"))
     flat.read_into(weights)
@@ -110,7 +110,7 @@ def test_other_models_are_left_to_autograd(module: nn.Module) -> None:
 
 
 def test_a_label_that_there_is_not_is_said() -> None:
-    flat = FlatModel(chain(nn.ReLU, (4, 3, 2)), Classification(2))
+    flat = FlatModel(chain(nn.ReLU, (4, 3, 2)), Classification(2), gradients="direct")
     flat.bind(torch.zeros(flat.size))
     with pytest.raises(DataError, match="a sample has label 7; the model's are 0 to 1"):
         flat.gradient(torch.zeros(2, 4), torch.tensor([0, 7]), torch.zeros(flat.size), 0)
@@ -123,7 +123,7 @@ def test_a_first_layer_for_sparse_inputs_has_the_bits_of_autograd(samples: int, 
     torch.manual_seed(3)
     about: dict[str, Any] = {"hidden": [20, 20], "activation": "sigmoid", "biases": bias, "initialisation": "fan-in"}
     module = networks.mlp((WIDTH,), 3, sparse=True, **about)
-    flat = FlatModel(module, Classification(3))
+    flat = FlatModel(module, Classification(3), gradients="direct")
     assert flat._chain is not None
     assert flat.row_form is not None
     weights = torch.empty(flat.size)

@@ -17,7 +17,7 @@ from topologies import Plan, base
 
 TRAINING = (
     "epochs, minibatch_size, seed, warm_start, evaluate, evaluate_training_set, evaluation_batch_size, compile, "
-    "precision, target, target_window, stop_at_target, patience"
+    "gradients, precision, target, target_window, stop_at_target, patience"
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, weights, averaging, placement, topology, cluster, "

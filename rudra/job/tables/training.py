@@ -145,6 +145,12 @@ class TrainingTable(Table):
         False,
         description="compute gradients with torch.compile: faster, but the last bits differ; needs a C++ compiler",
     )
+    gradients: Literal["auto", "autograd", "direct"] = Field(
+        "auto",
+        description="autograd: torch.autograd computes every gradient; auto: faster code computes it (direct) if the "
+        "model consists of plain layers and the gradient of the first mini-batch agrees, else torch.autograd; result "
+        "files say which",
+    )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
         description="number format of forward pass, loss and backward pass, by torch.autocast; weights and gradients "

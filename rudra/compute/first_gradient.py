@@ -1,0 +1,175 @@
+"""The first gradient of a job, tried before training: it shows what cannot be trained, and who computes gradients.
+
+One rank decides for all. The decision is part of the job from then on, so that resumed runs and replays keep it.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rudra.compute import models, tasks
+from rudra.compute.buffers import tried
+from rudra.compute.devices import CPU
+from rudra.compute.flat import FlatModel, Gradients, changed
+from rudra.compute.gradients import GradientSource, check_gradient
+from rudra.compute.shortcuts import gradients_of
+from rudra.core.phases import parts
+from rudra.core.work import DEALT, Portion, portion
+from rudra.data.load import Data
+from rudra.data.trees import moved
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+from topologies import Plan
+
+log = logging.getLogger("rudra")
+
+_AGREE = 1e-6
+"""Largest difference between two computations of a gradient, relative to its norm, that counts as agreement."""
+
+
+def settled(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Job:
+    """Tries the first mini-batch of the first learner in training mode, and settles `training.gradients`.
+
+    Args:
+        job: resolved; on a device, at the initial weights.
+        plan: who is who.
+        data: with the training set.
+        device: where gradients are computed.
+
+    Returns:
+        The job, whose `training.gradients` is `"autograd"` or `"direct"`.
+
+    Raises:
+        ConfigError: the model changes its weights itself, or torch cannot compute its gradient in the job's precision
+            or with the job's mini-batches. What the user's own code raises comes through.
+    """
+    task = tasks.make(job.task, data.info.classes)
+
+    def model() -> torch.nn.Module:
+        return models.build(job.model, data.info, job.training.seed).to(device)
+
+    flat = FlatModel(module := model(), task, 1, job.training.precision)
+    models.check_model_output(module, task, data.info)
+    _check_alone(job, plan, flat, lambda: FlatModel(model(), task, 1, job.training.precision), data)
+    assert data.training is not None
+    work = _first_work(job, plan, len(data.training))
+    source = GradientSource(job, plan.roles[plan.learners[0]].index, work, flat, data.training, prefetch=False)
+    batch = source.minibatch(0, work)
+    first = _gradient(flat, batch, source.seed(0), guarded=True)
+    gradients: Gradients = "autograd"
+    if job.training.precision == "float32" and job.training.gradients != "autograd":
+        gradients = gradients_of(module, task)
+    if job.training.gradients == "direct" and gradients != "direct":
+        raise ConfigError(
+            "[training] gradients = 'direct': the model has layers, hooks or a loss that need torch.autograd; "
+            "valid: auto, autograd"
+        )
+    if gradients == "direct":
+        again = _gradient(FlatModel(module, task, gradients="direct"), batch, source.seed(0))
+        difference = float((again - first).norm() / first.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        if not difference <= _AGREE and first.isfinite().all():
+            gradients = "autograd"
+            log.warning(
+                f"{job.name}: gradients that are written directly differ from torch.autograd's by {difference:.1g} of "
+                "their norm: torch.autograd computes all gradients"
+            )
+    return job.with_(training={"gradients": gradients})
+
+
+def portion_of(job: Job, plan: Plan, role: int) -> Portion:
+    """What a learner computes; for a worker of `hogbatch` only that it may be a single sample, at an epoch's end."""
+    if plan.scheduled:
+        return Portion(DEALT, 0, 1, 0)
+    return portion(plan, role, job.training.minibatch_size, job.cluster.parts)
+
+
+def _first_work(job: Job, plan: Plan, samples: int) -> Any:
+    if plan.scheduled:
+        return Portion(DEALT, 0, min(job.training.minibatch_size, samples), 0).work(0)
+    return portion_of(job, plan, plan.learners[0]).work(0)
+
+
+def _gradient(flat: FlatModel, batch: Any, seed: int, *, guarded: bool = False) -> torch.Tensor:
+    """The gradient at the initial weights, (size,) float32.
+
+    Args:
+        flat: computes.
+        batch: inputs and target.
+        seed: of dropout and the like.
+        guarded: whether to refuse a model that writes to its weights, in training or in evaluation.
+
+    Raises:
+        ConfigError: it does.
+    """
+    weights, out = torch.empty(flat.size, device=flat.device), torch.empty(flat.size, device=flat.device)
+    flat.read_into(weights)
+    flat.bind(weights)
+    if not guarded:
+        flat.gradient(*batch, out, seed)
+        return out
+    guard = _Guard(weights)
+    with guard:
+        flat.gradient(*batch, out, seed)
+        flat.module.eval()
+        tried(flat.module, moved(batch[0], flat.device))
+        flat.module.train()
+    for entry in flat.layout:
+        if entry.kind == "parameter" and any(entry.offset <= at < entry.offset + entry.size for at in guard.writes):
+            raise ConfigError(changed(entry.name))
+    return out
+
+
+class _Guard(TorchDispatchMode):
+    """Notes where operations of torch write to a vector.
+
+    It sees writes through `weight.data` and writes of equal values, which raise no version and change no bits yet.
+
+    Args:
+        vector: to be left alone.
+
+    Attributes:
+        writes: the first element of each piece that was written.
+    """
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        super().__init__()
+        self._at = vector.untyped_storage().data_ptr()
+        self.writes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[place] if place < len(args) else kwargs.get(argument.name)
+                    for each in value if isinstance(value, list | tuple) else [value]:
+                        self._note(each)
+        return func(*args, **kwargs)
+
+    def _note(self, written: Any) -> None:
+        strided = isinstance(written, torch.Tensor) and written.layout is torch.strided
+        if strided and written.untyped_storage().data_ptr() == self._at:
+            self.writes.append(written.storage_offset())
+
+
+def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) -> None:
+    """Tries a gradient of one sample, or one in the job's precision, with another model.
+
+    Args:
+        job: resolved.
+        plan: who is who.
+        flat: the model.
+        model: makes another one.
+        data: what a sample looks like.
+    """
+    alone = None
+    portions = [portion_of(its, its_plan, role) for _, its, its_plan in parts(job, plan) for role in its_plan.learners]
+    if any(mine.count == 1 for mine in portions):
+        alone = ("[training] minibatch_size = 1", "2 or more")
+        if job.workers:
+            alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")
+    lonely = alone is not None and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
+    if lonely or job.training.precision != "float32":
+        check_gradient(job.training, model(), data.info.sample, alone=alone)
