@@ -1,6 +1,7 @@
 """Averages of replicas against plain torch, against each other, and against hardsync."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 import rudra
+from protocols.average import Average
+from protocols.easgd import EASGD
+from protocols.sma import SMA
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.core.events import REPLICA
@@ -278,7 +282,7 @@ def test_when_a_learner_dies_the_others_go_on_from_the_weights(name: str) -> Non
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"averaging": {"elasticity": 0.9}}, r"elasticity = 0.9, with 4 replicas .* valid: 0 to less than .* 0.6441"),
+        ({"averaging": {"elasticity": 0.9}}, r"elasticity = 0.9 and learning_rate = 3.6, with 4 .* less than 0.6441"),
         ({"topology": {"name": "base"}}, "protocol sma averages replicas of the learners; valid: replicas, hier"),
         ({"protocol": {"name": "hardsync"}}, "learners average replicas there; valid protocols: average, diloco"),
         ({"averaging": {"optimizer": "sdg"}}, "unknown 'sdg'|did you mean"),
@@ -290,6 +294,56 @@ def test_what_makes_no_sense_is_refused_in_one_line(tables: dict[str, Any], text
     with pytest.raises(ConfigError, match=text) as raised:
         averaged("sma", 4, 4).with_(**tables)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "accepted"),
+    [
+        (EASGD, {"elasticity": 0.3, "learning_rate": 3.0}, False),
+        (EASGD, {"elasticity": 0.9, "learning_rate": 0.1}, True),  # radius 0
+        (EASGD, {"elasticity": 0.0, "learning_rate": 3.0}, False),
+        (EASGD, {"elasticity": 0.0, "learning_rate": 0.02}, True),
+        (EASGD, {"elasticity": 0.0}, True),  # independent trainings
+        (SMA, {"elasticity": 0.0}, True),
+        (Average, {"elasticity": 0.1, "learning_rate": 3.0}, False),
+        (Average, {"elasticity": 1.0, "learning_rate": 3.0}, True),  # all begin at the new weights
+    ],
+)
+def test_replicas_and_weights_do_not_run_away(rule: Any, given: dict[str, float], accepted: bool) -> None:
+    with nullcontext() if accepted else pytest.raises(ValueError, match="would run away from each other; valid: a "):
+        rule(4, **given)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rule=st.sampled_from([EASGD, Average]),
+    α=st.floats(0.02, 1.9),
+    rate=st.floats(0.02, 4),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    options=st.sampled_from([{}, {"nesterov": True}, {"dampening": 0.5}]),
+)
+def test_the_outer_rate_decides_with_the_elasticity(
+    rule: Any, α: float, rate: float, momentum: float, options: dict[str, Any]
+) -> None:
+    """Numbers in place of vectors, which nothing but torch's optimiser and the corrections move."""
+    options = options if momentum else {}
+    α = α if rule.early else α / 2
+    accepted = True
+    try:
+        rule(3, elasticity=α, learning_rate=rate, momentum=momentum, options=options)
+    except ValueError:
+        accepted = False
+    w, z = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    outer = torch.optim.SGD([z], lr=rate, momentum=momentum, **options)
+    gaps = []
+    for _ in range(300):
+        apart = w - z.detach()
+        z.grad = -apart.mean(0, keepdim=True)
+        outer.step()
+        w = w - α * (apart if rule.early else w - z.detach())
+        gaps.append(float((w - z.detach()).abs().max()))
+    grown = (max(gaps[-20:]) / max(gaps[130:150])) ** (1 / 150) if gaps[-1] > 1e-12 else 0.0
+    assert accepted == (grown < 1) or grown == pytest.approx(1, abs=2e-2)
 
 
 @pytest.mark.parametrize("protocol", ["average", "diloco", "easgd", "sma"])
