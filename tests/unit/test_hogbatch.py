@@ -258,6 +258,7 @@ ALL: list[dict[str, Any]] = [{"kind": "small"}]
         ({"protocol": {"name": "hogbatch", "rule": "fast"}}, "[protocol] rule must be 'fixed', 'adaptive' or"),
         ({"protocol": {"name": "hogbatch", "options": {"rule": "fixed"}}}, "rule is a key of [protocol] itself"),
         ({"protocol": {"name": "hogbatch", "options": {"workers": 2}}}, "[[workers]] is a list of tables"),
+        ({"protocol": {"name": "hogbatch", "options": {"window": "locked"}}}, "[weights] at says whether"),
         ({"protocol": {"name": "hogbatch", "options": {"alpha": 1}}}, "[protocol] options.alpha = 1; valid: > 1"),
         ({"protocol": {"name": "hogbatch", "options": {"alpha": "a"}}}, "options.alpha must be a number, not 'a'"),
         ({"protocol": {"name": "hogbatch", "options": {"beta": 2.0}}}, "options.beta = 2.0; valid: 0 to 1"),
