@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,15 @@ from protocols.sma import SMA
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.core.events import REPLICA
+from rudra.core.records import Gradient
+from rudra.core.schedule import Schedule
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.pairing import averaging_pairs
+from rudra.roles.averaging import Averager, joined
+from rudra.roles.elastic import Steps
 
 MU = 8
 DELAYS = {"jitter": 0.9, "latency_jitter_s": 0.05, "slowdown": {0: 3.0}}
@@ -497,3 +502,36 @@ def test_hooks_see_the_weights_or_the_replica_of_a_learner_that_they_name() -> N
     for learner in (0, 2):
         halfway = (seen[f"learner {learner}"][-1] + seen[None][-1]) / 2
         assert halfway == pytest.approx(replica(trained, learner).numpy(), abs=1e-6)
+
+
+def test_losses_of_a_period_are_joined_by_samples() -> None:
+    made = [
+        Gradient(-1, 1, n, step, 10 * step, 0, -1, 1.0, loss, e, 1)
+        for step, n, loss, e in [(4, 8, 1.0, 3.0), (5, 2, 6.0, 1.0)]
+    ]
+    whole = joined(made, 7)
+    assert (whole.loss, whole.errors, whole.samples) == (2.0, 4.0, 10)
+    assert (whole.step, whole.first, whole.timestamp) == (5, 40, 7)
+
+
+def test_replicas_warm_up_with_every_mini_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of all learners count, up to the mini-batch whose step it is."""
+    rates: list[float] = []
+    step_at = Averager._step_at
+    monkeypatch.setattr(Averager, "_step_at", lambda self, rate: rates.append(rate) or step_at(self, rate))
+    run = averaged("average", 2, 4, averaging={"period": 3}, optimizer={"warm_up": 0.5})
+    timing(run, run.data.train_limit or 0)
+    expected = [0.02 * min(1.0, (number + 1) / 6) for number in range(12)]
+    assert sorted(rates) == pytest.approx(sorted(2 * expected))
+
+
+@pytest.mark.parametrize(("timestamp", "made", "rate"), [(0, 3, 0.5), (3, 3, 0.5), (4, 1, 0.05), (9, 2, 0.05)])
+def test_rates_at_a_server_go_by_periods(timestamp: int, made: int, rate: float) -> None:
+    """A timestamp stands for the three mini-batches of one learner; an epoch has 12 of them in all."""
+    options = {"name": "replicas", "options": {"server": True}}
+    about = {"learning_rate": 0.5, "milestones": (1,)}
+    run = averaged("easgd", 2, 2, averaging={"period": 3}, topology=options, optimizer=about)
+    setup: Any = SimpleNamespace(
+        job=run, plan=run.plan(), training_samples=96, schedule=Schedule.stepped(run.optimizer, (1,))
+    )
+    assert Steps(setup).step(timestamp, made, corrects=False).learning_rate == pytest.approx(rate)
