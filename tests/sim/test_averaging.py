@@ -243,9 +243,12 @@ def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, Trained]
         assert torch.equal(resumed.weights, undisturbed.weights)
 
 
-def test_replicas_restart_where_the_rate_drops() -> None:
-    """As if a run began there, with other weights and the lower rate."""
-    run = averaged("sma", 3, 12, epochs=3, optimizer={"momentum": 0.9, "milestones": [1]})
+@pytest.mark.parametrize(
+    "topology", [{"name": "replicas"}, {"name": "hierarchical", "options": {"blocks": 2}}], ids=str
+)
+def test_replicas_restart_where_the_rate_drops(topology: dict[str, Any]) -> None:
+    """As if a run began there, with other weights and the lower rate; so do references."""
+    run = averaged("sma", 4, 12, epochs=3, optimizer={"momentum": 0.9, "milestones": [1]}, topology=topology)
     trained = train(run)
     events = trained.rows["events"]
     assert [int(t) for t in events["timestamp"][events["kind"] == b"averaging"]] == [4]
