@@ -18,8 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from protocols.base import Clock, Protocol
+
+Row = npt.NDArray[np.float64]
 
 
 class Outer(NamedTuple):
@@ -128,17 +131,41 @@ class Averaging(Protocol):
 
     def _check_stable(self) -> None:
         """Raises ValueError where the gap between z and the replicas' mean would grow (crossbow-facts, ambiguity 2)."""
-        α, k, μ = self.elasticity, self.learners, self.outer.momentum
-        if not self.early:
-            if not 0 <= α <= 1:
-                raise ValueError(f"[averaging] elasticity = {α:g}; valid: 0 to 1")
-            return
-        if α and not (α > 0 and α * (k + 1 + μ) < 2 * (1 + μ)):
-            most = 2 * (1 + μ) / (k + 1 + μ)
+        α, k, μ, rate = self.elasticity, self.learners, self.outer.momentum, self.outer_rate
+        if not self.early and not 0 <= α <= 1:
+            raise ValueError(f"[averaging] elasticity = {α:g}; valid: 0 to 1")
+        if self.early and not 0 <= α < 2:
+            raise ValueError(f"[averaging] elasticity = {α:g}; valid: 0 to less than 2")
+        if self.outer.optimizer != "sgd" or self._blocks:
+            return  # the steps of others do not grow with the gap; of blocks `_check_blocks` takes care
+        gap, velocity = np.eye(2)
+        gap, _, velocity = self._averaged(gap, velocity)
+        if _runs_away(np.array([gap, velocity]), neutral=not (α or rate)):
+            most = f"; with the default learning_rate less than {2 * (1 + μ) / (k + 1 + μ):.4g}" if self.early else ""
             raise ValueError(
-                f"[averaging] elasticity = {α:g}, with {k} replicas and outer momentum {μ:g}; valid: 0 to less than "
-                f"2(1 + momentum) / (replicas + 1 + momentum) = {most:.4g}"
+                f"[averaging] elasticity = {α:g} and learning_rate = {rate:g}, with {k} replicas and outer momentum "
+                f"{μ:g}: replicas and weights would run away from each other; valid: a smaller elasticity{most}, or a "
+                "smaller learning_rate"
             )
+
+    def _averaged(self, gap: Row, velocity: Row) -> tuple[Row, Row, Row]:
+        """What one average with the outer optimiser sgd does, as rows of a linear map.
+
+        Args:
+            gap: from z to the mean of what is averaged, before.
+            velocity: of the outer optimiser, which torch calls its momentum buffer.
+
+        Returns:
+            The gap after it, the move of z, and the velocity after it.
+        """
+        α, (_, μ, options) = self.elasticity, self.outer
+        given = options.get("dampening", 0.0) if μ else 0.0
+        dampening = given if isinstance(given, int | float) else 0.0  # torch says what is wrong with it
+        velocity = μ * velocity + (1 - dampening) * gap
+        direction = gap + μ * velocity if options.get("nesterov") else velocity
+        # A server meets all replicas one by one; together they move z as far as one average does.
+        moved = self.outer_rate * self.learners / self.gradients_per_update * direction
+        return (1 - α) * gap - moved if self.early else (1 - α) * (gap - moved), moved, velocity
 
     def local_elasticity(self, block: int) -> float:
         """α towards the reference of a block of so many learners."""
@@ -159,23 +186,24 @@ class Averaging(Protocol):
                     f"[averaging] local_elasticity = {local:g}, with blocks of {block}; valid: 0 to less than "
                     f"2 / (learners of a block + 1) = {2 / (block + 1):.4g}"
                 )
-            if local and self.elasticity and self.outer.optimizer == "sgd" and self._growth(block) >= 1:
+            neutral = not local or not (self.elasticity or self.outer_rate)
+            if self.outer.optimizer == "sgd" and _runs_away(self._period_in(block), neutral=neutral):
                 raise ValueError(
-                    f"[averaging] local_elasticity = {local:g} and elasticity = {self.elasticity:g}, with "
-                    f"{self.learners} blocks of {block}: replicas and weights would run away from each other; valid: "
-                    "less of either"
+                    f"[averaging] local_elasticity = {local:g}, elasticity = {self.elasticity:g} and learning_rate = "
+                    f"{self.outer_rate:g}, with {self.learners} blocks of {block}: replicas and weights would run away "
+                    "from each other; valid: smaller values"
                 )
 
-    def _growth(self, block: int) -> float:
-        """By what factor, at most, the gaps between replicas, reference and z grow in a period, all blocks alike."""
-        a, α, μ = self.local_elasticity(block), self.elasticity, self.outer.momentum
-        replica, reference, moved = np.eye(3)  # replica - z, reference - z, z - z of before
+    def _period_in(self, block: int) -> Row:
+        """What a period does to the gaps from z to replica and reference, and to the velocity, all blocks alike."""
+        a = self.local_elasticity(block)
+        replica, reference, velocity = np.eye(3)
         replica, reference = replica + a * (reference - replica), reference + a * block * (replica - reference)
-        local = np.array([replica, reference, moved])
-        moved = self.outer_rate * reference + μ * moved
-        both = np.array([replica - moved, (1 - α) * reference - moved, moved])
-        period = both @ np.linalg.matrix_power(local, self.period - 1)
-        return float(abs(np.linalg.eigvals(period)).max())
+        local = np.array([replica, reference, velocity])
+        reference, moved, velocity = self._averaged(reference, velocity)
+        both = np.array([replica - moved, reference, velocity])
+        period: Row = both @ np.linalg.matrix_power(np.array(local), self.period - 1)
+        return period
 
     def _check_served(self, *, plain: bool) -> None:
         """Raises ValueError for what needs all replicas at once."""
@@ -221,6 +249,20 @@ class Averaging(Protocol):
 
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
         return self.served or clock.timestamp > timestamp
+
+
+def _runs_away(step: Row, *, neutral: bool) -> bool:
+    """Whether what a linear map is applied to again and again grows, or does not vanish.
+
+    Args:
+        step: the map, a square matrix.
+        neutral: something is meant to stay as it is, such as the gap of replicas that nothing moves.
+    """
+    growth = float(abs(np.linalg.eigvals(step)).max())
+    return growth > 1 + _ROUNDING if neutral else growth >= 1 - _ROUNDING
+
+
+_ROUNDING = 1e-9
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -92,6 +92,7 @@ class Hogbatch(Protocol):
         beta: β, what each part of a small worker's batch counts as, compared with an update.
         shuffle: `"once"`: each epoch has the samples in the same random order; `"epoch"`: in another one.
         counts: whether updates are counted over the `"run"`, or over each `"epoch"`.
+        window: how workers update weights in a window, `"locked"` or `"racing"`; empty: the weights are at a server.
     """
 
     grants_on_push = False
@@ -108,6 +109,7 @@ class Hogbatch(Protocol):
         beta: float = 1.0,
         shuffle: str = "once",
         counts: str = "run",
+        window: str = "",
     ) -> None:
         super().__init__(learners)
         for name, number in (("alpha", alpha), ("beta", beta)):
@@ -120,7 +122,7 @@ class Hogbatch(Protocol):
         for name, text, valid in (("shuffle", shuffle, ("once", "epoch")), ("counts", counts, ("run", "epoch"))):
             if text not in valid:
                 raise ValueError(f"options.{name} = {text!r}; valid: {' or '.join(valid)}")
-        self.workers = tuple(workers)
+        self.workers, self._window = tuple(workers), window
         self.rule, self.lr_scaling = rule, lr_scaling
         self.alpha, self.beta = float(alpha), float(beta)
         self.shuffles_each_epoch = shuffle == "epoch"
@@ -142,7 +144,14 @@ class Hogbatch(Protocol):
         """⟨σ⟩, as in `Protocol`: the parts of a batch are as stale as there are parts before them, besides.
 
         A worker with t threads brings (t + 1) / 2 gradients for the mean one of another, and (t - 1) / 2 for its own.
+
+        In a window it is the most that the mean can be, and less while workers wait for work: an update makes the
+        gradients staler that other workers compute. A worker computes one gradient at a time in a locked window, each
+        of weights that it reads for it, and one in each thread in a racing one.
         """
+        if self._window:
+            under_way = [1 if self._window == "locked" else worker.threads for worker in self.workers]
+            return sum(under_way) - min(under_way)
         return sum((worker.threads + 1) / 2 for worker in self.workers) - 1
 
     @property

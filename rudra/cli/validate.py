@@ -167,7 +167,8 @@ def _staleness_text(protocol: "Protocol", plan: "Plan", modulation: str) -> str:
     sigma = protocol.expected_staleness
     if not sigma:
         return "0"
-    text = f"{'more than' if plan.overlapped else 'about'} {sigma:.3g} on average (⟨σ⟩)"
+    about = "more than" if plan.overlapped else "at most" if plan.window else "about"
+    text = f"{about} {sigma:.3g} on average (⟨σ⟩)"
     if modulation == "n" and sigma > protocol.n:
         text += f", not n = {protocol.n}: α0/n is {sigma / protocol.n:.3g} times α0/⟨σ⟩"
     return text

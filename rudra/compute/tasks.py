@@ -129,7 +129,7 @@ class Classification(Task):
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
         if output.shape[1] <= 5:
             return {}
-        return {"top5_error": 1 - (output.topk(5, dim=1).indices == target[:, None]).any(1).float().mean()}
+        return {"top5_error": (output.topk(5, dim=1).indices != target[:, None]).all(1).double().mean()}
 
     def fits(self, target: Any) -> bool:
         return isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.dim() == 1
@@ -166,7 +166,7 @@ class MultiLabel(Task):
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
         hits = target.gather(1, output.topk(max(self._k), dim=1).indices)
-        return {f"precision@{k}": hits[:, :k].mean() for k in self._k}
+        return {f"precision@{k}": hits[:, :k].double().mean() for k in self._k}
 
     def fits(self, target: Any) -> bool:
         return isinstance(target, torch.Tensor) and target.dtype == torch.float32 and target.dim() == 2

@@ -25,7 +25,7 @@ GRADIENT = table(
     ("learner", "<i4", "number of the learner that computed the gradient, from 0"),
     ("samples", "<i4", "samples of the gradient's mini-batch"),
     ("step", "<i8", "number of the gradient among those of its learner, from 0"),
-    ("first", "<i8", "position of the first sample in the stream that the mini-batch was drawn from"),
+    ("first", "<i8", "position of the gradient's first sample in its stream; of an average, of its first mini-batch"),
     ("timestamp", "<i8", "timestamp of the weights that the gradient was computed from"),
     ("staleness", "<i8", "σ: the server's timestamp when the gradient arrived, minus `timestamp`"),
     ("scale", "<f8", "weight of the gradient inside the update's average; 1 without modulation `gradient_staleness`"),

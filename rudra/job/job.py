@@ -440,10 +440,11 @@ class Job(Table):
             where = key if key.startswith("[") else f"[protocol] {key}"
             raise ValueError(f"{where} is for hogbatch; valid with protocol {named(table.name)}: none")
         if schedules:
-            for key in table.options.keys() & {"rule", "lr_scaling", "workers"}:
-                own = "[[workers]] is a list of tables" if key == "workers" else f"{key} is a key of [protocol] itself"
+            for key in table.options.keys() & {"rule", "lr_scaling", "workers", "window"}:
+                own = _ELSEWHERE.get(key, f"{key} is a key of [protocol] itself")
                 raise ValueError(f"[protocol] options.{key} is not possible; {own}")
             options |= table.of_hogbatch | {"workers": [table.worker for table in self.team(plan.learner_numbers)]}
+            options["window"] = self.weights.update if self.weights.at == "window" else ""
         if averages:
             options["served"] = plan.averaging and plan.served
             if plan.sharing == "reference":
@@ -541,3 +542,7 @@ def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
 
 def _as_dict(table: Table) -> dict[str, Any]:
     return {key: getattr(table, key) for key in table.model_fields_set}
+
+
+_ELSEWHERE = {"workers": "[[workers]] is a list of tables", "window": "[weights] at says whether there is one"}
+"""What Hogbatch is told and [protocol] has no key for."""

@@ -20,6 +20,9 @@ _FORM = re.compile(r"(?:(test|validation) +)?([^\s<>=]+) *(>=|<=) *(\S+)", re.IG
 _SHARES = re.compile(r"accuracy|error|top5_error|precision@[0-9]+")
 """Metrics of Rudra's own that are a part of the samples."""
 
+_ROUNDING = 1e-12
+"""A value that misses a target by no more than this is equal to it: `1 - error`, means and medians are rounded."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -95,6 +98,7 @@ class Watch:
 
     def __init__(self, target: Target, window: int = WINDOW) -> None:
         self.target = target
+        self._window = window
         self._last: deque[float] = deque(maxlen=window)
 
     def reached(self, value: float | None) -> bool:
@@ -102,9 +106,11 @@ class Watch:
         if value is None or math.isnan(value):
             return False
         self._last.append(value)
+        if len(self._last) < self._window:
+            return False
         middle, wanted = median(self._last), self.target.value
-        enough = len(self._last) == self._last.maxlen
-        return enough and (middle >= wanted if self.target.at_least else middle <= wanted)
+        better = middle > wanted if self.target.at_least else middle < wanted
+        return better or math.isclose(middle, wanted, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
 
 
 class Best:

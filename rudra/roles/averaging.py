@@ -263,6 +263,8 @@ class Averager(Replica):
 def joined(made: list[Gradient], timestamp: int) -> Gradient:
     """What a replica's mini-batches of a period come to: counted as the last one, with the samples of all.
 
+    `first` is the first sample of the first mini-batch. With shares, the samples of other learners lie in between.
+
     Args:
         made: one for each mini-batch.
         timestamp: of the weights that the replica was corrected by last.
@@ -270,6 +272,5 @@ def joined(made: list[Gradient], timestamp: int) -> Gradient:
     last, samples = made[-1], sum(g.samples for g in made)
     loss = sum(g.loss * g.samples for g in made) / samples
     errors = sum(g.errors for g in made)
-    first = last.first + last.samples - samples
-    stream = last.stream
-    return Gradient(-1, last.learner, samples, last.step, first, timestamp, -1, 1.0, loss, errors, stream)
+    about = (made[0].first, timestamp, -1, 1.0, loss, errors, last.stream)
+    return Gradient(-1, last.learner, samples, last.step, *about)

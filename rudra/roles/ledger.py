@@ -37,6 +37,7 @@ from rudra.core.phases import phase_at
 from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
+from rudra.core.work import portion
 from rudra.roles.dealer import Dealer
 from rudra.roles.machine import Outbox, Setup, Silent, listed
 from topologies import Plan
@@ -149,6 +150,10 @@ class Ledger:
         self.dealer: Dealer | None = None
         if isinstance(self.protocol, Hogbatch):
             self.dealer = Dealer(self.protocol, plan, self._training_samples, position)
+        size, parts, between = self.job.training.minibatch_size, self.job.cluster.parts, self.protocol.period - 1
+        mine = {plan.roles[i].index: portion(plan, i, size, parts) for i in plan.learners} if between and parts else {}
+        # With shares, samples of others lie between the mini-batches of a period.
+        self._others = {learner: between * (own.batch - own.count) for learner, own in mine.items()}
         self._pending_drawn: dict[int, int] = {}  # by stream
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
         self._pending_samples = self._pending_staleness = 0
@@ -228,7 +233,7 @@ class Ledger:
             pending.append(row)
             steps[learner] = step + 1
             learned[learner] += count
-            end = first + count
+            end = first + count + self._others.get(learner, 0)
             if end > drawn.get(stream, 0):
                 drawn[stream] = end
             samples += count

@@ -410,7 +410,8 @@ class _Replay:
         if step != self._steps[role] + self._period - 1:
             differs(update, f"gradient of learner {learner}, step", step, self._steps[role] + self._period - 1)
         work, samples = works[-1], sum(work.count for work in works)
-        first = work.first + work.count - samples
+        first, older = works[0].first, work.first + work.count - samples  # what older versions wrote
+        first = older if row["first"] == older else first
         for name, value in (("stream", work.stream), ("first", first), ("samples", samples)):
             if row[name] != value:
                 differs(update, f"{who}: {name}", row[name], value)

@@ -1,6 +1,8 @@
 """Averages of replicas against plain torch, against each other, and against hardsync."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,21 @@ from torch import nn
 from torch.nn import functional
 
 import rudra
+from protocols.average import Average
+from protocols.easgd import EASGD
+from protocols.sma import SMA
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.core.events import REPLICA
+from rudra.core.records import Gradient
+from rudra.core.schedule import Schedule
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.pairing import averaging_pairs
+from rudra.roles.averaging import Averager, joined
+from rudra.roles.elastic import Steps
 
 MU = 8
 DELAYS = {"jitter": 0.9, "latency_jitter_s": 0.05, "slowdown": {0: 3.0}}
@@ -234,9 +243,12 @@ def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, Trained]
         assert torch.equal(resumed.weights, undisturbed.weights)
 
 
-def test_replicas_restart_where_the_rate_drops() -> None:
-    """As if a run began there, with other weights and the lower rate."""
-    run = averaged("sma", 3, 12, epochs=3, optimizer={"momentum": 0.9, "milestones": [1]})
+@pytest.mark.parametrize(
+    "topology", [{"name": "replicas"}, {"name": "hierarchical", "options": {"blocks": 2}}], ids=str
+)
+def test_replicas_restart_where_the_rate_drops(topology: dict[str, Any]) -> None:
+    """As if a run began there, with other weights and the lower rate; so do references."""
+    run = averaged("sma", 4, 12, epochs=3, optimizer={"momentum": 0.9, "milestones": [1]}, topology=topology)
     trained = train(run)
     events = trained.rows["events"]
     assert [int(t) for t in events["timestamp"][events["kind"] == b"averaging"]] == [4]
@@ -278,7 +290,7 @@ def test_when_a_learner_dies_the_others_go_on_from_the_weights(name: str) -> Non
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"averaging": {"elasticity": 0.9}}, r"elasticity = 0.9, with 4 replicas .* valid: 0 to less than .* 0.6441"),
+        ({"averaging": {"elasticity": 0.9}}, r"elasticity = 0.9 and learning_rate = 3.6, with 4 .* less than 0.6441"),
         ({"topology": {"name": "base"}}, "protocol sma averages replicas of the learners; valid: replicas, hier"),
         ({"protocol": {"name": "hardsync"}}, "learners average replicas there; valid protocols: average, diloco"),
         ({"averaging": {"optimizer": "sdg"}}, "unknown 'sdg'|did you mean"),
@@ -290,6 +302,56 @@ def test_what_makes_no_sense_is_refused_in_one_line(tables: dict[str, Any], text
     with pytest.raises(ConfigError, match=text) as raised:
         averaged("sma", 4, 4).with_(**tables)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "accepted"),
+    [
+        (EASGD, {"elasticity": 0.3, "learning_rate": 3.0}, False),
+        (EASGD, {"elasticity": 0.9, "learning_rate": 0.1}, True),  # radius 0
+        (EASGD, {"elasticity": 0.0, "learning_rate": 3.0}, False),
+        (EASGD, {"elasticity": 0.0, "learning_rate": 0.02}, True),
+        (EASGD, {"elasticity": 0.0}, True),  # independent trainings
+        (SMA, {"elasticity": 0.0}, True),
+        (Average, {"elasticity": 0.1, "learning_rate": 3.0}, False),
+        (Average, {"elasticity": 1.0, "learning_rate": 3.0}, True),  # all begin at the new weights
+    ],
+)
+def test_replicas_and_weights_do_not_run_away(rule: Any, given: dict[str, float], accepted: bool) -> None:
+    with nullcontext() if accepted else pytest.raises(ValueError, match="would run away from each other; valid: a "):
+        rule(4, **given)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rule=st.sampled_from([EASGD, Average]),
+    α=st.floats(0.02, 1.9),
+    rate=st.floats(0.02, 4),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    options=st.sampled_from([{}, {"nesterov": True}, {"dampening": 0.5}]),
+)
+def test_the_outer_rate_decides_with_the_elasticity(
+    rule: Any, α: float, rate: float, momentum: float, options: dict[str, Any]
+) -> None:
+    """Numbers in place of vectors, which nothing but torch's optimiser and the corrections move."""
+    options = options if momentum else {}
+    α = α if rule.early else α / 2
+    accepted = True
+    try:
+        rule(3, elasticity=α, learning_rate=rate, momentum=momentum, options=options)
+    except ValueError:
+        accepted = False
+    w, z = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    outer = torch.optim.SGD([z], lr=rate, momentum=momentum, **options)
+    gaps = []
+    for _ in range(300):
+        apart = w - z.detach()
+        z.grad = -apart.mean(0, keepdim=True)
+        outer.step()
+        w = w - α * (apart if rule.early else w - z.detach())
+        gaps.append(float((w - z.detach()).abs().max()))
+    grown = (max(gaps[-20:]) / max(gaps[130:150])) ** (1 / 150) if gaps[-1] > 1e-12 else 0.0
+    assert accepted == (grown < 1) or grown == pytest.approx(1, abs=2e-2)
 
 
 @pytest.mark.parametrize("protocol", ["average", "diloco", "easgd", "sma"])
@@ -443,3 +505,36 @@ def test_hooks_see_the_weights_or_the_replica_of_a_learner_that_they_name() -> N
     for learner in (0, 2):
         halfway = (seen[f"learner {learner}"][-1] + seen[None][-1]) / 2
         assert halfway == pytest.approx(replica(trained, learner).numpy(), abs=1e-6)
+
+
+def test_losses_of_a_period_are_joined_by_samples() -> None:
+    made = [
+        Gradient(-1, 1, n, step, 10 * step, 0, -1, 1.0, loss, e, 1)
+        for step, n, loss, e in [(4, 8, 1.0, 3.0), (5, 2, 6.0, 1.0)]
+    ]
+    whole = joined(made, 7)
+    assert (whole.loss, whole.errors, whole.samples) == (2.0, 4.0, 10)
+    assert (whole.step, whole.first, whole.timestamp) == (5, 40, 7)
+
+
+def test_replicas_warm_up_with_every_mini_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of all learners count, up to the mini-batch whose step it is."""
+    rates: list[float] = []
+    step_at = Averager._step_at
+    monkeypatch.setattr(Averager, "_step_at", lambda self, rate: rates.append(rate) or step_at(self, rate))
+    run = averaged("average", 2, 4, averaging={"period": 3}, optimizer={"warm_up": 0.5})
+    timing(run, run.data.train_limit or 0)
+    expected = [0.02 * min(1.0, (number + 1) / 6) for number in range(12)]
+    assert sorted(rates) == pytest.approx(sorted(2 * expected))
+
+
+@pytest.mark.parametrize(("timestamp", "made", "rate"), [(0, 3, 0.5), (3, 3, 0.5), (4, 1, 0.05), (9, 2, 0.05)])
+def test_rates_at_a_server_go_by_periods(timestamp: int, made: int, rate: float) -> None:
+    """A timestamp stands for the three mini-batches of one learner; an epoch has 12 of them in all."""
+    options = {"name": "replicas", "options": {"server": True}}
+    about = {"learning_rate": 0.5, "milestones": (1,)}
+    run = averaged("easgd", 2, 2, averaging={"period": 3}, topology=options, optimizer=about)
+    setup: Any = SimpleNamespace(
+        job=run, plan=run.plan(), training_samples=96, schedule=Schedule.stepped(run.optimizer, (1,))
+    )
+    assert Steps(setup).step(timestamp, made, corrects=False).learning_rate == pytest.approx(rate)

@@ -80,9 +80,22 @@ def statistics(made: rudra.Job, learner: int, size: int) -> dict[str, torch.Tens
     return dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("topology", [{"name": "base"}, {"name": "groups", "options": {"groups": 1}}], ids=str)
-def test_an_update_takes_the_mean_of_all_learners_statistics(topology: dict[str, Any], tmp_path: Path) -> None:
-    made = job(cluster={"learners": 4}, data={"train_limit": 4 * SIZE}, training={"epochs": 1}, topology=topology)
+@pytest.mark.parametrize(
+    ("protocol", "topology"),
+    [
+        ("hardsync", {"name": "base"}),
+        ("hardsync", {"name": "groups", "options": {"groups": 1}}),
+        ("average", {"name": "replicas"}),
+        ("sma", {"name": "replicas"}),
+        ("sma", {"name": "hierarchical", "options": {"blocks": 2}}),
+    ],
+    ids=str,
+)
+def test_an_update_takes_the_mean_of_all_learners_statistics(
+    protocol: str, topology: dict[str, Any], tmp_path: Path
+) -> None:
+    tables = {"topology": topology, "protocol": {"name": protocol}}
+    made = job(cluster={"learners": 4}, data={"train_limit": 4 * SIZE}, training={"epochs": 1}, **tables)
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
         assert len(results.updates) == 1
         ours = results.state_dict()
@@ -92,6 +105,19 @@ def test_an_update_takes_the_mean_of_all_learners_statistics(topology: dict[str,
         np.testing.assert_allclose(ours[name], mean.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
     name = "bn1.running_mean"
     assert not np.allclose(ours[name], each[0][name].numpy(), rtol=1e-3), "learners see different samples"
+
+
+def test_a_server_of_replicas_moves_statistics_by_the_elasticity(tmp_path: Path) -> None:
+    """Of one learner alone, α is a half."""
+    tables = {"topology": {"name": "replicas", "options": {"server": True}}, "protocol": {"name": "easgd"}}
+    made = job(cluster={"learners": 1}, data={"train_limit": SIZE}, training={"epochs": 1}, **tables)
+    with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
+        ours, info = results.state_dict(), load(made.data).info
+    before = dict(models.build(made.model, info, made.training.seed).named_buffers())
+    for name, expected in statistics(made, 0, SIZE).items():
+        if expected.is_floating_point():
+            halfway = before[name].lerp(expected, 0.5)
+            np.testing.assert_allclose(ours[name], halfway.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def cumulative(classes: int) -> nn.Module:

@@ -249,6 +249,7 @@ def test_a_small_worker_of_48_threads_and_a_fast_large_one(tmp_path: Path) -> No
         expected = run.make_protocol().expected_staleness
         assert expected == 24.5
         assert results.gradients["staleness"].mean() == pytest.approx(expected, rel=0.1)
+        assert results.summary()["workers"][0]["mean_batch"] == pytest.approx(48, rel=0.02)
     assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
 
 

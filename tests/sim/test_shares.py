@@ -83,6 +83,20 @@ def test_every_sample_is_drawn_once_in_a_pass_and_the_run_replays(
     assert rudra.replay(path, quiet=True).identical
 
 
+def test_averages_over_periods_record_the_first_sample_of_each(tmp_path: Path) -> None:
+    """Samples of the other learner lie between the mini-batches of a period; and the checkpoint knows the end."""
+    path = tmp_path / "run.h5"
+    tables: dict[str, Any] = {"topology": {"name": "replicas"}, "protocol": {"name": "average"}}
+    job = shared((1.0, 3.0), averaging={"period": 3}, **tables).with_(training={"epochs": 1}, data={"train_limit": 192})
+    with rudra.simulate(job, output=path, progress="quiet") as results:
+        rows = results.gradients
+    for learner, count, offset in ((0, 4, 0), (1, 12, 4)):
+        own = rows[rows["learner"] == learner]
+        assert own["samples"].tolist() == [3 * count] * 4
+        assert own["first"].tolist() == [48 * average + offset for average in range(4)]
+    assert rudra.replay(path, quiet=True).identical
+
+
 @pytest.mark.parametrize("topology", [ALLREDUCE, BASE], ids=str)
 def test_when_a_learner_dies_those_left_share_on(tmp_path: Path, topology: Any) -> None:
     faults = [{"learner": 1, "dies_at_s": 0.4}]

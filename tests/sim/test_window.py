@@ -51,6 +51,20 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
     assert (rows["gradients"]["staleness"] >= 0).all()
 
 
+@pytest.mark.parametrize(("weights", "most", "near"), [(LOCKED, 2, 0.2), (RACING, 5, 0.6)], ids=["locked", "racing"])
+@pytest.mark.parametrize("rule", ["fixed", "adaptive"])
+def test_staleness_is_at_most_what_is_expected(weights: Any, most: int, near: float, rule: str) -> None:
+    """In a locked window each part of a batch reads anew; in a racing one, parts of one worker do not count."""
+    workers = [
+        {"ranks": [0], "kind": "small", "threads": 4, "max": 16, "compute_s": {1: 0.04, 16: 0.64}},
+        {"kind": "large", "min": 32, "max": 256, "compute_s": {32: 0.01, 256: 0.02}},
+    ]
+    run = job(workers, 3, rule, simulation={"jitter": 0.3, "latency_s": 1e-6}, training={"epochs": 3}, weights=weights)
+    assert run.make_protocol().expected_staleness == most
+    mean = timing(run, 4000)["gradients"]["staleness"].mean()
+    assert most * (1 - near) <= mean <= most
+
+
 @pytest.mark.parametrize(
     "weights", [LOCKED, RACING, {**RACING, "push": "overwrite"}], ids=lambda w: " ".join(w.values())
 )

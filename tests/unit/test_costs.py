@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rudra.cli.main import main
-from rudra.core.events import Accumulate, Approach, Copy, Evaluate, Step, Train, Update
+from rudra.core.events import Accumulate, Approach, Backward, Copy, Evaluate, Forward, Step, Train, Update
+from rudra.core.layout import Placed
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import costs
@@ -512,3 +513,10 @@ def test_times_that_nobody_measured_are_labelled(
     assert main(["show", str(tmp_path / "run.h5")]) == 0
     said = capsys.readouterr().out
     assert said.count("not measured here: run rudra calibrate") == 3 * labelled
+
+
+def test_a_backward_pass_takes_twice_as_long_as_a_forward_pass() -> None:
+    """Of what the stage server does not compute: three quarters of a mini-batch here."""
+    run = Job(cluster={"learners": 2})
+    found = CostModel(run.simulation, run.plan(), 4, placed=Placed(back=0.25))
+    assert (found.pieces[Forward], found.pieces[Backward]) == (0.25, 0.5)

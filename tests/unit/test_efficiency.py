@@ -1,6 +1,7 @@
 """Omnivore's model of time per iteration: its formulas by hand, and against virtual time."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from rudra.cli.main import main
 from rudra.core.layout import Placed
 from rudra.job.job import Job
-from rudra.simulation.efficiency import Times, convolutions_s
+from rudra.simulation.efficiency import Times, convolutions_s, handed_on_s
 from rudra.simulation.predict import Outline, Prediction, predict
 from rudra.studies import sweep
 
@@ -135,3 +136,13 @@ def test_the_command_shows_the_model_of_jobs_that_it_is_about(
     assert ("Omnivore's model" in capsys.readouterr().out) is about
     assert main([*arguments, "--json"]) == 0
     assert ("efficiency" in json.loads(capsys.readouterr().out)) is about
+
+
+@pytest.mark.parametrize(
+    ("receivers", "ways"), [([(1,), ()], 1), ([(1, 2), (3,), (), ()], 2), ([(1, 2), (), (3,), ()], 3)]
+)
+def test_a_member_hands_weights_on_before_it_computes(receivers: list[tuple[int, ...]], ways: int) -> None:
+    """One after the other: a member has the weights later, the more its sender has sent before."""
+    plan: Any = SimpleNamespace(groups=[tuple(range(len(receivers)))], receivers=receivers)
+    assert handed_on_s(plan, 0.5) == ways * 0.5
+    assert handed_on_s(SimpleNamespace(groups=()), 0.5) == 0  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from protocols.hogbatch import Hogbatch, Team, Worker, parts
+from rudra.compute.hogwild import manner
 from rudra.compute.schedule import schedule_of
 from rudra.core.records import Gradient
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -258,6 +259,7 @@ ALL: list[dict[str, Any]] = [{"kind": "small"}]
         ({"protocol": {"name": "hogbatch", "rule": "fast"}}, "[protocol] rule must be 'fixed', 'adaptive' or"),
         ({"protocol": {"name": "hogbatch", "options": {"rule": "fixed"}}}, "rule is a key of [protocol] itself"),
         ({"protocol": {"name": "hogbatch", "options": {"workers": 2}}}, "[[workers]] is a list of tables"),
+        ({"protocol": {"name": "hogbatch", "options": {"window": "locked"}}}, "[weights] at says whether"),
         ({"protocol": {"name": "hogbatch", "options": {"alpha": 1}}}, "[protocol] options.alpha = 1; valid: > 1"),
         ({"protocol": {"name": "hogbatch", "options": {"alpha": "a"}}}, "options.alpha must be a number, not 'a'"),
         ({"protocol": {"name": "hogbatch", "options": {"beta": 2.0}}}, "options.beta = 2.0; valid: 0 to 1"),
@@ -318,3 +320,11 @@ def test_set_changes_one_table_or_all(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=re.escape(f"--set {override}: {text}")):
             Job.load(path, [override])
+
+
+def test_only_large_workers_overwrite() -> None:
+    workers = [{"ranks": [0], "kind": "small", "threads": 2}, {"kind": "large"}]
+    weights = {"at": "window", "push": "overwrite"}
+    run = Job(protocol={"name": "hogbatch"}, workers=workers, weights=weights, cluster={"learners": 3})
+    plan = run.plan()
+    assert [manner(run, plan, role) for role in plan.learners] == [(False, False), (True, True), (True, True)]

@@ -1,5 +1,6 @@
 """Where models are cut: the paper's tables from the shapes of its networks, and both rules."""
 
+import math
 import re
 from typing import Any
 
@@ -161,3 +162,11 @@ def test_skewness_is_that_of_the_mirror_with_another_sign(layers: list[Layer]) -
     counted = [layer for layer in layers if layer.kind]
     if sum(layer.parameters_bytes for layer in counted):
         assert skewness(counted[::-1]) == pytest.approx(-skewness(counted), abs=1e-6)
+
+
+def test_a_skewness_at_the_threshold_is_placed() -> None:
+    """The paper places layers up to the threshold, which belongs to it."""
+    layers = [conv(1, 9), conv(1, 5), linear(900, 1), linear(5, 1)]
+    skewed = skewness(layers)
+    assert choose("ralp", layers, Cluster(4, 1), skewed).cut is not None
+    assert choose("ralp", layers, Cluster(4, 1), math.nextafter(skewed, -math.inf)).cut is None

@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rudra
 from rudra.cli.main import main
 from rudra.core.messages import tail_bytes, tensor_bytes
+from rudra.core.records import UPDATE
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation.predict import Outline, as_text, outline, predict
+from rudra.simulation.predict import Outline, as_text, outline, predict, steady_rate
 
 SAMPLES = 10_000
 SIZE = 1_000_000  # bytes
@@ -233,3 +235,21 @@ def test_unlike_workers(tmp_path: Path, rule: str, weights: str) -> None:
 def test_updates_of_unlike_workers_are_not_counted() -> None:
     with pytest.raises(ConfigError, match="--updates: under protocol hogbatch whole epochs are simulated; valid: none"):
         predict(job().with_(protocol={"name": "hogbatch"}, workers=UNLIKE[:1]), known=KNOWN, updates=20)
+
+
+@pytest.mark.parametrize(("updates", "first", "rate"), [(8, 2, 4.0), (4, 1, 4.0), (3, 0, 16 / 12), (2, 0, 0.8)])
+def test_the_first_quarter_of_the_updates_does_not_count(updates: int, first: int, rate: float) -> None:
+    """The first update takes 10 s, and each later one 2 s."""
+    rows = np.zeros(updates, UPDATE)
+    rows["samples"], rows["time_s"] = 8, [0.0, *np.arange(10.0, 10 + 2 * (updates - 1), 2)]
+    assert steady_rate(rows) == (first, pytest.approx(rate))
+
+
+def test_the_mean_batch_of_a_worker_is_of_all_its_threads() -> None:
+    workers = [
+        {"ranks": [0], "kind": "small", "threads": 4, "min": 2, "max": 2, "compute_s": 0.01},
+        {"kind": "large", "min": 32, "max": 32, "compute_s": 0.02},
+    ]
+    run = Job(model={"name": "mlp"}, protocol={"name": "hogbatch"}, workers=workers, cluster={"learners": 2})
+    small, large = predict(run, known=Outline(6400, SIZE)).workers
+    assert (small["mean_batch"], large["mean_batch"]) == (pytest.approx(8, rel=0.02), pytest.approx(32, rel=0.02))

@@ -96,6 +96,20 @@ def test_the_median_of_five_tests_decides(errors: list[float | None], epoch: int
         assert (reached[0] if reached else None) == epoch
 
 
+@pytest.mark.parametrize("samples", [10, 100, 1000])
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_a_share_that_equals_the_target_reaches_it(samples: int, window: int) -> None:
+    """However `1 - error`, a mean over batches and a median of two are rounded; one more wrong sample does not."""
+    for wrong in range(samples):
+        errors = [wrong / samples, 49 * (wrong / 49) / samples]
+        for text in (f"error <= {wrong / samples}", f"accuracy >= {(samples - wrong) / samples}"):
+            watch = Watch(Target.parse(text), window)
+            found = [watch.reached(watch.target.of({"error": errors[test % 2]})) for test in range(window)]
+            assert found[-1], text
+            missed = Watch(watch.target, window)
+            assert not any(missed.reached(watch.target.of({"error": (wrong + 1) / samples})) for _ in range(window))
+
+
 @pytest.mark.parametrize(
     ("training", "message"),
     [
