@@ -114,5 +114,9 @@ class CheckpointError(RudraError):
     """A checkpoint is missing, damaged, or belongs to another job."""
 
 
+class TrustError(RudraError):
+    """A file that is not this user's own names code, which is imported only if the user trusts the file."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Somebody stopped this process; the user's own code raises other ones."""

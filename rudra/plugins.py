@@ -16,6 +16,12 @@ CALLABLE = "package.module:callable"
 """What may stand where one of Rudra's own is named."""
 
 
+def names_code(text: str) -> bool:
+    """Whether a text is of the form `package.module:attribute`, so that `resolve` would import its module."""
+    module, colon, attribute = text.partition(":")
+    return bool(colon and attribute) and all(part.isidentifier() for part in module.split("."))
+
+
 def resolve(name: str) -> object:
     """The object that `package.module:attribute` names.
 
@@ -25,9 +31,9 @@ def resolve(name: str) -> object:
         ConfigError: the text is no such name, the module is not on `sys.path`, or it has no such attribute. Whatever
             else the module raises while it is imported comes through, as it is the user's own code.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not (colon and attribute and all(part.isidentifier() for part in module_name.split("."))):
+    if not names_code(name):
         raise ConfigError(f"{name!r} is not of the form package.module:name")
+    module_name, _, attribute = name.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

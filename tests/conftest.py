@@ -38,6 +38,12 @@ def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     monkeypatch.setattr(costs, "MEASURED", tmp_path_factory.getbasetemp() / "no such directory")
 
 
+@pytest.fixture(autouse=True)
+def _with_a_key_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs sign their files with a key that is not in the user's data folder."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "data"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, tests that share what their module has set up go to one process, which does so once.

@@ -57,6 +57,11 @@ def set_option(parser: argparse.ArgumentParser, about: str = "change any key of 
     )
 
 
+def trust_option(parser: argparse.ArgumentParser) -> None:
+    text = "run the code that the file names although you have not signed it; see `Security` in the documentation"
+    parser.add_argument("--trust", action="store_true", help=text)
+
+
 def layer_options(parser: argparse.ArgumentParser, draw: str) -> None:
     """Of commands that measure a job's layers: a picture, changes of the job, how long, and as JSON."""
     parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=f"{draw}: .png, .svg or .pdf")
@@ -81,7 +86,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def search_beside(file: str | Path) -> None:
-    """Where the `package.module:callable` of a job or result file may lie: beside it, at its project's root, or here.
+    """Where the `package.module:callable` of a job file may lie: beside it, at its project's root, or here.
 
     These places come last, so that what is there stands in for nobody else's modules.
     """

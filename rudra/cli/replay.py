@@ -3,14 +3,15 @@
 import argparse
 from pathlib import Path
 
-from rudra.cli.options import force_option, search_beside, set_option
+from rudra.cli.options import force_option, set_option, trust_option
 
 SUMMARY = "repeat a recorded run in one process, and compare bit for bit"
 
 MORE = """\
 The replay feeds the recorded gradients to the same roles in the recorded order. Exit code 0: every update and
 the final weights have the same bits. Exit code 1: they differ, and the first update that differs is named.
-Your own modules are found beside FILE.h5, at the root of its project and in the working directory."""
+If FILE.h5 is signed by you, your own modules are found where the run found them, and in the working directory.
+If not, no code that it names is imported without --trust."""
 
 EXAMPLES = {
     "rudra replay soft.h5": "check that the run can be reproduced",
@@ -29,13 +30,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     force_option(parser, "W.pt")
     set_option(parser, "change data.path or training.warm_start; repeatable")
+    trust_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     import rudra
 
-    search_beside(arguments.file)
     replayed = rudra.replay(
         arguments.file,
         until=arguments.until,
@@ -43,6 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
         overrides=arguments.overrides,
         quiet=arguments.quiet,
         force=arguments.force,
+        trust=arguments.trust,
     )
     print(f"{arguments.file}: {replayed}")
     return 0 if replayed.identical else 1

@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ from rudra.mpi.forkserver import launcher
 from rudra.mpi.node_memory import share
 from rudra.mpi.relay import exit_line
 from rudra.mpi.shared_window import share_window
-from rudra.mpi.start import gpu_aware
+from rudra.mpi.start import gpu_aware, start_mpi
 from rudra.mpi.tags import FAILURE_TAG
 from rudra.mpi.trial import Trial
 from rudra.results import checkpoint
@@ -64,6 +65,7 @@ from rudra.roles import Machine, make_in_phase
 from rudra.roles.checkpoint_cycle import name_of
 from rudra.roles.ledger import Owner
 from rudra.roles.statistics import StatisticsServer
+from rudra.trust import signed
 from topologies import Plan
 
 T = TypeVar("T")
@@ -204,6 +206,32 @@ def _decided(comm: MPI.Comm, decision: Callable[[], T]) -> T | int:
     rest(comm)
     agreed: T | int = comm.bcast(found)
     return agreed
+
+
+def found_by_rank0(find: Callable[[], T]) -> T:
+    """What rank 0 finds in files, on every rank, before a run; other ranks need no key to trust the files.
+
+    Args:
+        find: returns something that can be pickled, and may add directories to `sys.path`, also for the other ranks.
+
+    Raises:
+        RudraError: rank 0 raised it.
+    """
+    start_mpi()
+    comm, found, places = MPI.COMM_WORLD, None, list[str]()
+    if comm.rank == 0:
+        try:
+            found = find()
+        except RudraError as error:
+            found = error
+        places = sys.path
+    with abort_on_dead_rank():
+        rest(comm)
+        found, places = comm.bcast((found, places))
+    if isinstance(found, RudraError):
+        raise found
+    sys.path += [place for place in places if place not in sys.path]
+    return found
 
 
 def _resolve(job: Job, comm: MPI.Comm, *, spare: bool = False) -> tuple[Job, Plan, torch.device]:
@@ -414,10 +442,6 @@ class _Session:
                 if state.position != self._begin.position:
                     raise CheckpointError(f"{state.path}: changed meanwhile: is another run still writing it?")
                 executor.restore(tensors)
-            if role == self._plan.server:
-                about = {"python_objects": ", ".join(python_objects(self._job)), "layout": shapes(executor.layout)}
-                job = json.loads(self._job.to_json())
-                self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
 
     def _meet_neighbours(self) -> None:
         """Maps what other ranks of this node have for buffers, and has them map what this one has."""
@@ -465,12 +489,19 @@ class _Session:
         server = self._plan.roles[self._plan.server].world_rank
         own = self._executors[self._plan.server].sha256(WEIGHTS) if self._comm.rank == server else ""
         digest: str = self._comm.bcast(own, server)
+        job, source = json.loads(self._job.to_json()), self._plan.roles[self._plan.statistics].world_rank
+        own_signature = signed(job, self._begin.run) if self._keeps_results else None
+        signature: dict[str, str] = self._comm.bcast(own_signature, source)  # so that one rank alone needs a key
+        if self._comm.rank == server:
+            layout = shapes(self._executors[self._plan.server].layout)
+            about = {"python_objects": ", ".join(python_objects(self._job)), "layout": layout, **signature}
+            self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
         hosts: list[str] = self._comm.allgather(socket.gethostname())
         kinds: list[dict[str, str]] = self._comm.allgather(arithmetic())
         if not self._keeps_results:
             return
         with self._carried() as before:
-            self._create(progress, before, digest, hosts, kinds)
+            self._create(progress, before, digest, hosts, kinds, signature)
 
     @contextmanager
     def _carried(self) -> Iterator[Carried | None]:
@@ -493,6 +524,7 @@ class _Session:
         digest: str,
         hosts: list[str],
         kinds: list[dict[str, str]],
+        signature: dict[str, str],
     ) -> None:
         """Creates the result file."""
         executor, position = self._executors[self._plan.statistics], self._begin.position
@@ -508,6 +540,7 @@ class _Session:
             carried=None if before is None else before.rows,
             carried_weights=() if before is None else before.weights,
             kept=None if before is None else before.attributes,
+            signature=signature,
             step_bytes=executor.step_bytes,
             driver="mpi",
             training_samples=self._info.training_samples,

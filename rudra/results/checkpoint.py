@@ -19,10 +19,12 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -50,12 +52,14 @@ class SavedState(NamedTuple):
         position: where training stands.
         job: as resolved: table -> key -> value.
         attributes: of the result file.
+        signed_job: the job exactly as the file has it, for its signature.
     """
 
     path: Path
     position: TrainingState
     job: dict[str, Any]
     attributes: dict[str, Any]
+    signed_job: Mapping[str, Any] = MappingProxyType({})
 
 
 def path_of(results: Path) -> Path:
@@ -236,8 +240,11 @@ def read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
 
 def _read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would be waited for
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise CheckpointError(f"{path}: is not a file; valid: a checkpoint, FILE.ckpt")
+            size = about.st_size
             header, first = _header(path, file.read(LENGTH.size), file.read, size)
             state, places = _understood(path, header, size - first)
             tensors = {}
@@ -277,7 +284,8 @@ def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[SavedSta
         raise CheckpointError(f"{path}: damaged: its header does not match its checksum")
     try:
         state = json.loads(text)
-        state["job"] = translated(state["job"])
+        signed_job = dict(state["job"])
+        state["job"] = translated(signed_job)
         position = msgspec.convert(state["position"], TrainingState)
         places = {name: (*entries[name]["data_offsets"], crc) for name, crc in state["crc32"].items()}
         ends = [0, *(end for _, end, _ in places.values())]
@@ -286,7 +294,7 @@ def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[SavedSta
         sound = sound and all(s == e for (s, _, _), e in zip(places.values(), ends, strict=False))
         sound = sound and all((end - start) % 4 == 0 <= end - start for start, end, _ in places.values())
         sound = sound and _possible(position, state["job"])
-        found = SavedState(path, position, dict(state["job"]), dict(state["attributes"]))
+        found = SavedState(path, position, state["job"], dict(state["attributes"]), signed_job)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgspec.ValidationError):
         sound = False
     if not sound:

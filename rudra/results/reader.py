@@ -111,6 +111,7 @@ class Results:
         self._file, self.live = _open(path)
         try:
             with self._reading():
+                validation.plain_attributes(self._file.attrs)
                 self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in self._file.attrs.items()}
                 missing = [name for name in OBJECTS if name not in self._file]
             version = self.attributes.get("format_version")

@@ -32,6 +32,7 @@ from rudra.machine import processor
 from rudra.results import plan_rows
 from rudra.results.progress import Progress
 from rudra.results.writer import ResultsWriter
+from rudra.trust import new_run, signed
 from topologies import Plan
 
 ACCOUNTED = ("samples", *TIMES)
@@ -69,6 +70,9 @@ ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results
     "flush_denormals": "whether denormal numbers were treated as zero",
     "replayable": "whether `rudra replay` can repeat the run",
     "not_replayable": "why it cannot; else empty",
+    "run": "identity of the run, which its checkpoints share",
+    "modules": "directories of the user's modules, as JSON; none if the job names no code",
+    "signature": "HMAC of `run`, `modules` and `job` by the key of the user who ran it; empty without a key",
     "python_objects": "keys of the job that were Python objects, which a replay must be given again",
     "training_samples": "size of the training set",
     "classes": "number of classes of the data",
@@ -166,6 +170,7 @@ def make_writer(
     carried: Mapping[TableName, Iterable[Rows]] | None = None,
     carried_weights: Iterable[tuple[int, npt.NDArray[np.float32]]] = (),
     kept: Mapping[str, Any] | None = None,
+    signature: Mapping[str, str] | None = None,
     **about: Any,
 ) -> ResultsWriter:
     """The result file of a resolved job, with everything in it that is known before the first gradient.
@@ -182,11 +187,13 @@ def make_writer(
         carried: rows of an earlier part of the run.
         carried_weights: epochs that were kept in that part, and their weights.
         kept: attributes of that part which stay.
+        signature: what `rudra.trust.signed` returned; None: this is a new run.
         about: attributes that only the driver knows, and those that `attributes` takes.
     """
     plan = job.plan() if plan is None else plan
     known = {**attributes(job, plan=plan, **about), "initial_weights_sha256": initial_sha256}
     known |= kept or {}
+    known |= signed(json.loads(job.to_json()), new_run()) if signature is None else signature
     kind = file_system(path.absolute().parent)
     swmr = job.results.swmr == "on" or (job.results.swmr == "auto" and kind not in NETWORK)
     if not swmr and job.results.swmr == "auto":

@@ -23,6 +23,7 @@ from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
 from rudra.results.reader import Results, open_results
 from rudra.results.writer import checked_name
+from rudra.trust import admit, new_run
 from topologies import Plan
 
 DECISIVE = (
@@ -73,6 +74,7 @@ class Decision(NamedTuple):
         replanned: what would have been otherwise so far, had it all been this job's; often nothing.
         branched: the checkpoint is another run's, of which this one has the rows up to there.
         text: what to tell the user of it.
+        run: identity of the run.
     """
 
     output: Path
@@ -84,6 +86,7 @@ class Decision(NamedTuple):
     replanned: str = ""
     branched: bool = False
     text: str = ""
+    run: str = ""
 
 
 def decide(
@@ -109,9 +112,9 @@ def decide(
         RudraError: the checkpoint is missing, damaged, or of another job; or `output` exists and may not be replaced.
     """
     found = _decide(job, output, wanted, force, named)
-    if origin is None or found.checkpoint is not None or found.finished:
-        return found
-    return _branched(job, found, origin)
+    if origin is not None and found.checkpoint is None and not found.finished:
+        found = _branched(job, found, origin)
+    return found._replace(run=found.run or new_run())
 
 
 def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
@@ -120,7 +123,7 @@ def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
         raise ConfigError(
             f"--from {origin}: a result file has no optimiser state; valid with --carry all: a checkpoint, FILE.ckpt"
         )
-    state, _ = checkpoint.read(origin)
+    state = _read(origin)
     results, position = checkpoint.results_of(origin), state.position
     if not results.is_file():
         raise CheckpointError(f"{origin}: {results} is not there, whose rows are carried, too")
@@ -187,7 +190,7 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
         )
     if wanted is True and not path.exists():  # the run was killed between two names
         path = checkpoint.previous_of(path)
-    state, _ = checkpoint.read(path)
+    state = _read(path)
     position, decided = state.position, fitted(state, job)
     if _is_over(state, job):
         if output != checkpoint.results_of(path):
@@ -197,7 +200,39 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
     text = f"{job.name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
     replanned = _replanned(state, job.with_(**decided))
     text += f"; {replanned}" if replanned else ""
-    return Decision(output, path, position, decided, overwrite=force, replanned=replanned, text=text)
+    same = output == checkpoint.results_of(path)
+    run = str(state.attributes.get("run", "")) if same else ""  # with rows of its own it is another run
+    return Decision(output, path, position, decided, overwrite=force, replanned=replanned, text=text, run=run)
+
+
+def _read(path: Path) -> SavedState:
+    """A checkpoint, if it is of the run whose result file is beside it.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another run.
+    """
+    state, tensors = checkpoint.read(path)
+    beside = checkpoint.results_of(path)
+    if beside.is_file():
+        with open_results(beside) as results:
+            if reason := _foreign(state, tensors.get("weights"), results):
+                valid = "valid: the checkpoint that this run wrote"
+                raise CheckpointError(f"{path}: is of another run than {beside}: {reason}; {valid}")
+    return state
+
+
+def _foreign(state: SavedState, weights: NDArray[np.float32] | None, results: Results) -> str:
+    """Why a checkpoint is not of the run of a result file; empty if it is, as far as the two tell."""
+    runs = state.attributes.get("run"), results.attributes.get("run")
+    if all(runs):
+        return "" if runs[0] == runs[1] else f"their identities are {str(runs[0])[:8]}… and {str(runs[1])[:8]}…"
+    then, now = decisive(state.job), decisive(results.job)
+    for table, keys in then.items():
+        for key, value in keys.items():
+            name = f"{table}.{key}"
+            if value != now[table].get(key) and name not in {*RESUME_MAY_CHANGE, *LENGTH}:
+                return f"{name} is {value} in the checkpoint and {now[table].get(key)} in the result file"
+    return ""
 
 
 def source(given: Path) -> Path:
@@ -222,14 +257,16 @@ def replaceable(output: Path, job: Job) -> bool:
         return False
 
 
-def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Path]:
+def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> tuple[Job, Path, Path]:
     """The job, the checkpoint and the result file of a run that is to go on.
 
     Args:
         given: its result file, or a checkpoint of it.
         overrides: texts `table.key=value`; keys that decide how long it trains, or nothing.
+        trust: import the code that the checkpoint names, whoever wrote it.
 
     Raises:
+        TrustError: another user's checkpoint names code.
         RudraError: there is no whole checkpoint; a change would do nothing, or too much; or it is finished.
     """
     path = source(given)
@@ -239,8 +276,8 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
             simulated = results.attributes["driver"] == "simulation"
         why = "a simulation leaves none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
         raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
-    state, _ = checkpoint.read(path)
-    job = job_of(state, overrides)
+    state = _read(path)
+    job = job_of(state, overrides, trust=trust)
     valid = f"valid: {', '.join((*LENGTH, *RESUME_MAY_CHANGE))}, and the tables fault_tolerance and results"
     different = {key: then for key, then, _ in _differences(state.job, job)}
     for override in overrides:
@@ -292,17 +329,19 @@ def _replanned(state: SavedState, job: Job) -> str:
     return f"{text}: the rate is {then[-1]:.4g} here, and would be {now[-1]:.4g} if all had been planned at first"
 
 
-def job_of(state: SavedState, overrides: Sequence[str] = ()) -> Job:
+def job_of(state: SavedState, overrides: Sequence[str] = (), *, trust: bool = False) -> Job:
     """The job that a checkpoint holds, changed as in `Job.load`.
 
     Raises:
         ConfigError: it was made of Python objects, which no file holds.
+        TrustError: another user's checkpoint names code, and `trust` is not set.
     """
     if given := state.attributes.get("python_objects"):
         raise ConfigError(
             f"{state.path}: {given} was given as a Python object, which a file cannot hold; from Python, "
             "rudra.run(job, output=…, resume=True) takes the job that has it"
         )
+    admit(state.path, state.signed_job, state.job, state.attributes, trust=trust)
     return Job.of(state.path, state.job, [parsed(override) for override in overrides])
 
 

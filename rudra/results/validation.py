@@ -60,6 +60,14 @@ class Known(dict[str, Any]):
         raise ResultsError(f"{self._path}: damaged: has no {self._what} '{name}'")
 
 
+def plain_attributes(found: h5py.AttributeManager) -> None:
+    """Raises ValueError unless all attributes are texts and numbers: HDF5 would take others' bytes for addresses."""
+    for name in found:
+        dtype = found.get_id(name).dtype
+        if dtype.kind not in "biufS" and h5py.check_string_dtype(dtype) is None:
+            raise ValueError(f"attribute '{name}' is neither a text nor a number")
+
+
 def attributes(values: Mapping[str, Any], path: Path) -> Known:
     """The root attributes, if they are of the right types."""
     for name, kind in _ATTRIBUTES.items():
@@ -95,7 +103,8 @@ def dataset(found: object, name: str) -> None:
         raise ValueError(f"/{name} is not a plain data set")
     wanted = DTYPES.get(name)
     dimensions = 2 if name == "weights/epochs" else 1
-    known = found.dtype.names is not None if wanted is None else found.dtype in (wanted, older(name, wanted))
+    plain = found.dtype.names is not None and not found.dtype.hasobject  # objects are addresses
+    known = plain if wanted is None else found.dtype in (wanted, older(name, wanted))
     if not known or found.ndim != dimensions:
         raise ValueError(f"/{name} has another layout")
 

@@ -77,6 +77,7 @@ from rudra.simulation.driver import Simulation
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights, differs
 from rudra.simulation.replay_stages import AsRecorded, ThroughStage, ahead
 from rudra.simulation.tensors import RealTensors
+from rudra.trust import admit
 from topologies import Plan
 
 REPLAY_MAY_CHANGE = ("data.path", "training.warm_start")
@@ -142,6 +143,7 @@ def replay(
     overrides: Sequence[str] = (),
     quiet: bool = False,
     force: bool = False,
+    trust: bool = False,
 ) -> Replayed:
     """Repeats a recorded run in this process, and compares it with its record bit for bit.
 
@@ -149,7 +151,8 @@ def replay(
 
     Args:
         path: result file of a run or a simulation.
-        job: the job that was run. It is needed only if the job named Python objects, which a file cannot hold.
+        job: the job that was run. It is needed only if the job named Python objects, which a file cannot hold. Of a
+            job that is given, no code is imported that the file names.
         until: update after which to stop and write the weights; 0: before the first update; None: repeat everything.
         output: path for the weights of `until`, a state dict that `torch.load` reads; None: named after the result file
             and the update.
@@ -157,6 +160,7 @@ def replay(
             replay may change.
         quiet: whether to show no progress bar.
         force: whether to replace an existing `output`.
+        trust: whether to import the code that the file names, also if another user wrote it.
 
     Returns:
         What was repeated, and the first difference. A difference raises nothing.
@@ -164,6 +168,7 @@ def replay(
     Raises:
         ReplayError: the record does not determine the weights, or has no such update.
         ConfigError: the job cannot be made again, or is not the job of the run.
+        TrustError: the file names code, and neither did this user's run write it nor is `trust` set.
         DataError: the data is missing, or not that of the run.
         ResultsError: the result file is missing or damaged.
     """
@@ -174,7 +179,7 @@ def replay(
             raise ReplayError(f"{path}: cannot be replayed: {reason}")
         if until is not None and not 0 <= until <= record.updates_count:
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
-        job = _as_lowered(results, _restored(results, overrides) if job is None else _checked(results, job))
+        job = _as_lowered(results, _restored(results, overrides, trust) if job is None else _checked(results, job))
         plan = record.plan
         if until is None and output is not None:
             raise ConfigError("--output is for the weights of --until")
@@ -561,7 +566,7 @@ def _save(path: Path, job: Job, info: DataInfo, layout: Sequence[Entry], weights
 # The job of the record.
 
 
-def _restored(results: Results, overrides: Sequence[str]) -> Job:
+def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
     """The job that a file holds; hooks are no part of what is repeated."""
     objects = results.attributes["python_objects"].split(", ")
     if given := ", ".join(name for name in objects if not name.startswith("hooks.")):
@@ -571,6 +576,7 @@ def _restored(results: Results, overrides: Sequence[str]) -> Job:
         )
     tables = {"name": results.job["name"], **{key: results.job.get(key, []) for key in DECISIVE_LISTS}}
     tables |= {table: results.job.get(table, {}) for table in DECISIVE}
+    admit(results.path, json.loads(results.attributes["job"]), tables, results.attributes, trust=trust)
     for override in overrides:
         target, equals, value = (part.strip() for part in override.partition("="))
         if target not in REPLAY_MAY_CHANGE or not equals:
