@@ -28,6 +28,9 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 ENDS_S = 3.0
 """How long the fork server may take to end when its ranks are to have ended."""
 
+ORPHANED_S = 10.0
+"""How long a rank may take to end when mpirun is gone, before its proxy ends it."""
+
 STANDS_FOR = "for "
 """How the name of a proxy's process begins; its rank's process follows."""
 
@@ -96,8 +99,11 @@ def _started(worker: Sequence[str]) -> Iterator[str]:
             yield address
         finally:
             ours.close()
-            with suppress(subprocess.TimeoutExpired):  # it ends with the last of its ranks
+            try:  # it ends with the last of its ranks
                 server.wait(ENDS_S)
+            except subprocess.TimeoutExpired:  # it is stopped, or one of them is
+                server.kill()
+                server.wait()
 
 
 def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
@@ -271,14 +277,21 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
                 for caught in woken.recv(4096):
                     os.kill(os.getpid(), caught)
             return
-        (rank,) = _STATUS.unpack(told)
+        (rank,), parent = _STATUS.unpack(told), os.getppid()
         libc.prctl(_PR_SET_NAME, f"{STANDS_FOR}{rank}".encode())
         passed_on = set[int]()
-        while server not in select.select([server, woken], [], [])[0]:
-            for caught in woken.recv(4096):
-                passed_on.add(caught)
-                with suppress(ProcessLookupError):
-                    os.kill(rank, caught)
+        left_s = None  # as long as there is somebody else who ends the rank if it does not end itself
+        while True:
+            ready, *_ = select.select([server, woken], [], [], left_s)
+            if server in ready:
+                break
+            caught = woken.recv(4096) if ready else b"\x09"
+            passed_on.update(caught)
+            with suppress(ProcessLookupError):
+                for number in (*caught, *((signal.SIGCONT,) if signal.SIGTERM in caught else ())):
+                    os.kill(rank, number)  # one that is stopped is to hear that it must end
+            if os.getppid() != parent:
+                left_s = ORPHANED_S
         told = server.recv(_STATUS.size)
     _no_longer_passed_on()
     code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL

@@ -14,6 +14,7 @@ crc32      of the text of `state`
 Nothing in such a file is executed. Every bit of it is checked before anything is used.
 """
 
+import errno
 import glob
 import json
 import os
@@ -38,6 +39,9 @@ from rudra.results.safetensors import LENGTH, Tensor, entry, write
 
 FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
+SPARE = 4 << 20
+"""Bytes that a checkpoint must leave free on the disk: a run without checkpoints goes on, one without results fails."""
+
 _KEPT = re.compile(r"(.+)-(?:update)?[0-9]+")
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 
@@ -153,10 +157,18 @@ class CheckpointWriter:
         crcs = {name: zlib.crc32(tensor.data) for name, tensor in tensors.items()}
         state = json.dumps({"position": msgspec.to_builtins(position), "crc32": crcs, **self._about})
         metadata = {"format": FORMAT, "state": state, "crc32": f"{zlib.crc32(state.encode()):08x}"}
-        with self._saved.open("wb") as file:
-            write(file, {name: Tensor("F32", tensor.shape, tensor) for name, tensor in tensors.items()}, metadata)
-            file.flush()
-            os.fsync(file.fileno())
+        bytes_, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self.path.parent).free
+        if bytes_ + SPARE > free:
+            text = f"it has {bytes_ / 2**20:.1f} MiB, and the disk has {free / 2**20:.1f} MiB left"
+            raise OSError(errno.ENOSPC, text)
+        try:
+            with self._saved.open("wb") as file:
+                write(file, {name: Tensor("F32", tensor.shape, tensor) for name, tensor in tensors.items()}, metadata)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:  # what there is of it takes the room that the results need
+            self._saved.unlink(missing_ok=True)
+            raise
 
     def commit(self, keep: str = "") -> None:
         """Lets what was saved take the place of the one before, which stays as its predecessor.
@@ -185,6 +197,10 @@ class CheckpointWriter:
     def discard(self) -> None:
         """Removes what there is."""
         discard(self.path)
+
+    def discard_previous(self) -> None:
+        """Removes the checkpoint before the last one."""
+        previous_of(self.path).unlink(missing_ok=True)
 
 
 def _possible(position: TrainingState, job: Mapping[str, Any]) -> bool:

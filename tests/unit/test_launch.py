@@ -1,6 +1,7 @@
 """Launching without ranks: environments, the command, the relay and the sentences."""
 
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from rudra.errors import LaunchError
 from rudra.job.job import Job
 from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE
 from rudra.mpi.launch import STARTS, WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
-from rudra.mpi.relay import DIED, START_LINE, UNENDED, Relay, end_line, exit_line, explain
+from rudra.mpi.relay import DIED, START_LINE, TRAINING_LINE, UNENDED, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + RULE
@@ -175,7 +176,7 @@ def say(text): os.write(2, text)
         (f"say({START_LINE + end_line(0) + exit_line(3)!r}); sys.exit(1)", False, 3, ""),
         (f"say({START_LINE + end_line(0)!r}); time.sleep(60)", False, 0, ""),
         (f"say({START_LINE + LOST!r}); sys.exit(1)", False, 1, "mpirun ended the run: prted lost a node"),
-        (f"say({DEATH!r}); say({DEATHS!r}); sys.exit(143)", False, 1, "rank 0, rank 2 died before training began"),
+        (f"say({DEATH!r}); say({DEATHS!r}); sys.exit(143)", False, 1, "rank 0 (server), rank 2 died before training began"),
         (f"say({WORD + UNSTARTED + EXITED!r}); sys.exit(14)", False, 1, "rank 2 died before training began"),
         (f"say({DEATHS + WORD + LEFT + UNSTARTED!r}); sys.exit(14)", False, 1, "rank 2 died before training began"),
         (f"say({VAGUE + KILLED!r}); sys.exit(143)", False, 1, "2 of the 4 ranks on a died before training began"),
@@ -236,7 +237,74 @@ def test_a_rank_that_ends_early_is_not_waited_for(
     for patience in ("OTHERS_S", "NOTICES_S"):
         monkeypatch.setattr(f"rudra.mpi.mpirun.{patience}", 0.3)
     assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server", "learner 0"], payload=None).code == 1
-    assert capfd.readouterr().err == "rudra: rank 1 died before training began\n"
+    assert capfd.readouterr().err == "rudra: rank 1 (learner 0) died before training began\n"
+
+
+TRAINED = START_LINE * 2 + TRAINING_LINE
+BAD = b"rudra: demo: bad\n"
+FINISHED = "open('out.h5', 'w')"
+
+
+@pytest.mark.parametrize(
+    ("deed", "finished", "code", "said"),
+    [
+        (f"{FINISHED}; say({TRAINED!r}); sys.exit(1)", True, 0, "after training, mpirun was ended from outside; the "),
+        (f"{FINISHED}; say({TRAINED + KILLED_LINE % (1, 9)!r}); sys.exit(1)", True, 0, "after training, mpirun was en"),
+        (f"{FINISHED}; say({TRAINED + BAD + end_line(1)!r}); sys.exit(1)", True, 1, "bad"),
+        (f"{FINISHED}; say({TRAINED + BAD + exit_line(1)!r}); sys.exit(1)", True, 1, "bad"),
+        (f"say({TRAINED!r}); sys.exit(1)", True, 1, "mpirun was ended from outside; results of before"),
+        (
+            f"say({START_LINE!r}); time.sleep(60)",
+            False,
+            1,
+            r"mpirun has waited \d s for 1 of 2 ranks to start MPI, longer",
+        ),
+        (
+            f"say({TRAINED + end_line(0)!r}); time.sleep(60)",
+            False,
+            1,
+            r"mpirun has waited \d s for 1 of 2 ranks to end, longer",
+        ),
+        (
+            f"{FINISHED}; say({TRAINED + end_line(0)!r}); time.sleep(60)",
+            True,
+            0,
+            r"after training, mpirun has waited \d s for 1 of 2 ranks to end; the results are complete: out.h5",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            False,
+            1,
+            r"mpirun has waited \d s for mpirun itself, which is stopped, lon",
+        ),
+    ],
+)
+def test_after_training_and_beyond_the_limit_the_launcher_ends_the_run_with_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    deed: str,
+    finished: bool,
+    code: int,
+    said: str,
+) -> None:
+    """A result file that was finished before the run counts for nothing."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(STAND_IN.format(python=sys.executable, deed=deed))
+    mpirun.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    Path("out.h5").touch()
+    os.utime("out.h5", (1, 1))
+    monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpi.launch.fork_server", lambda: nullcontext(WORKER))
+    monkeypatch.setattr("rudra.mpi.launch._is_finished", lambda _: finished)
+    monkeypatch.setattr("rudra.mpi.launch.how_to_resume", lambda _: "results of before")
+    monkeypatch.setattr("rudra.mpi.mpirun.ENDS_S", 0.3)
+    job = Job(name="demo").with_(fault_tolerance={"stall_limit_s": 0.7})
+    assert launch(job, Path("out.h5"), roles=["server", "learner 0"], payload=None).code == code
+    err = capfd.readouterr().err
+    assert re.match(f"rudra: demo: {said}" if said else "$", err)
+    assert err.count("\n") == bool(said)
 
 
 COLLISION = RULE + b"The PMIx server's listener thread failed to start. We cannot\ncontinue.\n" + RULE
