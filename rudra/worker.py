@@ -40,8 +40,9 @@ def main(file: str) -> int:
     """Takes part in the run that `file` describes.
 
     Args:
-        file: two pickles: `sys.path` of the launching process with the role of each world rank, and either a dict of the arguments of
-            `rudra.mpi.session.run_ranks` or something to call without arguments that returns the exit code.
+        file: two pickles: `sys.path` of the launching process with the role of each world rank, and either a dict of
+            the arguments of `rudra.mpi.session.run_ranks` or something to call without arguments that returns the
+            exit code.
 
     Returns:
         Exit code of this rank.

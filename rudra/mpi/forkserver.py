@@ -39,6 +39,9 @@ KILLED_LINE, LEFT_LINE = b"\x1ekilled %d %d\n", b"\x1eleft %d\n"
 badly otherwise, such as by a signal that was passed on."""
 
 _PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of what may use a fork server
+LAUNCHED_BY = "RUDRA_LAUNCHED_BY"
+"""Variable of a fork server: the process that started it."""
+
 _STATUS = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")
 _ARGUMENTS_BYTES = 1 << 16
@@ -84,12 +87,17 @@ def _started(worker: Sequence[str]) -> Iterator[str]:
         listener.bind(f"\0{address}")
         listener.listen()
         kept = (listener.fileno(), theirs.fileno())
+        about = {LAUNCHED_BY: str(os.getpid()), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         server = subprocess.Popen(
             [*worker, "--serve", *map(str, kept)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # what it cannot do, the ranks try themselves, and say why
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            env={
+                **os.environ,
+                LAUNCHED_BY: str(os.getpid()),
+                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            },
             pass_fds=kept,
             start_new_session=True,
         )

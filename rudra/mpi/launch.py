@@ -6,6 +6,7 @@ This side of a launch never imports mpi4py: the launching process is no rank. Th
 import io
 import os
 import pickle
+import pwd
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from rudra.log import log
 from rudra.mpi import failures
 from rudra.mpi.failures import TCP_FLAGS, ULFM, known, named_ranks
 from rudra.mpi.forkserver import WORKER, fork_server
+from rudra.mpi.leftovers import remove_leftovers
 from rudra.mpi.mpirun import Mpirun
 from rudra.mpi.relay import DIED, explain, signal_name
 from rudra.results.checkpoint import how_to_resume, path_of
@@ -47,6 +49,9 @@ WORD_S = 4.0
 
 _COLLISION = b"listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
 STARTS = 3
+
+ANSWERS_S = 120.0
+"""How long mpirun may take to tell its version: a busy machine is slow."""
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -99,6 +104,22 @@ def find_mpirun() -> Path:
     return Path(found)
 
 
+def environment() -> dict[str, str]:
+    """The variables for mpirun: those of this process, and a home directory, without which Open MPI does not start.
+
+    Raises:
+        LaunchError: this user has no home directory.
+    """
+    if "HOME" in os.environ:
+        return {**os.environ}
+    try:
+        return {**os.environ, "HOME": pwd.getpwuid(os.geteuid()).pw_dir}
+    except KeyError:
+        raise LaunchError(
+            "mpirun needs a home directory, and this user has none; set the variable HOME, as in HOME=/tmp rudra run …"
+        ) from None
+
+
 def is_open_mpi(mpirun: Path) -> bool:
     """Whether this mpirun takes Open MPI's options.
 
@@ -106,16 +127,25 @@ def is_open_mpi(mpirun: Path) -> bool:
         LaunchError: it does not run at all.
     """
     try:
-        version = subprocess.run([mpirun, "--version"], capture_output=True, timeout=30, check=True, text=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"{mpirun} does not run: {str(error).splitlines()[0]}") from None
-    return "Open MPI" in version or "Open-MPI" in version
+        done = subprocess.run(
+            [mpirun, "--version"], capture_output=True, timeout=ANSWERS_S, check=False, text=True, env=environment()
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{mpirun} has not told its version within {ANSWERS_S:.0f} s: is the machine busy?") from None
+    except OSError as error:
+        raise LaunchError(f"{mpirun} does not run: {error.strerror or error}") from None
+    if done.returncode:
+        words = [line.strip() for line in done.stderr.splitlines() if line.strip("- ")]
+        said = words[0] if words else "it said nothing"
+        raise LaunchError(f"{mpirun} does not run: it ended with code {done.returncode}: {said}")
+    return "Open MPI" in done.stdout or "Open-MPI" in done.stdout
 
 
 def has_ulfm(mpirun: Path) -> bool:
     """Whether this mpirun of Open MPI can let ranks outlive others."""
     try:
-        return subprocess.run([mpirun, *ULFM, "--version"], capture_output=True, timeout=30).returncode == 0
+        asked = [mpirun, *ULFM, "--version"]
+        return subprocess.run(asked, capture_output=True, timeout=ANSWERS_S, env=environment()).returncode == 0
     except (OSError, subprocess.SubprocessError):
         return False
 
@@ -157,6 +187,7 @@ def launch(
     mpirun = find_mpirun()
     open_mpi = is_open_mpi(mpirun)
     before, tolerance = _stamp(output), job.fault_tolerance
+    remove_leftovers(output.absolute().parent)
     patience = {"stall_warning_s": tolerance.stall_warning_s, "stall_limit_s": tolerance.stall_limit_s}
     with known(roles), _payload_file(output, payload) as file:
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
@@ -164,7 +195,7 @@ def launch(
         with fork_server() if open_mpi else nullcontext(WORKER) as start:
             command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
             for _ in range(STARTS):
-                run = Mpirun(command, len(roles), _write_stderr, name=job.name, **patience)
+                run = Mpirun(command, len(roles), _write_stderr, env=environment(), name=job.name, **patience)
                 code = run.wait()
                 if not (code and _COLLISION in b"".join(run.relay.withheld)):
                     break
@@ -294,9 +325,10 @@ def _payload_file(output: Path, payload: object) -> Iterator[Path]:
     except OSError as error:
         raise ResultsError(f"{output}: cannot write in its directory: {error.strerror}") from None
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "wb") as file:  # open as long as it is needed: see `rudra.mpi.leftovers`
             file.write(data.getbuffer())
-        yield Path(name)
+            file.flush()
+            yield Path(name)
     finally:
         with suppress(OSError):
             os.unlink(name)

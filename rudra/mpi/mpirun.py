@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,6 +14,7 @@ from rudra.errors import LaunchError
 from rudra.log import log
 from rudra.machine import end_with_parent
 from rudra.mpi.failures import RollCall, is_stopped, named_ranks
+from rudra.mpi.loopback import listen_on_loopback
 from rudra.mpi.patience import Patience
 from rudra.mpi.relay import Relay
 
@@ -49,6 +50,7 @@ class Mpirun:
         command: with its options, and what it is to start.
         ranks: how many it starts.
         write: takes what is for the user.
+        env: its variables; None: those of this process.
         name: of the run, for messages.
         stall_warning_s: a wait of this process for ranks that no rank looks after is reported when it is longer.
         stall_limit_s: such a wait ends the run when it is longer; None: never, but MPI must start within `START_S`.
@@ -72,6 +74,7 @@ class Mpirun:
         ranks: int,
         write: Callable[[bytes], None],
         *,
+        env: Mapping[str, str] | None = None,
         name: str = "",
         stall_warning_s: float = 60.0,
         stall_limit_s: float | None = None,
@@ -93,6 +96,7 @@ class Mpirun:
                 command,
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                env=env,
                 start_new_session=True,  # Ctrl-C of the terminal comes to this process only, which stops it in order
                 preexec_fn=end_with_parent,  # so that no rank is left over
             )
@@ -183,6 +187,8 @@ class Mpirun:
             return
         self._looked_at = now
         self.roll.look()
+        if not self.relay.started and self.roll.here == self.ranks:
+            listen_on_loopback(self._process.pid)
         if self.relay.started >= self.ranks or self.relay.ends or self.relay.code is not None:
             self.dead = set()
         elif not self.relay.died and (not self.dead or now - self._died_at < TOGETHER_S):

@@ -26,7 +26,8 @@ _OF_OTHERS = {signal.SIGALRM, signal.SIGABRT}
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
 _WORD = re.compile(rb"\x1e(start|training|end|exit|killed|left)(?: (\d+))?(?: (\d+))?$")
 _NOISE = re.compile(  # now and then, while it ends or a rank has died
-    rb"NBC_Progress: an error |\[[^]]+:\d+\] .*opal_modex_recv|\[\[\d+,\d+\],\d+\]\[.*opal_modex_recv|\[warn\] Epoll |Abort is in progress\.\.\.hit ctrl-c again|"
+    rb"NBC_Progress: an error |(\[[^]]+:\d+\] |\[\[\d+,\d+\],\d+\]\[).*opal_modex_recv|"
+    rb"\[warn\] Epoll |Abort is in progress\.\.\.hit ctrl-c again|"
     rb"\[[^]]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH |pmix_ptl_base: send_msg: )"
 )
 _MPI = re.compile(rb"\[[^]]+:\d+\] |\[\[\d+,\d+\],\d+\]\[")  # how MPI's own lines begin that are not framed

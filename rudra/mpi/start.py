@@ -18,8 +18,18 @@ from rudra.mpi.launch import world_size
 START_S = 300
 """A rank that needs longer for MPI's start is ended: it may wait for one that has died, for ever."""
 
-WITHOUT_OFI = ("OMPI_MCA_btl", "^ofi")
-"""To Open MPI: not the transport for one-sided messages, of which there are none; to be put away takes it a second."""
+
+def without_transports(env: Mapping[str, str]) -> str:
+    """The transports that Open MPI is not to use on this rank, as its variable has it.
+
+    There are no one-sided messages, for which it would need `ofi`, which takes a second to be put away. If all ranks
+    are on this machine, they need no `tcp`, which would listen on all interfaces.
+
+    Args:
+        env: of the rank.
+    """
+    here, ranks = env.get("OMPI_COMM_WORLD_LOCAL_SIZE"), env.get("OMPI_COMM_WORLD_SIZE")
+    return "^ofi,tcp" if here is not None and here == ranks else "^ofi"
 
 
 def start_mpi() -> None:
@@ -40,7 +50,7 @@ def start_mpi() -> None:
         mismatch = unsuited(os.environ, library, speaks_pmix=_speaks_pmix())
         if mismatch is not None:
             raise LaunchError(mismatch)
-        os.environ.setdefault(*WITHOUT_OFI)
+        os.environ.setdefault("OMPI_MCA_btl", without_transports(os.environ))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)
         with watched_start():

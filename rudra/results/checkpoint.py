@@ -143,6 +143,7 @@ class CheckpointWriter:
         self.path = path
         self._about = {"job": job, "attributes": attributes}
         self._saved = _saved_of(path)
+        self._held: int | None = None  # what was saved and is not committed yet
 
     def save(self, position: TrainingState, tensors: NamedVectors) -> None:
         """Writes a checkpoint beside the one that counts.
@@ -161,14 +162,23 @@ class CheckpointWriter:
         if bytes_ + SPARE > free:
             text = f"it has {bytes_ / 2**20:.1f} MiB, and the disk has {free / 2**20:.1f} MiB left"
             raise OSError(errno.ENOSPC, text)
+        self.release()
         try:
             with self._saved.open("wb") as file:
+                self._held = os.dup(file.fileno())  # a file that is open is no leftover of a run that was killed
                 write(file, {name: Tensor("F32", tensor.shape, tensor) for name, tensor in tensors.items()}, metadata)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:  # what there is of it takes the room that the results need
             self._saved.unlink(missing_ok=True)
+            self.release()
             raise
+
+    def release(self) -> None:
+        """Closes the file that was saved last."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def commit(self, keep: str = "") -> None:
         """Lets what was saved take the place of the one before, which stays as its predecessor.
@@ -192,6 +202,7 @@ class CheckpointWriter:
             except OSError:  # a file system without links
                 os.replace(self.path, previous)
         os.replace(self._saved, self.path)
+        self.release()
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
