@@ -289,11 +289,13 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
             ready, *_ = select.select([server, woken], [], [], left_s)
             if server in ready:
                 break
-            caught = woken.recv(4096) if ready else b"\x09"
-            passed_on.update(caught)
+            numbers = list(woken.recv(4096)) if ready else [signal.SIGKILL]
+            if signal.SIGTERM in numbers:
+                numbers.append(signal.SIGCONT)  # a rank that is stopped is to hear that it must end
+            passed_on.update(numbers)
             with suppress(ProcessLookupError):
-                for number in (*caught, *((signal.SIGCONT,) if signal.SIGTERM in caught else ())):
-                    os.kill(rank, number)  # one that is stopped is to hear that it must end
+                for each in numbers:
+                    os.kill(rank, each)
             if os.getppid() != parent:
                 left_s = ORPHANED_S
         told = server.recv(_STATUS.size)

@@ -144,7 +144,7 @@ def is_open_mpi(mpirun: Path) -> bool:
 def has_ulfm(mpirun: Path) -> bool:
     """Whether this mpirun of Open MPI can let ranks outlive others."""
     try:
-        asked = [mpirun, *ULFM, "--version"]
+        asked = [str(mpirun), *ULFM, "--version"]
         return subprocess.run(asked, capture_output=True, timeout=ANSWERS_S, env=environment()).returncode == 0
     except (OSError, subprocess.SubprocessError):
         return False
@@ -188,14 +188,21 @@ def launch(
     open_mpi = is_open_mpi(mpirun)
     before, tolerance = _stamp(output), job.fault_tolerance
     remove_leftovers(output.absolute().parent)
-    patience = {"stall_warning_s": tolerance.stall_warning_s, "stall_limit_s": tolerance.stall_limit_s}
     with known(roles), _payload_file(output, payload) as file:
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
         # MPICH's mpirun speaks to a rank by a descriptor that only the process has that it started.
         with fork_server() if open_mpi else nullcontext(WORKER) as start:
             command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
             for _ in range(STARTS):
-                run = Mpirun(command, len(roles), _write_stderr, env=environment(), name=job.name, **patience)
+                run = Mpirun(
+                    command,
+                    len(roles),
+                    _write_stderr,
+                    env=environment(),
+                    name=job.name,
+                    stall_warning_s=tolerance.stall_warning_s,
+                    stall_limit_s=tolerance.stall_limit_s,
+                )
                 code = run.wait()
                 if not (code and _COLLISION in b"".join(run.relay.withheld)):
                     break

@@ -1,24 +1,46 @@
 """Has a run whose ranks are all on this machine listen on the loopback interface only.
 
-Open MPI's mpirun listens on all interfaces for its daemons on other nodes, whatever it is told. Where there are none,
-the launcher, which is its parent, takes a copy of each such socket and binds it to the loopback interface.
+Open MPI listens on all interfaces, whatever it is told: mpirun for its daemons on other nodes, and ranks for the ranks
+there. Where there are no other nodes, each rank binds its own sockets to the loopback interface once MPI has started.
+The launcher, which is mpirun's parent, takes a copy of each socket of mpirun and does the same.
 """
 
 import ctypes
 import os
 import socket
 import sys
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+
+_INCLUDE, _EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
 
 _PIDFD_GETFD = 438  # on all architectures
 _INTERNET = {socket.AF_INET, socket.AF_INET6}
+
+
+def is_one_machine(env: Mapping[str, str]) -> bool:
+    """Whether all ranks of a run are on this machine, as Open MPI's variables of one of them have it."""
+    here = env.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return here is not None and here == env.get("OMPI_COMM_WORLD_SIZE")
+
+
+def choose_loopback(env: MutableMapping[str, str]) -> bool:
+    """Has Open MPI connect ranks by the loopback interface, if all are on this machine; whether it does.
+
+    Args:
+        env: of a rank whose MPI has not started; a choice of the user's stays.
+    """
+    if not is_one_machine(env) or _INCLUDE in env or _EXCLUDE in env:
+        return False
+    env[_INCLUDE] = "lo"
+    return True
 
 
 def listen_on_loopback(process: int) -> None:
     """Binds what a process listens on to the loopback interface, as far as the kernel lets this one do so.
 
     Args:
-        process: of this user; the kernel may want it to be a child of this one.
+        process: this one, or another of this user; the kernel may want that to be a child of this one.
     """
     if sys.platform != "linux":
         return

@@ -628,7 +628,8 @@ class _Session:
                 checkpoints.discard()
         except OSError as error:
             log.warning(
-                f"{checkpoints.path}: the final checkpoint was not written: {error}; everything else is complete"
+                f"{checkpoints.path}: the final checkpoint was not written: {error.strerror or error}; everything else "
+                "is complete"
             )
 
     def _depart(self, rank: Rank) -> bool:

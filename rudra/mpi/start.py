@@ -14,22 +14,14 @@ from pathlib import Path
 from rudra.errors import LaunchError
 from rudra.mpi.failures import watched_start
 from rudra.mpi.launch import world_size
+from rudra.mpi.loopback import choose_loopback, listen_on_loopback
 
 START_S = 300
 """A rank that needs longer for MPI's start is ended: it may wait for one that has died, for ever."""
 
 
-def without_transports(env: Mapping[str, str]) -> str:
-    """The transports that Open MPI is not to use on this rank, as its variable has it.
-
-    There are no one-sided messages, for which it would need `ofi`, which takes a second to be put away. If all ranks
-    are on this machine, they need no `tcp`, which would listen on all interfaces.
-
-    Args:
-        env: of the rank.
-    """
-    here, ranks = env.get("OMPI_COMM_WORLD_LOCAL_SIZE"), env.get("OMPI_COMM_WORLD_SIZE")
-    return "^ofi,tcp" if here is not None and here == ranks else "^ofi"
+WITHOUT_OFI = ("OMPI_MCA_btl", "^ofi")
+"""To Open MPI: not the transport for one-sided messages, of which there are none; to be put away takes it a second."""
 
 
 def start_mpi() -> None:
@@ -50,12 +42,15 @@ def start_mpi() -> None:
         mismatch = unsuited(os.environ, library, speaks_pmix=_speaks_pmix())
         if mismatch is not None:
             raise LaunchError(mismatch)
-        os.environ.setdefault("OMPI_MCA_btl", without_transports(os.environ))
+        os.environ.setdefault(*WITHOUT_OFI)
+        alone = choose_loopback(os.environ)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)
         with watched_start():
             MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))  # multiple, unless users say less
         signal.alarm(0)
+        if alone:
+            listen_on_loopback(os.getpid())
     found = MPI.COMM_WORLD.size
     if expected is not None and expected != found:
         raise LaunchError(

@@ -40,7 +40,8 @@ from rudra.results.safetensors import LENGTH, Tensor, entry, write
 FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
 SPARE = 4 << 20
-"""Bytes that a checkpoint must leave free on the disk: a run without checkpoints goes on, one without results fails."""
+"""Bytes that a checkpoint must leave free beside the final weights: without a checkpoint a run continues, without room
+for its results it fails."""
 
 _KEPT = re.compile(r"(.+)-(?:update)?[0-9]+")
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
@@ -158,9 +159,11 @@ class CheckpointWriter:
         crcs = {name: zlib.crc32(tensor.data) for name, tensor in tensors.items()}
         state = json.dumps({"position": msgspec.to_builtins(position), "crc32": crcs, **self._about})
         metadata = {"format": FORMAT, "state": state, "crc32": f"{zlib.crc32(state.encode()):08x}"}
-        bytes_, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self.path.parent).free
-        if bytes_ + SPARE > free:
-            text = f"it has {bytes_ / 2**20:.1f} MiB, and the disk has {free / 2**20:.1f} MiB left"
+        sizes, free = [tensor.nbytes for tensor in tensors.values()], shutil.disk_usage(self.path.parent).free
+        results = max(sizes, default=0) + SPARE
+        if sum(sizes) + results > free:
+            needed, kept, left = (size / 2**20 for size in (sum(sizes), results, free))
+            text = f"it needs {needed:.1f} MiB, the results may need {kept:.1f}, and the disk has {left:.1f} left"
             raise OSError(errno.ENOSPC, text)
         self.release()
         try:

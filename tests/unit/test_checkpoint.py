@@ -42,7 +42,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_piece(tmp_path: Path, monkeypa
     writer = CheckpointWriter(tmp_path / "run.ckpt", JOB, {"python_objects": ""})
     with monkeypatch.context() as context:
         context.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=checkpoint.SPARE))
-        with pytest.raises(OSError, match=r"it has 0\.0 MiB, and the disk has 4\.0 MiB left"):
+        with pytest.raises(OSError, match=r"it needs 0\.0 MiB, the results may need 4\.0, and the disk has 4\.0 left"):
             writer.save(POSITION, tensors(1))
 
     def fills(file: Any, *_: Any) -> None:
