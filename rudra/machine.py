@@ -18,6 +18,17 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
+def memory_file(name: str) -> int:
+    """A descriptor of a new file without a name, which this user's processes alone can open.
+
+    Raises:
+        OSError, AttributeError: there can be none.
+    """
+    file = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.fchmod(file, 0o600)
+    return file
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -40,8 +40,9 @@ def main(file: str) -> int:
     """Takes part in the run that `file` describes.
 
     Args:
-        file: two pickles: `sys.path` of the launching process, and either a dict of the arguments of
-            `rudra.mpi.session.run_ranks` or something to call without arguments that returns the exit code.
+        file: two pickles: `sys.path` of the launching process with the role of each world rank, and either a dict of
+            the arguments of `rudra.mpi.session.run_ranks` or something to call without arguments that returns the
+            exit code.
 
     Returns:
         Exit code of this rank.
@@ -54,14 +55,16 @@ def main(file: str) -> int:
     for number in stops:
         signal.signal(number, signal.SIG_DFL)  # nothing has begun that needs an end in order
     with Path(file).open("rb") as stream:  # not the fork server's, where ranks would share one position
-        sys.path[:] = pickle.load(stream)
+        sys.path[:], roles = pickle.load(stream)
         from rudra import leaving  # noqa: F401  before what it is to outlast
         from rudra.errors import LaunchError
         from rudra.log import log
+        from rudra.mpi import failures
         from rudra.mpi.launch import let_rank0_report, world_rank
         from rudra.mpi.relay import START_LINE, UNENDED
         from rudra.mpi.start import start_mpi
 
+        failures.roles = roles
         sys.stderr = PromptOutput(2, UNENDED.decode())
         try:
             start_mpi()
@@ -101,7 +104,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     from mpi4py import MPI
 
     from rudra.log import log
-    from rudra.mpi.failures import abort_on_dead_rank
+    from rudra.mpi.failures import abort_on_dead_rank, named_ranks
 
     run: Callable[[], int] | None = None
     report = ""
@@ -115,7 +118,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
             def run() -> int:
                 return run_ranks(**payload)[0]
     except Exception as error:  # a module of the user's that is not there, or does not work
-        report = f"rank {MPI.COMM_WORLD.rank} cannot load the job: {type(error).__name__}: {error}\n"
+        report = f"{named_ranks([MPI.COMM_WORLD.rank])} cannot load the job: {type(error).__name__}: {error}\n"
         report += traceback.format_exc().rstrip("\n")
     with abort_on_dead_rank():
         reports = MPI.COMM_WORLD.allgather(report)

@@ -20,9 +20,15 @@ from typing import Any, Literal
 
 from rudra.errors import LaunchError
 from rudra.machine import cores, free_memory
-from rudra.mpi.launch import find_mpirun, is_open_mpi, mpirun_command, world_size
+from rudra.mpi.launch import environment, find_mpirun, is_open_mpi, mpirun_command, world_size
 
-PROBE_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 300.0
+"""How long two ranks may take to answer: as long as a run lets MPI start."""
+
+LATE = f"two ranks gave no answer within {PROBE_TIMEOUT_S:.0f} s"
+
+BUSY = "ask again when the machine has less to do"
+
 DEFAULT_LEARNERS = 4
 
 RESERVED = 1 << 30
@@ -163,12 +169,21 @@ def _mpi() -> Iterator[Finding]:
         return
     yield Finding("launcher", "ok", f"{mpirun}{'' if open_mpi else ' (not Open MPI)'}")
     said, reason = _probe(mpirun, open_mpi, PROBE)
+    if said is None and reason == LATE and _busy():
+        yield Finding("mpi", "warn", f"{reason}: {_busy()}", BUSY)
+        return
     if said is None:
         yield Finding("mpi", "fail", reason, "see the message; is mpirun's MPI the one that mpi4py loads?")
         return
     yield from _mpi_findings(json.loads(said))
     if open_mpi:
-        works = _probe(mpirun, open_mpi, ULFM_PROBE, "--with-ft", "ulfm")[0] == "ulfm 2"
+        said, reason = _probe(mpirun, open_mpi, ULFM_PROBE, "--with-ft", "ulfm")
+        if reason == LATE and _busy():
+            yield Finding(
+                "fault tolerance", "warn", f"{reason}: {_busy()}", "ask again when the machine has less to do"
+            )
+            return
+        works = said == "ulfm 2"
         advice = "" if works else "runs go on after a lost learner only where the MPI library has ULFM (Open MPI >= 5)"
         yield Finding("fault tolerance", "ok" if works else "warn", "ULFM works" if works else "no ULFM", advice)
 
@@ -239,7 +254,12 @@ def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[st
     command = mpirun_command(mpirun, 2, [sys.executable, "-c", script], open_mpi=open_mpi, root=os.geteuid() == 0)
     command[1:1] = options
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
     )
     try:
         output, errors = process.communicate(timeout=PROBE_TIMEOUT_S)
@@ -250,13 +270,19 @@ def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[st
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-        return None, f"two ranks gave no answer within {PROBE_TIMEOUT_S:.0f} s"
+        return None, LATE
     lines = output.strip().splitlines()
     if process.returncode == 0 and lines:
         return lines[-1], ""
     words = [line for line in errors.splitlines() if line.strip("- ")]
     reason = next((line for line in words if "Error:" in line), words[0] if words else "it said nothing")
     return None, f"mpirun ended with code {process.returncode}: {reason}"
+
+
+def _busy() -> str:
+    """That this machine has more to do than it has cores for; else nothing."""
+    load = os.getloadavg()[0]
+    return f"the machine is busy, with a load of {load:.1f} on {cores()} cores" if load > 1.5 * cores() else ""
 
 
 def _slurm() -> Finding:

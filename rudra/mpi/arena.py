@@ -22,6 +22,8 @@ import numpy.typing as npt
 import torch
 from mpi4py import MPI
 
+from rudra.machine import memory_file
+
 _ALIGNED = mmap.ALLOCATIONGRANULARITY
 _TOKEN = 16
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
@@ -79,7 +81,7 @@ class Arena:
 
     def _open(self) -> None:
         if self._file < 0:
-            self._file = os.memfd_create("rudra-buffers", os.MFD_CLOEXEC)
+            self._file = memory_file("rudra-buffers")
 
     def meet(self, node: MPI.Comm, me: int, reserved: int) -> str:
         """Maps the memory of the other ranks of a node; all of them call, when they have their first buffers.
@@ -99,7 +101,7 @@ class Arena:
             try:
                 self._open()
                 os.ftruncate(self._file, self._reserved)
-                words = os.memfd_create("rudra-leases", os.MFD_CLOEXEC)
+                words = memory_file("rudra-leases")
                 os.ftruncate(words, size + _TOKEN)
                 os.pwrite(words, token, size)
             except (OSError, AttributeError) as error:

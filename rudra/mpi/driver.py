@@ -62,8 +62,9 @@ from rudra.mpi.clock import clock_origin
 from rudra.mpi.comm_threads import CommThread, Worker
 from rudra.mpi.control import ControlRing
 from rudra.mpi.doorbell import Doorbell
-from rudra.mpi.failures import SPEAKS_S, Losses, outcome
+from rudra.mpi.failures import SPEAKS_S, Losses, named_ranks, outcome, stopped_neighbours
 from rudra.mpi.leases import Going
+from rudra.mpi.patience import Patience
 from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
 from rudra.mpi.regroup import Regrouping
 from rudra.mpi.standstill import LEFT_S, Standstill
@@ -161,7 +162,7 @@ class Rank:
         self._to_ring: set[int] = set()
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         self._shortest_s = 200e-6 if doorbell.reaches(others) else 20e-6
-        self._stall_warning, self._stall_limit = stall_warning_s, stall_limit_s
+        self._patience = Patience(stall_warning_s, stall_limit_s)
         self._spin_s = SPIN_S if spins else 0.0
         self._halves = halves
         self._rings = {role: ControlRing(comm, role) for role in machines}
@@ -239,7 +240,6 @@ class Rank:
             Ended: the launcher told this rank to end.
         """
         idle_since: float | None = None
-        warned_s = self._stall_warning
         while self._running:
             if self.ended:
                 raise Ended
@@ -248,15 +248,15 @@ class Rank:
                 urgent()
             self.pass_on_stop()
             if self._step():
-                idle_since, warned_s = None, self._stall_warning
+                idle_since = None
+                self._patience.begin()
                 continue
             now = time.perf_counter()
             idle_since = now if idle_since is None else idle_since
             waited = now - idle_since
             self._tick(now)
-            if waited >= warned_s:
-                self._report_wait(waited)
-                warned_s *= 2
+            if due := self._patience.due(waited):
+                self._report_wait(waited, ends=due == "end")
             if waited >= ALONE_S and self._losses.dead:
                 self._go_on_alone()
             if waited >= LEFT_S and self._losses.dead and not self._beside:
@@ -558,11 +558,12 @@ class Rank:
     def _who(self, role: int) -> str:
         return self.plan.roles[role].title
 
-    def _report_wait(self, waited: float) -> None:
+    def _report_wait(self, waited: float, *, ends: bool) -> None:
         for role in self._running:
             line = f"has waited {waited:.0f} s for {self._machines[role].waiting_for}"
-            if self._stall_limit is not None and waited >= self._stall_limit:
-                raise RunError(line)
+            if ends:
+                stopped = named_ranks(stopped_neighbours(self.comm.size))
+                raise RunError(f"{line}; stopped by a signal: {stopped}" if stopped else line)
             log.warning(f"{self._who(role)} {line}", extra={"role": self.plan.roles[role].name})
 
     def _stand_still(self) -> None:

@@ -18,7 +18,7 @@ import socket
 import sys
 import termios
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -201,6 +201,7 @@ class RollCall:
     Attributes:
         seen: those that have come.
         alive: those that are there.
+        stopped: those of them whose process, or the one that stands for it, is stopped.
         dead: those that are no more.
         first: those that were missed first, and have not come back.
         here: how many are to be on this node; None: nobody has told yet.
@@ -211,7 +212,7 @@ class RollCall:
     ) -> None:
         self._launched_by, self._ranks = launched_by, ranks
         self.here = here
-        self.seen, self.alive, self.dead = set(seen), set[int](), set[int]()
+        self.seen, self.alive, self.dead, self.stopped = set(seen), set[int](), set[int](), set[int]()
         self.first, self._missed = set[int](), set[int]()
         self._come_at = -math.inf if come else math.inf  # when all must have
 
@@ -220,7 +221,9 @@ class RollCall:
         started = started_below(self._launched_by)
         if started and self._come_at == math.inf:
             self._come_at = time.monotonic() + APPEAR_S
-        self.alive = {rank for rank, process in started.items() if lives(process_of(process))}
+        processes = {rank: process_of(process) for rank, process in started.items()}
+        self.alive = {rank for rank, process in processes.items() if lives(process)}
+        self.stopped = {rank for rank in self.alive if is_stopped(processes[rank]) or is_stopped(started[rank])}
         self.seen |= started.keys()
         if self.here is None:
             self.here = next(filter(None, map(neighbours, started.values())), None)
@@ -279,9 +282,19 @@ def _children(pid: int) -> set[int]:
 
 def lives(process: int) -> bool:
     """Whether a process runs, and is not only waited for."""
+    return _state(process) not in {"", "Z", "X"}
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP or a debugger."""
+    return _state(process) in {"T", "t"}
+
+
+def _state(process: int) -> str:
+    """The letter by which the kernel tells the state of a process; empty: there is no such process."""
     with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
-    return False
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _rank_of(pid: int) -> int | None:
@@ -304,8 +317,26 @@ def _told(pid: int, name: bytes) -> int | None:
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
-    """Ranks, for people."""
-    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
+    """Ranks, for people, with their roles as far as `roles` tells them."""
+    return ", ".join(f"rank {rank} ({roles[rank]})" if rank < len(roles) else f"rank {rank}" for rank in sorted(ranks))
+
+
+@contextmanager
+def known(names: Sequence[str]) -> Iterator[None]:
+    """Has messages of this process name ranks with their roles, meanwhile."""
+    global roles
+    before, roles = roles, names
+    try:
+        yield
+    finally:
+        roles = before
+
+
+def stopped_neighbours(ranks: int) -> set[int]:
+    """The ranks on this rank's node whose processes are stopped."""
+    roll = RollCall(launcher(), ranks)
+    roll.look()
+    return roll.stopped
 
 
 @contextmanager
@@ -403,6 +434,9 @@ def heard() -> None:
             time.sleep(0.01)
     time.sleep(0.1)  # it writes what it has read in its next turn
 
+
+roles: Sequence[str] = ()
+"""What each world rank of this process's run is, for messages; empty: not known yet."""
 
 outlived = False
 """Whether this rank has outlived another one, so that MPI must not be left by its own door."""

@@ -28,6 +28,9 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 ENDS_S = 3.0
 """How long the fork server may take to end when its ranks are to have ended."""
 
+ORPHANED_S = 10.0
+"""How long a rank may take to end when mpirun is gone, before its proxy ends it."""
+
 STANDS_FOR = "for "
 """How the name of a proxy's process begins; its rank's process follows."""
 
@@ -36,6 +39,9 @@ KILLED_LINE, LEFT_LINE = b"\x1ekilled %d %d\n", b"\x1eleft %d\n"
 badly otherwise, such as by a signal that was passed on."""
 
 _PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of what may use a fork server
+LAUNCHED_BY = "RUDRA_LAUNCHED_BY"
+"""Variable of a fork server: the process that started it."""
+
 _STATUS = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")
 _ARGUMENTS_BYTES = 1 << 16
@@ -81,12 +87,13 @@ def _started(worker: Sequence[str]) -> Iterator[str]:
         listener.bind(f"\0{address}")
         listener.listen()
         kept = (listener.fileno(), theirs.fileno())
+        about = {LAUNCHED_BY: str(os.getpid()), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         server = subprocess.Popen(
             [*worker, "--serve", *map(str, kept)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # what it cannot do, the ranks try themselves, and say why
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            env={**os.environ, **about},
             pass_fds=kept,
             start_new_session=True,
         )
@@ -96,8 +103,11 @@ def _started(worker: Sequence[str]) -> Iterator[str]:
             yield address
         finally:
             ours.close()
-            with suppress(subprocess.TimeoutExpired):  # it ends with the last of its ranks
+            try:  # it ends with the last of its ranks
                 server.wait(ENDS_S)
+            except subprocess.TimeoutExpired:  # it is stopped, or one of them is
+                server.kill()
+                server.wait()
 
 
 def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
@@ -271,14 +281,23 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
                 for caught in woken.recv(4096):
                     os.kill(os.getpid(), caught)
             return
-        (rank,) = _STATUS.unpack(told)
+        (rank,), parent = _STATUS.unpack(told), os.getppid()
         libc.prctl(_PR_SET_NAME, f"{STANDS_FOR}{rank}".encode())
         passed_on = set[int]()
-        while server not in select.select([server, woken], [], [])[0]:
-            for caught in woken.recv(4096):
-                passed_on.add(caught)
-                with suppress(ProcessLookupError):
-                    os.kill(rank, caught)
+        left_s = None  # as long as there is somebody else who ends the rank if it does not end itself
+        while True:
+            ready, *_ = select.select([server, woken], [], [], left_s)
+            if server in ready:
+                break
+            numbers = list(woken.recv(4096)) if ready else [signal.SIGKILL]
+            if signal.SIGTERM in numbers:
+                numbers.append(signal.SIGCONT)  # a rank that is stopped is to hear that it must end
+            passed_on.update(numbers)
+            with suppress(ProcessLookupError):
+                for each in numbers:
+                    os.kill(rank, each)
+            if os.getppid() != parent:
+                left_s = ORPHANED_S
         told = server.recv(_STATUS.size)
     _no_longer_passed_on()
     code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL

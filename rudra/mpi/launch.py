@@ -6,6 +6,7 @@ This side of a launch never imports mpi4py: the launching process is no rank. Th
 import io
 import os
 import pickle
+import pwd
 import shutil
 import signal
 import subprocess
@@ -22,8 +23,10 @@ import cloudpickle
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
 from rudra.job.job import Job
 from rudra.log import log
-from rudra.mpi.failures import TCP_FLAGS, ULFM, named_ranks
+from rudra.mpi import failures
+from rudra.mpi.failures import TCP_FLAGS, ULFM, known, named_ranks
 from rudra.mpi.forkserver import WORKER, fork_server
+from rudra.mpi.leftovers import remove_leftovers
 from rudra.mpi.mpirun import Mpirun
 from rudra.mpi.relay import DIED, explain, signal_name
 from rudra.results.checkpoint import how_to_resume, path_of
@@ -46,6 +49,9 @@ WORD_S = 4.0
 
 _COLLISION = b"listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
 STARTS = 3
+
+ANSWERS_S = 120.0
+"""How long mpirun may take to tell its version: a busy machine is slow."""
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -98,6 +104,22 @@ def find_mpirun() -> Path:
     return Path(found)
 
 
+def environment() -> dict[str, str]:
+    """The variables for mpirun: those of this process, and a home directory, without which Open MPI does not start.
+
+    Raises:
+        LaunchError: this user has no home directory.
+    """
+    if "HOME" in os.environ:
+        return {**os.environ}
+    try:
+        return {**os.environ, "HOME": pwd.getpwuid(os.geteuid()).pw_dir}
+    except KeyError:
+        raise LaunchError(
+            "mpirun needs a home directory, and this user has none; set the variable HOME, as in HOME=/tmp rudra run …"
+        ) from None
+
+
 def is_open_mpi(mpirun: Path) -> bool:
     """Whether this mpirun takes Open MPI's options.
 
@@ -105,16 +127,25 @@ def is_open_mpi(mpirun: Path) -> bool:
         LaunchError: it does not run at all.
     """
     try:
-        version = subprocess.run([mpirun, "--version"], capture_output=True, timeout=30, check=True, text=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"{mpirun} does not run: {str(error).splitlines()[0]}") from None
-    return "Open MPI" in version or "Open-MPI" in version
+        done = subprocess.run(
+            [mpirun, "--version"], capture_output=True, timeout=ANSWERS_S, check=False, text=True, env=environment()
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{mpirun} has not told its version within {ANSWERS_S:.0f} s: is the machine busy?") from None
+    except OSError as error:
+        raise LaunchError(f"{mpirun} does not run: {error.strerror or error}") from None
+    if done.returncode:
+        words = [line.strip() for line in done.stderr.splitlines() if line.strip("- ")]
+        said = words[0] if words else "it said nothing"
+        raise LaunchError(f"{mpirun} does not run: it ended with code {done.returncode}: {said}")
+    return "Open MPI" in done.stdout or "Open-MPI" in done.stdout
 
 
 def has_ulfm(mpirun: Path) -> bool:
     """Whether this mpirun of Open MPI can let ranks outlive others."""
     try:
-        return subprocess.run([mpirun, *ULFM, "--version"], capture_output=True, timeout=30).returncode == 0
+        asked = [str(mpirun), *ULFM, "--version"]
+        return subprocess.run(asked, capture_output=True, timeout=ANSWERS_S, env=environment()).returncode == 0
     except (OSError, subprocess.SubprocessError):
         return False
 
@@ -155,27 +186,59 @@ def launch(
     """
     mpirun = find_mpirun()
     open_mpi = is_open_mpi(mpirun)
-    with _payload_file(output, payload) as file:
+    before, tolerance = _stamp(output), job.fault_tolerance
+    remove_leftovers(output.absolute().parent)
+    with known(roles), _payload_file(output, payload) as file:
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
         # MPICH's mpirun speaks to a rank by a descriptor that only the process has that it started.
         with fork_server() if open_mpi else nullcontext(WORKER) as start:
             command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
             for _ in range(STARTS):
-                run = Mpirun(command, len(roles), _write_stderr)
+                run = Mpirun(
+                    command,
+                    len(roles),
+                    _write_stderr,
+                    env=environment(),
+                    name=job.name,
+                    stall_warning_s=tolerance.stall_warning_s,
+                    stall_limit_s=tolerance.stall_limit_s,
+                )
                 code = run.wait()
                 if not (code and _COLLISION in b"".join(run.relay.withheld)):
                     break
-    outcome = _outcome(run, code, job, output, roles)
+    complete = _stamp(output) != before and _is_finished(output) if code else False
+    with known(roles):
+        outcome = _outcome(run, code, job, output, roles, complete=complete)
     if outcome.code and verbose:
         _write_stderr(b"".join(run.relay.withheld))
     return outcome
 
 
-def _outcome(run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[str]) -> Outcome:
-    """What to make of mpirun's exit status, and of what was seen and heard; says it where no rank did."""
+def _outcome(
+    run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[str], *, complete: bool = False
+) -> Outcome:
+    """What to make of mpirun's exit status, and of what was seen and heard; says it where no rank did.
+
+    Args:
+        run: has ended.
+        status: mpirun's exit status.
+        job: names the run.
+        output: its result file.
+        roles: what each world rank was.
+        complete: whether this run finished its result file, so that only what follows training can have failed.
+    """
     relay, code = run.relay, _code(run, status)
     if code in {0, EXIT_STOPPED}:
         return Outcome(code)
+    if complete and relay.code is None and not any(relay.ends):
+        how = run.stalled or _stopped(run, status, known=False) or explain(relay.banners, roles) or _cause(run, status)
+        log.warning(f"{job.name}: after training, {how or 'mpirun failed'}; the results are complete: {output}")
+        return Outcome(0)
+    if run.stalled:
+        log.error(f"{job.name}: {run.stalled}, longer than fault_tolerance.stall_limit_s allows, and ended the run")
+        if path_of(output).is_file():
+            log.error(f"{job.name}: {how_to_resume(output)}")
+        return Outcome(EXIT_FAILED)
     cause, said = explain(relay.banners, roles), relay.reported
     if relay.died or relay.killed_early or (run.ended_it and run.dead) or (cause is None and not relay.explained):
         cause, said = _cause(run, status), False
@@ -187,10 +250,18 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[s
         raise LaunchError(f"mpirun could not run the ranks (exit code {code}): {text}")
     if cause is not None and (not said or "signal" in cause):
         log.error(cause)
-    if code != EXIT_MISTAKE and path_of(output).is_file() and not _is_finished(output):
+    if code != EXIT_MISTAKE and path_of(output).is_file() and not complete:
         log.error(f"{job.name}: {how_to_resume(output)}")
     lost = bool(relay.lost) or "was killed by signal" in (cause or "")
     return Outcome(EXIT_MISTAKE if code == EXIT_MISTAKE else EXIT_FAILED, lost)
+
+
+def _stamp(output: Path) -> tuple[int, int] | None:
+    """Tells a file from what it is after somebody has written it; None: there is none."""
+    with suppress(OSError):
+        about = output.stat()
+        return about.st_ino, about.st_mtime_ns
+    return None
 
 
 def _is_finished(output: Path) -> bool:
@@ -206,7 +277,7 @@ def _code(run: Mpirun, status: int) -> int:
     """The run's exit code: as ranks have said it, else mpirun's, who says 0 even when it has lost all of them."""
     if run.relay.code is not None:
         return run.relay.code
-    if run.relay.ends and not run.relay.died and (status == 0 or run.ended_it):
+    if run.relay.ends and not run.relay.died and not run.stalled and (status == 0 or run.ended_it):
         return max(run.relay.ends)
     return status or EXIT_FAILED
 
@@ -230,7 +301,7 @@ def _cause(run: Mpirun, status: int) -> str | None:
         # Others end because of it: where MPI has not started, and where one that knows has ended them.
         seen = (run.roll.first, set() if relay.unstarted else run.dead)
         dead = dead.union(*(ranks for ranks in seen if len(ranks) < run.ranks)) - relay.left
-        return f"{named_ranks(dead) or relay.about_dead or named_ranks(relay.dead)} {DIED}"
+        return f"{named_ranks(relay.killed_early or dead) or relay.about_dead or named_ranks(relay.dead)} {DIED}"
     dead = (run.roll.first if relay.unstarted else run.dead) - (relay.left if relay.unstarted else set())
     if dead and (all_died or len(dead) < run.ranks):  # else mpirun has ended them, and then itself
         return f"{'all ranks' if len(dead) == run.ranks else named_ranks(dead)} {DIED}"
@@ -240,7 +311,7 @@ def _cause(run: Mpirun, status: int) -> str | None:
         return "mpirun ended the run: " + " ".join(" ".join(relay.banners).split())
     if all_died and relay.started and 0 < len(relay.killed) < run.ranks:
         rank, number = next(iter(relay.killed.items()))
-        return f"rank {rank} was killed by signal {number} ({signal_name(number)}), and the others ended"
+        return f"{named_ranks([rank])} was killed by signal {number} ({signal_name(number)}), and the others ended"
     if all_died:
         return "all ranks died" if relay.started else f"all ranks {DIED}"
     return None
@@ -251,7 +322,8 @@ def _payload_file(output: Path, payload: object) -> Iterator[Path]:
     """A file for this user alone, where ranks on other nodes can read it too: beside the results."""
     try:
         data = io.BytesIO()
-        pickle.dump([os.path.abspath(p) for p in sys.path], data)  # read first: unpickling the rest may need it
+        path = [os.path.abspath(p) for p in sys.path]
+        pickle.dump((path, list(failures.roles)), data)  # read first: unpickling the rest may need it
         cloudpickle.dump(payload, data)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise LaunchError(f"the job cannot be sent to the ranks: {str(error).splitlines()[0]}") from None
@@ -260,9 +332,10 @@ def _payload_file(output: Path, payload: object) -> Iterator[Path]:
     except OSError as error:
         raise ResultsError(f"{output}: cannot write in its directory: {error.strerror}") from None
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "wb") as file:  # open as long as it is needed: see `rudra.mpi.leftovers`
             file.write(data.getbuffer())
-        yield Path(name)
+            file.flush()
+            yield Path(name)
     finally:
         with suppress(OSError):
             os.unlink(name)

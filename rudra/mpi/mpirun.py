@@ -6,13 +6,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 from rudra.errors import LaunchError
+from rudra.log import log
 from rudra.machine import end_with_parent
-from rudra.mpi.failures import RollCall
+from rudra.mpi.failures import RollCall, is_stopped, named_ranks
+from rudra.mpi.loopback import listen_on_loopback
+from rudra.mpi.patience import Patience
 from rudra.mpi.relay import Relay
 
 GRACE_S = 30.0
@@ -33,6 +36,9 @@ NOTICES_S = 1.5
 OTHERS_S = 15.0
 """How long others may take that have started MPI, and know of such a rank or wait for it for ever."""
 
+START_S = 300.0
+"""How long MPI may take to start, where the job sets no limit."""
+
 TOGETHER_S = 0.3
 """What ends so soon after a rank has not done so because of it."""
 
@@ -44,8 +50,13 @@ class Mpirun:
         command: with its options, and what it is to start.
         ranks: how many it starts.
         write: takes what is for the user.
+        env: its variables; None: those of this process.
+        name: of the run, for messages.
+        stall_warning_s: a wait of this process for ranks that no rank looks after is reported when it is longer.
+        stall_limit_s: such a wait ends the run when it is longer; None: never, but MPI must start within `START_S`.
 
     Attributes:
+        stalled: how long and for what this process had waited when it ended the run because of that; often empty.
         ranks: how many it starts.
         relay: heard what they wrote.
         stopped_at: when a signal to this process stopped the run; None: none did.
@@ -57,13 +68,26 @@ class Mpirun:
         LaunchError: it does not start.
     """
 
-    def __init__(self, command: Sequence[str], ranks: int, write: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        ranks: int,
+        write: Callable[[bytes], None],
+        *,
+        env: Mapping[str, str] | None = None,
+        name: str = "",
+        stall_warning_s: float = 60.0,
+        stall_limit_s: float | None = None,
+    ) -> None:
         self.relay = Relay(write, ranks)
         self.stopped_at: float | None = None
         self.ended_it = False
         self.dead: set[int] = set()
         self.ranks = ranks
         self._looked_at = self._died_at = 0.0
+        self._name, self._warning_s, self._limit_s = name, stall_warning_s, stall_limit_s
+        self._awaited, self._awaited_at, self._patience = "", 0.0, Patience(stall_warning_s, stall_limit_s)
+        self.stalled = ""
         self._over_at: float | None = None
         self._grace_s = GRACE_S
         self._sent: list[int] = []
@@ -72,6 +96,7 @@ class Mpirun:
                 command,
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                env=env,
                 start_new_session=True,  # Ctrl-C of the terminal comes to this process only, which stops it in order
                 preexec_fn=end_with_parent,  # so that no rank is left over
             )
@@ -142,6 +167,7 @@ class Mpirun:
         """Ends what does not end by itself, if it is time."""
         now = time.monotonic()
         self._look(now)
+        self._wait_for_ranks(now)
         if self._over():
             self._over_at = self._over_at or now
             if now - self._over_at > ENDS_S:
@@ -161,6 +187,8 @@ class Mpirun:
             return
         self._looked_at = now
         self.roll.look()
+        if not self.relay.started and self.roll.here == self.ranks:
+            listen_on_loopback(self._process.pid)
         if self.relay.started >= self.ranks or self.relay.ends or self.relay.code is not None:
             self.dead = set()
         elif not self.relay.died and (not self.dead or now - self._died_at < TOGETHER_S):
@@ -171,6 +199,36 @@ class Mpirun:
         """Before anything is made of who was missed: who is, while there are others, whom mpirun has not ended."""
         self.roll.look_again()
         self.dead = self.roll.dead | self.relay.killed_early if self.roll.alive else self.dead
+
+    def _wait_for_ranks(self, now: float) -> None:
+        """Reports a wait, and ends one that is too long, of a kind that no rank may notice."""
+        awaited = "" if self.ended_it or self.stopped_at is not None else self._whom()
+        if awaited != self._awaited or not awaited:  # somebody has made progress
+            limit_s = self._limit_s or (None if self.relay.started >= self.ranks else START_S)
+            self._awaited, self._awaited_at, self._patience = awaited, now, Patience(self._warning_s, limit_s)
+            return
+        due, waited = self._patience.due(now - self._awaited_at), f"{now - self._awaited_at:.0f} s for {awaited}"
+        if due == "end":
+            self.stalled = f"mpirun has waited {waited}"
+            self._end(signal.SIGTERM)
+        elif due:
+            log.warning(f"{self._name}: mpirun has waited {waited}")
+
+    def _whom(self) -> str:
+        """For whom this process waits, and for what; empty: for nobody, or the ranks look after it themselves."""
+        relay, roll = self.relay, self.roll
+        if is_stopped(self._process.pid):
+            return "mpirun itself, which is stopped"
+        stopped = f"{named_ranks(roll.stopped)}, stopped by a signal," if roll.stopped else ""
+        if relay.started < self.ranks:
+            missing = self.ranks - relay.started
+            others = f"{missing} of {self.ranks} ranks" if relay.started else "the ranks"
+            return f"{stopped or others} to start MPI"
+        if relay.ends and len(relay.ends) < self.ranks:
+            missing = self.ranks - len(relay.ends)
+            others = named_ranks(roll.alive) if len(roll.alive) == missing else f"{missing} of {self.ranks} ranks"
+            return f"{stopped or others} to end"
+        return "" if relay.training or not stopped else f"{stopped} to get ready"
 
     def _over(self) -> bool:
         """Whether mpirun has nothing to wait for any more."""

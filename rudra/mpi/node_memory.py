@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from rudra.machine import memory_file
+
 _ALIGNED = 64
 _TOKEN = 16
 
@@ -76,7 +78,7 @@ def _written(made: Any) -> tuple[int, bytes, list[tuple[int, int]]]:
         pieces.append((first, raw.nbytes))
         end = first + raw.nbytes
     token = secrets.token_bytes(_TOKEN)
-    file = os.memfd_create("rudra-data", os.MFD_CLOEXEC)
+    file = memory_file("rudra-data")
     try:
         os.ftruncate(file, end)
         with mmap.mmap(file, end) as memory:

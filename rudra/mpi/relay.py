@@ -14,20 +14,29 @@ mpirun holds back what a rank writes until a newline comes, and a progress bar w
 START_LINE = b"\x1estart\n"
 """What a rank writes when MPI has started; the relay takes it out, and the other words."""
 
+TRAINING_LINE = b"\x1etraining\n"
+"""What rank 0 writes when all ranks are ready to train: from then on they notice themselves who does not answer."""
+
 DIED = "died before training began"
 """Ends the line about ranks that did, whoever says it."""
 
+_OF_OTHERS = {signal.SIGALRM, signal.SIGABRT}
+"""Signals that end a rank because it waited for another one in vain."""
+
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
-_WORD = re.compile(rb"\x1e(start|end|exit|killed|left)(?: (\d+))?(?: (\d+))?$")
+_WORD = re.compile(rb"\x1e(start|training|end|exit|killed|left)(?: (\d+))?(?: (\d+))?$")
 _NOISE = re.compile(  # now and then, while it ends or a rank has died
-    rb"NBC_Progress: an error |\[warn\] Epoll |Abort is in progress\.\.\.hit ctrl-c again|"
+    rb"NBC_Progress: an error |(\[[^]]+:\d+\] |\[\[\d+,\d+\],\d+\]\[).*opal_modex_recv|"
+    rb"\[warn\] Epoll |Abort is in progress\.\.\.hit ctrl-c again|"
     rb"\[[^]]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH |pmix_ptl_base: send_msg: )"
 )
 _MPI = re.compile(rb"\[[^]]+:\d+\] |\[\[\d+,\d+\],\d+\]\[")  # how MPI's own lines begin that are not framed
 _UNSTARTED = re.compile(rb"\[[^]]+:0+\] \*\*\* ")  # of a rank on which MPI has not started
 _BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
 _PARAGRAPH = re.compile(rb"It looks like MPI_INIT ")
-_DEATH = re.compile(r"rudra: (rank \d+(?:, rank \d+)*|\d+ of the \d+ ranks on \S+) " + DIED)
+_DEATH = re.compile(
+    r"rudra: (rank \d+(?: \([^()]*\))?(?:, rank \d+(?: \([^()]*\))?)*|\d+ of the \d+ ranks on \S+) " + DIED
+)
 _SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
 _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
@@ -63,6 +72,7 @@ class Relay:
         killed: ranks on this node that were, not by mpirun, and the signals.
         left: ranks on this node that ended badly, but were not killed, or by mpirun.
         started: on how many ranks MPI has started.
+        training: they have begun to train.
         ends: exit codes of the ranks that have ended by themselves.
         code: that a rank said is the run's; None: none did.
         lost: it said that this is because another one died.
@@ -71,7 +81,7 @@ class Relay:
     def __init__(self, write: Callable[[bytes], None], ranks: int) -> None:
         self.banners: list[str] = []
         self.withheld: deque[bytes] = deque(maxlen=1000)
-        self.reported = self.died = self.unstarted = False
+        self.reported = self.died = self.unstarted = self.training = False
         self.dead: set[int] = set()
         self.killed: dict[int, int] = {}
         self.left: set[int] = set()
@@ -94,7 +104,9 @@ class Relay:
     @property
     def killed_early(self) -> set[int]:
         """Ranks that were killed before MPI had started on all."""
-        return {*self.killed} if self.started < self._ranks and self.code is None and not self.ends else set()
+        if self.started >= self._ranks or self.code is not None or self.ends:
+            return set()
+        return {rank for rank, number in self.killed.items() if number not in _OF_OTHERS} or {*self.killed}
 
     def feed(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -167,6 +179,8 @@ class Relay:
             self.killed[rank] = number
         elif word == b"left":
             self.left.update(numbers)
+        elif word == b"training":
+            self.training = True
         else:
             self.started += 1
             if self.started >= self._ranks:

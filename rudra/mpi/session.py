@@ -45,10 +45,11 @@ from rudra.machine import cores, end_with_parent
 from rudra.mpi import failures
 from rudra.mpi.arena import Arena
 from rudra.mpi.driver import GENERATIONS, Ended, Rank, Reported
-from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
+from rudra.mpi.failures import SPEAKS_S, abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.forkserver import launcher
 from rudra.mpi.node_memory import share
-from rudra.mpi.relay import exit_line
+from rudra.mpi.patience import Patience
+from rudra.mpi.relay import TRAINING_LINE, exit_line
 from rudra.mpi.shared_window import share_window
 from rudra.mpi.start import gpu_aware, start_mpi
 from rudra.mpi.tags import FAILURE_TAG
@@ -58,7 +59,7 @@ from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
 from rudra.results.reader import default_output, open_results
 from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
-from rudra.results.resume import Carried, Decision, carried, decide, moved
+from rudra.results.resume import Carried, Decision, carried, decide, finished, moved
 from rudra.results.summary import tests
 from rudra.results.warm_start import final_weights, shapes
 from rudra.roles import Machine, make_in_phase
@@ -286,6 +287,7 @@ class _Session:
         self._device = device
         self._roles = plan.on_rank(comm.rank)
         self._keeps_results = plan.statistics in self._roles
+        failures.roles = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(comm.size)]
         speak_as(comm.rank, ", ".join(self._names))
         self._executors: dict[int, Executor] = {}
         self._writer: Any = None
@@ -328,7 +330,7 @@ class _Session:
 
     @property
     def _name(self) -> str:
-        return f"{', '.join(self._names) or 'a rank without a role'} (rank {self._comm.rank})"
+        return self._title(self._comm.rank)
 
     @property
     def _names(self) -> list[str]:
@@ -568,6 +570,8 @@ class _Session:
         alarm = signal.signal(signal.SIGALRM, self._press)
         with _on_stops(self._interrupt):
             self._meet()
+            if self._launched and self._comm.rank == 0:
+                os.write(2, TRAINING_LINE)
             self._rank = rank = self._make_rank(recorder)
             if self._keeps_results:
                 end_with_parent()  # asked to, in place of being killed at once
@@ -635,7 +639,7 @@ class _Session:
         return code
 
     def _keep_end(self, rank: Rank) -> None:
-        """Leaves a single checkpoint, that of the end, from which more epochs can be trained."""
+        """Leaves a single checkpoint, that of the end, from which more epochs can be trained; without one, none."""
         plan, states, found = rank.plan, rank.states, list[NamedVectors]()
         results = self._job.results
         wanted = results.checkpoint_interval is not None or results.kept_interval is not None
@@ -655,17 +659,23 @@ class _Session:
         owner = self._machines[self._plan.server]
         assert isinstance(owner, Owner)
         try:
-            checkpoints.discard()
-            if wanted:
+            if wanted:  # until it is there, the one before counts
                 position, keep = owner.ledger.last_position, results.kept_interval
                 name = "" if keep is None else name_of(keep, position.epoch - 1, position.epoch, position.timestamp)
-                checkpoints.save(position, joined(found))
+                state = joined(found)
+                try:
+                    checkpoints.save(position, state)
+                except OSError:  # perhaps it fits in the room of the earlier ones
+                    checkpoints.discard()
+                    checkpoints.save(position, state)
                 checkpoints.commit(name)
+                checkpoints.discard_previous()
             if results.checkpoint_interval is None:
                 checkpoints.discard()
         except OSError as error:
             log.warning(
-                f"{checkpoints.path}: the final checkpoint was not written: {error}; everything else is complete"
+                f"{checkpoints.path}: the final checkpoint was not written: {error.strerror or error}; everything else "
+                "is complete"
             )
 
     def _depart(self, rank: Rank) -> bool:
@@ -681,7 +691,15 @@ class _Session:
             rank.pass_on_stop()  # of a rank without a role, which waits here all the time
             return rank.look() or outcome(request) != "no"
 
-        self._wait(over)
+        try:
+            self._wait(over, "to end after training")
+        except RunError as error:  # what is left of the run is theirs, and may never come
+            outlive()
+            complete = False
+            with suppress(RudraError):
+                complete = finished(self._begin.output)
+            text = f"{error}; its results are {'' if complete else 'not '}complete: {self._begin.output}"
+            self._end_all(0 if complete else 1, text)
         return not rank.lost
 
     def _part(self, code: int) -> None:
@@ -712,17 +730,48 @@ class _Session:
 
     def _meet(self) -> None:
         """Waits for all ranks without burning a core, and not in silence."""
-        self._wait(self._comm.Ibarrier().Test)
+        try:
+            self._wait(self._comm.Ibarrier().Test, "to get ready")
+        except RunError as error:
+            self._end_all(1, str(error))
 
-    def _wait(self, over: Callable[[], bool]) -> None:
-        began, warn_s = time.monotonic(), self._job.fault_tolerance.stall_warning_s
+    def _wait(self, over: Callable[[], bool], to: str) -> None:
+        """Waits for other ranks, without burning a core.
+
+        Args:
+            over: whether the wait is over.
+            to: what the other ranks are to do.
+
+        Raises:
+            RunError: they did not within the job's limit; the first rank that can raises it.
+        """
+        tolerance, began = self._job.fault_tolerance, time.monotonic()
+        patience = Patience(tolerance.stall_warning_s, tolerance.stall_limit_s)
         while not over():
             time.sleep(1e-3)
             waited = time.monotonic() - began
-            if waited >= warn_s:
-                warn_s *= 2
-                if self._comm.rank < 2:  # one of the two waits, unless both keep the others waiting
-                    log.warning(f"{self._name} has waited {waited:.0f} s for other ranks to get ready or to finish")
+            if not (due := patience.due(waited)):
+                continue
+            stopped = failures.stopped_neighbours(self._comm.size) - {self._comm.rank}
+            place = self._comm.rank - sum(rank < self._comm.rank for rank in stopped)
+            whom = ", ".join(map(self._title, sorted(stopped))) or "other ranks"
+            text = f"{self._name} has waited {waited:.0f} s for {whom} {to}"
+            if due == "end" and waited >= (tolerance.stall_limit_s or 0.0) + SPEAKS_S * min(place, 3):
+                raise RunError(text)
+            if due == "report" and place < 2:  # one of the two waits, unless both keep the others waiting
+                log.warning(text)
+
+    def _title(self, rank: int) -> str:
+        """The roles of a rank, for messages."""
+        names = [self._plan.roles[i].name for i in self._plan.on_rank(rank)]
+        return f"{', '.join(names) or 'a rank without a role'} (rank {rank})"
+
+    def _end_all(self, code: int, text: str) -> NoReturn:
+        """Ends every rank, with one line, where nobody can be asked to."""
+        (log.error if code else log.warning)(text)
+        if self._launched:  # mpirun does not tell its parent
+            os.write(2, exit_line(code))
+        end_everybody(self._comm, code)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Stops the run in order; where the launcher may soon kill everybody, what there is is saved before."""

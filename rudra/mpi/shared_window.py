@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from rudra.compute.window import Shape, Window
+from rudra.machine import memory_file
 
 _TOKEN = 16
 _LOCK = 64
@@ -88,7 +89,7 @@ class WindowFile:
 
     def __init__(self, shape: Shape) -> None:
         length = _PAGE + shape.bytes
-        self._file = os.memfd_create("rudra-window", os.MFD_CLOEXEC)
+        self._file = memory_file("rudra-window")
         token = secrets.token_bytes(_TOKEN)
         try:
             os.ftruncate(self._file, length)

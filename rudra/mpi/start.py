@@ -14,9 +14,11 @@ from pathlib import Path
 from rudra.errors import LaunchError
 from rudra.mpi.failures import watched_start
 from rudra.mpi.launch import world_size
+from rudra.mpi.loopback import choose_loopback, listen_on_loopback
 
 START_S = 300
 """A rank that needs longer for MPI's start is ended: it may wait for one that has died, for ever."""
+
 
 WITHOUT_OFI = ("OMPI_MCA_btl", "^ofi")
 """To Open MPI: not the transport for one-sided messages, of which there are none; to be put away takes it a second."""
@@ -41,11 +43,14 @@ def start_mpi() -> None:
         if mismatch is not None:
             raise LaunchError(mismatch)
         os.environ.setdefault(*WITHOUT_OFI)
+        alone = choose_loopback(os.environ)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)
         with watched_start():
             MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))  # multiple, unless users say less
         signal.alarm(0)
+        if alone:
+            listen_on_loopback(os.getpid())
     found = MPI.COMM_WORLD.size
     if expected is not None and expected != found:
         raise LaunchError(

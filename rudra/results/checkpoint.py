@@ -14,6 +14,7 @@ crc32      of the text of `state`
 Nothing in such a file is executed. Every bit of it is checked before anything is used.
 """
 
+import errno
 import glob
 import json
 import os
@@ -40,6 +41,10 @@ from rudra.results.safetensors import LENGTH, Tensor, entry, write
 
 FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
+SPARE = 4 << 20
+"""Bytes that a checkpoint must leave free beside the final weights: without a checkpoint a run continues, without room
+for its results it fails."""
+
 _KEPT = re.compile(r"(.+)-(?:update)?[0-9]+")
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 
@@ -143,6 +148,7 @@ class CheckpointWriter:
         self.path = path
         self._about = {"job": job, "attributes": attributes}
         self._saved = _saved_of(path)
+        self._held: int | None = None  # what was saved and is not committed yet
 
     def save(self, position: TrainingState, tensors: NamedVectors) -> None:
         """Writes a checkpoint beside the one that counts.
@@ -157,10 +163,29 @@ class CheckpointWriter:
         crcs = {name: zlib.crc32(tensor.data) for name, tensor in tensors.items()}
         state = json.dumps({"position": msgspec.to_builtins(position), "crc32": crcs, **self._about})
         metadata = {"format": FORMAT, "state": state, "crc32": f"{zlib.crc32(state.encode()):08x}"}
-        with self._saved.open("wb") as file:
-            write(file, {name: Tensor("F32", tensor.shape, tensor) for name, tensor in tensors.items()}, metadata)
-            file.flush()
-            os.fsync(file.fileno())
+        sizes, free = [tensor.nbytes for tensor in tensors.values()], shutil.disk_usage(self.path.parent).free
+        results = max(sizes, default=0) + SPARE
+        if sum(sizes) + results > free:
+            needed, kept, left = (size / 2**20 for size in (sum(sizes), results, free))
+            text = f"it needs {needed:.1f} MiB, the results may need {kept:.1f}, and the disk has {left:.1f} left"
+            raise OSError(errno.ENOSPC, text)
+        self.release()
+        try:
+            with self._saved.open("wb") as file:
+                self._held = os.dup(file.fileno())  # a file that is open is no leftover of a run that was killed
+                write(file, {name: Tensor("F32", tensor.shape, tensor) for name, tensor in tensors.items()}, metadata)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:  # what there is of it takes the room that the results need
+            self._saved.unlink(missing_ok=True)
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Closes the file that was saved last."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def commit(self, keep: str = "") -> None:
         """Lets what was saved take the place of the one before, which stays as its predecessor.
@@ -184,11 +209,16 @@ class CheckpointWriter:
             except OSError:  # a file system without links
                 os.replace(self.path, previous)
         os.replace(self._saved, self.path)
+        self.release()
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
         """Removes what there is."""
         discard(self.path)
+
+    def discard_previous(self) -> None:
+        """Removes the checkpoint before the last one."""
+        previous_of(self.path).unlink(missing_ok=True)
 
 
 def _possible(position: TrainingState, job: Mapping[str, Any]) -> bool:

@@ -205,9 +205,27 @@ def plan(found: Plan, learners: int) -> Plan:
         raise ValueError(f"/roles has learners that share '{found.sharing}'")
     if [found.roles[id_].index for id_ in found.learners] != list(range(learners)):
         raise ValueError("/roles has its learners in no order")
+    _exchange(found)
     for above in ([role.parent for role in found.roles], [found.weight_source(role) for role in found.roles]):
         _climb(above)
     return found
+
+
+def _exchange(found: Plan) -> None:
+    """Raises ValueError where a role lacks somebody to exchange gradients and weights with."""
+    for id_, role in enumerate(found.roles):
+        if not role.about.trains:
+            continue
+        if found.served and (role.parent is None or found.weight_source(role) is None):
+            raise ValueError(f"/roles: {role.name} has no {'parent' if role.parent is None else 'source of weights'}")
+        for other in (role.parent, found.weight_source(role)):
+            if other == id_ or (other is not None and not 0 <= other < len(found.roles)):
+                break  # `_climb` says so
+            if other is not None and found.roles[other].about.tests:
+                raise ValueError(f"/roles: {role.name} exchanges with the statistics server")
+    grouped = {role.group is not None for role in found.roles if role.about.trains}
+    if len(grouped) > 1:
+        raise ValueError("/roles: some learners are in a compute group, and others are not")
 
 
 def _climb(above: Sequence[int | None]) -> None:

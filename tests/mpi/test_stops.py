@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from processes import ROOT
 
 import rudra
 from rudra.bench.phases import PLACES, kill
-from rudra.bench.strikes import DURING, Armed, Strike
+from rudra.bench.strikes import DURING, Armed, Strike, command
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -135,3 +136,25 @@ EARLY = [
 def test_a_stop_of_one_rank_before_training_ends_the_job_in_one_line(tmp_path: Path, phase: str, number: int) -> None:
     found = kill(tmp_path, PLACES["base"], "learner 1", phase, number)
     assert (found.code, found.left, found.wrong) == (1, 0, "")
+
+
+ENDS = [("close", 0, "to end after training"), ("set-up", 1, "to get ready")]
+
+
+@pytest.mark.parametrize(("phase", "code", "said"), ENDS)
+def test_nobody_waits_longer_than_the_limit_for_a_rank_that_is_stopped(
+    tmp_path: Path, phase: str, code: int, said: str
+) -> None:
+    """Neither before nor after training, in which ranks notice each other."""
+    job, output = job_file(tmp_path, 'name = "base"'), tmp_path / "out.h5"
+    limit = ["--set", "fault_tolerance.stall_limit_s=4"]
+    asked = ["run", str(job), "--output", str(output), *limit]
+    argv = command("learner 1", phase, signal.SIGSTOP, tmp_path / "mark", asked)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rudra: ")]
+    assert (done.returncode, len(lines)) == (code, 1), done.stderr
+    assert re.search(rf"has waited \d+ s for .*learner 1.* {said}", lines[0])
+    if not code:
+        assert lines[0].endswith(f"its results are complete: {output}")
+        with rudra.open_results(output) as results:
+            assert results.status == "finished"

@@ -1,9 +1,11 @@
 """Checkpoint files: what is written can be read, and whatever is damaged is refused."""
 
+import errno
 import json
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,27 @@ def write(path: Path, position: TrainingState = POSITION, seed: int = 0) -> None
     writer = CheckpointWriter(path, JOB, {"python_objects": ""})
     writer.save(position, tensors(seed))
     writer.commit()
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_no_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where it is known before, nor where the disk is full in the middle; and the one before stays."""
+    write(tmp_path / "run.ckpt")
+    writer = CheckpointWriter(tmp_path / "run.ckpt", JOB, {"python_objects": ""})
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=checkpoint.SPARE))
+        with pytest.raises(OSError, match=r"it needs 0\.0 MiB, the results may need 4\.0, and the disk has 4\.0 left"):
+            writer.save(POSITION, tensors(1))
+
+    def fills(file: Any, *_: Any) -> None:
+        file.write(b"a piece")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "write", fills)
+        with pytest.raises(OSError, match="No space left"):
+            writer.save(POSITION, tensors(1))
+    assert os.listdir(tmp_path) == ["run.ckpt"]
+    assert np.array_equal(read(tmp_path / "run.ckpt")[1]["weights"], tensors()["weights"])
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -98,3 +98,18 @@ def test_node_memory(
 
 def test_free_memory_is_some() -> None:
     assert 0 < free_memory() < 2**50
+
+
+@pytest.mark.parametrize(("load", "state"), [(30.0, "warn"), (0.1, "fail")])
+def test_ranks_that_are_late_on_a_busy_machine_are_no_failure(
+    monkeypatch: pytest.MonkeyPatch, load: float, state: str
+) -> None:
+    monkeypatch.setattr(examination, "world_size", lambda: None)
+    monkeypatch.setattr(examination, "find_mpirun", lambda: Path("mpirun"))
+    monkeypatch.setattr(examination, "is_open_mpi", lambda _: True)
+    monkeypatch.setattr(examination, "_probe", lambda *_: (None, examination.LATE))
+    monkeypatch.setattr(examination, "cores", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    _, mpi = examination._mpi()
+    assert (mpi.subject, mpi.state) == ("mpi", state)
+    assert ("a load of 30.0 on 2 cores" in mpi.found) == (state == "warn")

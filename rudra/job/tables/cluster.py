@@ -178,6 +178,6 @@ class FaultToleranceTable(Table):
     stall_limit_s: float | None = Field(
         None,
         gt=0,
-        description="seconds of waiting after which a rank ends the run; default: no limit, but 30 s once a rank has "
-        "died and all others wait",
+        description="seconds of waiting after which a rank, or the launcher, ends the run, from the start to the end; "
+        "default: no limit, but 300 s for the start of MPI, and 30 s once a rank has died and all others wait",
     )

@@ -1,0 +1,99 @@
+"""Removes what runs of this user left behind when they were killed, once it is certain that nobody uses it any more.
+
+The kernel grants a write lease on a file only if no process has it open or mapped, in whatever container that process
+runs. A file system that knows no leases, such as NFS, keeps its leftovers.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rudra.mpi.failures import is_stopped, lives
+from rudra.mpi.forkserver import LAUNCHED_BY
+
+SHARED_MEMORY = Path("/dev/shm")
+YOUNG_S = 30.0
+"""A file is left alone for so long: its process may be about to open it again."""
+
+_SEGMENT = re.compile(r"sm_segment\..+")  # Open MPI's, of a rank
+_SESSION = re.compile(r"ompi\.(\d+)")  # of the mpirun with that process id
+_PIECE = re.compile(r"\..+\.ckpt\.saved|\..+-\w+\.launch")  # of a checkpoint, and what ranks need to start
+
+
+def remove_leftovers(results: Path) -> None:
+    """Removes those of this machine, and those in a directory of results.
+
+    Args:
+        results: the directory in which the next run writes.
+    """
+    for path in _named(SHARED_MEMORY, _SEGMENT):
+        if is_unused(path):
+            _remove(path)
+    for path in _named(results, _PIECE):
+        if is_unused(path):
+            _remove(path)
+    for path in _named(Path(tempfile.gettempdir()), _SESSION):
+        owner = int(path.name.partition(".")[2])
+        files = [each for each in path.rglob("*") if each.is_file()]
+        if not lives(owner) and all(map(is_unused, files)):
+            shutil.rmtree(path, ignore_errors=True)
+    for process in _orphans():
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+
+
+def is_unused(path: Path) -> bool:
+    """Whether this is a file that nobody has open, and nobody has just made."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        about = os.fstat(file)
+        if not stat.S_ISREG(about.st_mode) or time.time() - about.st_mtime < YOUNG_S:
+            return False
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def _named(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
+    """What of this user's is called so in a directory."""
+    with suppress(OSError):
+        for path in directory.iterdir():
+            with suppress(OSError):
+                if name.fullmatch(path.name) and path.lstat().st_uid == os.geteuid():
+                    yield path
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def _orphans() -> Iterator[int]:
+    """Fork servers of this user that are stopped, and whose launcher has ended: they cannot notice that."""
+    for place in Path("/proc").glob("[0-9]*"):
+        process = int(place.name)
+        with suppress(OSError, ValueError, IndexError):
+            if place.stat().st_uid != os.geteuid() or not is_stopped(process):
+                continue
+            found = [each for each in (place / "environ").read_bytes().split(b"\0") if each.startswith(_MARK)]
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            if found and b"--serve" in (place / "cmdline").read_bytes() and int(found[0][len(_MARK) :]) != parent:
+                yield process
+
+
+_MARK = f"{LAUNCHED_BY}=".encode()
