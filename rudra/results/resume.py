@@ -73,6 +73,7 @@ class Decision(NamedTuple):
         replanned: what would have been otherwise so far, had it all been this job's; often nothing.
         branched: the checkpoint is another run's, of which this one has the rows up to there.
         text: what to tell the user of it.
+        temporary: nobody named the result file, so that the run's last checkpoint is removed when it finishes.
     """
 
     output: Path
@@ -84,6 +85,7 @@ class Decision(NamedTuple):
     replanned: str = ""
     branched: bool = False
     text: str = ""
+    temporary: bool = False
 
 
 def decide(
@@ -94,6 +96,7 @@ def decide(
     force: bool,
     named: Callable[[], Path],
     origin: Path | None = None,
+    temporary: bool = False,
 ) -> Decision:
     """Where a run begins.
 
@@ -104,11 +107,14 @@ def decide(
         force: an existing result file may be replaced.
         named: gives a result file a name.
         origin: a checkpoint of another run with which this one begins, where it does not go on.
+        temporary: nobody named `output`, as if it were None.
 
     Raises:
         RudraError: the checkpoint is missing, damaged, or of another job; or `output` exists and may not be replaced.
     """
     found = _decide(job, output, wanted, force, named)
+    if found.checkpoint is None:
+        found = found._replace(temporary=temporary or output is None)
     if origin is None or found.checkpoint is not None or found.finished:
         return found
     return _branched(job, found, origin)
@@ -141,7 +147,8 @@ def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {differences[0][0]}"
         other += f" was {differences[0][1]}"
     return Decision(
-        begin.output, origin, position, decided, begin.overwrite, False, other or _replanned(state, fitting), True, text
+        *(begin.output, origin, position, decided, begin.overwrite, False),
+        *(other or _replanned(state, fitting), True, text, begin.temporary),
     )
 
 
@@ -197,7 +204,9 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
     text = f"{job.name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
     replanned = _replanned(state, job.with_(**decided))
     text += f"; {replanned}" if replanned else ""
-    return Decision(output, path, position, decided, overwrite=force, replanned=replanned, text=text)
+    temporary = bool(state.attributes.get("temporary", False))
+    about = {"overwrite": force, "replanned": replanned, "text": text, "temporary": temporary}
+    return Decision(output, path, position, decided, **about)
 
 
 def source(given: Path) -> Path:
@@ -238,6 +247,7 @@ def resumable(given: Path, overrides: Sequence[str] = ()) -> tuple[Job, Path, Pa
         with open_results(given) as results:
             simulated = results.attributes["driver"] == "simulation"
         why = "a simulation leaves none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
+        why += "" if simulated else "; a run without --output removes its own"
         raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
     state, _ = checkpoint.read(path)
     job = job_of(state, overrides)
