@@ -479,7 +479,7 @@ def test_nothing_stale_is_one_line(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_study_is_not_called_fresh_for_good(tmp_path: Path) -> None:
-    write_run(tmp_path / "a.h5", staleness=0, finish=False)
+    write_run(tmp_path / "a.h5", updates=4, epochs=1, staleness=0, finish=False)
     (section,) = sections_of(collect([tmp_path / "a.h5"]))
     assert any(note.startswith("Nothing is stale so far") for note in section.notes)
 
