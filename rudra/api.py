@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
 from rudra.job.job import Job
+from rudra.job.samples import check_minibatch
 from rudra.job.simulation import DEFAULTS
 from rudra.log import log
 from rudra.machine import cores
@@ -45,7 +46,8 @@ def run(
 
     Args:
         job: what to run.
-        output: path of the result file, which ends in `.h5`; None: a new name made of the job's name and the time.
+        output: path of the result file, which ends in `.h5`; None: a new name made of the job's name and the time, and
+            the last checkpoint is removed when the run finishes.
         force: whether to replace an existing file.
         resume: checkpoint to continue from. True: that of `output`, if there is one, else from the start. A path: that
             checkpoint, or the one of that result file. The result file keeps what was recorded up to the checkpoint.
@@ -111,24 +113,28 @@ def _choose_cut(job: Job, ranks: int | None = None) -> str | None:
 def _launched(job: Job, begin: Decision, origin: Path | None, shown: dict[str, Any], *, verbose: bool) -> int:
     """Starts the ranks, and again where the job says so; the exit code."""
     from rudra.mpi.launch import launch
+    from rudra.preflight import check
 
     path, job = begin.output, job.with_(**(begin.decided or {})).resolved(cores=cores())
     if job.placement.by_rule:
         job = job.with_(placement={"cut": _choose_cut(job)})
     plan = job.plan()
     names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
+    check(job, plan, begins=begin.checkpoint is None)
     if shown["mode"] != "quiet":  # each imports torch, which takes seconds where there are fewer cores than ranks
         print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
     for restart in range(job.fault_tolerance.restarts + 1):
         resume = False if begin.branched else begin.checkpoint or False
-        more = {"overwrite": begin.overwrite, "resume": resume, "origin": origin, "launched": True}
+        more: dict[str, Any] = {"overwrite": begin.overwrite, "resume": resume, "origin": origin, "launched": True}
+        more["temporary"] = begin.temporary
         payload = {"job": job, "output": path, "progress": shown, **more}
         outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
         if outcome.code:
             _wait_for_results(path)
         if not outcome.lost or restart == job.fault_tolerance.restarts:
             break
-        begin = decide(job, path, True, force=False, named=lambda: path, origin=origin)
+        about = {"force": False, "origin": origin, "temporary": begin.temporary}
+        begin = decide(job, path, True, named=lambda: path, **about)
         log.warning(f"restart {restart + 1} of {job.fault_tolerance.restarts}: {begin.text}")
     return outcome.code
 
@@ -181,7 +187,11 @@ def simulate(
     with torch_as_in(job):
         cluster = make_cluster(job, plan)
         job = cluster.job
+        check_minibatch(job, cluster.info.training_samples)
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
+        for executor in cluster.executors.values():
+            if executor.hooks is not None:
+                executor.hooks.output = path.stem
         unsaved = job.with_(results={"checkpoint_every": "never", "keep_checkpoints": "never"})
         writer = make_writer(
             path,

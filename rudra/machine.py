@@ -8,6 +8,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+RANK_BYTES = 30 << 20
+"""Memory that each rank takes before it has a model: a fork of a process with torch, and what MPI allocates (measured
+with Open MPI 5 on Linux: 31 to 37 MB)."""
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # now: a fork of threads is to load nothing
 

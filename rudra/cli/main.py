@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from types import ModuleType
 from typing import NoReturn
@@ -19,8 +20,34 @@ from typing import NoReturn
 from rudra import cli, interrupts
 from rudra.errors import RudraError, meant, printable
 
+PROGRAM = "rudra"
+
 COMMON = {"main", "options", "finish", "examination"}
 """Modules beside this one that are no commands."""
+
+SYNONYMS = {
+    "run": ("train", "start", "launch", "fit", "execute"),
+    "resume": ("continue", "restart"),
+    "simulate": ("simulation", "emulate"),
+    "sweep": ("study", "grid", "search", "tune"),
+    "slurm": ("submit", "sbatch", "batch", "queue"),
+    "predict": ("estimate", "forecast"),
+    "show": ("results", "summary", "info", "inspect", "print"),
+    "plot": ("draw", "figure", "graph", "picture"),
+    "replay": ("reproduce", "repeat", "rerun"),
+    "export": ("convert", "save"),
+    "timeline": ("trace",),
+    "report": ("compare",),
+    "watch": ("monitor", "follow", "progress", "status"),
+    "jobs": ("list", "ls", "examples"),
+    "init": ("new", "create", "template"),
+    "validate": ("verify", "lint", "dry-run"),
+    "doctor": ("diagnose", "selftest"),
+    "bench": ("benchmark",),
+    "--help": ("help",),
+    "--version": ("version",),
+}
+"""Command -> other words for what it does, which an unknown command may be."""
 
 FIRST = (
     *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "profile", "place", "show", "plot"),
@@ -129,12 +156,23 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what a misspelt command may mean."""
+    """Suggests a command for an unknown one: the nearest by spelling, of the commands and their synonyms."""
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
-            message += meant(found[1], re.findall(r"[\w-]+", found[2]))
+            choices = re.findall(r"[\w-]+", found[2])
+            command = self.prog == PROGRAM
+            message = _unknown_command(found[1], choices) if command else message + meant(found[1], choices)
         super().error(message)
+
+
+def _unknown_command(word: str, commands: Sequence[str]) -> str:
+    """The line about a word that is no command."""
+    words = {synonym: command for command, synonyms in SYNONYMS.items() for synonym in synonyms}
+    words |= {command: command for command in commands}
+    near = get_close_matches(word.casefold(), words, n=1)
+    suggestion = f"did you mean rudra {words[near[0]]}?" if near else "rudra --help lists the commands"
+    return f"there is no command '{word}'; {suggestion}"
 
 
 def names() -> list[str]:
@@ -146,7 +184,7 @@ def names() -> list[str]:
 def parser_of(commands: Sequence[str]) -> argparse.ArgumentParser:
     """A parser that knows some commands."""
     raw = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
-    parser = _Parser("rudra", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
+    parser = _Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in commands:

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from rudra.cli.options import counted, job_of, job_options, protocol_text
+from rudra.errors import ConfigError
 from rudra.log import log
 from rudra.machine import cores
 
@@ -119,6 +120,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     """What came of one mini-batch, tried in this process, and what only the data tells."""
     from rudra.compute.schedule import schedule_of
+    from rudra.preflight import check_devices
     from rudra.results.progress import too_few
     from rudra.simulation import costs
     from rudra.simulation.rehearsal import rehearse
@@ -126,6 +128,10 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     if (source := costs.source(job)) not in (None, "the job"):
         costs.find(source)
     found = rehearse(job, plan)
+    try:
+        check_devices(job, plan)
+    except ConfigError as error:  # a machine where jobs are only prepared may have none
+        log.warning(f"{job.name}: {error}; a run on this machine is refused")
     if text := too_few(job, found.samples.training):
         log.warning(f"{job.name}: {text}")
     more = {"metrics": ", ".join(found.metrics)} if found.metrics else {}

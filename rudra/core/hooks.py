@@ -55,6 +55,7 @@ class Moment:
             row of `/totals` (`docs/results.md` lists the columns).
         metrics: split (`"test"`, `"validation"`) -> metric -> value: what the test of the epoch's weights measured
             beside loss and error.
+        output: name of the result file without its directory and suffix.
     """
 
     at: At
@@ -71,6 +72,7 @@ class Moment:
     errors: float | None = None
     row: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    output: str = ""
     _layout: Sequence[Entry] | None = field(default=(), repr=False, compare=False)
     _source: ReadFloats | None = field(default=None, repr=False, compare=False)
 
@@ -125,6 +127,7 @@ class RoleHooks:
     ) -> None:
         self._hooks, self._job, self._id, self._role, self._layout = hooks, job, id_, role, layout
         self._replica = replica
+        self.output = ""
         self._minibatch: dict[str, Any] = {}  # of a replica, until it updates
         self._metrics: Rows | None = None  # of the epoch that is recorded next
         self._last: dict[str, Any] = {}  # what is known of the run so far, for its end
@@ -186,7 +189,16 @@ class RoleHooks:
                 continue
             role = self._role
             floats = source if replica is None or not hook.named else replica
-            moment = Moment(at, role.name, role.world_rank, self._job, **about, _layout=self._layout, _source=floats)
+            moment = Moment(
+                at,
+                role.name,
+                role.world_rank,
+                self._job,
+                **about,
+                output=self.output,
+                _layout=self._layout,
+                _source=floats,
+            )
             try:
                 hook.function(moment)
             except Interrupted:

@@ -40,6 +40,7 @@ from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, in_memory, load
 from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
 from rudra.job.job import Job
+from rudra.job.samples import check_minibatch
 from rudra.log import log, speak_as
 from rudra.machine import cores, end_with_parent
 from rudra.mpi import failures
@@ -102,6 +103,7 @@ def run_ranks(
     overwrite: bool,
     resume: Path | bool = False,
     origin: Path | None = None,
+    temporary: bool = False,
     launched: bool = False,
     comm: MPI.Comm | None = None,
     choose_cut: Callable[[Job, int | None], str | None] | None = None,
@@ -115,6 +117,7 @@ def run_ranks(
         overwrite: whether an existing file may be replaced.
         resume: a checkpoint or result file to go on from; True: that of `output`, if there is one.
         origin: a checkpoint of another run, with all of which this one begins, unless it goes on.
+        temporary: the user did not name `output`: the last checkpoint is removed when the run finishes.
         launched: `rudra.mpi.launch` started this rank, and will say what is to be said of a run that was ended.
         comm: of the ranks that run it; by default all.
         choose_cut: says for a job and a number of ranks which layer the job's rule for placement chooses; needed only
@@ -125,9 +128,8 @@ def run_ranks(
         asked, and can be resumed); and the result file.
     """
     with abort_on_dead_rank(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
-        begin = partial(
-            decide, job, output, resume, force=overwrite, named=lambda: default_output(job.name), origin=origin
-        )
+        about = {"force": overwrite, "origin": origin, "temporary": temporary}
+        begin = partial(decide, job, output, resume, named=lambda: default_output(job.name), **about)
         return _run_ranks(job, output, progress, begin, launched, (comm or MPI.COMM_WORLD).Dup(), choose_cut)
 
 
@@ -405,6 +407,7 @@ class _Session:
     def _build(self) -> None:
         source = self._plan.roles[self._plan.statistics].world_rank
         self._info = self._comm.bcast(None if self._data is None else self._data.info, source)
+        check_minibatch(self._job, self._info.training_samples)
         self._phases = phases_of(self._job, self._plan, self._info.training_samples)
         self._machines = {i: self._machine(i, self._plan, self._begin.position) for i in self._roles}
         self._arena = Arena()
@@ -423,6 +426,8 @@ class _Session:
                 memory=self._arena.allocate if self._near else None,
             )
             for executor in self._executors.values():
+                if executor.hooks is not None:
+                    executor.hooks.output = self._begin.output.stem
                 # A small model is stepped no faster in slices, and threads that share cores meet at the end of each.
                 alone = self._job.cluster.threads_per_rank == 1
                 executor.fuses = executor.form is None and executor.size > CHUNK and alone
@@ -496,7 +501,8 @@ class _Session:
         signature: dict[str, str] = self._comm.bcast(own_signature, source)  # so that one rank alone needs a key
         if self._comm.rank == server:
             layout = shapes(self._executors[self._plan.server].layout)
-            about = {"python_objects": ", ".join(python_objects(self._job)), "layout": layout, **signature}
+            objects = ", ".join(python_objects(self._job))
+            about = {"python_objects": objects, "layout": layout, "temporary": self._begin.temporary, **signature}
             self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
         hosts: list[str] = self._comm.allgather(socket.gethostname())
         kinds: list[dict[str, str]] = self._comm.allgather(arithmetic())
@@ -639,10 +645,14 @@ class _Session:
         return code
 
     def _keep_end(self, rank: Rank) -> None:
-        """Leaves a single checkpoint, that of the end, from which more epochs can be trained; without one, none."""
+        """Leaves a single checkpoint, that of the end, from which more epochs can be trained; without one, none.
+
+        A run whose result file nobody named leaves only the checkpoints that are to be kept.
+        """
         plan, states, found = rank.plan, rank.states, list[NamedVectors]()
         results = self._job.results
-        wanted = results.checkpoint_interval is not None or results.kept_interval is not None
+        leaves = results.checkpoint_interval is not None and not self._begin.temporary
+        wanted = leaves or results.kept_interval is not None
         owned = [role for role in plan.keepers if role in self._executors] if wanted else []
         for role in owned:
             executor = self._executors[role]
@@ -670,7 +680,7 @@ class _Session:
                     checkpoints.save(position, state)
                 checkpoints.commit(name)
                 checkpoints.discard_previous()
-            if results.checkpoint_interval is None:
+            if not leaves:
                 checkpoints.discard()
         except OSError as error:
             log.warning(

@@ -22,6 +22,7 @@ MARKERS = "osD^vPX"
 _MOST_POINTS = 200
 _MOST_MARKERS = 20
 _DECADES = 300  # from the least to the most, where ticks between powers of ten would be too many
+_CLOSE = 0.6  # share of the largest value above which all others are close to it
 NOT_POSITIVE = "not where it is 0 or less"
 _LETTERS = 60  # in a line of a legend, or below a panel
 _NAMED = 12  # runs that a panel cannot show; of more, it counts the rest
@@ -476,9 +477,15 @@ def log_ticks(axis: Any, low: float, high: float) -> None:
 
 
 def set_scale(axis: Any) -> None:
-    """A vertical scale from zero, or from below it where values are; all zero is a line at the bottom."""
+    """A vertical scale from zero, or from below it where values are; all zero is a line at the bottom.
+
+    Values that are close together get a scale of their own range, which shows how they differ.
+    """
     low, high = axis.dataLim.y0, axis.dataLim.y1
-    if low >= 0:
+    if 0 < _CLOSE * high < low < high:
+        room = 0.1 * (high - low)
+        axis.set_ylim(low - room, high + room)
+    elif low >= 0:
         top = max(axis.get_ylim()[1], 1.05 * high) if high > 0 else 1.0
         axis.set_ylim(-0.01 * top, top)
 

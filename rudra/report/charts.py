@@ -333,7 +333,7 @@ def _speed_up_panel(title: str, families: Sequence[str], curves: dict[str, Any],
     return draw
 
 
-_FULL = 128  # %, with room for the number beside a bar
+_ROOM = 1.28  # for the number beside a bar, as a factor of the longest bar
 _PHASES = {
     "compute": COLOURS[0],
     "reduce": COLOURS[3],
@@ -353,9 +353,11 @@ def _roles(study: Study) -> list[Figure]:
         times = run.summary["learner_times"]
         phases = [100 * float(np.mean([row[f"{phase}_share"] or 0.0 for row in times])) for phase in _PHASES]
         whole = max(0.0, 100 - sum(phases))
-        shares.append((*phases, whole, 100 * run.update_s / run.time_s, 100 * run.evaluation_s / run.time_s))
+        tested_s = max(run.time_s, run.evaluation_s)  # the last test may end after the training
+        shares.append((*phases, whole, 100 * run.update_s / run.time_s, 100 * run.evaluation_s / tested_s))
     drawn = [(run.label, share) for run, share in zip(runs, shares, strict=True)][:_MOST_BARS]
     kinds = {**_PHASES, "other": MUTED}
+    longest = max(100.0, *(max(sum(share[: len(kinds)]), *share[len(kinds) :]) for _, share in drawn))
 
     def learners(axis: Any) -> None:
         left = np.zeros(len(drawn))
@@ -365,7 +367,7 @@ def _roles(study: Study) -> list[Figure]:
                 axis.barh(range(len(drawn)), width, left=left, height=0.42, color=colour, label=phase)
             left += width
         _bars(axis, drawn, "Learners (mean)")
-        axis.set(xlim=(0, _FULL), xticks=range(0, 101, 25))
+        axis.set(xlim=(0, _ROOM * longest), xticks=range(0, 101, 25))
 
     def single(title: str, column: int) -> Panel:
         def draw(axis: Any) -> None:
@@ -376,7 +378,7 @@ def _roles(study: Study) -> list[Figure]:
                     f"{value:.2f} %", (value, i), (3, 0), textcoords="offset points", va="center", fontsize="small"
                 )
             _bars(axis, drawn, title)
-            axis.set(xlim=(0, _FULL), xticks=range(0, 101, 25))
+            axis.set(xlim=(0, _ROOM * longest), xticks=range(0, 101, 25))
 
         return draw
 
@@ -389,7 +391,7 @@ def _roles(study: Study) -> list[Figure]:
             "roles",
             "Time per role",
             f"Share of the {virtual} that each role spent at its work. The server's rest is handling messages and "
-            f"waiting for them; tests run beside the training.{left_out}",
+            f"waiting for them. Tests run beside the training; the last one may end after it.{left_out}",
             [
                 learners,
                 *(

@@ -147,7 +147,9 @@ def _notes(study: Study) -> list[str]:
         notes.append("Runs without tensors simulate times and staleness only: they have no test error.")
     stale = [run for run in runs if run.histogram.any()]
     if stale and not any(run.stale for run in stale):
-        notes.append("Nothing is stale: σ = 0 in all gradients.")
+        begun = "Nothing is stale" if all(run.finished for run in study.runs) else "Nothing is stale so far"
+        notes.append(f"{begun}: σ = 0 in all gradients.")
+    notes += [*_seeds(runs), *_warm_up(runs)]
     notes += _rates(runs)
     bad = [run for run in study.runs if not run.finished]
     if bad:
@@ -155,6 +157,25 @@ def _notes(study: Study) -> list[str]:
         what = ", ".join(f"{count} {status}" for status, count in kinds.items())
         notes.append(f"{len(bad)} of {len(study.runs)} runs did not finish ({what}): figures show what they have.")
     return notes
+
+
+def _seeds(runs: Sequence[Run]) -> list[str]:
+    """A note if runs are compared that all have one seed."""
+    if len(runs) < 2 or len({text(run.job.get("training.seed")) for run in runs}) > 1:
+        return []
+    return ["All runs have the same seed: small differences may be chance. Several seeds show how large chance is."]
+
+
+def _warm_up(runs: Sequence[Run]) -> list[str]:
+    """A note if rates follow the number of updates, and an epoch has a different number of updates in each run."""
+    rising = [r for r in runs if r.job.get("optimizer.schedule_every") == "update" and r.job.get("optimizer.warm_up")]
+    each = {(r.minibatch_size, r.attributes.get("gradients_per_update")) for r in rising}
+    if len(each) < 2:
+        return []
+    return [
+        "The warm-up sets a rate for each update, and runs make different numbers of updates in an epoch: they warm up "
+        "in different numbers of steps."
+    ]
 
 
 _OF_THE_RATE = ("optimizer.", "protocol.modulation", "protocol.reference_batch_size")

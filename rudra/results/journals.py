@@ -34,7 +34,8 @@ def csv(moment: "Moment", file: str = "{job}-{role}-{at}.csv") -> None:
 
     Args:
         moment: any.
-        file: `{job}`, `{role}` and `{at}` stand for what they are; roles that share a file get in each other's way.
+        file: `{job}`, `{output}` (the result file's name without suffix), `{role}` and `{at}` are replaced;
+            roles that share a file get in each other's way.
     """
     path, (key, number), values = Path(_named(file, moment)), _number(moment), _values(moment)
     before = _journals.get(path)
@@ -84,7 +85,7 @@ tensorboard.requires = {"tensorboard": "rudra[tensorboard]"}  # type: ignore[att
 
 
 def _named(text: str, moment: "Moment") -> str:
-    return text.format(job=moment.job, role=moment.role.replace(" ", "-"), at=moment.at)
+    return text.format(job=moment.job, role=moment.role.replace(" ", "-"), at=moment.at, output=moment.output)
 
 
 def _number(moment: "Moment") -> tuple[str, int]:

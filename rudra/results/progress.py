@@ -162,12 +162,7 @@ def too_few(job: Job, training_samples: int) -> str:
     each = job.gradients_per_update(job.plan()) * size
     if each <= training_samples:
         return ""
-    if size > training_samples:
-        about = f"a mini-batch has {size:,} samples (μ), and an epoch {training_samples:,}"
-    else:
-        about = (
-            f"an update is made of {each:,} samples, {each // size} mini-batches, and an epoch has {training_samples:,}"
-        )
+    about = f"an update is made of {each:,} samples, {each // size} mini-batches, and an epoch has {training_samples:,}"
     return f"{about}: some epochs end without an update of their own, and have no figures (–)"
 
 

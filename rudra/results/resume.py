@@ -75,6 +75,7 @@ class Decision(NamedTuple):
         branched: the checkpoint is another run's, of which this one has the rows up to there.
         text: what to tell the user of it.
         run: identity of the run.
+        temporary: nobody named the result file, so that the run's last checkpoint is removed when it finishes.
     """
 
     output: Path
@@ -87,6 +88,7 @@ class Decision(NamedTuple):
     branched: bool = False
     text: str = ""
     run: str = ""
+    temporary: bool = False
 
 
 def decide(
@@ -97,6 +99,7 @@ def decide(
     force: bool,
     named: Callable[[], Path],
     origin: Path | None = None,
+    temporary: bool = False,
 ) -> Decision:
     """Where a run begins.
 
@@ -107,11 +110,14 @@ def decide(
         force: an existing result file may be replaced.
         named: gives a result file a name.
         origin: a checkpoint of another run with which this one begins, where it does not go on.
+        temporary: nobody named `output`, as if it were None.
 
     Raises:
         RudraError: the checkpoint is missing, damaged, or of another job; or `output` exists and may not be replaced.
     """
     found = _decide(job, output, wanted, force, named)
+    if found.checkpoint is None:
+        found = found._replace(temporary=temporary or output is None)
     if origin is not None and found.checkpoint is None and not found.finished:
         found = _branched(job, found, origin)
     return found._replace(run=found.run or new_run())
@@ -144,7 +150,8 @@ def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {differences[0][0]}"
         other += f" was {differences[0][1]}"
     return Decision(
-        begin.output, origin, position, decided, begin.overwrite, False, other or _replanned(state, fitting), True, text
+        *(begin.output, origin, position, decided, begin.overwrite, False),
+        *(other or _replanned(state, fitting), True, text, begin.temporary),
     )
 
 
@@ -202,7 +209,9 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
     text += f"; {replanned}" if replanned else ""
     same = output == checkpoint.results_of(path)
     run = str(state.attributes.get("run", "")) if same else ""  # with rows of its own it is another run
-    return Decision(output, path, position, decided, overwrite=force, replanned=replanned, text=text, run=run)
+    temporary = bool(state.attributes.get("temporary", False))
+    about: dict[str, Any] = {"overwrite": force, "replanned": replanned, "text": text, "temporary": temporary}
+    return Decision(output, path, position, decided, **about, run=run)
 
 
 def _read(path: Path) -> SavedState:
@@ -275,6 +284,7 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
         with open_results(given) as results:
             simulated = results.attributes["driver"] == "simulation"
         why = "a simulation leaves none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
+        why += "" if simulated else "; a run without --output removes its own"
         raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
     state = _read(path)
     job = job_of(state, overrides, trust=trust)

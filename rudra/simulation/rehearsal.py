@@ -41,6 +41,7 @@ from rudra.core.messages import behind_bytes, tail_bytes
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.job.samples import check_minibatch
 from rudra.results.warm_start import final_weights
 from rudra.simulation.assembly import assemble
 from rudra.simulation.predict import KeptRows
@@ -121,6 +122,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         alone = memory_bytes("VmRSS")
         loaded = load(job.data, seed=job.training.seed)
         with_data = memory_bytes("VmRSS")
+        check_minibatch(job, loaded.info.training_samples)
         restart_peak()
         job = settled(job, plan, loaded)
         made = make_executors(job, plan, tuple(taking), loaded, prefetch=False, first_weights=final_weights)

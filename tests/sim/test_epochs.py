@@ -11,6 +11,7 @@ from clusters import check_epochs, train
 
 import rudra
 from rudra.cli.main import main
+from rudra.errors import ConfigError
 from rudra.job.job import Job
 
 LEARNERS, EPOCHS = 8, 6
@@ -83,7 +84,6 @@ def test_for_people_they_are_a_dash(crowded: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("size", "learners", "said"),
     [
-        (64, 1, "a mini-batch has 64 samples (μ), and an epoch 50"),
         (16, 4, "an update is made of 64 samples, 4 mini-batches, and an epoch has 50"),
         (12, 4, None),
     ],
@@ -104,6 +104,13 @@ def test_updates_that_are_larger_than_epochs_are_told_at_the_start(
     rudra.simulate(made, output=tmp_path / "run.h5", progress="lines").close()
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rudra: ")]
     assert [line.removeprefix("rudra: digits: ").partition(":")[0] for line in told] == ([] if said is None else [said])
+
+
+def test_a_minibatch_larger_than_the_training_set_is_refused(tmp_path: Path) -> None:
+    made = rudra.Job.load("digits", ["data.train_limit=50", "training.minibatch_size=51"])
+    with pytest.raises(ConfigError, match=r"minibatch_size = 51 \(μ\): the training set has 50 samples; valid"):
+        rudra.simulate(made, output=tmp_path / "run.h5")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_lines_while_it_runs_have_a_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,7 +342,7 @@ def test_the_tensorboard_hook_writes_what_the_result_file_has(tmp_path: Path, mo
     name = "tensorboard"
     made = job(
         {"at": "epoch", "call": name},
-        {"at": "update", "call": name, "options": {"directory": "logs/{job}"}, "every": 5},
+        {"at": "update", "call": name, "options": {"directory": "logs/{output}"}, "every": 5},
     )
     for again in range(2):
         with rudra.simulate(made, output=f"run{again}.h5", progress="quiet") as results:
@@ -356,7 +356,8 @@ def test_the_tensorboard_hook_writes_what_the_result_file_has(tmp_path: Path, mo
     steps, errors = scalars("tensorboard/hooked-statistics-server/epoch", "epoch/test_error")
     assert steps == [1, 2, 3]
     assert errors == pytest.approx(epochs["test_error"].tolist())
-    steps, rates = scalars("logs/hooked/update", "update/learning_rate")
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["run0", "run1"]
+    steps, rates = scalars("logs/run1/update", "update/learning_rate")
     assert steps == updates["timestamp"][4::5].tolist()
     assert rates == pytest.approx(updates["learning_rate"][4::5].tolist())
 

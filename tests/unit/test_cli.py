@@ -16,7 +16,7 @@ import pytest
 
 import rudra
 from rudra.cli import examination
-from rudra.cli.main import EPILOG, main, names, parser_of
+from rudra.cli.main import EPILOG, SYNONYMS, main, names, parser_of
 from rudra.cli.options import job_of
 from rudra.job.jobfiles import shipped_jobs
 from tests import forks
@@ -86,6 +86,34 @@ def test_unusable_options_end_with_exit_code_2(arguments: str, capsys: pytest.Ca
         main(arguments.split())
     assert ended.value.code == 2
     assert "usage: rudra" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train", "did you mean rudra run?"),  # a synonym
+        ("trian", "did you mean rudra run?"),  # a misspelt synonym
+        ("rnu", "did you mean rudra run?"),
+        ("Validte", "did you mean rudra validate?"),
+        ("continue", "did you mean rudra resume?"),
+        ("help", "did you mean rudra --help?"),
+        ("xyzzy", "rudra --help lists the commands"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_nearest_one(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([word, "digits"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"rudra: error: there is no command '{word}'; {said}\n")
+
+
+def test_synonyms_stand_for_commands_and_are_no_commands_themselves() -> None:
+    words = [word for synonyms in SYNONYMS.values() for word in synonyms]
+    assert set(SYNONYMS) - {"--help", "--version"} <= set(names())
+    assert len(words) == len(set(words))
+    assert not set(words) & set(names())
 
 
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ABOVE = {"rudra/__init__.py", "rudra/__main__.py", "rudra/api.py", "rudra/worker.py"}
+ABOVE = {"rudra/__init__.py", "rudra/__main__.py", "rudra/api.py", "rudra/preflight.py", "rudra/worker.py"}
 """Beside the ground, on which all stand: what stands on all."""
 
 OF_JOB = {"numpy", "pydantic", "pydantic_core", "protocols", "topologies"}

@@ -478,6 +478,12 @@ def test_nothing_stale_is_one_line(tmp_path: Path) -> None:
     assert made["staleness-histogram"] == {"σ = 0": ["hardsync, μ = 4, λ = 4"]}
 
 
+def test_an_unfinished_study_is_not_called_fresh_for_good(tmp_path: Path) -> None:
+    write_run(tmp_path / "a.h5", updates=4, epochs=1, staleness=0, finish=False)
+    (section,) = sections_of(collect([tmp_path / "a.h5"]))
+    assert any(note.startswith("Nothing is stale so far") for note in section.notes)
+
+
 def test_bars_that_are_compared_share_a_scale(study: Path, tmp_path: Path) -> None:
     files = [study / f"softsync-{n}-4-30.h5" for n in (1, 30)]
     made = drawn(files)

@@ -139,6 +139,26 @@ def test_sums_of_other_nodes_than_before_the_restart_are_not_replayed(
     assert (said in why) if said else not why
 
 
+@pytest.mark.parametrize("name", [None, "named.h5"])
+def test_only_a_run_without_output_has_a_temporary_checkpoint(name: str | None, tmp_path: Path) -> None:
+    output = None if name is None else tmp_path / name
+    named = tmp_path / "chosen.h5"
+    found = decide(Job(), output, False, force=False, named=lambda: named)
+    assert found.temporary == (name is None)
+    on_ranks = decide(Job(), found.output, False, force=False, named=Path, temporary=found.temporary)
+    assert on_ranks == found  # which the launcher gave a name
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_a_resumed_run_still_knows_whether_its_checkpoint_is_temporary(temporary: bool, tmp_path: Path) -> None:
+    job, path = run(tmp_path, finished=False, epochs=4)
+    writer = CheckpointWriter(path.with_suffix(".ckpt"), json.loads(job.to_json()), {"temporary": temporary})
+    position = TrainingState(timestamp=16, epoch=2, samples=512, applied=32, time_s=0.16, steps=(8, 8, 8, 8))
+    writer.save(position, {"weights": np.zeros(3, np.float32)})
+    writer.commit()
+    assert decided(job, path).temporary == temporary
+
+
 def test_a_finished_run_without_a_checkpoint_says_why(tmp_path: Path) -> None:
     _, path = run(tmp_path)
     path.with_suffix(".ckpt").unlink()

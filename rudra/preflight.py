@@ -1,0 +1,105 @@
+"""Checks of a run before its ranks start: what this machine cannot do is said at once, in one line.
+
+The ranks check the same again where they are: on other machines than this one, they alone can.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from rudra.data.readers import READERS
+from rudra.data.readers.common import path_of
+from rudra.errors import ConfigError, DataError
+from rudra.job.job import Job
+from rudra.job.samples import check_minibatch
+from rudra.log import log
+from rudra.machine import RANK_BYTES, cores, free_memory
+from topologies import Plan
+
+ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+"""Variables of batch systems, under which mpirun may start ranks on other machines."""
+
+CROWDED = 8
+"""Ranks for each core from which a run is called slow."""
+
+QUICK_BYTES, QUICK_FILES = 16 << 20, 100
+"""Up to how much data the samples are counted before the run."""
+
+
+def check(job: Job, plan: Plan, *, begins: bool) -> None:
+    """Checks what a run on this machine needs: its files, samples for a mini-batch, GPUs, memory.
+
+    Under a batch system nothing is checked, because ranks may be on other machines.
+
+    Args:
+        job: resolved.
+        plan: who is who.
+        begins: whether the run starts from the beginning; one that resumes needs no `training.warm_start`.
+
+    Raises:
+        RudraError: the ranks could not run the job here.
+    """
+    if any(name in os.environ for name in ALLOCATIONS):
+        return
+    if begins and job.training.warm_start is not None and not os.path.exists(job.training.warm_start):
+        raise ConfigError(f"[training] warm_start: {job.training.warm_start}: no such file")
+    _check_data(job)
+    check_devices(job, plan)
+    _check_size(job, plan)
+
+
+def _check_data(job: Job) -> None:
+    """The files of a reader are there, and have samples for a mini-batch; of large files only the former is checked."""
+    table = job.data
+    if not isinstance(table.name, str) or table.name not in READERS:
+        return  # the user's own code may create what it reads
+    if table.path is not None and not _is_small(path_of(table)):
+        return
+    training = READERS[table.name](table, ()).counts["train"]
+    if table.test_split is None and table.validation_split is None:  # else the ranks know what is left
+        check_minibatch(job, min(training, table.train_limit or training))
+
+
+def _is_small(path: Path) -> bool:
+    """Whether the samples at a path can be counted in a moment."""
+    left_bytes, left_files = QUICK_BYTES, QUICK_FILES
+    for size in _sizes(path):
+        left_bytes, left_files = left_bytes - size, left_files - 1
+        if left_bytes < 0 or left_files < 0:
+            return False
+    return True
+
+
+def _sizes(path: Path) -> Iterator[int]:
+    try:
+        if path.is_dir():
+            for directory, _, files in os.walk(path):
+                yield 0
+                yield from (os.stat(os.path.join(directory, name)).st_size for name in files)
+        else:
+            yield path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def check_devices(job: Job, plan: Plan) -> None:
+    """Raises ConfigError if learners are to compute on GPUs, and this machine has none."""
+    if job.cluster.device != "cuda":
+        return
+    from rudra.compute import devices  # and torch, which a start of ranks usually does without
+
+    gpus, host = devices.gpus_here(), socket.gethostname()
+    devices.agreed("cuda", plan, [gpus] * plan.ranks, [host] * plan.ranks, job.learners_on_cpu(plan))
+
+
+def _check_size(job: Job, plan: Plan) -> None:
+    """Refuses more ranks than memory suffices for; warns of many more ranks than cores."""
+    needed, free, usable = plan.ranks * RANK_BYTES, free_memory(), cores()
+    instead = "use fewer learners, more cluster.learners_per_rank, or rudra simulate"
+    sizes = f"{needed / 1e9:.1f} GB of memory without the model, and {free / 1e9:.1f} GB are free"
+    if needed > free:
+        raise ConfigError(f"[cluster] learners = {job.learners}: {plan.ranks} ranks take {sizes}; {instead}")
+    if plan.ranks > CROWDED * usable:
+        share = f"{plan.ranks} ranks share {usable} cores, which is slow"
+        log.warning(f"{job.name}: {share}; they take {sizes}; {instead}")
