@@ -78,7 +78,18 @@ def _check_shape(protocol: protocols.Protocol, plan: topologies.Plan, topology: 
             f"{on}: one compute group alone updates by each of its averages, but protocol {name} wants "
             f"{protocol.gradients_per_update} for an update; valid: more groups, or a protocol that takes one"
         )
+    if protocols.own_update_due(protocol) and (protocol.ordered or not plan.served or plan.window):
+        why = "adds one gradient of each learner" if protocol.ordered else "updates without a server that would ask"
+        raise ValueError(
+            f"{on}: protocol {name} {why}, so its update_due has no say; valid: gradients_per_update, or a server and "
+            "ordered = False"
+        )
     if any(role.about.relays for role in plan.roles):
+        if protocol.waits and protocols.saved(protocol):
+            raise ValueError(
+                f"{on}: protocol {name} lets learners wait and has a state, which servers of a tree do not know; "
+                "valid: topology base"
+            )
         if protocol.waits and protocol.grants_on_push:
             raise ValueError(
                 f"{on}: protocol {name} decides by what every learner has pushed, which servers of a tree do not know; "
