@@ -215,8 +215,10 @@ def _check_gradient(
         data: what a sample looks like.
         portions: of each part of the run, by learner.
     """
-    alone = None
-    if any(mine.count == 1 for of_part in portions for mine in of_part.values()):
+    alone, microbatches = None, job.training.microbatches
+    if microbatches > 1 and any(mine.count < 2 * microbatches for of_part in portions for mine in of_part.values()):
+        alone = (f"[training] microbatches = {microbatches}: a part may be of one sample", "fewer")
+    elif any(mine.count == 1 for of_part in portions for mine in of_part.values()):
         alone = ("[training] minibatch_size = 1", "2 or more")
         if job.workers:
             alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")
