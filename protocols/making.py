@@ -10,7 +10,7 @@ from typing import Any
 
 from protocols import probe
 from protocols.base import Protocol
-from protocols.modulation import MODULATIONS
+from protocols.modulation import MODULATIONS, Modulation
 
 
 def make(
@@ -19,7 +19,7 @@ def make(
     learners: int,
     minibatch_size: float,
     n: int | None = None,
-    modulation: str = "auto",
+    modulation: str | Callable[..., Modulation] | None = None,
     reference_batch_size: int = 128,
     scale_invariant_optimizer: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -31,7 +31,8 @@ def make(
         learners: λ.
         minibatch_size: μ; of a compute group kμ.
         n: the splitting parameter, for protocols that take one.
-        modulation: a key of `MODULATIONS`, or "auto" for the protocol's own.
+        modulation: a class (or callable) that gives a `Modulation`, or a key of `MODULATIONS`; None or "auto": the
+            protocol's own.
         reference_batch_size: B.
         scale_invariant_optimizer: name of the job's optimiser if its step ignores the gradient's scale.
         options: further keyword arguments of the class.
@@ -57,15 +58,23 @@ def make(
             probe.check(lambda: factory(learners, **arguments))
     except ValueError as error:
         raise ValueError(f"[protocol] {error if name in shipped() else f'{name}: {error}'}") from None
-    key = made.default_modulation if modulation == "auto" else modulation
-    if key not in made.modulations:
-        raise ValueError(f"[protocol] modulation '{key}' does not fit {name}; valid: {', '.join(made.modulations)}")
-    if key == "gradient_staleness" and scale_invariant_optimizer:
+    key = made.default_modulation if modulation in (None, "auto") else modulation
+    rule = MODULATIONS[key] if isinstance(key, str) else key
+    shown = key if isinstance(key, str) else next((k for k, of in MODULATIONS.items() if of is key), "")
+    if shown not in made.modulations and (shown or made.modulations == ("none",)):
+        shown = shown or str(getattr(rule, "__qualname__", rule))
+        raise ValueError(f"[protocol] modulation '{shown}' does not fit {name}; valid: {', '.join(made.modulations)}")
+    try:
+        made.modulation = rule(learners, minibatch_size, made.n, reference_batch_size)
+        if not shown:
+            probe.check_modulation(made.modulation)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"[protocol] modulation: {getattr(rule, '__qualname__', rule)}: {error}") from None
+    if made.modulation.weighs and scale_invariant_optimizer:
         raise ValueError(
-            f"[protocol] modulation 'gradient_staleness' has no effect with {scale_invariant_optimizer}, "
+            f"[protocol] modulation '{made.modulation.name}' has no effect with {scale_invariant_optimizer}, "
             "whose step ignores the gradient's scale; use sgd, or modulation 'mean_staleness'"
         )
-    made.modulation = MODULATIONS[key](learners, minibatch_size, made.n, reference_batch_size)
     return made
 
 

@@ -6,6 +6,7 @@ agree with the run if two things hold. What changes in the protocol is its state
 """
 
 import json
+import math
 import pickle
 from collections.abc import Callable
 from functools import cached_property
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocols.base import Clock, Protocol
+from protocols.modulation import Modulation
 
 _UPDATES, _GRADIENTS = 3, 1000
 """A protocol is asked for so many updates, or so many gradients."""
@@ -81,6 +83,28 @@ def check(make: Callable[[], Protocol]) -> None:
         restored(third, text)
     if lacking := _different(_contents(first), _contents(third)):
         raise ValueError(f"restore() does not bring back {lacking} as it was; valid: all that update_due changes")
+
+
+def check_modulation(modulation: object) -> None:
+    """Asks a modulation for a few rates and weights.
+
+    Raises:
+        ValueError: it gives no such numbers, or changes itself.
+    """
+    if not isinstance(modulation, Modulation):
+        raise ValueError(f"gives a {type(modulation).__name__}, which is not a protocols.Modulation")
+    before = _frozen(modulation)
+    for staleness in (0, 1, 7):
+        for name in ("rate_factor", "gradient_weight"):
+            values = []
+            try:
+                values = [float(getattr(modulation, name)(staleness)) for _ in range(2)]
+            except Exception as error:
+                raise ValueError(f"{name}({staleness}) fails ({_told(error)})") from error
+            if values[0] != values[1] or not 0 <= values[0] < math.inf:
+                raise ValueError(f"{name}({staleness}) is {values[0]} and {values[1]}; valid: the same number >= 0")
+    if _frozen(modulation) != before:
+        raise ValueError("it changes itself, which a resumed run would begin without; valid: a rule by its arguments")
 
 
 def own_update_due(protocol: Protocol) -> bool:
