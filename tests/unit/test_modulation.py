@@ -95,7 +95,7 @@ def test_a_modulation_of_the_user() -> None:
 )
 def test_a_modulation_of_the_user_that_cannot_be_is_one_line(protocol: str, name: str, text: str) -> None:
     tables: Any = {"topology": {"name": "replicas"}} if protocol == "easgd" else {}
-    job = Job(protocol={"name": protocol, "modulation": f"{__name__}:{name}"}, cluster={"learners": 3}, **tables)
-    with pytest.raises((ConfigError, ValueError), match=text) as raised:
-        job.make_protocol()
+    rule = {"name": protocol, "modulation": f"{__name__}:{name}"}
+    with pytest.raises(ConfigError, match=text) as raised:
+        Job(protocol=rule, cluster={"learners": 3}, **tables)
     assert "\n" not in str(raised.value)
