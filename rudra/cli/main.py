@@ -24,7 +24,7 @@ COMMON = {"main", "options", "finish", "examination"}
 
 FIRST = (
     *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "profile", "place", "show", "plot"),
-    *("replay", "export", "timeline", "report", "watch", "jobs", "init", "validate", "topology", "schema"),
+    *("replay", "export", "timeline", "report", "watch", "jobs", "init", "validate", "topology", "check", "schema"),
     *("completion", "doctor", "bench"),
 )
 """The order in which help lists commands; others follow."""
