@@ -9,9 +9,11 @@ protocol is a new file that answers them (`Protocol`):
 """
 
 from protocols.averaging import Averaging, Pair, pairs
-from protocols.base import Clock, Protocol, make, rule_of, shipped
+from protocols.base import Clock, Protocol
 from protocols.hogbatch import Hogbatch
+from protocols.making import make, rule_of, shipped
 from protocols.modulation import MODULATIONS, Modulation
+from protocols.probe import own_update_due, restored, saved
 
 __all__ = [
     "MODULATIONS",
@@ -22,7 +24,10 @@ __all__ = [
     "Pair",
     "Protocol",
     "make",
+    "own_update_due",
     "pairs",
+    "restored",
     "rule_of",
+    "saved",
     "shipped",
 ]

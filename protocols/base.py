@@ -1,11 +1,6 @@
-"""The interface of a protocol, and how one is made from its name."""
+"""The interface of a protocol."""
 
-import importlib
-import inspect
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from protocols.modulation import MODULATIONS, Modulation
@@ -112,103 +107,22 @@ class Protocol:
         """
         return True
 
+    def state(self) -> dict[str, Any]:
+        """What changes in the protocol during a run: numbers, texts, lists and dicts, which JSON can hold.
 
-def make(
-    protocol: str | Callable[..., Protocol],
-    *,
-    learners: int,
-    minibatch_size: float,
-    n: int | None = None,
-    modulation: str = "auto",
-    reference_batch_size: int = 128,
-    scale_invariant_optimizer: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Protocol:
-    """Makes a protocol ready for use.
+        A checkpoint keeps it as it was after the last update. Only `update_due` may change it. A subclass that changes
+        itself defines this method and `restore`.
+        """
+        return {}
 
-    Args:
-        protocol: a class (or callable) that gives a `Protocol`, or the name of a shipped one.
-        learners: λ.
-        minibatch_size: μ; of a compute group kμ.
-        n: the splitting parameter, for protocols that take one.
-        modulation: a key of `MODULATIONS`, or "auto" for the protocol's own.
-        reference_batch_size: B.
-        scale_invariant_optimizer: name of the job's optimiser if its step ignores the gradient's scale.
-        options: further keyword arguments of the class.
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from a state: when a run is resumed, when all learners begin again, and when a learner has died.
 
-    Raises:
-        KeyError: unknown name.
-        ValueError: n out of range, a modulation that does not fit, or a class that breaks the rules of
-            `Protocol`; one line.
-    """
-    factory: Callable[..., Protocol] = shipped()[protocol] if isinstance(protocol, str) else protocol
-    own = {id(of): known for known, of in shipped().items()}
-    name = str(own.get(id(factory)) or getattr(factory, "__qualname__", repr(factory)))
-    arguments = dict(options or {})
-    if "n" in arguments:
-        raise ValueError("[protocol] options.n is not possible; n is a key of [protocol] itself")
-    if n is not None:
-        arguments["n"] = n
-    _check_arguments(name, factory, learners, arguments)
-    try:
-        made = factory(learners, **arguments)
-        _check(made)
-    except ValueError as error:
-        raise ValueError(f"[protocol] {error if name in shipped() else f'{name}: {error}'}") from None
-    key = made.default_modulation if modulation == "auto" else modulation
-    if key not in made.modulations:
-        raise ValueError(f"[protocol] modulation '{key}' does not fit {name}; valid: {', '.join(made.modulations)}")
-    if key == "gradient_staleness" and scale_invariant_optimizer:
-        raise ValueError(
-            f"[protocol] modulation 'gradient_staleness' has no effect with {scale_invariant_optimizer}, "
-            "whose step ignores the gradient's scale; use sgd, or modulation 'mean_staleness'"
-        )
-    made.modulation = MODULATIONS[key](learners, minibatch_size, made.n, reference_batch_size)
-    return made
+        Args:
+            state: what `state` gave, perhaps of a protocol for another number of learners.
 
-
-def _check_arguments(name: str, factory: object, learners: int, arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError where the factory does not take these; what it raises itself is its own affair."""
-    try:
-        signature = inspect.signature(factory)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"[protocol] name: {name} is not a class or function that makes a protocol") from None
-    try:
-        signature.bind(learners, **arguments)
-    except TypeError as error:
-        takes = list(signature.parameters)[1:]
-        unknown = sorted(set(arguments) - set(takes))
-        valid = f"; valid: {', '.join(takes)}" if takes else ""
-        if name in shipped() and unknown == ["n"]:
-            valid = "; leave it out, or reset it with --set protocol.n="
-        text = f" takes no {', '.join(unknown)}{valid}" if unknown else f": {error}"
-        raise ValueError(f"[protocol] {name}{text}") from None
-
-
-def _check(protocol: object) -> None:
-    """Raises ValueError where a user's protocol could only fail, or wait forever, later on."""
-    if not isinstance(protocol, Protocol):
-        raise ValueError(f"gives a {type(protocol).__name__}, which is not a protocols.Protocol")
-    if not hasattr(protocol, "gradients_per_update"):
-        raise ValueError("its __init__ must call super().__init__(learners)")
-    c = protocol.gradients_per_update
-    if c < 1:
-        raise ValueError(f"gradients_per_update = {c}; valid: 1 or more")
-    if protocol.ordered and c != protocol.learners:
-        raise ValueError(f"gradients_per_update = {c}; an ordered protocol takes one of each, so {protocol.learners}")
-
-
-def rule_of(name: str) -> type[Protocol]:
-    """The class of a shipped protocol; of another one's name, what all have in common."""
-    return shipped().get(name, Protocol)
-
-
-@cache
-def shipped() -> dict[str, type[Protocol]]:
-    """Name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
-    names = (
-        m.name
-        for m in pkgutil.iter_modules([str(Path(__file__).parent)])
-        if m.name not in {"base", "modulation", "averaging"}
-    )
-    return {name.rstrip("_"): importlib.import_module(f"protocols.{name}").PROTOCOL for name in sorted(names)}
+        Raises:
+            ValueError: it is no state of this protocol.
+        """
+        if state:
+            raise ValueError("the protocol has no state")

@@ -30,6 +30,11 @@ class Modulation:
     n: int
     reference_batch_size: int
 
+    def __init_subclass__(cls) -> None:
+        """Names a class that has no name of its own as the code does."""
+        if "name" not in vars(cls):
+            cls.name = cls.__qualname__
+
     @property
     def assumed_staleness(self) -> int | None:
         """Mean staleness that the modulation takes for granted; None: it goes by measured staleness, or by none."""

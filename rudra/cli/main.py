@@ -51,7 +51,7 @@ SYNONYMS = {
 
 FIRST = (
     *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "profile", "place", "show", "plot"),
-    *("replay", "export", "timeline", "report", "watch", "jobs", "init", "validate", "topology", "schema"),
+    *("replay", "export", "timeline", "report", "watch", "jobs", "init", "validate", "topology", "check", "schema"),
     *("completion", "doctor", "bench"),
 )
 """The order in which help lists commands; others follow."""

@@ -164,9 +164,11 @@ def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) 
         model: makes another one.
         data: what a sample looks like.
     """
-    alone = None
+    alone, microbatches = None, job.training.microbatches
     portions = [portion_of(its, its_plan, role) for _, its, its_plan in parts(job, plan) for role in its_plan.learners]
-    if any(mine.count == 1 for mine in portions):
+    if microbatches > 1 and any(mine.count < 2 * microbatches for mine in portions):
+        alone = (f"[training] microbatches = {microbatches}: a part may be of one sample", "fewer")
+    elif any(mine.count == 1 for mine in portions):
         alone = ("[training] minibatch_size = 1", "2 or more")
         if job.workers:
             alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")

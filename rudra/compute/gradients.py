@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from protocols.hogbatch import parts
 from rudra.compute.flat import FlatModel
 from rudra.compute.rows import RowGradient
 from rudra.compute.tasks import Task
@@ -22,7 +23,7 @@ from rudra.data import trees
 from rudra.data.augmentation import Augmentation
 from rudra.data.load import Batch, Samples, in_memory
 from rudra.data.sampling import Sampler, mix, seed_all
-from rudra.data.sparse import bytes_of, finite_rows, is_sparse, joined
+from rudra.data.sparse import bytes_of, finite_rows, is_sparse, joined, stretch
 from rudra.data.sparse import split as rows_split
 from rudra.data.trees import mapped
 from rudra.errors import ConfigError, DataError
@@ -68,6 +69,7 @@ class GradientSource:
     def __init__(self, job: Job, learner: int, work: Work, model: FlatModel, split: Samples, *, prefetch: bool) -> None:
         self._seed = job.training.seed
         self._learner = learner
+        self._microbatches = job.training.microbatches
         self._stops = job.fault_tolerance.non_finite_loss == "stop"
         self.work, self.model = work, model
         self._inputs = _Inputs(self._seed, split, Augmentation(job.augment), self.seed)
@@ -93,12 +95,41 @@ class GradientSource:
     ) -> BatchResult:
         """As `compute`, for who has drawn the samples."""
         inputs, target = batch
-        self.model.bind(weights)
-        loss, errors = self.model.gradient(inputs, target, out, self.seed(step))
+        loss, errors = self._gradient(batch, weights, out, self.seed(step))
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
             sample = self._inputs.indices([work])[int(wrong.argmax())]
             raise DataError(f"[data] training sample {sample} has a value that is not finite, and so has the loss")
         return BatchResult(loss, errors, work.count)
+
+    def _gradient(
+        self, batch: Batch, weights: torch.Tensor, out: torch.Tensor | RowGradient, seed: int
+    ) -> tuple[float, float]:
+        """As `FlatModel.gradient`, in the parts that the job wants: the mean of theirs by samples.
+
+        A part draws from where the one before has left the generator, and begins with its buffers.
+        """
+        model, (inputs, target) = self.model, batch
+        count = len(trees.first(target))
+        if self._microbatches == 1 or count == 1:
+            model.bind(weights)
+            return model.gradient(inputs, target, out, seed)
+        assert isinstance(out, torch.Tensor), "gradients in rows are of whole mini-batches"
+        trained, last = slice(model.parameter_count), 0
+        mean, loss, errors, state = torch.zeros_like(out), 0.0, 0.0, None
+        if buffers := model.size > model.parameter_count:
+            weights = weights.clone()
+        model.bind(weights)
+        for part in parts(count, self._microbatches):
+            first, last = last, last + part
+            ours, theirs = (mapped(lambda t, a=first, b=last: stretch(t, a, b), each) for each in batch)
+            its_loss, wrong = model.gradient(ours, theirs, out, seed if state is None else state)
+            state = model.random_state
+            mean[trained].add_(out[trained], alpha=part / count)
+            loss, errors = loss + its_loss * (part / count), errors + wrong
+            if buffers:
+                weights[model.parameter_count :] = out[model.parameter_count :]
+        out[trained] = mean[trained]
+        return float(np.float32(loss)), errors  # as a whole batch has it: records keep it exactly
 
     def prepare(self) -> None:
         """Compiles what is to be compiled, by a gradient that nobody gets, so that the first step takes no longer.
@@ -110,9 +141,11 @@ class GradientSource:
             return
         weights = torch.zeros(self.model.size, device=self.model.device)
         self.model.read_into(weights)
-        self.model.bind(weights)
         try:
-            difference = self.model.compiled_difference(*self._inputs.minibatch(0, self.work))
+            batch = self._inputs.minibatch(0, self.work)
+            self._gradient(batch, weights, torch.empty_like(weights), 0)
+            count = next(iter(parts(self.work.count, self._microbatches))) if self.work.count > 1 else 1
+            difference = self.model.compiled_difference(*(mapped(lambda t: stretch(t, 0, count), b) for b in batch))
         except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
             what = " ".join(str(error).split())[:200]
             raise ConfigError(f"[training] compile = true: torch.compile cannot do this model ({what})") from error

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+from rudra import plugins
 from rudra.errors import ConfigError, meant
 from rudra.job.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
 
@@ -61,10 +62,10 @@ class UpdateRule:
         import torch
 
         self.scale_invariant = table.scale_invariant
-        cls: Any = getattr(torch.optim, OPTIMIZERS[table.name])
-        options = _options(table, cls)
-        cls = uncompiled(cls)
-        fusible = "fused" in inspect.signature(cls).parameters
+        cls, options = optimizer_of(table)
+        takes = inspect.signature(cls).parameters
+        fusible = table.name in OPTIMIZERS and "fused" in takes
+        plain = {"foreach": False} if "foreach" in takes else {}
         parameters = [entry for entry in layout if entry.kind == "parameter"]
         self._sizes = [entry.size for entry in parameters] or [len(weights)]
         self._clip_norm = table.clip_norm
@@ -113,11 +114,13 @@ class UpdateRule:
                 trial = torch.nn.Parameter(torch.zeros(CACHE_LINE))
                 trial.grad = torch.zeros(CACHE_LINE)
                 flags = {"fused": fused} if fusible else {}
-                cls([trial], lr=table.learning_rate, foreach=False, **flags, **options).step()
-            self.optimizer: torch.optim.Optimizer = cls(groups, lr=table.learning_rate, foreach=False, **options)
+                cls([trial], lr=table.learning_rate, **plain, **flags, **options).step()
+            if table.name not in OPTIMIZERS:
+                _check_own(lambda trial: cls(trial, lr=table.learning_rate, **options))
+            self.optimizer: torch.optim.Optimizer = cls(groups, lr=table.learning_rate, **plain, **options)
         except Exception as error:  # torch checks some options, and stumbles over others
             raise ConfigError(f"[optimizer] {table.name}: {' '.join(str(error).split())}") from None
-        self._decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        self._decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
 
     def step(
         self, gradient: torch.Tensor, learning_rate: float, norms: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -163,7 +166,9 @@ class UpdateRule:
         """Of each of the optimiser's groups."""
         rates = [learning_rate * factor for factor in self._factors]
         for group, rate, decay in zip(self.optimizer.param_groups, rates, self._decays, strict=True):
-            group["lr"], group["weight_decay"] = (1.0, decay * rate) if self._caffe else (rate, decay)
+            group["lr"] = 1.0 if self._caffe else rate
+            if self._caffe:
+                group["weight_decay"] = decay * rate
         return rates
 
     @property
@@ -287,7 +292,7 @@ class UpdateRule:
         import torch
 
         for group in self.optimizer.param_groups:
-            if group.get("dampening") == 0 and group["momentum"] > 0:
+            if self._sgd and group["dampening"] == 0 and group["momentum"] > 0:
                 for parameter in group["params"]:
                     self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
@@ -327,6 +332,66 @@ class UpdateRule:
 
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def optimizer_of(table: OptimizerTable) -> tuple[Any, dict[str, Any]]:
+    """The class that a table names, and its keyword arguments beside the learning rate.
+
+    Raises:
+        ConfigError: there is no such class, or it does not take them.
+    """
+    import torch
+
+    if table.name in OPTIMIZERS:
+        cls = getattr(torch.optim, OPTIMIZERS[table.name])
+        return uncompiled(cls), _options(table, cls)
+    cls = plugins.choose("[optimizer] name", table.name, OPTIMIZERS)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(f"[optimizer] name: {table.name} is not a class that inherits from torch.optim.Optimizer")
+    return cls, _options(table, cls)
+
+
+def _check_own(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Makes sure that a user's optimiser steps over parts of a flat vector, and that a checkpoint can hold its state.
+
+    Raises:
+        ValueError: it cannot, or it has other state than tensors.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 2 * CACHE_LINE, generator=generator).unbind()
+    whole = torch.nn.Parameter(start.clone())
+    halves = [torch.nn.Parameter(half.clone()) for half in start.split(CACHE_LINE)]
+    optimizers = [make([whole]), make(halves)]
+    before = [_held(optimizer) for optimizer in optimizers]
+    for gradient in gradients:
+        whole.grad = gradient.clone()
+        for half, part in zip(halves, gradient.split(CACHE_LINE), strict=True):
+            half.grad = part.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    if not torch.equal(whole.data, torch.cat([half.data for half in halves])):
+        raise ValueError(
+            "what it makes of an element depends on others, but Rudra steps over a flat vector, in parts; valid: "
+            "optimisers that treat each element by itself"
+        )
+    for key, value in optimizers[0].state[whole].items():
+        known = isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.numel() in {1, len(whole)}
+        if not known:
+            raise ValueError(
+                f"its state '{key}' is no float32 tensor of one number or of the parameter's shape, which a checkpoint "
+                "could hold"
+            )
+    if [_held(optimizer) for optimizer in optimizers] != before:
+        raise ValueError("a step changes the optimiser beside its `state`, which alone a checkpoint holds")
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimiser has beside its state, so that a change shows."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    own = {key: value for key, value in vars(optimizer).items() if isinstance(value, bool | int | float | str | list)}
+    return [repr(groups), repr({key: value for key, value in own.items() if key != "param_groups"})]
 
 
 def uncompiled(cls: Any) -> Any:
@@ -389,8 +454,14 @@ def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:
         if key not in valid:
             hint = meant(key, valid)
             raise ConfigError(f"[optimizer] unknown option '{key}' of {table.name}; valid: {', '.join(valid)}{hint}")
-    if table.momentum and table.name not in _WITH_MOMENTUM:
+    takes = inspect.signature(cls).parameters
+    has_momentum = table.name in _WITH_MOMENTUM if table.name in OPTIMIZERS else "momentum" in takes
+    decays = [table.weight_decay, *(group.weight_decay for group in table.groups)]
+    if any(decays) and "weight_decay" not in takes:
+        raise ConfigError(f"[optimizer] weight_decay: {table.name} does not take it; valid: 0")
+    if table.momentum and not has_momentum:
         with_momentum = " and ".join(sorted(_WITH_MOMENTUM))
         raise ConfigError(f"[optimizer] momentum = {table.momentum} is for {with_momentum} only, not {table.name}")
-    momentum = {"momentum": table.momentum} if table.name in _WITH_MOMENTUM else {}
-    return {"weight_decay": table.weight_decay, **momentum, **table.options}
+    momentum = {"momentum": table.momentum} if has_momentum else {}
+    decay = {"weight_decay": table.weight_decay} if "weight_decay" in takes else {}
+    return {**decay, **momentum, **table.options}

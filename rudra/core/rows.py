@@ -33,6 +33,8 @@ def dense_because(job: Job, plan: Plan) -> str:
         return f"weight_decay = {max(decays):g} changes every weight"
     if optimizer.clip_norm is not None:
         return f"clip_norm = {optimizer.clip_norm:g} needs the norm of all"
+    if job.training.microbatches > 1:
+        return f"microbatches = {job.training.microbatches} adds whole vectors"
     if job.training.precision != "float32":
         return f"precision = '{job.training.precision}'"
     if job.cluster.gradient_format != "float32":

@@ -24,6 +24,8 @@ class TrainingState(Struct, frozen=True):
         again: where a coordinator deals the samples out: those that it gave to somebody and that are not applied, by
             their places in the epoch: the first and how many.
         sizes, counts: for each of its workers, the size of the last batch, for each thread, and the count of updates.
+        protocol, protocol_state: name of the protocol, and its state after the last update, as `protocols.saved`
+            gave it; empty where it has none.
         lowered: completed epochs after which the rate fell, or is to fall, because tests got no better.
     """
 
@@ -44,6 +46,8 @@ class TrainingState(Struct, frozen=True):
     again: tuple[tuple[int, int], ...] = ()
     sizes: tuple[int, ...] = ()
     counts: tuple[float, ...] = ()
+    protocol: str = ""
+    protocol_state: str = ""
 
     def step(self, learner: int) -> int:
         """The next mini-batch of a learner."""

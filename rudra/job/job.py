@@ -454,7 +454,9 @@ class Job(Table):
             learners=left,
             minibatch_size=self.training.minibatch_size * len(plan.learners) / plan.workers,
             n=min(table.n, left) if table.n and (lost or plan.gone) else table.n,
-            modulation=table.modulation,
+            modulation=plugins.choose(
+                "[protocol] modulation", table.modulation, {"auto": None, **protocols.MODULATIONS}
+            ),
             reference_batch_size=table.reference_batch_size,
             scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,
             options=options,

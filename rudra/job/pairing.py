@@ -19,6 +19,8 @@ def check(job: "Job", plan: topologies.Plan) -> None:
     _check_shape(protocol, plan, job.topology.name)
     if job.placement.given:
         _check_placement(job, plan, protocol)
+    if job.training.microbatches > 1:
+        _check_microbatches(job, protocol)
     if plan.averaging:
         _check_averaging(job, plan)
     if plan.scheduled:
@@ -78,7 +80,18 @@ def _check_shape(protocol: protocols.Protocol, plan: topologies.Plan, topology: 
             f"{on}: one compute group alone updates by each of its averages, but protocol {name} wants "
             f"{protocol.gradients_per_update} for an update; valid: more groups, or a protocol that takes one"
         )
+    if protocols.own_update_due(protocol) and (protocol.ordered or not plan.served or plan.window):
+        why = "adds one gradient of each learner" if protocol.ordered else "updates without a server that would ask"
+        raise ValueError(
+            f"{on}: protocol {name} {why}, so its update_due has no say; valid: gradients_per_update, or a server and "
+            "ordered = False"
+        )
     if any(role.about.relays for role in plan.roles):
+        if protocol.waits and protocols.saved(protocol):
+            raise ValueError(
+                f"{on}: protocol {name} lets learners wait and has a state, which servers of a tree do not know; "
+                "valid: topology base"
+            )
         if protocol.waits and protocol.grants_on_push:
             raise ValueError(
                 f"{on}: protocol {name} decides by what every learner has pushed, which servers of a tree do not know; "
@@ -89,6 +102,20 @@ def _check_shape(protocol: protocols.Protocol, plan: topologies.Plan, topology: 
                 f"{on}: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree has "
                 "averaged them by then; valid: topology base, or modulation 'mean_staleness'"
             )
+
+
+def _check_microbatches(job: "Job", protocol: protocols.Protocol) -> None:
+    """Raises ValueError where gradients cannot be computed in parts."""
+    most = job.training.minibatch_size
+    if isinstance(protocol, protocols.Hogbatch):
+        most = max(worker.most for worker in protocol.workers)
+    refused = {
+        f"a gradient has {most} samples; valid: 1 to {most}": job.training.microbatches > most,
+        "placed layers compute whole mini-batches; valid: 1": job.placement.given,
+        f"[simulation] batching = '{job.simulation.batching}' computes whole mini-batches; valid: 1, or batching = "
+        "'none'": job.simulation.batching != "none",
+    }
+    _refuse(refused, f"[training] microbatches = {job.training.microbatches}")
 
 
 def _check_averaging(job: "Job", plan: topologies.Plan) -> None:

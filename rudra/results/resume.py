@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from protocols import restored
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
 from rudra.core.phases import parts, phase_at
@@ -19,6 +20,7 @@ from rudra.errors import CheckpointError, ConfigError, ResultsError
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
+from rudra.job.table import named
 from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
 from rudra.results.reader import Results, open_results
@@ -145,6 +147,7 @@ def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
     decided = _decided(state, job)
     text = f"{job.name}: begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}"
     fitting = job.with_(**decided)
+    _check_protocol(state, fitting)
     other = ""
     if differences := _differences(state.job, fitting):
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {differences[0][0]}"
@@ -179,6 +182,16 @@ def _check_longer(job: Job, state: SavedState) -> None:
         )
 
 
+def _check_protocol(state: SavedState, job: Job) -> None:
+    """Raises CheckpointError where the protocol does not take the state that the checkpoint has of it."""
+    position, now = state.position, job.at(state.position.epoch)
+    if position.protocol_state and position.protocol == named(now.protocol.name):
+        try:
+            restored(now.make_protocol(), position.protocol_state)
+        except ValueError as error:
+            raise CheckpointError(f"{state.path}: protocol {position.protocol}: {error}") from None
+
+
 def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, named: Callable[[], Path]) -> Decision:
     output = None if output is None else checked_name(output)
     if wanted is False:
@@ -199,6 +212,7 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
         path = checkpoint.previous_of(path)
     state = _read(path)
     position, decided = state.position, fitted(state, job)
+    _check_protocol(state, job.with_(**decided))
     if _is_over(state, job):
         if output != checkpoint.results_of(path):
             raise ConfigError(f"{path}: is of a finished run; {_onwards(state)}")

@@ -10,7 +10,9 @@ from collections.abc import Set
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from msgspec import structs
 
+import protocols
 from protocols import Hogbatch
 from rudra.core import records
 from rudra.core.events import (
@@ -38,6 +40,8 @@ from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
+from rudra.errors import ProtocolError
+from rudra.job.table import named
 from rudra.roles.dealer import Dealer
 from rudra.roles.machine import Outbox, Setup, Silent, listed
 from topologies import Plan
@@ -139,6 +143,10 @@ class Ledger:
         self._until = next(later, math.inf)  # how many epochs are complete when the job changes
         self.job, self.schedule = self._phase.job, self._phase.schedule
         self.protocol = self.job.make_protocol(plan)
+        self._protocol_name = str(named(self.job.protocol.name))
+        if position.protocol_state and position.protocol == self._protocol_name:
+            protocols.restored(self.protocol, position.protocol_state)
+        self._keep_state()
         self.plan = plan
         self.lowered = position.lowered
         if self.job.optimizer.plateau is not None:
@@ -158,6 +166,23 @@ class Ledger:
         self._pending: list[bytes] = []  # rows of `records.GRADIENT`
         self._pending_samples = self._pending_staleness = 0
         self._pending_loss = self._pending_errors = 0.0
+
+    def _keep_state(self) -> None:
+        """Keeps the protocol's state of now, from which everybody would go on."""
+        try:
+            self._protocol_state = protocols.saved(self.protocol)
+        except ValueError as error:
+            raise ProtocolError(f"protocol {self._protocol_name}: {error}") from None
+
+    def go_on_by(self, protocol: protocols.Protocol) -> None:
+        """Follows the protocol as it is for fewer learners from now on, in the state of the one so far.
+
+        Raises:
+            ValueError: it does not take that state.
+        """
+        if state := protocols.saved(self.protocol):
+            protocols.restored(protocol, state)
+        self.protocol = protocol
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold."""
@@ -352,6 +377,7 @@ class Ledger:
         for stream, end in self._pending_drawn.items():
             self.drawn[stream] = end
         self._pending_drawn.clear()
+        self._keep_state()
         if self.dealer is not None:
             self.dealer.applied()
         while self.epoch < self.epochs and self.samples >= (self.epoch + 1) * self._training_samples:
@@ -498,7 +524,10 @@ class Ledger:
         books = (self.timestamp, self.epoch, self.samples, self.applied)
         begun = (tuple(steps), tuple(learned), tuple(self.drawn))
         dealt = () if self.dealer is None else self.dealer.about()
-        return TrainingState(*books, now - self.began, *begun, *sums, *counts, self.lowered, *dealt)
+        found = TrainingState(*books, now - self.began, *begun, *sums, *counts, self.lowered, *dealt)
+        if not self._protocol_state:
+            return found
+        return structs.replace(found, protocol=self._protocol_name, protocol_state=self._protocol_state)
 
     @property
     def last_position(self) -> TrainingState:

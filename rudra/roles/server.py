@@ -425,10 +425,10 @@ class ParameterServer(Machine):
                 return [Fail(f"{name} {end.text}, and no learner is left", lost=True)]
             try:
                 protocol = self._job.make_protocol(plan, plan.workers - len(roll.pushed))
+                self.ledger.go_on_by(protocol)
             except ValueError as error:
                 text = f"{name} {end.text}, and with {len(roll.pushed)} learners the protocol cannot go on: {error}"
                 return [Fail(text)]
-            self.ledger.protocol = protocol
             self._gradient_weight = protocol.modulation.gradient_weight
             self._weights_changed()
             c = protocol.gradients_per_update
@@ -442,8 +442,10 @@ class ParameterServer(Machine):
         if self._job.fault_tolerance.on_learner_loss == "stop":
             self.ledger.stopped = True
             return actions + self._drain()
-        complete = self.buffers.complete if self._ordered else self.ledger.protocol.update_due(self._units)
-        self._update_due = bool(self.ledger.pending) and complete
+        if self._ordered:
+            self._update_due = bool(self.ledger.pending) and self.buffers.complete
+        else:
+            self._update_due = bool(self.ledger.pending) and self.ledger.protocol.update_due(self._units)
         return actions + self._work(now) + self._answer_all()
 
     def _forget(self, role: int, child: int) -> list[Action]:

@@ -6,140 +6,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 
 from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
-from rudra.core.events import GRADIENT, Backward, Compute, Computed, Event, Finish, Keep, Local, Record, Reduce, Save
+from rudra.core.events import GRADIENT, Backward, Compute, Computed, Event, Local, Reduce, Save
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
-from rudra.roles import Machine
-from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
+from rudra.simulation.conformance import SAMPLES, SIZE_BYTES, Rows, check_epochs, check_updates, timing, validate
 from rudra.simulation.costs import places
-from rudra.simulation.driver import Check
 from rudra.simulation.tensors import RealTensors
-from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
-from topologies.kinds import LEARNER
-
-SIZE_BYTES = 350_000
-"""Of a tensor on the wire."""
-SAMPLES = 4
-
-
-@dataclass
-class Rows:
-    """Keeps what a statistics server records."""
-
-    tables: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    learners: npt.NDArray[Any] | None = None
-    warnings: list[str] = field(default_factory=list)
-    time_s: float = 0.0
-    code: int = -1
-
-    def record(self, action: Record) -> None:
-        self.tables.setdefault(action.table, []).append(action.rows)
-
-    def keep(self, role: int, action: Keep) -> None: ...
-
-    def finish(self, role: int, action: Finish) -> None:
-        names = action.totals.dtype.names or ()
-        self.totals = dict(zip(names, action.totals[0].item(), strict=True))
-        self.learners = action.learners
-
-    def warn(self, name: str, text: str) -> None:
-        self.warnings.append(f"{name}: {text}")
-
-    def __getitem__(self, table: str) -> npt.NDArray[Any]:
-        return np.concatenate(self.tables[table])
 
 
 def job(protocol: str, learners: int, *, n: int | None = None, epochs: int = 3, seed: int = 0, **tables: Any) -> Job:
     named = {"name": protocol} | ({} if n is None else {"n": n})
     training = {"epochs": epochs, "minibatch_size": SAMPLES, "seed": seed, **tables.pop("training", {})}
     return Job(protocol=named, cluster={"learners": learners}, training=training, **tables).resolved()
-
-
-def check_updates(run: Job, rows: Rows) -> None:
-    """Of how many gradients an update is made, and in which order they stand there.
-
-    With one server it is exactly c of them. A tree brings several at a time, so it may be more, but by less than what
-    one message carries. With compute groups it is exactly c gradients of whole groups, each in group_rank order.
-    """
-    plan = run.plan(places(run))
-    rule, gradients, sizes = run.make_protocol(plan), rows["gradients"], rows["updates"]["gradients"]
-    c = rule.gradients_per_update
-    assert len(gradients) == sizes.sum()
-    assert np.array_equal(gradients["update"], np.repeat(np.arange(1, len(sizes) + 1), sizes))
-    if plan.groups:
-        members = [[plan.roles[role].index for role in group] for group in plan.groups]
-        group_of = {learner: group for group in members for learner in group}
-        units, place = np.zeros(len(sizes), int), 0
-        while place < len(gradients):
-            group = group_of[gradients["learner"][place]]
-            unit = gradients[place : place + len(group)]
-            assert list(unit["learner"]) == group
-            assert all(len(set(unit[name])) == 1 for name in ("update", "step", "timestamp"))
-            units[unit["update"][0] - 1] += 1
-            place += len(group)
-        assert (units == (len(plan.groups) if plan.averaging else c)).all()
-    else:
-        assert (sizes >= c).all()
-        assert (sizes < c + max(carried(plan, child, c) for child in plan.children[plan.server])).all()
-    if rule.ordered:
-        assert np.array_equal(gradients["learner"], np.tile(np.arange(run.learners), len(sizes)))
-
-
-def check_epochs(rows: Rows) -> None:
-    """An epoch's means are over the gradients of its updates; it has none where an update ended several epochs."""
-    gradients, updates = rows["gradients"], rows["updates"]
-    of = updates["epoch"][gradients["update"] - 1]
-    assert 1 <= updates["epoch"].min() <= updates["epoch"].max() <= len(rows["epochs"])
-    for epoch in rows["epochs"]:
-        mine = gradients[of == epoch["epoch"]]
-        names = ("mean_staleness", "train_loss", "train_error")
-        if not len(mine):
-            assert all(np.isnan(epoch[name]) for name in names)
-            continue
-        total = mine["samples"].sum()
-        means = mine["staleness"].mean(), (mine["loss"] @ mine["samples"]) / total, mine["errors"].sum() / total
-        assert [epoch[name] for name in names] == pytest.approx(means, rel=1e-6)
-
-
-def carried(plan: Plan, role: int, c: int) -> int:
-    """For how many gradients one message of a role may stand: it waits until it has enough, and then has a few more."""
-    if plan.roles[role].kind == LEARNER:
-        return 1
-    return min(plan.learners_below(role), c) - 1 + max(carried(plan, child, c) for child in plan.children[role])
-
-
-def validate(machine: Machine, before: States, event: Event) -> None:
-    machine.validate()
-    machine.validate_step(before, event)
-
-
-def timing(job_: Job, training_samples: int, after: Check = validate) -> Rows:
-    """Runs a job without tensors and checks every invariant after every event.
-
-    Args:
-        job_: what to run.
-        training_samples: of one epoch.
-        after: what to do with a machine after each of its events.
-    """
-    plan = job_.plan(places(job_))
-    rows, tensors = Rows(), TimingOnly()
-    simulation = assemble(
-        job_, plan, tensors, rows, training_samples=training_samples, size_bytes=SIZE_BYTES, check=after
-    )
-    rows.time_s = simulation.run()
-    rows.code = simulation.code
-    return rows
 
 
 class Guarded(RealTensors):
@@ -209,6 +96,9 @@ class Saved(NamedTuple):
 
     position: TrainingState
     tensors: dict[str, npt.NDArray[np.float32]]
+
+
+__all__ = ["SAMPLES", "SIZE_BYTES", "Rows", "check_epochs", "check_updates", "timing", "validate"]
 
 
 @dataclass

@@ -1,20 +1,22 @@
 """What every protocol must do in virtual time, the shipped ones and a user's own, on every topology that it fits."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from clusters import SAMPLES, Rows, check_epochs, check_updates, job, timing
+from clusters import Rows, job, timing
 from pages import names_in, page
 
 import protocols
 import topologies
 from protocols import Averaging, Protocol
-from rudra.core.records import TIMES
+from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.simulation.conformance import NOISY, check, check_stages
 from rudra.simulation.costs import places
 
 PAGE = page("own-rules.md")
@@ -55,16 +57,6 @@ ASYNC, DILOCO = {"name": "async"}, {"name": "diloco"}  # whose first average end
 SUITS = {name: {"name": "easgd"} for name in ("replicas", "hierarchical")}
 """A protocol that a topology takes, if not `ASYNC`."""
 
-NOISY = {
-    "compute_s": 0.02,
-    "jitter": 0.5,
-    "latency_jitter_s": 0.01,
-    "bandwidth_bytes_per_s": 1e8,
-    "message_s": 1e-3,
-    "update_s": 2e-3,
-    "evaluation_s": 0.3,
-}
-
 
 def averages(rule: dict[str, Any]) -> bool:
     return issubclass(protocols.rule_of(rule["name"]) if isinstance(rule["name"], str) else rule["name"], Averaging)
@@ -78,62 +70,6 @@ def conform(rule: dict[str, Any], learners: int, samples: int = 90, epochs: int 
     run = job("async", learners, epochs=epochs, simulation={**NOISY, **simulation})
     topology = {"name": "replicas"} if averages(rule) else {}
     return run.with_(protocol={"modulation": "none", **rule}, topology=topology)
-
-
-def check(run: Job, rows: Rows, samples: int) -> None:
-    """The laws of counting and of the clock."""
-    totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
-    assert rows.learners is not None
-    assert totals["pushed"] == rows.learners["pushed"].sum() == totals["applied"] + totals["discarded"]
-    assert (totals["pending"], totals["lost"]) == (0, 0)
-    assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1))
-    assert totals["applied"] == len(gradients)
-    check_updates(run, rows)
-    check_epochs(rows)
-    assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
-    assert (gradients["staleness"] >= 0).all()
-    needed = run.training.epochs * samples
-    assert (
-        totals["samples"]
-        >= needed
-        > totals["samples"] - updates["gradients"][-1] * SAMPLES * run.make_protocol().period
-    )
-    assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
-    assert epochs["evaluated"][-1] == 1
-    apart_s = np.diff(updates["time_s"])
-    assert (apart_s >= 0).all()
-    if run.topology.name == "base" and not run.make_protocol().waits:
-        assert (apart_s > 0).all(), "whose gradient made an update is answered before the next"
-    placed, parts = run.placement.given, len(run.plan().front_owners)
-    share = (0.5 if run.placement.rule == "synchronous" else 0.5 / parts) if placed else 1 / parts
-    assert (updates["update_s"] == run.simulation.update_s * share).all()
-    tested = epochs[epochs["evaluated"] == 1]
-    assert (tested["evaluation_began_s"] >= tested["time_s"]).all()
-    check_times(run, rows)
-    for learner in range(run.learners):
-        mine = gradients[gradients["learner"] == learner]
-        period = run.make_protocol().period  # of which the last step counts
-        assert np.array_equal(mine["step"], np.arange(period - 1, period * len(mine), period))
-        assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
-    for learner in rows.learners:
-        if run.topology.name == "adv*":
-            assert learner["skipped_pulls"] == 0, "nobody asks"
-        else:
-            assert learner["pulls"] + learner["skipped_pulls"] <= learner["pushed"]
-
-
-def check_times(run: Job, rows: Rows) -> None:
-    """Mini-batches of a learner follow each other without a gap, and add up to its account."""
-    minibatches = rows["minibatches"]
-    assert rows.learners is not None
-    for learner, account in enumerate(rows.learners):
-        mine = minibatches[minibatches["learner"] == learner]
-        ends = mine["time_s"] + sum(mine[name] for name in TIMES[1:])
-        begins = mine["time_s"] - mine["compute_s"]
-        assert np.allclose(begins[1:], ends[:-1])
-        for name in TIMES:
-            assert (mine[name] >= 0).all()
-            assert np.isclose(mine[name].sum(), account[name])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=text)
@@ -151,15 +87,16 @@ def refused(rule: dict[str, Any], topology: dict[str, Any], tree: bool) -> str:
         return "replicas are corrected before they step; valid protocols: easgd, sma"
     if averages(rule) and "server" in topology.get("options", {}) and rule["name"] != "easgd":
         return "lets each replica exchange with the weights alone; valid with protocol easgd"
-    waits = rule["name"] in {"hardsync", Bounded}
+    made = protocols.make(rule["name"], learners=4, minibatch_size=4, n=rule.get("n"), options=rule.get("options"))
+    by_pushes = made.waits and made.grants_on_push
     if topology["name"] == "groups" and "options" not in topology:
         if rule.get("n", 1) > 1:
             return rf"n = {rule['n']}, with 1"
         if rule.get("options", {}).get("gradients", 1) > 1:
-            return "one compute group alone updates by each of its averages, but protocol bounded wants 3 for an update"
-    if topology["name"] == "adv*" and waits:
+            return "one compute group alone updates by each of its averages, but protocol \\w+ wants 3 for an update"
+    if topology["name"] == "adv*" and made.waits:
         return r"never wait for a server, but with protocol \w+ they must; valid: softsync, async, or topology adv"
-    if tree and rule["name"] is Bounded:
+    if tree and by_pushes:
         return "decides by what every learner has pushed, which servers of a tree do not know; valid: topology base"
     if tree and rule.get("modulation") == "gradient_staleness":
         return "weighs each gradient .* but a tree has averaged them by then; valid: topology base, or modulation"
@@ -227,25 +164,6 @@ def together(run: Job) -> bool:
     """Whether an update takes a gradient of each learner, all of the same weights."""
     rule = run.make_protocol(run.plan(places(run)))
     return rule.ordered and rule.waits and rule.gradients_per_update == rule.learners
-
-
-def check_stages(run: Job, rows: Rows) -> None:
-    """The stage server computes and updates with the same weights, and with those of a whole group's batch."""
-    stages, gradients = rows["stages"], rows["gradients"]
-    plan = run.plan(places(run))
-    assert not stages["staleness"].any()
-    stamps, parts = np.unique(stages["timestamp"], return_counts=True)
-    assert np.array_equal(stamps, np.arange(1, len(stamps) + 1)), "one update after the other"
-    of = {(row["learner"], row["step"]): row["front"] for row in stages}
-    assert len(of) == len(stages)
-    assert all(of[row["learner"], row["step"]] == row["timestamp"] for row in gradients)
-    if run.placement.rule == "merged":
-        numbers = {plan.roles[role].index: plan.group_of(role) for role in plan.learners}
-        for stamp, count in zip(stamps, parts, strict=True):
-            learners = stages["learner"][stages["timestamp"] == stamp]
-            members = [plan.roles[role].index for role in numbers[int(learners[0])]]
-            assert list(learners) == members
-            assert count == len(members)
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if not {"n", "options"} & {*r} and r != DILOCO], ids=text)
@@ -335,3 +253,60 @@ def test_one_softsync_skips_pulls_and_never_takes_the_same_weights_twice() -> No
     assert all_.learners["skipped_pulls"].sum() == 0
     assert one.learners["skipped_pulls"].sum() > 0
     assert (one.learners["pulls"] <= one.totals["timestamp"]).all(), "no weights twice"
+
+
+class Deaf(Protocol):
+    """Lets nobody have weights: a run under it would never end."""
+
+    default_modulation = "none"
+
+    def pull_granted(self, learner: int, timestamp: int, clock: Any) -> bool:
+        return False
+
+
+class Ramp(Protocol):
+    """Has a state, and an update_due of its own."""
+
+    default_modulation = "none"
+
+    def __init__(self, learners: int, updates: int = 10) -> None:
+        super().__init__(learners)
+        self.updates, self.done = updates, 0
+
+    def update_due(self, pending: int) -> bool:
+        due = pending >= max(1, round(self.learners * (1 - self.done / self.updates)))
+        self.done += due
+        return due
+
+    def state(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "lines"),
+    [
+        (
+            Ramp,
+            0,
+            [r"ok +7 learners on 3 nodes, sharded", r"ok +7 learners on 3 nodes, adv \(fan_out = 2\)", " 0 FAILED"],
+        ),
+        (Deaf, 1, [r"FAILED +3 learners: \w+: ", r"refused +7 learners on 3 nodes, replicas: .*valid protocols: "]),
+    ],
+)
+def test_the_command_checks_a_class_of_the_user_in_every_case(
+    kind: type[Protocol], code: int, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{__name__}:{kind.__name__}"]) == code
+    told = capsys.readouterr().out
+    for line in lines:
+        assert re.search(line, told), told
+
+
+def test_the_command_checks_topologies_and_refuses_what_is_neither(capsys: pytest.CaptureFixture[str]) -> None:
+    target = "topologies.base:NoSuch"
+    assert main(["check", target]) == 2
+    assert main(["check", "math:pi"]) == 2
+    assert "math:pi: is no class of protocols.Protocol" in capsys.readouterr().err

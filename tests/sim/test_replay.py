@@ -107,6 +107,7 @@ def simulate(job: rudra.Job, path: Path) -> dict[str, Any]:
         make_job("async", 6, data={"train_limit": 50}),
         make_job("async", 2, training={"precision": "bfloat16"}),
         make_job("softsync", 2, training={"precision": "float16"}),
+        make_job("async", 2, training={"minibatch_size": 7, "microbatches": 3}),
     ],
     ids=lambda job: f"{getattr(job.protocol.name, '__name__', job.protocol.name)}-{job.optimizer.name}-{job.learners}",
 )

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Saved, Trained, train
+from clusters import Saved, Trained, timing, train
 from msgspec.structs import replace
 from torch import nn
 
+from protocols import Protocol
 from rudra.job.job import Job
 from topologies import Plan
 
@@ -173,3 +174,55 @@ def check_gradients(job: Job, plan: Plan, gradients: np.ndarray[Any, Any]) -> No
         assert np.array_equal(steps, np.arange(len(steps)))
     assert (gradients["staleness"] >= 0).all()
     assert (gradients["timestamp"] < gradients["update"]).all()
+
+
+class Ramp(Protocol):
+    """c falls from λ to 1 over the first updates: it has a state."""
+
+    default_modulation = "none"
+
+    def __init__(self, learners: int, updates: int = 20) -> None:
+        super().__init__(learners)
+        self.updates, self.done = updates, 0
+
+    def update_due(self, pending: int) -> bool:
+        due = pending >= max(1, round(self.learners * (1 - self.done / self.updates)))
+        self.done += due
+        return due
+
+    def state(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def ramp(**tables: Any) -> Job:
+    return make_job("softsync", **tables).with_(protocol={"name": Ramp, "modulation": "none"})
+
+
+@pytest.mark.parametrize("topology", [{"name": "base"}, SHARDED, GROUPS], ids=lambda table: table["name"])
+def test_a_protocol_continues_in_the_state_of_the_checkpoint(topology: dict[str, Any]) -> None:
+    """How many gradients make an update goes by the state alone, here also where gradients were pending."""
+    job = ramp(topology=topology)
+    whole = train(job)
+    sizes = whole.rows["updates"]["gradients"]
+    assert len(set(sizes.tolist())) > 1
+    for at in (1, 5, 13):
+        saved = next(s for s in whole.saved if s.position.timestamp >= at)
+        resumed = train(job, resumed=saved).rows["updates"]
+        assert resumed["timestamp"][0] == saved.position.timestamp + 1
+        assert list(resumed["gradients"][:10]) == list(sizes[saved.position.timestamp :][:10])
+
+
+def test_a_protocol_keeps_its_state_when_a_learner_dies_or_the_job_changes() -> None:
+    change = {"at_epoch": 1, "training": {"minibatch_size": 4}}
+    faults = [{"learner": 3, "dies_at_s": 2.0}]
+    lost = timing(ramp().with_(simulation={"faults": faults}), 384)["updates"]
+    assert lost["gradients"][0] == 4
+    assert (np.diff(lost["gradients"]) <= 0).all(), "it does not begin again at λ - 1"
+    assert (lost["gradients"][-20:] == 1).all()
+    changed = timing(ramp().with_(changes=[change]), 384)
+    assert changed["updates"]["gradients"][changed["updates"]["epoch"] == 2].max() == 1
+    other = {"at_epoch": 1, "protocol": {"name": "hardsync"}}
+    assert set(timing(ramp().with_(changes=[other]), 384)["updates"]["gradients"][-10:]) == {4}

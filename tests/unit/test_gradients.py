@@ -14,6 +14,7 @@ from rudra.core.work import Work
 from rudra.data.load import Split, load
 from rudra.data.sampling import Sampler
 from rudra.data.sources import Dense
+from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import DataTable, ModelTable
 
@@ -205,3 +206,68 @@ def test_training_between_two_batches_of_a_test_does_not_disturb_it() -> None:
         model.gradient(*split.batch(np.arange(4)), torch.empty(model.size), 0)
     assert not alone.metrics, "three classes have no five most probable"
     assert [turn and (turn.loss, turn.error) for turn in turns] == [None] * 3 + [(alone.loss, alone.error)]
+
+
+class Normed(nn.Module):
+    """Has all that parts must hand on: dropout, and buffers that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(16, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 3)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.layers(inputs)
+
+
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_microbatches_are_torch_s_gradient_accumulation(microbatches: int) -> None:
+    """Seven samples in parts of 4 and 3, or 3, 2 and 2: weighted by samples, one generator, buffers in order."""
+    _, split = tiny()
+    torch.manual_seed(3)
+    module, plain = Normed(), Normed()
+    plain.load_state_dict(module.state_dict())
+    model = FlatModel(module)
+    job = JOB.with_(training={"minibatch_size": 7, "microbatches": microbatches})
+    source = GradientSource(job, 0, work(0, 7), model, split, prefetch=False)
+    weights, out = torch.empty(model.size), torch.empty(model.size)
+    model.read_into(weights)
+    before = weights.clone()
+    result = source.compute(0, source.work, weights, out)
+    assert torch.equal(weights, before)
+    inputs, target = source.minibatch(0, source.work)
+    torch.manual_seed(source.seed(0))
+    loss = 0.0
+    for ours, theirs in zip(inputs.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
+        part = nn.functional.cross_entropy(plain(ours), theirs) * (len(ours) / 7)
+        part.backward()
+        loss += part.item()
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+    assert torch.allclose(out[: model.parameter_count], expected, atol=1e-7)
+    norm = plain.layers[2]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert isinstance(norm.running_mean, torch.Tensor)
+    behind = dict(zip([e.name for e in model.layout], torch.split(out, [e.size for e in model.layout]), strict=True))
+    assert torch.equal(behind["layers.2.running_mean"], norm.running_mean)
+    assert behind["layers.2.num_batches_tracked"].item() == microbatches
+    assert (result.samples, result.loss) == (7, pytest.approx(loss))
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({}, r"\[training\] microbatches = 5: a gradient has 4 samples; valid: 1 to 4"),
+        (
+            {"training": {"minibatch_size": 8, "microbatches": 5}, "placement": {"cut": 1}},
+            "placed layers compute whole",
+        ),
+        (
+            {"training": {"minibatch_size": 8, "microbatches": 5}, "simulation": {"batching": "vmap"}},
+            "batching = 'vmap' computes whole mini-batches; valid: 1, or batching = 'none'",
+        ),
+    ],
+)
+def test_microbatches_that_cannot_be_are_refused(tables: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        JOB.with_(**{"training": {"microbatches": 5}, "cluster": {"learners": 2}, **tables}).plan()

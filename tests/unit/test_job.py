@@ -16,8 +16,8 @@ from rudra.job.tables import OptimizerTable
 from topologies import Plan, base
 
 TRAINING = (
-    "epochs, minibatch_size, seed, warm_start, evaluate, evaluate_training_set, evaluation_batch_size, compile, "
-    "gradients, precision, target, target_window, stop_at_target, patience"
+    "epochs, minibatch_size, microbatches, seed, warm_start, evaluate, evaluate_training_set, evaluation_batch_size, "
+    "compile, gradients, precision, target, target_window, stop_at_target, patience"
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, weights, averaging, placement, topology, cluster, "
@@ -141,8 +141,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"protocol": {"modulation": "sqr"}},
-        "[protocol] modulation must be 'auto', 'none', 'sqrt', 'n', 'mean_staleness' or 'gradient_staleness', "
-        "not 'sqr'",
+        "[protocol] modulation 'sqr' is unknown; valid: auto, none, sqrt, n, mean_staleness, gradient_staleness, "
+        "package.module:callable; did you mean sqrt?",
     ),
     ({"protocol": {"n": 5}, "cluster": FOUR}, "[protocol] n = 5, with 4 learners; valid: 1 to 4"),
     ({"protocol": {"n": 0}}, "[protocol] n must be >= 1, not 0"),

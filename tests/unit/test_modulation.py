@@ -1,11 +1,14 @@
 """What staleness and the number of learners do to the rate (rudra.txt §3.2, eq. 6, footnote 3)."""
 
 import math
+from typing import Any
 
 import pytest
 
 import protocols
-from protocols import MODULATIONS
+from protocols import MODULATIONS, Modulation
+from rudra.errors import ConfigError
+from rudra.job.job import Job
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,44 @@ def test_what_auto_means(protocol: str, learners: int, n: int | None, minibatch_
     made = protocols.make(protocol, learners=learners, minibatch_size=minibatch_size, n=n)
     assert made.modulation.rate_factor(17.0) == pytest.approx(factor, rel=1e-15)
     assert made.modulation.gradient_weight(17) == 1.0
+
+
+class Halved(Modulation):
+    """A user's own."""
+
+    def rate_factor(self, mean_staleness: float) -> float:
+        return 0.5 / (1 + mean_staleness)
+
+
+class Endless(Modulation):
+    def rate_factor(self, mean_staleness: float) -> float:
+        return math.inf
+
+
+class Broken(Modulation):
+    def gradient_weight(self, staleness: int) -> float:
+        return 1 / (7 - staleness)
+
+
+def test_a_modulation_of_the_user() -> None:
+    made = Job(protocol={"name": "async", "modulation": f"{__name__}:Halved"}, cluster={"learners": 3}).make_protocol()
+    assert (made.modulation.name, made.modulation.rate_factor(1.0)) == ("Halved", 0.25)
+    assert not made.modulation.weighs
+
+
+@pytest.mark.parametrize(
+    ("protocol", "name", "text"),
+    [
+        ("async", "Endless", r"rate_factor\(0\) is inf and inf; valid: the same number >= 0"),
+        ("async", "Broken", r"gradient_weight\(7\) fails \(ZeroDivisionError: .*test_modulation.py"),
+        ("async", "Any", "modulation: Any: Type Any cannot be instantiated|modulation: .*Any"),
+        ("async", "Nobody", "has no attribute 'Nobody'"),
+        ("easgd", "Halved", "modulation 'Halved' does not fit easgd; valid: none"),
+    ],
+)
+def test_a_modulation_of_the_user_that_cannot_be_is_one_line(protocol: str, name: str, text: str) -> None:
+    tables: Any = {"topology": {"name": "replicas"}} if protocol == "easgd" else {}
+    rule = {"name": protocol, "modulation": f"{__name__}:{name}"}
+    with pytest.raises(ConfigError, match=text) as raised:
+        Job(protocol=rule, cluster={"learners": 3}, **tables)
+    assert "\n" not in str(raised.value)

@@ -378,3 +378,82 @@ def test_mistakes_in_the_optimizer_table(table: dict[str, Any], message: str) ->
 def test_an_unknown_optimizer_is_refused_with_the_job() -> None:
     with pytest.raises(ConfigError, match="name 'lion' is unknown; valid: sgd, adagrad, adam, adamw, rmsprop"):
         Job(optimizer={"name": "lion"})
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own: the sign of an average, element by element."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 1 - group["beta"])
+                p.add_(average.sign(), alpha=-group["lr"])
+
+
+class ByNorm(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad / p.grad.norm(), alpha=-self.param_groups[0]["lr"])
+
+
+class Counting(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+
+class Moving(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["beta"] *= 0.99
+
+
+def own(kind: str, **keys: Any) -> OptimizerTable:
+    return OptimizerTable(name=f"{__name__}:{kind}", **keys)
+
+
+def test_an_optimiser_of_the_user_equals_itself_and_is_resumed() -> None:
+    generator = torch.Generator().manual_seed(1)
+    start, *gradients = torch.randn(5, 70, generator=generator).unbind()
+    plain = torch.nn.Parameter(start.clone())
+    alone = Lion([plain], lr=0.1, beta=0.5)
+    weights = start.clone()
+    rule = UpdateRule(own("Lion", options={"beta": 0.5}), weights)
+    for place, gradient in enumerate(gradients):
+        if place == 2:
+            state = {name: value.clone() for name, value in rule.state().items()}
+            weights = weights.clone()
+            rule = UpdateRule(own("Lion", options={"beta": 0.5}), weights)
+            rule.restore(state)
+        rule.step(gradient, 0.1)
+        plain.grad = gradient
+        alone.step()
+    assert torch.equal(weights, plain.data)
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (own("ByNorm"), "what it makes of an element depends on others"),
+        (own("Counting"), "its state 'count' is no float32 tensor of one number or of the parameter's shape"),
+        (own("Moving"), "a step changes the optimiser beside its `state`"),
+        (own("own"), "is not a class that inherits from torch.optim.Optimizer"),
+        (own("Lion", weight_decay=0.1), "weight_decay: .*Lion does not take it; valid: 0"),
+        (own("Lion", momentum=0.5), "momentum = 0.5 is for"),
+        (own("Lion", options={"beat": 0.5}), "unknown option 'beat' of .*; valid: beta; did you mean beta"),
+        (own("Tiger"), "has no attribute 'Tiger'"),
+    ],
+)
+def test_an_optimiser_of_the_user_that_cannot_be_is_one_line(table: OptimizerTable, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as raised:
+        UpdateRule(table, torch.zeros(70))
+    assert "\n" not in str(raised.value)

@@ -1,11 +1,14 @@
 """The rules of every protocol, as tables of cases."""
 
+import random
 from typing import Any
 
 import pytest
 
 import protocols
 from protocols import Clock, Protocol
+from rudra.errors import ConfigError
+from rudra.job.job import Job
 
 
 def make(name: Any, learners: int, **arguments: Any) -> Protocol:
@@ -157,3 +160,128 @@ def test_an_error_inside_the_users_class_stays_the_users() -> None:
 
     with pytest.raises(TypeError, match="no len"):
         make(broken, 4)
+
+
+class Counts(Protocol):
+    """Changes itself, and has no state."""
+
+    def __init__(self, learners: int) -> None:
+        super().__init__(learners)
+        self.done, self.names = 0, ["a"]
+
+    def update_due(self, pending: int) -> bool:
+        self.done += 1
+        self.names.append(self.names[0])
+        return pending >= self.learners
+
+
+class Keeps(Counts):
+    """Its state is complete."""
+
+    def state(self) -> dict[str, Any]:
+        return {"done": self.done, "names": self.names}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.done, self.names = state["done"], state["names"]
+
+
+class Forgets(Keeps):
+    def restore(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+class Misreads(Keeps):
+    def restore(self, state: dict[str, Any]) -> None:
+        self.done = state["finished"]
+
+
+class NotJson(Keeps):
+    def state(self) -> dict[str, Any]:
+        return {"done": self.done, "names": set(self.names)}
+
+
+class Unread(Keeps):
+    def state(self) -> Any:
+        return self.names
+
+
+class CountsPulls(Keeps):
+    def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+        self.done += 1
+        return True
+
+
+class InItsClass(Protocol):
+    done = 0
+
+    def update_due(self, pending: int) -> bool:
+        type(self).done += 1
+        return True
+
+
+class Draws(Protocol):
+    def update_due(self, pending: int) -> bool:
+        return pending >= 50 or random.random() < 0.5
+
+
+class Fails(Protocol):
+    def update_due(self, pending: int) -> bool:
+        raise ZeroDivisionError("by nothing")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Counts, r"Counts: update_due changes done, names, which a resumed run would begin without; valid: state"),
+        (Forgets, r"restore\(\) does not bring back names as it was"),
+        (Misreads, r"restore\(\) does not take the state \{.*KeyError: 'finished', test_protocols.py:\d+"),
+        (NotJson, r"state\(\) gives what JSON cannot hold \(.*set"),
+        (Unread, r"state\(\) gives what JSON cannot hold \(a list\)"),
+        (CountsPulls, r"pull_granted changes done, but a replay asks it at other times"),
+        (InItsClass, r"update_due changes done"),
+        (Draws, r"update_due\(\d+\) is (True|False) once and (True|False) then, after the same gradients"),
+        (Fails, r"update_due\(1\) fails \(ZeroDivisionError: by nothing, test_protocols.py:\d+\)"),
+    ],
+)
+def test_a_protocol_that_a_resumed_run_would_not_repeat_is_refused(kind: type[Protocol], text: str) -> None:
+    with pytest.raises(ValueError, match=text) as raised:
+        make(kind, 3)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_protocol_with_a_complete_state_is_made_as_it_is_at_first() -> None:
+    made = make(Keeps, 3)
+    assert protocols.saved(made) == '{"done": 0, "names": ["a"]}'
+    protocols.restored(made, '{"done": 7, "names": []}')
+    assert protocols.saved(made) == '{"done": 7, "names": []}'
+    assert protocols.saved(make("async", 3)) == ""
+
+
+@pytest.mark.parametrize(
+    ("ordered", "topology", "text"),
+    [
+        (True, {"name": "base"}, "adds one gradient of each learner, so its update_due has no say"),
+        (False, {"name": "groups", "options": {"groups": 1}}, "updates without a server that would ask"),
+        (
+            False,
+            {"name": "adv", "options": {"fan_out": 2}},
+            "lets learners wait and has a state, which servers of a tree do not know",
+        ),
+    ],
+)
+def test_where_a_state_would_not_be_heeded_the_job_is_refused(
+    ordered: bool, topology: dict[str, Any], text: str
+) -> None:
+    class Own(Keeps):
+        grants_on_push = False
+
+        def __init__(self, learners: int) -> None:
+            super().__init__(learners)
+            self.gradients_per_update = learners if ordered else 1
+
+        def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
+            return clock.timestamp > timestamp
+
+    Own.ordered = ordered
+    with pytest.raises(ConfigError, match=text):
+        Job(protocol={"name": Own, "modulation": "none"}, topology=topology, cluster={"learners": 4}).plan()

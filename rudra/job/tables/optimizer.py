@@ -17,8 +17,8 @@ OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "Adam
 
 
 def known_optimizer(value: str | None) -> str | None:
-    if value is not None and value not in OPTIMIZERS:
-        raise ValueError(unknown(value, OPTIMIZERS))
+    if value is not None and value not in OPTIMIZERS and ":" not in value:
+        raise ValueError(unknown(value, (*OPTIMIZERS, CALLABLE)))
     return value
 
 
@@ -47,7 +47,8 @@ class OptimizerTable(Table):
 
     name: str = Field(
         "sgd",
-        description="sgd, adagrad, adam, adamw or rmsprop: the torch.optim class that updates the flat weight vector",
+        description="sgd, adagrad, adam, adamw or rmsprop: the torch.optim class that updates the flat weight vector; "
+        "or your own torch.optim.Optimizer, package.module:class",
     )
     learning_rate: float = Field(0.01, gt=0, description="α0: learning rate before schedule, warm-up and modulation")
     schedule: Named = Field(
@@ -73,7 +74,7 @@ class OptimizerTable(Table):
         description="number of epochs during which the learning rate grows from 0 to its scheduled value, linearly "
         "in applied samples",
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="momentum; for sgd and rmsprop only")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum; for sgd, rmsprop and your own only")
     momentum_form: Literal["torch", "caffe"] = Field(
         "torch",
         description="what a change of the learning rate scales: the whole velocity (torch), or only new gradients "
@@ -98,7 +99,7 @@ class OptimizerTable(Table):
     @field_validator("name", mode="before")
     @classmethod
     def _in_any_case(cls, value: Any) -> Any:
-        return value.lower() if isinstance(value, str) else value
+        return value.lower() if isinstance(value, str) and ":" not in value else value
 
     _known = field_validator("name")(known_optimizer)
 

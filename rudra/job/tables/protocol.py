@@ -6,9 +6,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from protocols import MODULATIONS
 from protocols.hogbatch import Worker
+from rudra.errors import unknown
 from rudra.job.table import Named, Table, short
 from rudra.job.tables.optimizer import known_optimizer
+from rudra.plugins import CALLABLE
 
 
 class ProtocolTable(Table):
@@ -25,10 +28,11 @@ class ProtocolTable(Table):
         description="splitting parameter of softsync, 1 <= n <= learners: c = floor(learners / n) gradients make an "
         "update",
     )
-    modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] = Field(
+    modulation: str = Field(
         "auto",
-        description="rule by which the protocol changes the learning rate; auto: sqrt for hardsync, n for softsync "
-        "and async, none for hogbatch",
+        description="rule by which the protocol changes the learning rate: none, sqrt, n, mean_staleness, "
+        "gradient_staleness, or your own, package.module:class; auto: sqrt for hardsync, n for softsync and async, "
+        "none for hogbatch",
     )
     reference_batch_size: int = Field(
         128,
@@ -49,6 +53,14 @@ class ProtocolTable(Table):
     options: dict[str, Any] = Field(
         {}, description="hogbatch: alpha, beta, shuffle, counts; keyword arguments of your own protocol"
     )
+
+    @field_validator("modulation")
+    @classmethod
+    def _known_modulation(cls, value: str) -> str:
+        valid = ("auto", *MODULATIONS)
+        if value not in valid and ":" not in value:
+            raise ValueError(unknown(value, (*valid, CALLABLE)))
+        return value
 
     @property
     def of_hogbatch(self) -> dict[str, Any]:
@@ -153,7 +165,7 @@ class AveragingTable(Table):
     optimizer: str | None = Field(
         None,
         description="outer optimiser, which updates the weights by the mean difference of all replicas: sgd, adagrad, "
-        "adam, adamw, rmsprop; default: sgd",
+        "adam, adamw, rmsprop, or your own, package.module:class; default: sgd",
     )
     learning_rate: float | None = Field(
         None,

@@ -127,6 +127,13 @@ class TrainingTable(Table):
         "the set has",
     )
     minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: number of samples in each gradient of each learner")
+    microbatches: int = Field(
+        1,
+        ge=1,
+        lt=2**31,
+        description="number of parts in which each gradient is computed, one after another, which needs less memory; "
+        "their gradients are averaged by samples",
+    )
     seed: int = Field(0, ge=0, description="seed of initial weights, sampling, dropout and simulated times")
     warm_start: Path | None = Field(
         None, description="result file or checkpoint whose weights become the initial weights"

@@ -1,0 +1,125 @@
+"""How a protocol is made from its name."""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from protocols import probe
+from protocols.base import Protocol
+from protocols.modulation import MODULATIONS, Modulation
+
+
+def make(
+    protocol: str | Callable[..., Protocol],
+    *,
+    learners: int,
+    minibatch_size: float,
+    n: int | None = None,
+    modulation: str | Callable[..., Modulation] | None = None,
+    reference_batch_size: int = 128,
+    scale_invariant_optimizer: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Protocol:
+    """Makes a protocol ready for use.
+
+    Args:
+        protocol: a class (or callable) that gives a `Protocol`, or the name of a shipped one.
+        learners: λ.
+        minibatch_size: μ; of a compute group kμ.
+        n: the splitting parameter, for protocols that take one.
+        modulation: a class (or callable) that gives a `Modulation`, or a key of `MODULATIONS`; None or "auto": the
+            protocol's own.
+        reference_batch_size: B.
+        scale_invariant_optimizer: name of the job's optimiser if its step ignores the gradient's scale.
+        options: further keyword arguments of the class.
+
+    Raises:
+        KeyError: unknown name.
+        ValueError: n out of range, a modulation that does not fit, or a class that breaks the rules of
+            `Protocol`; one line.
+    """
+    factory: Callable[..., Protocol] = shipped()[protocol] if isinstance(protocol, str) else protocol
+    own = {id(of): known for known, of in shipped().items()}
+    name = str(own.get(id(factory)) or getattr(factory, "__qualname__", repr(factory)))
+    arguments = dict(options or {})
+    if "n" in arguments:
+        raise ValueError("[protocol] options.n is not possible; n is a key of [protocol] itself")
+    if n is not None:
+        arguments["n"] = n
+    _check_arguments(name, factory, learners, arguments)
+    try:
+        made = factory(learners, **arguments)
+        _check(made)
+        if type(made) not in shipped().values():
+            probe.check(lambda: factory(learners, **arguments))
+    except ValueError as error:
+        raise ValueError(f"[protocol] {error if name in shipped() else f'{name}: {error}'}") from None
+    key = made.default_modulation if modulation in (None, "auto") else modulation
+    rule = MODULATIONS[key] if isinstance(key, str) else key
+    shown = key if isinstance(key, str) else next((k for k, of in MODULATIONS.items() if of is key), "")
+    if shown not in made.modulations and (shown or made.modulations == ("none",)):
+        shown = shown or str(getattr(rule, "__qualname__", rule))
+        raise ValueError(f"[protocol] modulation '{shown}' does not fit {name}; valid: {', '.join(made.modulations)}")
+    try:
+        made.modulation = rule(learners, minibatch_size, made.n, reference_batch_size)
+        if not shown:
+            probe.check_modulation(made.modulation)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"[protocol] modulation: {getattr(rule, '__qualname__', rule)}: {error}") from None
+    if made.modulation.weighs and scale_invariant_optimizer:
+        raise ValueError(
+            f"[protocol] modulation '{made.modulation.name}' has no effect with {scale_invariant_optimizer}, "
+            "whose step ignores the gradient's scale; use sgd, or modulation 'mean_staleness'"
+        )
+    return made
+
+
+def _check_arguments(name: str, factory: object, learners: int, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError where the factory does not take these; what it raises itself is its own affair."""
+    try:
+        signature = inspect.signature(factory)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"[protocol] name: {name} is not a class or function that makes a protocol") from None
+    try:
+        signature.bind(learners, **arguments)
+    except TypeError as error:
+        takes = list(signature.parameters)[1:]
+        unknown = sorted(set(arguments) - set(takes))
+        valid = f"; valid: {', '.join(takes)}" if takes else ""
+        if name in shipped() and unknown == ["n"]:
+            valid = "; leave it out, or reset it with --set protocol.n="
+        text = f" takes no {', '.join(unknown)}{valid}" if unknown else f": {error}"
+        raise ValueError(f"[protocol] {name}{text}") from None
+
+
+def _check(protocol: object) -> None:
+    """Raises ValueError where a user's protocol could only fail, or wait forever, later on."""
+    if not isinstance(protocol, Protocol):
+        raise ValueError(f"gives a {type(protocol).__name__}, which is not a protocols.Protocol")
+    if not hasattr(protocol, "gradients_per_update"):
+        raise ValueError("its __init__ must call super().__init__(learners)")
+    c = protocol.gradients_per_update
+    if c < 1:
+        raise ValueError(f"gradients_per_update = {c}; valid: 1 or more")
+    if protocol.ordered and c != protocol.learners:
+        raise ValueError(f"gradients_per_update = {c}; an ordered protocol takes one of each, so {protocol.learners}")
+
+
+def rule_of(name: str) -> type[Protocol]:
+    """The class of a shipped protocol; of another one's name, what all have in common."""
+    return shipped().get(name, Protocol)
+
+
+@cache
+def shipped() -> dict[str, type[Protocol]]:
+    """Name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
+    names = (
+        m.name
+        for m in pkgutil.iter_modules([str(Path(__file__).parent)])
+        if m.name not in {"base", "making", "modulation", "averaging", "probe"}
+    )
+    return {name.rstrip("_"): importlib.import_module(f"protocols.{name}").PROTOCOL for name in sorted(names)}

@@ -1,0 +1,52 @@
+"""`rudra check`."""
+
+import argparse
+from pathlib import Path
+
+from rudra.cli.options import search_beside, set_option
+
+SUMMARY = "check your own protocol, averaging rule or topology in many small cases"
+
+MORE = """\
+Runs small jobs in virtual time, without data and models: few and many learners, of unlike speed, on every topology
+or with every protocol. In each case the run must end, no gradient may be lost or counted twice, and an update must
+have as many gradients as the protocol says. A case that does not go together must be refused in one line. Prints a
+line for each case. Exit code 0: no case failed; 1: one did."""
+
+EXAMPLES = {
+    "rudra check bounded:Bounded": "check a protocol on every topology",
+    "rudra check bounded:Bounded --set protocol.options.ahead=0": "check it with other options",
+    "rudra check racks:Racks": "check a topology with every protocol",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:CLASS", help="your protocol, averaging rule or topology")
+    set_option(parser, "set a key of protocol or topology; repeatable")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from rudra.errors import ConfigError
+    from rudra.job.jobfiles import parsed
+    from rudra.simulation.conformance import cases, outcome
+
+    search_beside(Path.cwd() / "job.toml")
+    tables: dict[str, dict[str, object]] = {"protocol": {}, "topology": {}}
+    for text in arguments.overrides:
+        table, *keys = parsed(text).key.split(".")
+        if table not in tables or not keys or keys[0] == "name":
+            raise ConfigError(f"--set {text}: valid: keys of protocol and topology, but name")
+        inner: dict[str, object] = tables[table]
+        for key in keys[:-1]:
+            found = inner.setdefault(key, {})
+            assert isinstance(found, dict)
+            inner = found
+        inner[keys[-1]] = parsed(text).value
+    counts = dict.fromkeys(("ok", "refused", "FAILED"), 0)
+    for case in cases(arguments.target, tables):
+        name, status, why = outcome(case)
+        counts[status] += 1
+        print(f"{status:8} {name}{f': {why}' if why else ''}", flush=True)
+    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    print(f"{arguments.target}: {sum(counts.values())} cases: {told}")
+    return 1 if counts["FAILED"] or not counts["ok"] else 0
