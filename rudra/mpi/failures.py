@@ -2,9 +2,11 @@
 
 What was found of Open MPI's requests, and what follows: a request for a rank that has died raises an error when it is
 tested, once, and is void then. One that anybody may answer raises another error until the loss is acknowledged, and
-then goes on; but if it has matched a tensor of a rank that dies before it is delivered, it hangs for ever. So after a
-loss tensors from anybody are received by matched probes, which know the sender. `Testsome` hides which requests
-failed. Collectives fail on a communicator with a dead rank, whether the loss is acknowledged or not.
+then continues. If it has matched a tensor of a rank that dies before it is delivered, it hangs for ever. So after a
+loss tensors from anybody are received by matched probes, which know the sender. If it has raised the error and is
+complete before it is tested again, every later test raises the error, although the tensor is here, and `Get_status`
+alone tells. `Testsome` hides which requests failed. Collectives fail on a communicator with a dead rank, whether the
+loss is acknowledged or not.
 """
 
 import array
@@ -111,8 +113,9 @@ def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> Reque
         if not isinstance(error, MPI.Exception):
             raise
         kind = error.Get_error_class()
-        if kind == MPI.ERR_PROC_FAILED_PENDING:  # goes on when the loss is acknowledged
-            return "no"
+        if kind == MPI.ERR_PROC_FAILED_PENDING:
+            # It continues when the loss is acknowledged. If it is complete, Open MPI reports the error again and again.
+            return "done" if request.Get_status(status) else "no"
         if kind in {MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED}:
             return "failed"
         raise

@@ -223,9 +223,10 @@ def _workers(results: "Results") -> list[dict[str, Any]]:
         mine = gradients["samples"][gradients["learner"] == learner]
         about = {"learner": learner, "kind": worker.kind, "threads": worker.threads, "updates": len(mine)}
         share = {"updates_share": len(mine) / len(gradients) if len(gradients) else None, "samples": int(mine.sum())}
-        sizes = {"mean_batch": float(mine.mean()) * worker.threads, "last_batch": int(mine[-1]) * worker.threads}
-        none: dict[str, Any] = {"mean_batch": None, "last_batch": None}
-        found.append({**about, **share, **(sizes if len(mine) else none), "busy_share": busy.get(learner)})
+        sizes: dict[str, Any] = {"mean_batch": None, "last_batch": None}
+        if len(mine):
+            sizes = {"mean_batch": float(mine.mean()) * worker.threads, "last_batch": int(mine[-1]) * worker.threads}
+        found.append({**about, **share, **sizes, "busy_share": busy.get(learner)})
     return found
 
 

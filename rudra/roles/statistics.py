@@ -282,11 +282,11 @@ class StatisticsServer(Machine):
         return self._sum_up()
 
     def _sum_up(self) -> list[Action]:
-        """Adds up a test by workers, once its weights are digested and all of it is here."""
+        """Adds up an evaluation by workers once, when its weights are digested and all of it is here."""
         if self._working is None or self._working[1] not in self._tested:
             return []
         buffer, epoch = self._working
-        if epoch != self._digested:
+        if epoch != self._digested or epoch not in self._sums:  # its sum is already being made
             return []
         return [Sum(buffer, np.concatenate([*self._sums.pop(epoch), np.empty(0, records.SUM)]))]
 

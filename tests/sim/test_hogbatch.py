@@ -277,6 +277,14 @@ def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) 
     assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
 
 
+def test_a_worker_that_dies_before_its_first_gradient_has_no_batches(tmp_path: Path) -> None:
+    common = {"model": {"name": "mlp"}, "data": {"name": "digits"}, "training": {"epochs": 1}}
+    run = job(UNLIKE, 3, simulation={"faults": [{"learner": 1, "dies_at_s": 0.001}]}, **common)
+    with rudra.simulate(run, output=tmp_path / "out.h5", progress="quiet") as results:
+        dead = results.summary()["workers"][1]
+    assert (dead["updates"], dead["mean_batch"], dead["last_batch"]) == (0, None, None)
+
+
 @pytest.mark.parametrize("at", [1, 31, 32, 60])
 def test_a_run_goes_on_from_any_checkpoint_with_each_sample_once(at: int) -> None:
     common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 400}}

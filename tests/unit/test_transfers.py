@@ -52,6 +52,11 @@ class Request:
             status.cancelled, status.source = self.cancelled, self.source
         return self.void
 
+    def Get_status(self, status: "Status | None" = None) -> bool:
+        if status is not None:
+            status.cancelled, status.source = self.cancelled, self.source
+        return self.state == "done"
+
     def Cancel(self) -> None:
         if self.state in {"open", "pending"}:
             self.cancelled, self.state = True, "done"
