@@ -71,6 +71,7 @@ ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results
     "not_replayable": "why it cannot; else empty",
     "python_objects": "keys of the job that were Python objects, which a replay must be given again",
     "training_samples": "size of the training set",
+    "data_fingerprints": "sizes and summaries of a few samples of each split, as JSON; not without tensors",
     "classes": "number of classes of the data",
     "started": "when the run started, in UTC",
     "hosts": "host of each rank",

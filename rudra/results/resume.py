@@ -73,6 +73,7 @@ class Decision(NamedTuple):
         replanned: what would have been otherwise so far, had it all been this job's; often nothing.
         branched: the checkpoint is another run's, of which this one has the rows up to there.
         text: what to tell the user of it.
+        fingerprints: of the data so far, as `rudra.data.fingerprint.plain` gives them.
     """
 
     output: Path
@@ -84,6 +85,7 @@ class Decision(NamedTuple):
     replanned: str = ""
     branched: bool = False
     text: str = ""
+    fingerprints: Mapping[str, Any] = {}
 
 
 def decide(
@@ -197,7 +199,10 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
     text = f"{job.name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
     replanned = _replanned(state, job.with_(**decided))
     text += f"; {replanned}" if replanned else ""
-    return Decision(output, path, position, decided, overwrite=force, replanned=replanned, text=text)
+    prints = state.attributes.get("data_fingerprints", {})
+    return Decision(
+        output, path, position, decided, overwrite=force, replanned=replanned, text=text, fingerprints=prints
+    )
 
 
 def source(given: Path) -> Path:
