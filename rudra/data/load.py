@@ -548,8 +548,8 @@ def _load_users(table: DataTable, seed: int, ask: Ask) -> Data:
     if validation is not None and not len(validation):
         raise DataError(f"[data] {name}: the validation set has no sample")
     if table.validation_split is not None:
-        held = split(_as_tested(first, second), whole.classes, limit=table.train_limit, name="validation")
-        validation = held if paired else None
+        as_tested = split(_as_tested(first, second), whole.classes, limit=table.train_limit, name="validation")
+        validation = as_tested if paired else None
     training: Samples = split(first, whole.classes, limit=table.train_limit)
     test: Samples = testing
     if not paired:
