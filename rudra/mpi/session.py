@@ -434,8 +434,11 @@ class _Session:
                     raise CheckpointError(f"{state.path}: changed meanwhile: is another run still writing it?")
                 executor.restore(tensors)
             if role == self._plan.server:
-                about: dict[str, Any] = {"python_objects": ", ".join(python_objects(self._job)), "layout": shapes(executor.layout)}
-                about["data_fingerprints"] = plain(self._prints)
+                about = {
+                    "python_objects": ", ".join(python_objects(self._job)),
+                    "layout": shapes(executor.layout),
+                    "data_fingerprints": plain(self._prints),
+                }
                 job = json.loads(self._job.to_json())
                 self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
 
