@@ -1,11 +1,12 @@
 """Running and simulating jobs from Python; the command line is a thin skin of this."""
 
+import json
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -206,6 +207,7 @@ def simulate(
             driver="simulation",
             costs=measured or DEFAULTS,
             training_samples=samples,
+            **_of_data(cluster.fingerprints),
             classes=cluster.info.classes,
             hosts=[socket.gethostname()],
         )
@@ -233,6 +235,16 @@ def simulate(
             finally:
                 shown.close()
     return open_results(path)
+
+
+def _of_data(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a simulation's result file says of its data; warns where it cannot be repeated."""
+    from rudra.data.fingerprint import plain, unrepeatable
+
+    if not (why := unrepeatable(found)):
+        return {"data_fingerprints": json.dumps(plain(found))} if found else {}
+    log.warning(f"{why}: this run cannot be replayed; valid: torch's, NumPy's or Python's own")
+    return {"data_fingerprints": json.dumps(plain(found)), "replayable": False, "not_replayable": why}
 
 
 @contextmanager

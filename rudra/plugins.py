@@ -36,6 +36,9 @@ def resolve(name: str) -> object:
     module_name, _, attribute = name.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
+    except SystemExit as error:
+        ended = f"{name}: the module {module_name} ended the program while it was imported, with code {error.code}"
+        raise ConfigError(f"{ended}; parse arguments under `if __name__ == '__main__'`") from None
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(missing + "."):
@@ -103,7 +106,10 @@ def call(function: Callable[..., Any], name: str, options: Mapping[str, Any], of
         signature.bind(**keywords)
     except TypeError as error:
         raise ConfigError(f"{name}: {misfit(error, signature, options)}") from None
-    return function(**keywords)
+    try:
+        return function(**keywords)
+    except SystemExit as error:
+        raise ConfigError(f"{name}: ended the program when it was called, with code {error.code}") from None
 
 
 def misfit(error: TypeError, signature: inspect.Signature, options: Mapping[str, Any], first: int = 0) -> str:

@@ -103,13 +103,14 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
     """What this rank is to run; None if some rank could not load it, of which the first one says why."""
     from mpi4py import MPI
 
+    from rudra.data.thread import in_data_thread
     from rudra.log import log
     from rudra.mpi.failures import abort_on_dead_rank, named_ranks
 
     run: Callable[[], int] | None = None
     report = ""
     try:
-        payload = pickle.load(stream)
+        payload = in_data_thread(pickle.load, stream)  # datasets may be in it
         if callable(payload):
             run = payload
         else:
@@ -117,7 +118,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
 
             def run() -> int:
                 return run_ranks(**payload)[0]
-    except Exception as error:  # a module of the user's that is not there, or does not work
+    except BaseException as error:  # a module of the user's that is not there, or does not work
         report = f"{named_ranks([MPI.COMM_WORLD.rank])} cannot load the job: {type(error).__name__}: {error}\n"
         report += traceback.format_exc().rstrip("\n")
     with abort_on_dead_rank():
@@ -134,6 +135,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
 if __name__ == "__main__":
     try:
         arguments = sys.argv[1:]
+        sys.argv[:] = ["rudra"]  # modules of the user's may parse it
         if arguments[0] == "--serve":
             arguments = serve(*map(int, arguments[1:]))
         code = main(*arguments)

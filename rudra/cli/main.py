@@ -115,6 +115,7 @@ def main(argv: Sequence[str]) -> int:
         import rudra.job.job  # noqa: F401  what nearly all need, and takes longest before torch
 
         interrupts.raise_again()
+        sys.argv[:] = ["rudra"]  # a module of the user's that parses arguments finds none of ours
         code = int(arguments.execute(arguments))
         sys.stdout.flush()
         return code

@@ -21,7 +21,7 @@ from rudra.core.events import Score
 from rudra.core.work import Work
 from rudra.data import trees
 from rudra.data.augmentation import Augmentation
-from rudra.data.load import Batch, Samples, in_memory
+from rudra.data.load import Batch, Samples, asked_at_once, in_memory
 from rudra.data.sampling import Sampler, mix, seed_all
 from rudra.data.sparse import bytes_of, finite_rows, is_sparse, joined, stretch
 from rudra.data.sparse import split as rows_split
@@ -74,7 +74,7 @@ class GradientSource:
         self.work, self.model = work, model
         self._inputs = _Inputs(self._seed, split, Augmentation(job.augment), self.seed)
         # A set that draws random numbers is asked in this thread, where nobody else draws any meanwhile.
-        self._prefetched = _Prefetched(self._inputs) if prefetch and not split.random else None
+        self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
 
     def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor | RowGradient) -> BatchResult:
         """Computes the gradient of one step.

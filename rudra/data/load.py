@@ -4,6 +4,7 @@
 Every split answers `batch(indices)` in the same way, and two calls with the same indices give the same bits.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from rudra.data.readers import READERS, SPLITS, Arrays, Reader, check_labels
 from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.data.sources import Dense, Source, Sparse, are_tokens
 from rudra.data.sparse import DENSEST, nothing, rows_of, zeros_like
+from rudra.data.thread import Ask, at_once, in_data_thread
 from rudra.data.trees import as_tensor, mapped
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
@@ -184,6 +186,13 @@ def in_memory(samples: Samples | None) -> bool:
     return isinstance(samples, Split) and samples.inputs.in_memory and samples.targets.in_memory
 
 
+def asked_at_once(samples: Samples) -> bool:
+    """Whether samples must be drawn in the thread that learns, so that no input thread can prepare them."""
+    while isinstance(samples, Subset):
+        samples = samples.samples
+    return samples.random or (isinstance(samples, UserSplit) and samples.ask is at_once)
+
+
 class UserSplit:
     """The user's own map-style dataset: items are pairs (input, target), or dictionaries with the target among them.
 
@@ -197,6 +206,7 @@ class UserSplit:
         collate: makes a mini-batch of a list of items: a pair of inputs and targets, or a dictionary; torch's
             `default_collate` where there is none.
         name: "training" or "test", for error texts.
+        ask: has the dataset draw samples, in the thread that made it.
 
     Attributes:
         random: whether drawing a sample draws random numbers, too, as random cropping does.
@@ -214,12 +224,14 @@ class UserSplit:
         target: str | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         name: str = "training",
+        ask: Ask = in_data_thread,
     ) -> None:
         if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
             raise ConfigError(f"[data] the {name} set, a {type(dataset).__name__}, has no length or no items by number")
         self.dataset: Any = dataset
         self.classes = classes
         self.name = name
+        self.ask = ask
         self._target, self._collate = target, collate
         self._tensors: tuple[torch.Tensor, ...] = () if collate else _tensors_of(dataset)
         self.length = min(len(dataset), len(dataset) if limit is None else limit)
@@ -237,6 +249,9 @@ class UserSplit:
         Raises:
             DataError: an item is no pair of an input and a target, or a label is out of range.
         """
+        return self._batch(indices) if self._tensors else self.ask(self._batch, indices)
+
+    def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         wanted = indices.tolist()
         drawn: Any = None if self._tensors else self._drawn(wanted)
         try:
@@ -309,7 +324,7 @@ class Data(NamedTuple):
         training: drawn by learners.
         test: the statistics server's.
         info: what all of it is like.
-        validation: held out of the training set, and tested as the test set is.
+        validation: the user's, or held out of the training set; tested as the test set is.
     """
 
     training: Samples | None
@@ -347,12 +362,12 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
         reader = choose("[data] name", table.name, READERS)
         found = _load_shipped(table, reader, train, test, seed)
     else:
-        found = _load_users(table, seed)
+        found = _load_own(table, seed)
     if table.validation_split is not None:
         kept, held = hold_out(seed, VALIDATION_SPLIT, found.info.training_samples, table.validation_split)
         found = found._replace(info=replace(found.info, training_samples=len(kept)))
         if (whole := found.training) is not None:
-            found = found._replace(training=Subset(whole, kept), validation=Subset(whole, held))
+            found = found._replace(training=Subset(whole, kept), validation=Subset(found.validation or whole, held))
     return found.part(train=train, test=test)
 
 
@@ -494,7 +509,17 @@ def _standard(
     return mean, (1 / np.where(constant, 1, deviation)).astype(np.float32)
 
 
-def _load_users(table: DataTable, seed: int) -> Data:
+def _load_own(table: DataTable, seed: int) -> Data:
+    """The user's own datasets, made and asked in the data thread; or here, if they were given as objects made here."""
+    try:
+        return in_data_thread(_load_users, table, seed, in_data_thread)
+    except Exception:
+        if isinstance(table.name, str) or callable(table.name):
+            raise
+        return _load_users(table, seed, at_once)
+
+
+def _load_users(table: DataTable, seed: int, ask: Ask) -> Data:
     if table.scale is not None:
         raise ConfigError("[data] scale is for the data sets that Rudra reads; your own dataset scales its inputs")
     if table.standardise:
@@ -503,12 +528,15 @@ def _load_users(table: DataTable, seed: int) -> Data:
         raise ConfigError("[data] sparse = true: your own dataset makes its mini-batches; valid: false")
     collate = _collate(table)
     name, given = _users_pair(table)
-    paired = isinstance(given, tuple | list) and len(given) == 2
+    paired = isinstance(given, tuple | list) and len(given) in (2, 3)
     if paired == (table.test_split is not None):
-        wanted = "two datasets, (training, test)" if table.test_split is None else "one dataset, as test_split is set"
+        wanted = "two datasets, (training, test), or three, (training, validation, test)"
+        wanted = wanted if table.test_split is None else "one dataset, as test_split is set"
         raise ConfigError(f"[data] {name}: must give {wanted}")
-    first, second = given if paired else (given, given)
-    split = partial(UserSplit, target=table.target, collate=collate)
+    first, *validating, second = given if paired else (given, given)
+    if validating and table.validation_split is not None:
+        raise ConfigError(f"[data] validation_split: {name} gives a validation set already; valid: no validation_split")
+    split = partial(UserSplit, target=table.target, collate=collate, ask=ask)
     whole, testing = split(first, table.classes), split(second, table.classes, limit=table.test_limit, name="test")
     if not len(whole) or not len(testing):
         raise DataError(f"[data] {name}: the training or the test set has no sample")
@@ -516,6 +544,12 @@ def _load_users(table: DataTable, seed: int) -> Data:
     classes = table.classes or _classes(name, first, example[1])
     if trees.first(example[1]).dtype == torch.int64:
         whole.classes = testing.classes = classes
+    validation = split(validating[0], whole.classes, name="validation") if validating else None
+    if validation is not None and not len(validation):
+        raise DataError(f"[data] {name}: the validation set has no sample")
+    if table.validation_split is not None:
+        as_tested = split(_as_tested(first, second), whole.classes, limit=table.train_limit, name="validation")
+        validation = as_tested if paired else None
     training: Samples = split(first, whole.classes, limit=table.train_limit)
     test: Samples = testing
     if not paired:
@@ -523,7 +557,19 @@ def _load_users(table: DataTable, seed: int) -> Data:
         kept, held = hold_out(seed, TEST_SPLIT, len(whole), table.test_split)
         training, test = Subset(whole, kept[: table.train_limit]), Subset(whole, held[: table.test_limit])
     shape = mapped(lambda tensor: tuple(tensor.shape[1:]), example[0])
-    return Data(training, test, DataInfo(name, len(training), len(test), shape, classes, example))
+    return Data(training, test, DataInfo(name, len(training), len(test), shape, classes, example), validation)
+
+
+def _as_tested(training: Any, test: Any) -> Any:
+    """The training set as samples of it are tested: with the attribute `transform` of the test set, if both have one.
+
+    Only sets of one class are known to mean the same by it.
+    """
+    if type(training) is not type(test) or "transform" not in getattr(training, "__dict__", {}):
+        return training
+    found = copy.copy(training)
+    found.transform = test.transform
+    return found
 
 
 def _collate(table: DataTable) -> Callable[[list[Any]], Any] | None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from rudra.data.thread import in_data_thread
 from rudra.machine import memory_file
 
 _ALIGNED = 64
@@ -41,13 +42,13 @@ def share(node: MPI.Comm, leader: int, made: Any) -> Any:
     place: tuple[int, int, bytes, list[tuple[int, int]]] | None = None
     if node.rank == leader:
         with suppress(Exception):  # whatever pickling raises
-            file, token, pieces = _written(made)
+            file, token, pieces = in_data_thread(_written, made)
             place = os.getpid(), file, token, pieces
     place = node.bcast(place, leader)
     found = made if node.rank == leader else None
     if place is not None:
         with suppress(OSError, ValueError):
-            found = _mapped(*place)
+            found = in_data_thread(_mapped, *place)
     node.Barrier()  # the file stays open until all have opened it
     if file >= 0:
         os.close(file)

@@ -37,8 +37,9 @@ from rudra.core.layout import NamedVectors
 from rudra.core.phases import phase_at
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
+from rudra.data.fingerprint import Fingerprint, fingerprints, from_plain, plain, unrepeatable
 from rudra.data.load import Data, in_memory, load
-from rudra.errors import CheckpointError, ConfigError, HookError, RudraError, RunError, TopologyError
+from rudra.errors import CheckpointError, ConfigError, DataError, HookError, RudraError, RunError, TopologyError
 from rudra.job.job import Job
 from rudra.job.samples import check_minibatch
 from rudra.log import log, speak_as
@@ -87,6 +88,8 @@ SEEN_S = 60.0
 SAVE_S = 0.4
 """mpirun may be ending everybody, who are killed a second after they were told; so the statistics server brings what
 there is to the disk after this time."""
+
+_SAME = "valid: the same in every process, not in the order of a set of texts or of an unsorted directory"
 
 ENDED = "the launcher ended it: a rank died, or it was cancelled"
 """Why a run has ended that was not left the time to stop in order."""
@@ -206,6 +209,9 @@ def _decided(comm: MPI.Comm, decision: Callable[[], T]) -> T | int:
         except RudraError as error:
             found = error.exit_code
             log.error(error)
+        except BaseException as error:  # the others must not wait for an answer
+            found = 1
+            log.error(f"rank 0 failed at start-up: {type(error).__name__}: {error}\n{traceback.format_exc()}")
     rest(comm)
     agreed: T | int = comm.bcast(found)
     return agreed
@@ -306,7 +312,8 @@ class _Session:
         """Loads data, builds the model, creates the file: None, or the exit code of the first rank that could not."""
         measured = (self._try, self._time, self._divide) if self._job.cluster.shares == "auto" else ()
         ready = (self._build, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
-        for step in (self._load, self._share, self._settle, self._take_settled, *measured, *ready):
+        tried = (self._settle, self._take_settled)
+        for step in (self._load, self._share, self._compare_data, *tried, *measured, *ready):
             error = self._agree(step)
             if error is not None:
                 return error
@@ -318,7 +325,7 @@ class _Session:
             step()
         except RudraError as error:
             report = (error.exit_code, str(error))
-        except Exception as error:
+        except BaseException as error:  # the user's code may raise SystemExit, too
             line = f"{self._name} failed at start-up: {type(error).__name__}: {error}"
             report = (1, f"{line}\n{traceback.format_exc()}")
         self._meet()
@@ -356,9 +363,11 @@ class _Session:
         self._loader = next((rank for rank, need in enumerate(needs) if any(need)), 0)
         self._sharing = sum(map(any, needs)) > 1
         self._data: Data | None = None
+        self._prints: dict[str, Fingerprint] = {}  # of data that this rank has loaded
         if self._node.rank == self._loader and any(self._needs):
             train, test = (any(need) for need in zip(*needs, strict=True))
             self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+            self._prints = fingerprints(self._data)
 
     def _share(self) -> None:
         """Gives every rank of the node what one of them has loaded, without a copy."""
@@ -369,6 +378,7 @@ class _Session:
             self._data = None
         elif self._data is None:
             self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+            self._prints = fingerprints(self._data)
         else:
             self._data = self._data.part(train=train, test=test)
 
@@ -383,6 +393,29 @@ class _Session:
         """Takes over what that rank has decided."""
         decides = self._plan.roles[self._plan.learners[0]].world_rank
         self._job = self._job.with_(training={"gradients": self._comm.bcast(self._job.training.gradients, decides)})
+
+    def _compare_data(self) -> None:
+        """Makes sure that all ranks have the same data, which are those of the run that this one resumes.
+
+        Raises:
+            DataError, CheckpointError: they differ.
+        """
+        loaded: list[tuple[str, dict[str, Fingerprint]]] = self._comm.allgather((self._name, self._prints))
+        first: dict[str, tuple[str, Fingerprint]] = {}
+        for who, prints in loaded:
+            for split, mine in prints.items():
+                other, theirs = first.setdefault(split, (who, mine))
+                if what := mine.difference(theirs):
+                    text = f"[data] the {split} set of the {who} differs from that of the {other}: {what}"
+                    raise DataError(f"{text}; {_SAME}")
+        self._prints = {split: found for split, (_, found) in first.items()}
+        for split, then in from_plain(self._begin.fingerprints).items():
+            if split in self._prints and (what := self._prints[split].difference(then)):
+                text = f"{self._begin.checkpoint}: [data] the {split} set has changed since: {what}"
+                raise CheckpointError(f"{text}; {_SAME}")
+        self._unrepeatable = unrepeatable(self._prints)
+        if self._unrepeatable and self._keeps_results:
+            log.warning(f"{self._unrepeatable}: this run cannot be replayed; valid: torch's, NumPy's or Python's own")
 
     def _try(self) -> None:
         """Gets the learners ready to be timed."""
@@ -502,7 +535,13 @@ class _Session:
         if self._comm.rank == server:
             layout = shapes(self._executors[self._plan.server].layout)
             objects = ", ".join(python_objects(self._job))
-            about = {"python_objects": objects, "layout": layout, "temporary": self._begin.temporary, **signature}
+            about: dict[str, Any] = {
+                "python_objects": objects,
+                "layout": layout,
+                "temporary": self._begin.temporary,
+                **signature,
+            }
+            about["data_fingerprints"] = plain(self._prints)
             self._checkpoints = CheckpointWriter(checkpoint.path_of(self._begin.output), job, about)
         hosts: list[str] = self._comm.allgather(socket.gethostname())
         kinds: list[dict[str, str]] = self._comm.allgather(arithmetic())
@@ -536,6 +575,8 @@ class _Session:
     ) -> None:
         """Creates the result file."""
         executor, position = self._executors[self._plan.statistics], self._begin.position
+        why = self._unrepeatable
+        data = {"replayable": False, "not_replayable": why} if why else {}
         self._writer = make_writer(
             self._begin.output,
             self._job,
@@ -555,6 +596,8 @@ class _Session:
             classes=self._info.classes,
             hosts=hosts,
             **{name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]},
+            data_fingerprints=json.dumps(plain(self._prints)),
+            **data,
             mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
         )
         begun = self._begin.checkpoint

@@ -75,6 +75,7 @@ ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results
     "signature": "HMAC of `run`, `modules` and `job` by the key of the user who ran it; empty without a key",
     "python_objects": "keys of the job that were Python objects, which a replay must be given again",
     "training_samples": "size of the training set",
+    "data_fingerprints": "sizes and summaries of a few samples of each split, as JSON; not without tensors",
     "classes": "number of classes of the data",
     "started": "when the run started, in UTC",
     "hosts": "host of each rank",

@@ -78,6 +78,7 @@ class Decision(NamedTuple):
         text: what to tell the user of it.
         run: identity of the run.
         temporary: nobody named the result file, so that the run's last checkpoint is removed when it finishes.
+        fingerprints: of the data so far, as `rudra.data.fingerprint.plain` gives them.
     """
 
     output: Path
@@ -91,6 +92,7 @@ class Decision(NamedTuple):
     text: str = ""
     run: str = ""
     temporary: bool = False
+    fingerprints: Mapping[str, Any] = {}
 
 
 def decide(
@@ -225,6 +227,7 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
     run = str(state.attributes.get("run", "")) if same else ""  # with rows of its own it is another run
     temporary = bool(state.attributes.get("temporary", False))
     about: dict[str, Any] = {"overwrite": force, "replanned": replanned, "text": text, "temporary": temporary}
+    about["fingerprints"] = state.attributes.get("data_fingerprints", {})
     return Decision(output, path, position, decided, **about, run=run)
 
 

@@ -40,6 +40,7 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("records", "threads_per_rank", "training_samples", "classes", "step_bytes"), int),
     **dict.fromkeys(("overlapped", "averaging", "scheduled", "flush_denormals"), (bool, int)),
     "hosts": list,
+    "data_fingerprints": str,
 }
 _STATUS = {"running", "finished", "failed", "interrupted"}
 _OR_NONE = {"parent", "source", "node", "group", "role", "update", "timestamp"}  # columns that may be -1

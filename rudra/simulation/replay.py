@@ -51,7 +51,8 @@ from rudra.core.phases import Phases, phase_at
 from rudra.core.records import Gradient
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.core.work import Work, portion
-from rudra.data.load import DataInfo, load
+from rudra.data.fingerprint import fingerprints, from_plain
+from rudra.data.load import Data, DataInfo, load
 from rudra.errors import ConfigError, ProtocolError, ReplayError
 from rudra.files import check_output
 from rudra.job.job import Job
@@ -521,6 +522,7 @@ def _version(timestamp: int) -> str:
 def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target: Path | None, quiet: bool) -> Replayed:
     updates = record.updates_count if until is None else until
     loaded = load(job.data, test=False, seed=job.training.seed)
+    _check_data(record, loaded)
     info = loaded.info
     executors = make_executors(
         job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False, first_weights=final_weights
@@ -546,6 +548,17 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     done = updates if difference is None else max(0, difference.update - 1)
     digest = sha256(_weights(owners))
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
+
+
+def _check_data(record: RecordedRun, loaded: Data) -> None:
+    """Raises ReplayError where the training data are not those of the record."""
+    try:
+        then = from_plain(json.loads(record.attributes.get("data_fingerprints", "{}")))
+    except (ValueError, AttributeError, RecursionError):
+        raise ReplayError(f"{record.path}: damaged: attribute 'data_fingerprints' is not what Rudra writes") from None
+    now = fingerprints(loaded)
+    if "training" in then and (what := now["training"].difference(then["training"])):
+        raise ReplayError(f"{record.path}: [data] the training set has changed since the run: {what}")
 
 
 def _weights(owners: Sequence[OwnerExecutor]) -> npt.NDArray[np.float32]:

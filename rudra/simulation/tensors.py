@@ -49,6 +49,7 @@ from rudra.core.events import (
     Reduce,
 )
 from rudra.core.layout import Entry, Placed
+from rudra.data.fingerprint import Fingerprint, fingerprints
 from rudra.data.load import DataInfo, load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -393,6 +394,7 @@ class Cluster:
     executors: Mapping[int, Executor] = field(default_factory=dict)
     placed: Placed | None = None
     step_bytes: int = 0
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
 
 def make_cluster(job: Job, plan: Plan) -> Cluster:
@@ -429,7 +431,8 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
     about = (statistics.layout, statistics.size, digest, statistics.state_dict)
     fronts = (executor.cut for executor in executors.values() if isinstance(executor, FrontExecutor))
     placed = next((cut.placed(statistics.size, job.training.minibatch_size, info) for cut in fronts), None)
-    return Cluster(job, tensors, info, *about, weights, executors, placed, statistics.step_bytes)
+    prints = fingerprints(loaded)
+    return Cluster(job, tensors, info, *about, weights, executors, placed, statistics.step_bytes, prints)
 
 
 def _without_tensors(job: Job) -> Cluster:

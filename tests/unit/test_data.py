@@ -294,7 +294,7 @@ def test_damaged_or_hostile_cifar_batches_do_nothing_but_raise(
         ),
         ({"name": "digits", "options": {"size": 9}}, ConfigError, "takes no options, not size"),
         ({"name": "nowhere.at_all:make"}, ConfigError, "no module 'nowhere'"),
-        ({"name": (1, 2, 3)}, ConfigError, "must give two datasets"),
+        ({"name": (1, 2, 3, 4)}, ConfigError, "must give two datasets"),
         ({"name": (1, 2), "classes": 2}, ConfigError, "the training set, a int, has no length"),
         ({"name": lambda: ([], []), "classes": 2}, DataError, "has no sample"),
         ({"name": lambda size: size, "classes": 2}, ConfigError, "missing a required argument: 'size'"),

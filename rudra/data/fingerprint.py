@@ -1,0 +1,153 @@
+"""Fingerprints of data: they tell whether two processes, or two runs, have the same samples.
+
+A fingerprint has the number of samples, and a summary of a fixed choice of them. Whole numbers (labels, tokens) are
+compared exactly. Floating-point numbers are compared with a tolerance, because processors and image libraries round
+differently. A difference in samples that are not among the chosen ones is not noticed.
+"""
+
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rudra.data.load import Data, Samples, Subset, UserSplit
+from rudra.data.sampling import seeded
+from rudra.data.sparse import is_sparse
+from rudra.data.trees import mapped
+
+ITEMS, TWICE = 32, 8
+"""Samples that are summarised, and how many of them are drawn twice."""
+
+LONGEST_S = 0.5
+"""After this time no further sample is drawn; two fingerprints are compared as far as both go."""
+
+TOLERANCE = 0.01
+
+Summary = tuple[int, float, float]
+"""CRC-32 of the whole numbers; root mean square of the others, and their product with a fixed pattern."""
+
+
+class Fingerprint(NamedTuple):
+    """What is known of a split.
+
+    Attributes:
+        samples: that there are.
+        targets: a summary for each chosen sample; empty where two draws of a sample differ.
+        inputs: likewise.
+        repeats: whether two draws of a sample gave the same.
+    """
+
+    samples: int
+    targets: tuple[Summary, ...]
+    inputs: tuple[Summary, ...]
+    repeats: bool = True
+
+    def difference(self, other: "Fingerprint") -> str:
+        """What differs between two; empty if nothing does."""
+        if self.samples != other.samples:
+            return f"{self.samples:,} samples, not {other.samples:,}"
+        for name in ("targets", "inputs"):
+            pairs = zip(getattr(self, name), getattr(other, name), strict=False)
+            if not all(_alike(*pair) for pair in pairs):
+                return f"other {'labels' if name == 'targets' else name}"
+        return ""
+
+
+def fingerprints(data: Data) -> dict[str, Fingerprint]:
+    """Those of the splits that are there, by "training", "validation" and "test"."""
+    splits = {"training": data.training, "validation": data.validation, "test": data.test}
+    return {name: fingerprint(samples) for name, samples in splits.items() if samples is not None}
+
+
+def fingerprint(samples: Samples) -> Fingerprint:
+    """That of a split. The global random generators are as before afterwards."""
+    count = min(ITEMS, len(samples))
+    order = np.argsort(np.random.Philox(key=0).random_raw(count), kind="stable")  # the first few are spread, too
+    chosen = (np.linspace(0, len(samples) - 1, count).astype(np.int64)[order]).tolist()
+    targets, inputs = _summaries(samples, chosen)
+    if not _is_users(samples):
+        return Fingerprint(len(samples), targets, inputs)
+    again = _summaries(samples, chosen[:TWICE])
+    same = [len(b) == 0 or a[: len(b)] == b for a, b in zip((targets, inputs), again, strict=True)]
+    return Fingerprint(len(samples), targets if same[0] else (), inputs if same[1] else (), all(same))
+
+
+def plain(found: Mapping[str, Fingerprint]) -> dict[str, Any]:
+    """Fingerprints as JSON has them."""
+    return {name: each._asdict() for name, each in found.items()}
+
+
+def from_plain(found: Mapping[str, Any]) -> dict[str, Fingerprint]:
+    """Those that `plain` gave; what cannot be one is left out."""
+    made = {}
+    for name, each in found.items():
+        try:
+            targets, inputs = (
+                tuple((int(c), float(s), float(p)) for c, s, p in each[key]) for key in ("targets", "inputs")
+            )
+            made[name] = Fingerprint(int(each["samples"]), targets, inputs, bool(each["repeats"]))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return made
+
+
+def unrepeatable(found: Mapping[str, Fingerprint]) -> str:
+    """Why the samples of a run cannot be drawn again; empty if they can."""
+    names = [name for name, each in found.items() if not each.repeats]
+    if not names:
+        return ""
+    text = f"[data] the {names[0]} set gives another sample when the same one is drawn again: it, its collate, or what "
+    return text + "they call has a random generator of its own, which Rudra cannot seed"
+
+
+def _is_users(samples: Samples) -> bool:
+    while isinstance(samples, Subset):
+        samples = samples.samples
+    return isinstance(samples, UserSplit)
+
+
+def _summaries(samples: Samples, chosen: list[int]) -> tuple[tuple[Summary, ...], tuple[Summary, ...]]:
+    """Of targets and inputs. A sample that cannot be drawn ends them; whoever needs it says why."""
+    targets, inputs = list[Summary](), list[Summary]()
+    end = time.monotonic() + LONGEST_S
+    with seeded(0):
+        for index in chosen:
+            try:
+                of_input, of_target = samples.batch(np.array([index]))
+            except Exception:
+                break
+            targets.append(_summary(of_target))
+            inputs.append(_summary(of_input))
+            if time.monotonic() > end:
+                break
+    return tuple(targets), tuple(inputs)
+
+
+def _summary(tree: Any) -> Summary:
+    crc, squares, count, pattern = 0, 0.0, 0, 0.0
+
+    def add(tensor: torch.Tensor) -> None:
+        nonlocal crc, squares, count, pattern
+        stored = [tensor.col_indices(), tensor.values()] if is_sparse(tensor) else [tensor]
+        for part in stored:
+            values: npt.NDArray[Any] = part.detach().cpu().contiguous().reshape(-1).numpy()
+            if not part.is_floating_point():
+                crc = zlib.crc32(values.tobytes(), crc)
+                continue
+            values = np.nan_to_num(values.astype(np.float64), posinf=1e30, neginf=-1e30)
+            squares += float(values @ values)
+            pattern += float(values @ np.cos(np.arange(count, count + len(values))))
+            count += len(values)
+
+    mapped(add, tree)
+    size = max(1, count) ** 0.5
+    return crc, float(f"{squares**0.5 / size:.6g}"), float(f"{pattern / size:.6g}")
+
+
+def _alike(one: Summary, other: Summary) -> bool:
+    near = TOLERANCE * max(one[1], other[1])
+    return one[0] == other[0] and abs(one[1] - other[1]) <= near and abs(one[2] - other[2]) <= near
