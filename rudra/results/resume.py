@@ -154,10 +154,9 @@ def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
     if differences := _differences(state.job, fitting):
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {differences[0][0]}"
         other += f" was {differences[0][1]}"
-    return Decision(
-        *(begin.output, origin, position, decided, begin.overwrite, False),
-        *(other or _replanned(state, fitting), True, text, begin.temporary),
-    )
+    replanned = other or _replanned(state, fitting)
+    about: dict[str, Any] = {"overwrite": begin.overwrite, "replanned": replanned, "branched": True, "text": text}
+    return Decision(begin.output, origin, position, decided, **about, temporary=begin.temporary)
 
 
 def _unfit(then: Mapping[str, Any], job: Job) -> tuple[str, Any, Any] | None:
