@@ -134,7 +134,7 @@ def _launched(job: Job, begin: Decision, origin: Path | None, shown: dict[str, A
             _wait_for_results(path)
         if not outcome.lost or restart == job.fault_tolerance.restarts:
             break
-        about = {"force": False, "origin": origin, "temporary": begin.temporary}
+        about: dict[str, Any] = {"force": False, "origin": origin, "temporary": begin.temporary}
         begin = decide(job, path, True, named=lambda: path, **about)
         log.warning(f"restart {restart + 1} of {job.fault_tolerance.restarts}: {begin.text}")
     return outcome.code

@@ -104,16 +104,17 @@ def _gradient(flat: FlatModel, batch: Any, seed: int, *, guarded: bool = False) 
         ConfigError: it does.
     """
     weights, out = torch.empty(flat.size, device=flat.device), torch.empty(flat.size, device=flat.device)
+    inputs, target = batch
     flat.read_into(weights)
     flat.bind(weights)
     if not guarded:
-        flat.gradient(*batch, out, seed)
+        flat.gradient(inputs, target, out, seed)
         return out
     guard = _Guard(weights)
     with guard:
-        flat.gradient(*batch, out, seed)
+        flat.gradient(inputs, target, out, seed)
         flat.module.eval()
-        tried(flat.module, moved(batch[0], flat.device))
+        tried(flat.module, moved(inputs, flat.device))
         flat.module.train()
     for entry in flat.layout:
         if entry.kind == "parameter" and any(entry.offset <= at < entry.offset + entry.size for at in guard.writes):
@@ -121,7 +122,7 @@ def _gradient(flat: FlatModel, batch: Any, seed: int, *, guarded: bool = False) 
     return out
 
 
-class _Guard(TorchDispatchMode):
+class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes where operations of torch write to a vector.
 
     It sees writes through `weight.data` and writes of equal values, which raise no version and change no bits yet.
@@ -134,7 +135,7 @@ class _Guard(TorchDispatchMode):
     """
 
     def __init__(self, vector: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._at = vector.untyped_storage().data_ptr()
         self.writes: list[int] = []
 

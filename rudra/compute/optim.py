@@ -362,12 +362,12 @@ def _check_own(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 2 * CACHE_LINE, generator=generator).unbind()
     whole = torch.nn.Parameter(start.clone())
-    halves = [torch.nn.Parameter(half.clone()) for half in start.split(CACHE_LINE)]
+    halves = [torch.nn.Parameter(half.clone()) for half in torch.split(start, CACHE_LINE)]
     optimizers = [make([whole]), make(halves)]
     before = [_held(optimizer) for optimizer in optimizers]
     for gradient in gradients:
         whole.grad = gradient.clone()
-        for half, part in zip(halves, gradient.split(CACHE_LINE), strict=True):
+        for half, part in zip(halves, torch.split(gradient, CACHE_LINE), strict=True):
             half.grad = part.clone()
         for optimizer in optimizers:
             optimizer.step()

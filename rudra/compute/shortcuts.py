@@ -45,7 +45,7 @@ def gradients_of(module: nn.Module, task: Task) -> Gradients:
 
 def hooked(module: nn.Module) -> bool:
     """Whether hooks on a module, its parts or its parameters may observe or change a forward or backward pass."""
-    if nn.modules.module._has_any_global_hook():
+    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     return any(
         "forward" in vars(layer) or any(vars(layer).get(hooks) for hooks in _HOOKS_OF_MODULES)

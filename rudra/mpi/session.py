@@ -131,7 +131,7 @@ def run_ranks(
         asked, and can be resumed); and the result file.
     """
     with abort_on_dead_rank(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
-        about = {"force": overwrite, "origin": origin, "temporary": temporary}
+        about: dict[str, Any] = {"force": overwrite, "origin": origin, "temporary": temporary}
         begin = partial(decide, job, output, resume, named=lambda: default_output(job.name), **about)
         return _run_ranks(job, output, progress, begin, launched, (comm or MPI.COMM_WORLD).Dup(), choose_cut)
 
@@ -227,7 +227,8 @@ def found_by_rank0(find: Callable[[], T]) -> T:
         RudraError: rank 0 raised it.
     """
     start_mpi()
-    comm, found, places = MPI.COMM_WORLD, None, list[str]()
+    comm, places = MPI.COMM_WORLD, list[str]()
+    found: T | RudraError | None = None
     if comm.rank == 0:
         try:
             found = find()
@@ -240,7 +241,8 @@ def found_by_rank0(find: Callable[[], T]) -> T:
     if isinstance(found, RudraError):
         raise found
     sys.path += [place for place in places if place not in sys.path]
-    return found
+    agreed: T = found
+    return agreed
 
 
 def _resolve(job: Job, comm: MPI.Comm, *, spare: bool = False) -> tuple[Job, Plan, torch.device]:
