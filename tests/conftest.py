@@ -38,10 +38,12 @@ def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     monkeypatch.setattr(costs, "MEASURED", tmp_path_factory.getbasetemp() / "no such directory")
 
 
-@pytest.fixture(autouse=True)
-def _with_a_key_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _with_a_key_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
     """Runs sign their files with a key that is not in the user's data folder."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "data"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "data"))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

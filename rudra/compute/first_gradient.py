@@ -4,17 +4,19 @@ One rank decides for all. The decision is part of the job from then on, so that 
 """
 
 import logging
+import math
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rudra.compute import models, tasks
-from rudra.compute.buffers import tried
+from rudra.compute.buffers import changed, tried
 from rudra.compute.devices import CPU
-from rudra.compute.flat import FlatModel, Gradients, changed
+from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.shortcuts import gradients_of
+from rudra.compute.tasks import Task
 from rudra.core.phases import parts
 from rudra.core.work import DEALT, Portion, portion
 from rudra.data.load import Data
@@ -66,15 +68,12 @@ def settled(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Job
             "[training] gradients = 'direct': the model has layers, hooks or a loss that need torch.autograd; "
             "valid: auto, autograd"
         )
-    if gradients == "direct":
-        again = _gradient(FlatModel(module, task, gradients="direct"), batch, source.seed(0))
-        difference = float((again - first).norm() / first.norm().clamp(min=torch.finfo(torch.float32).tiny))
-        if not difference <= _AGREE and first.isfinite().all():
-            gradients = "autograd"
-            log.warning(
-                f"{job.name}: gradients that are written directly differ from torch.autograd's by {difference:.1g} of "
-                "their norm: torch.autograd computes all gradients"
-            )
+    if gradients == "direct" and (off := _difference(module, task, batch, source.seed(0), first)) > _AGREE:
+        gradients = "autograd"
+        log.warning(
+            f"{job.name}: gradients that are written directly differ from torch.autograd's by {off:.1g} of their norm: "
+            "torch.autograd computes all gradients"
+        )
     return job.with_(training={"gradients": gradients})
 
 
@@ -120,6 +119,15 @@ def _gradient(flat: FlatModel, batch: Any, seed: int, *, guarded: bool = False) 
         if entry.kind == "parameter" and any(entry.offset <= at < entry.offset + entry.size for at in guard.writes):
             raise ConfigError(changed(entry.name))
     return out
+
+
+def _difference(module: torch.nn.Module, task: Task, batch: Any, seed: int, wanted: torch.Tensor) -> float:
+    """How far the gradient that is written directly is from autograd's, relative to the norm of that."""
+    found = _gradient(FlatModel(module, task, gradients="direct"), batch, seed)
+    if torch.equal(found.nan_to_num(), wanted.nan_to_num()):
+        return 0.0
+    norm = float(wanted.norm())
+    return float((found - wanted).norm()) / norm if norm else math.inf
 
 
 class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]

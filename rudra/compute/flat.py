@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from rudra.compute.buffers import buffers_of
+from rudra.compute.buffers import buffers_of, changed
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
 from rudra.compute.direct import LARGE, DirectLinear, direct_layers
@@ -514,14 +514,6 @@ class FlatModel:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
-
-
-def changed(name: str) -> str:
-    """The line that refuses a model which changes this parameter itself."""
-    return (
-        f"[model] changes {name} in `forward`, as max-norm layers and `weight.data = …` do; only updates may change "
-        "weights: compute with a changed copy instead"
-    )
 
 
 def travels(buffer: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 
 from protocols.hogbatch import parts
 from rudra.compute.flat import FlatModel
+from rudra.compute.hooks import hooked
 from rudra.compute.rows import RowGradient
 from rudra.compute.tasks import Task
 from rudra.core.events import Score
@@ -262,6 +263,8 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
         raise ConfigError(f"{where}: BatchNorm ({norms[0]}) depends on which samples share a batch; {instead}")
     if batching == "vmap" and is_sparse(sample[0]):
         raise ConfigError(f"{where}: the inputs are sparse; {instead}, big-batch")
+    if hooked(model.module):
+        raise ConfigError(f"{where}: the model has hooks, which see each gradient by itself; {instead}")
     pair = _together(joined, [sample, sample])
     out = torch.empty_like(weights)
     if len(weights) > model.parameter_count:

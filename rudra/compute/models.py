@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rudra.compute.buffers import tried
+from rudra.compute.buffers import changed, tried
 from rudra.compute.networks import MODELS
 from rudra.compute.tasks import Task
 from rudra.data import trees
@@ -70,7 +70,7 @@ def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
         kind = str(trees.first(target).dtype).removeprefix("torch.")
         raise ConfigError(f"[task] {task.name} wants {task.wants}; {info.name} has targets {kind} of shape {shape}")
     there = torch.device("cpu") if parameter is None else parameter.device
-    versions = [p._version for p in module.parameters()]
+    before = [(p.detach(), p._version) for p in module.parameters()]
     try:
         output = task.compared(tried(module, trees.moved(inputs, there)))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -81,11 +81,9 @@ def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
         raise ConfigError(
             f"[model] does not take inputs of shape {info.input_shape} as {info.name} has: {what}"
         ) from error
-    for (name, p), version in zip(module.named_parameters(), versions, strict=True):
-        if p._version != version:
-            raise ConfigError(
-                f"[model] changes {name} in `forward`, as an Embedding with max_norm does; only updates may"
-            )
+    for (name, p), (held, version) in zip(module.named_parameters(), before, strict=True):
+        if p._version != version or (p.data_ptr() != held.data_ptr() and not torch.equal(p, held)):
+            raise ConfigError(changed(name))
     wanted, given = task.output_shape(target), output
     if wanted is None:
         return given

@@ -7,6 +7,7 @@ change a gradient, and only if the first mini-batch's gradient agrees (`rudra.co
 from torch import nn
 
 from rudra.compute.flat import Gradients
+from rudra.compute.hooks import hooked
 from rudra.compute.sparse import SparseLinear
 from rudra.compute.tasks import TASKS, Task
 
@@ -20,9 +21,6 @@ _PLAIN: frozenset[type[nn.Module]] = frozenset(
     }
 )
 """Layers whose `forward` is torch's and uses each parameter once. No code of a user runs between them."""
-
-_HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def gradients_of(module: nn.Module, task: Task) -> Gradients:
@@ -41,16 +39,3 @@ def gradients_of(module: nn.Module, task: Task) -> Gradients:
     plain = type(task) in TASKS.values() and all(type(layer) in _PLAIN for layer in layers) and not hooked(module)
     once = len(set(map(id, layers))) == len(layers) and len(set(map(id, parameters))) == len(parameters)
     return "direct" if plain and once else "autograd"
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether hooks on a module, its parts or its parameters may observe or change a forward or backward pass."""
-    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
-        return True
-    return any(
-        "forward" in vars(layer) or any(vars(layer).get(hooks) for hooks in _HOOKS_OF_MODULES)
-        for layer in module.modules()
-    ) or any(
-        type(parameter) is not nn.Parameter or any(getattr(parameter, hooks, None) for hooks in _HOOKS_OF_TENSORS)
-        for parameter in module.parameters()
-    )
