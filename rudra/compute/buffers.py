@@ -60,6 +60,6 @@ def tried(module: nn.Module, inputs: Any) -> Any:
 def changed(name: str) -> str:
     """The line that refuses a model which changes this parameter itself."""
     return (
-        f"[model] changes {name} in `forward`, as an Embedding with max_norm or `weight.data = …` does; only updates may "
-        "change weights; valid: compute with a changed copy"
+        f"[model] changes {name} in `forward`, as an Embedding with max_norm or `weight.data = …` does; only updates "
+        "may change weights; valid: compute with a changed copy"
     )
