@@ -2,11 +2,14 @@
 
 import copy
 import time
+from typing import Any
 
 import torch
 
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
+from rudra.compute.shortcuts import gradients_of
+from rudra.compute.tasks import Classification
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, ratios, spread
@@ -45,7 +48,8 @@ class _Case:
     def __init__(self, info: DataInfo, size: int) -> None:
         module = models.build(Job(model={"name": info.name}).model, info, 0)
         self._batch = torch.randn(size, *info.input_shape), torch.arange(size) % info.classes
-        self._models = [FlatModel(copy.deepcopy(module)), FlatModel(module, compiled=True)]
+        how: Any = {"gradients": gradients_of(module, Classification(0))}
+        self._models = [FlatModel(copy.deepcopy(module), **how), FlatModel(module, compiled=True, **how)]
         self._weights = torch.zeros(self._models[0].size)
         self._models[0].read_into(self._weights)
         self._out = torch.zeros_like(self._weights)

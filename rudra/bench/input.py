@@ -96,7 +96,7 @@ class _Case:
     def __init__(self, job: Job, samples: Samples) -> None:
         inputs, target = samples.batch(np.zeros(1, np.int64))
         info = DataInfo("bench", len(samples), 1, tuple(inputs.shape[1:]), 10, (inputs, target))
-        self._flat = FlatModel(models.build(job.model, info, 0))
+        self._flat = FlatModel(models.build(job.model, info, 0), gradients="direct")
         self._weights, self._gradient = torch.empty(self._flat.size), torch.empty(self._flat.size)
         self._flat.read_into(self._weights)
         size = job.training.minibatch_size

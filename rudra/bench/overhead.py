@@ -110,7 +110,7 @@ class _Step:
 
     def __init__(self, comm: "MPI.Comm", job: Job) -> None:
         self._comm = comm
-        self._flat = FlatModel(networks.lenet((1, 28, 28), 10))
+        self._flat = FlatModel(networks.lenet((1, 28, 28), 10), gradients="direct")
         self._weights, self._gradient = (torch.full((self._flat.size,), 0.0) for _ in range(2))
         self._flat.read_into(self._weights)
         self._rule = UpdateRule(job.optimizer, self._weights)

@@ -21,6 +21,7 @@ import torch
 from rudra.bench.behind import behind_a_link, turn_is_over
 from rudra.bench.hosts import missing
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
+from rudra.compute.first_gradient import settled
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.core.events import GRADIENT, WEIGHTS, Compute
@@ -179,7 +180,7 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     loaded = load(job.data, test=False, seed=job.training.seed)
     plan = job.plan()
     role = plan.learners[learner]
-    executor = make_executors(job, plan, (role,), loaded, prefetch=True)[role]
+    executor = make_executors(settled(job, plan, loaded), plan, (role,), loaded, prefetch=True)[role]
     assert isinstance(executor, LearnerExecutor)
     executor.buffer(WEIGHTS).vector.copy_(torch.randn(executor.size) * 0.01)
     torch.set_flush_denormal(True)

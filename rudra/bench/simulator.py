@@ -94,7 +94,7 @@ def _bare_s(job: Job) -> float:
     job = job.resolved(cores=cores())
     train, _, info, _ = load(job.data, test=False, seed=job.training.seed)
     assert train is not None
-    model = FlatModel(models.build(job.model, info, job.training.seed))
+    model = FlatModel(models.build(job.model, info, job.training.seed), gradients="direct")
     weights, gradient = torch.empty(model.size), torch.empty(model.size)
     model.read_into(weights)
     size = job.training.minibatch_size

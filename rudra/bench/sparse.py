@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from rudra.compute.first_gradient import settled
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
@@ -191,7 +192,7 @@ class _Step:
         ).resolved()
         plan = job.plan()
         data = Data(split, split, DataInfo("bench", samples, samples, (features,), 2, sparse=sparse))
-        made = make_executors(job, plan, (plan.server, *plan.learners), data, prefetch=False)
+        made = make_executors(settled(job, plan, data), plan, (plan.server, *plan.learners), data, prefetch=False)
         server, learner = made[plan.server], made[plan.learners[0]]
         assert isinstance(learner, LearnerExecutor)
         learner.put(WEIGHTS, server.buffer(WEIGHTS))

@@ -235,6 +235,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     """
     from rudra.compute.devices import placing
     from rudra.compute.executor import torch_as_in
+    from rudra.compute.first_gradient import settled
     from rudra.compute.learners import LearnerExecutor
     from rudra.compute.making import make_executors
     from rudra.data.load import load
@@ -249,7 +250,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         for size in sizes:
             sized = job.with_(training={"minibatch_size": size})
             made = make_executors(
-                sized,
+                settled(sized, plan, loaded, device),
                 plan,
                 tuple(range(len(plan.roles))),
                 loaded,

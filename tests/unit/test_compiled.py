@@ -16,6 +16,7 @@ from user_code import Regrouping
 import rudra
 from rudra.compute import networks
 from rudra.compute.flat import FlatModel
+from rudra.compute.shortcuts import gradients_of
 from rudra.compute.tasks import Classification, OwnLoss, Task
 from rudra.errors import ConfigError
 
@@ -69,7 +70,8 @@ def test_gradients_losses_and_buffers_are_those_of_torch(case: str) -> None:
     make, draw = CASES[case]
     torch.manual_seed(0)
     module = make()
-    plain, compiled = FlatModel(copy.deepcopy(module)), FlatModel(module, compiled=True)
+    how = gradients_of(module, Classification(0))
+    plain, compiled = FlatModel(copy.deepcopy(module)), FlatModel(module, compiled=True, gradients=how)
     weights = [torch.empty(plain.size) for _ in range(2)]
     plain.read_into(weights[0])
     weights[1].copy_(weights[0]).mul_(0.7)
@@ -142,6 +144,19 @@ def test_a_compiled_run_learns_and_replays(tmp_path: Path) -> None:
     with rudra.simulate(job(), output=tmp_path / "run.h5", progress="quiet") as results:
         assert results.epochs["train_loss"][-1] < results.epochs["train_loss"][0]
     assert rudra.replay(tmp_path / "run.h5").difference is None
+
+
+@needs_compiler
+def test_each_model_has_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps a number of versions for a piece of code; what shares it would be computed eagerly beyond that."""
+    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 1)
+    inputs, target = torch.rand(4, 5), torch.tensor([0, 1, 2, 0])
+    for width in (3, 4):
+        model = FlatModel(nn.Sequential(nn.Linear(5, width)), Classification(width), compiled=True, gradients="direct")
+        weights, found = torch.empty(model.size), torch.empty(model.size)
+        model.read_into(weights)
+        model.bind(weights)
+        model.gradient(inputs, target, found, 0)
 
 
 def test_without_a_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
