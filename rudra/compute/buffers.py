@@ -50,7 +50,7 @@ def tried(module: nn.Module, inputs: Any) -> Any:
 
     Only lazy layers change: they get their shapes and initial weights.
     """
-    kept = [buffer for buffer in buffers_of(module) if not is_lazy(buffer.tensor)]  # type: ignore[no-untyped-call]
+    kept = [buffer for buffer in buffers_of(module) if not is_lazy(buffer.tensor)]
     training, before = module.training, [(buffer, buffer.tensor.clone()) for buffer in kept]
     module.eval()
     try:

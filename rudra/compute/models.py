@@ -62,7 +62,7 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
 
 def _finish_lazy_layers(module: nn.Module, info: DataInfo) -> None:
     tensors = list(itertools.chain(module.parameters(), module.buffers()))
-    if any(is_lazy(tensor) for tensor in tensors):  # type: ignore[no-untyped-call]
+    if any(is_lazy(tensor) for tensor in tensors):
         with _taking(info):
             tried(module, trees.moved(info.sample[0], tensors[0].device))
 

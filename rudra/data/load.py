@@ -193,6 +193,7 @@ class UserSplit:
     Args:
         dataset: has a length, and gives items by number; `__getitems__` is used where it is offered.
         classes: labels must be 0 … classes - 1; None: they are no labels.
+        ignored: label that is also valid, because the loss ignores it.
         limit: use only the first samples.
         target: which entry of a dictionary is the target.
         collate: makes a mini-batch of a list of items: a pair of inputs and targets, or a dictionary; torch's
@@ -211,6 +212,7 @@ class UserSplit:
         dataset: Any,
         classes: int | None,
         *,
+        ignored: int | None = None,
         limit: int | None = None,
         target: str | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -219,7 +221,7 @@ class UserSplit:
         if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
             raise ConfigError(f"[data] the {name} set, a {type(dataset).__name__}, has no length or no items by number")
         self.dataset: Any = dataset
-        self.classes = classes
+        self.classes, self._ignored = classes, ignored
         self.name = name
         self._target, self._collate = target, collate
         self._tensors: tuple[torch.Tensor, ...] = () if collate else _tensors_of(dataset)
@@ -289,6 +291,8 @@ class UserSplit:
         outside = labels >= self.classes
         if labels.dim() == 1:  # in sequences, what is below 0 is not learned
             outside |= labels < 0
+        if self._ignored is not None:
+            outside &= labels != self._ignored
         if outside.any():
             first = outside.nonzero()[0]
             what, valid = f"label {int(labels[tuple(first)])}", f"valid: 0 to {self.classes - 1}"
@@ -356,7 +360,7 @@ class Data(NamedTuple):
         return {n: s for n, s in (("test", self.test), ("validation", self.validation)) if s is not None}
 
 
-def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int = 0) -> Data:
+def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int = 0, ignored: int | None = None) -> Data:
     """A job's data.
 
     Args:
@@ -365,6 +369,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
             is held out needs.
         test: give the test split, and that for validation.
         seed: of the job; chooses what is held out.
+        ignored: label that the loss ignores; it may be outside the classes of the user's own datasets.
 
     Raises:
         ConfigError: no such data set, an option that it does not have, a test set that is missing or there twice, or
@@ -375,7 +380,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
         reader = choose("[data] name", table.name, READERS)
         found = _load_shipped(table, reader, train, test, seed)
     else:
-        found = _load_users(table, seed)
+        found = _load_users(table, seed, ignored)
     if table.validation_split is not None:
         kept, held = hold_out(seed, VALIDATION_SPLIT, found.info.training_samples, table.validation_split)
         found = found._replace(info=replace(found.info, training_samples=len(kept)))
@@ -528,7 +533,7 @@ def _standard(
     return mean, (1 / np.where(constant, 1, deviation)).astype(np.float32)
 
 
-def _load_users(table: DataTable, seed: int) -> Data:
+def _load_users(table: DataTable, seed: int, ignored: int | None) -> Data:
     if table.scale is not None:
         raise ConfigError("[data] scale is for the data sets that Rudra reads; your own dataset scales its inputs")
     if table.standardise:
@@ -542,12 +547,12 @@ def _load_users(table: DataTable, seed: int) -> Data:
         wanted = "two datasets, (training, test)" if table.test_split is None else "one dataset, as test_split is set"
         raise ConfigError(f"[data] {name}: must give {wanted}")
     first, second = given if paired else (given, given)
-    split = partial(UserSplit, target=table.target, collate=collate)
+    split = partial(UserSplit, ignored=ignored, target=table.target, collate=collate)
     whole, testing = split(first, table.classes), split(second, table.classes, limit=table.test_limit, name="test")
     if not len(whole) or not len(testing):
         raise DataError(f"[data] {name}: the training or the test set has no sample")
     example = _example(whole)
-    classes = table.classes or _classes(name, first, example[1])
+    classes = table.classes or _classes(name, first, example[1], ignored)
     if trees.first(example[1]).dtype == torch.int64:
         whole.classes = testing.classes = classes
     training: Samples = split(first, whole.classes, limit=table.train_limit)
@@ -580,7 +585,7 @@ def _users_pair(table: DataTable) -> tuple[str, Any]:
         return name, call(made, f"[data] {name}", table.options, {} if table.path is None else {"path": table.path})
 
 
-def _classes(name: str, dataset: Any, target: Any) -> int:
+def _classes(name: str, dataset: Any, target: Any, ignored: int | None) -> int:
     """Number of classes, from what datasets commonly tell about themselves; of numbers in a target that is no label."""
     if trees.first(target).dtype != torch.int64:
         return int(trees.first(target)[0].numel())
@@ -590,17 +595,18 @@ def _classes(name: str, dataset: Any, target: Any) -> int:
     if isinstance(told, Sized):
         return len(told)
     for attribute in ("targets", "labels"):
-        largest = _largest_label(getattr(dataset, attribute, None))
+        largest = _largest_label(getattr(dataset, attribute, None), ignored)
         if largest is not None:
             return largest + 1
     raise ConfigError(f"[data] {name}: the training set does not say how many classes it has; set data.classes")
 
 
-def _largest_label(labels: Any) -> int | None:
-    """Of labels in a list, an array or a dictionary; None if there are none, or they are names."""
+def _largest_label(labels: Any, ignored: int | None) -> int | None:
+    """Of labels in a list, an array or a dictionary, without the ignored one; None if there are none, or are names."""
     try:
         found = np.asarray(list(labels.values()) if isinstance(labels, Mapping) else labels)
         whole = found.dtype.kind in "iuf" and bool((found == np.floor(found)).all())
     except (TypeError, ValueError, RuntimeError):  # such as rows of several lengths
         return None
+    found = found if ignored is None else found[found != ignored]
     return int(found.max()) if whole and found.size else None

@@ -325,7 +325,9 @@ class _Session:
         self._data: Data | None = None
         if self._node.rank == self._loader and any(self._needs):
             train, test = (any(need) for need in zip(*needs, strict=True))
-            self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+            self._data = load(
+                self._job.data, train=train, test=test, seed=self._job.training.seed, ignored=self._job.task.ignored
+            )
 
     def _share(self) -> None:
         """Gives every rank of the node what one of them has loaded, without a copy."""
@@ -335,7 +337,9 @@ class _Session:
         if not train and not test:
             self._data = None
         elif self._data is None:
-            self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+            self._data = load(
+                self._job.data, train=train, test=test, seed=self._job.training.seed, ignored=self._job.task.ignored
+            )
         else:
             self._data = self._data.part(train=train, test=test)
 

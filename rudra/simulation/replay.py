@@ -514,7 +514,7 @@ def _version(timestamp: int) -> str:
 
 def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target: Path | None, quiet: bool) -> Replayed:
     updates = record.updates_count if until is None else until
-    loaded = load(job.data, test=False, seed=job.training.seed)
+    loaded = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
     info = loaded.info
     executors = make_executors(
         job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False, first_weights=final_weights

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from rudra.data.load import Split, Subset, UserSplit, in_memory, load
 from rudra.data.sources import Dense
 from rudra.errors import ConfigError, DataError
-from rudra.job.tables import DataTable
+from rudra.job.tables import DataTable, TaskTable
 from rudra.plugins import call, resolve
 
 REAL = Path(os.environ.get("RUDRA_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
@@ -367,6 +367,20 @@ def test_classes_are_told_by_the_training_set(told: dict[str, Any], classes: int
 def test_a_users_label_out_of_range_is_named() -> None:
     with pytest.raises(DataError, match=r"test sample 7 has label 3; valid: 0 to 2 \(\[data\] classes\)"):
         UserSplit(Told(), 3, name="test").batch(np.array([1, 7]))
+
+
+def test_a_label_that_the_loss_ignores_may_be_outside_the_classes() -> None:
+    loss = "torch.nn.functional:cross_entropy"
+    ignored = TaskTable(name=loss, options={"ignore_index": 255}).ignored
+    assert (ignored, TaskTable(name=loss).ignored) == (255, None)
+    assert TaskTable(name=torch.nn.CrossEntropyLoss(ignore_index=9)).ignored == 9
+    dataset = Told(targets=[0, 1, 255, 2])
+    labels = torch.tensor([0, 255, 2])
+    items = [(torch.zeros(4), label) for label in labels]
+    assert torch.equal(UserSplit(items, 3, ignored=255).batch(np.arange(3))[1], labels)
+    with pytest.raises(DataError, match="training sample 1 has label 255; valid: 0 to 2"):
+        UserSplit(items, 3).batch(np.arange(3))
+    assert load(DataTable(name=(dataset, Told())), ignored=255).info.classes == 3
 
 
 def test_tokens_below_0_are_for_the_task_and_others_out_of_range_are_named() -> None:

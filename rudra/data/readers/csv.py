@@ -166,11 +166,11 @@ def _layout_of(file: Path, options: Options) -> _Layout:
         text = f"; data.options.delimiter = {others[0]} may be right" if others else ""
         raise DataError(f"{file}: line {line}: has a single column, so there is nothing to predict it from{text}")
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
-    text = None if twice is None else f"two columns are named {twice!r}"
-    if text is None and options.header is None and header and numbers:
-        text = f"a column is named {numbers[0].strip()!r}; if these are names set data.options.header = true"
-    if text is not None:
-        raise DataError(f"{file}: line {line}: {text}; for a file without names set data.options.header = false")
+    wrong = None if twice is None else f"two columns are named {twice!r}"
+    if wrong is None and options.header is None and header and numbers:
+        wrong = f"a column is named {numbers[0].strip()!r}; if these are names set data.options.header = true"
+    if wrong is not None:
+        raise DataError(f"{file}: line {line}: {wrong}; for a file without names set data.options.header = false")
     if len(sample) != len(names):
         _complain(file, _Layout(names, header, (), (), 0), options)
 
