@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rudra.data.trees import called
 
@@ -45,8 +46,12 @@ def buffers_of(module: nn.Module) -> list[ModuleBuffer]:
 
 @torch.no_grad()
 def tried(module: nn.Module, inputs: Any) -> Any:
-    """The output of a module in evaluation, which leaves no trace in the module: not in its buffers either."""
-    training, before = module.training, [(buffer, buffer.tensor.clone()) for buffer in buffers_of(module)]
+    """The output of a module in evaluation, which leaves no trace in the module: not in its buffers either.
+
+    Only lazy layers change: they get their shapes and initial weights.
+    """
+    kept = [buffer for buffer in buffers_of(module) if not is_lazy(buffer.tensor)]
+    training, before = module.training, [(buffer, buffer.tensor.clone()) for buffer in kept]
     module.eval()
     try:
         return called(module, inputs)

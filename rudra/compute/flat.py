@@ -76,7 +76,7 @@ class FlatModel:
         self.module = module
         self.task = task or Classification(0)
         parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        buffers = buffers_of(module)
+        buffers = [buffer for buffer in buffers_of(module) if travels(buffer.tensor)]
         floats = [buffer for buffer in buffers if buffer.tensor.is_floating_point()]
         counters = [buffer for buffer in buffers if _is_counter(buffer.tensor)]
         if not parameters:
@@ -517,8 +517,8 @@ class FlatModel:
 
 
 def travels(buffer: torch.Tensor) -> bool:
-    """Whether the flat vector has a buffer of this kind."""
-    return buffer.is_floating_point() or _is_counter(buffer)
+    """Whether the flat vector has a buffer of this kind: a sparse one stays with the module, as integers do."""
+    return buffer.layout is torch.strided and (buffer.is_floating_point() or _is_counter(buffer))
 
 
 def _is_counter(buffer: torch.Tensor) -> bool:

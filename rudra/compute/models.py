@@ -3,11 +3,15 @@
 Weights are a pure function of the seed: every rank builds the same ones without a message.
 """
 
+import itertools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rudra.compute.buffers import changed, tried
 from rudra.compute.networks import MODELS
@@ -25,12 +29,13 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
 
     Args:
         table: which model. A factory gets the table's options, and `input_shape`, `classes` and `sparse` of the data
-            where its signature names them.
+            where its signature names them. Lazy layers of a user's model get their shapes from a sample.
         info: the data that it must fit.
         seed: of the weights, also where a factory draws them by NumPy.
 
     Raises:
-        ConfigError: no such model, options that it does not take, or a factory that gives no `torch.nn.Module`.
+        ConfigError: no such model, options that it does not take, or a factory that gives no `torch.nn.Module`;
+            a model with lazy layers that does not take the inputs.
     """
     name = table.name if isinstance(table.name, str) else getattr(table.name, "__qualname__", repr(table.name))
     factory = choose("[model] name", table.name, MODELS)
@@ -41,7 +46,10 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", "Initializing zero-element tensors")  # a layer of no width
+                warnings.filterwarnings("ignore", "Lazy modules are a new feature")
                 module = call(factory, f"[model] {name}", table.options, offered)
+                if isinstance(module, nn.Module) and factory not in MODELS.values():
+                    _finish_lazy_layers(module, info)
         except Exception as error:
             if isinstance(error, ConfigError) or factory not in MODELS.values():
                 raise  # the user's own code says best itself what is wrong
@@ -50,6 +58,28 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"[model] {name} gave a {type(module).__name__}, not a torch.nn.Module")
     return module
+
+
+def _finish_lazy_layers(module: nn.Module, info: DataInfo) -> None:
+    tensors = list(itertools.chain(module.parameters(), module.buffers()))
+    if any(is_lazy(tensor) for tensor in tensors):
+        with _taking(info):
+            tried(module, trees.moved(info.sample[0], tensors[0].device))
+
+
+@contextmanager
+def _taking(info: DataInfo) -> Iterator[None]:
+    """Raises ConfigError where a model does not take the inputs."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        what = " ".join(str(error).split())
+        if info.sparse:
+            text = f"[data] sparse = true: [model] does not take sparse inputs ({what}); valid: false, or a model that"
+            raise ConfigError(f"{text} begins with rudra.SparseLinear") from error
+        raise ConfigError(
+            f"[model] does not take inputs of shape {info.input_shape} as {info.name} has: {what}"
+        ) from error
 
 
 def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
@@ -71,16 +101,8 @@ def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
         raise ConfigError(f"[task] {task.name} wants {task.wants}; {info.name} has targets {kind} of shape {shape}")
     there = torch.device("cpu") if parameter is None else parameter.device
     before = [(p.detach(), p._version) for p in module.parameters()]
-    try:
+    with _taking(info):
         output = task.compared(tried(module, trees.moved(inputs, there)))
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        what = " ".join(str(error).split())
-        if info.sparse:
-            text = f"[data] sparse = true: [model] does not take sparse inputs ({what}); valid: false, or a model that"
-            raise ConfigError(f"{text} begins with rudra.SparseLinear") from error
-        raise ConfigError(
-            f"[model] does not take inputs of shape {info.input_shape} as {info.name} has: {what}"
-        ) from error
     for (name, p), (held, version) in zip(module.named_parameters(), before, strict=True):
         if p._version != version or (p.data_ptr() != held.data_ptr() and not torch.equal(p, held)):
             raise ConfigError(changed(name))

@@ -85,6 +85,9 @@ def _stepped(table: OptimizerTable, epochs: int) -> tuple[float, ...]:
     optimizer = uncompiled(torch.optim.SGD)([torch.nn.Parameter(torch.zeros(1))], lr=table.learning_rate)
     shipped = {"cosine": torch.optim.lr_scheduler.CosineAnnealingLR}
     make, options = choose("[optimizer] schedule", table.schedule, shipped), table.schedule_options
+    if make is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        valid = "schedule = 'plateau', with decay_factor and schedule_options.patience"
+        raise ConfigError(f"[optimizer] schedule: ReduceLROnPlateau depends on tests; valid: {valid}")
     if table.schedule == "cosine":
         options = {"T_max": epochs, **options}
     try:

@@ -19,7 +19,7 @@ from rudra.data import trees
 from rudra.data.readers import READERS, SPLITS, Arrays, Reader, check_labels
 from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, random_states, seeded
 from rudra.data.sources import Dense, Source, Sparse, are_tokens
-from rudra.data.sparse import DENSEST, nothing, rows_of, zeros_like
+from rudra.data.sparse import DENSEST, nothing, rows_of
 from rudra.data.thread import Ask, at_once, in_data_thread
 from rudra.data.trees import as_tensor, mapped
 from rudra.errors import ConfigError, DataError
@@ -40,7 +40,7 @@ class DataInfo:
         test_samples: likewise.
         input_shape: of one sample; of several inputs a tuple or dictionary of shapes.
         classes: that there are; labels of a multi-label set, numbers of a regression's target.
-        example: a batch of one sample, of zeros, where it is not float32 inputs with an int64 label.
+        example: a batch of one real sample, the same on all ranks; None where no samples were read.
         sparse: inputs are in compressed rows, torch's CSR tensors.
     """
 
@@ -54,7 +54,7 @@ class DataInfo:
 
     @property
     def sample(self) -> Batch:
-        """A batch of one sample, of zeros."""
+        """A batch of one sample; without an example it has zeros: float32 inputs and an int64 label."""
         if self.example is not None:
             return self.example
         inputs = nothing(1, *self.input_shape) if self.sparse else torch.zeros(1, *self.input_shape)
@@ -83,15 +83,16 @@ class Samples(Protocol):
         """Inputs (count, *input_shape) and targets (count, …) of the given samples, fresh and contiguous.
 
         Inputs are float32, or int64 where they are tokens; those that stay sparse are a CSR tensor with int32 indices.
-        Targets are (count,) int64 where they are class labels.
+        Those of a user's dataset may also be boolean or complex64. Targets are (count,) int64 where they are class
+        labels.
         """
 
 
 class Split(Dataset[Batch]):
     """Samples of a data set that Rudra reads, converted when they are drawn.
 
-    Bytes and floating-point numbers become float32 inputs. Other whole numbers stay what they are, the numbers of
-    tokens, as int64. Targets become int64 or float32 in the same way, but bytes are whole numbers there.
+    Inputs that are tokens (`are_tokens`) become int64, and all other inputs float32. Targets that are whole numbers
+    become int64, and all others float32.
 
     Args:
         inputs: (N, …).
@@ -120,7 +121,7 @@ class Split(Dataset[Batch]):
         self.scale = scale if isinstance(scale, np.ndarray) else np.float32(scale)
         self._scaled = bool(np.any(self.scale != 1))
         self.length = inputs.shape[0] if limit is None else min(limit, inputs.shape[0])
-        self._tokens = are_tokens(inputs.dtype)
+        self._tokens = are_tokens(inputs.shape, inputs.dtype)
 
     def __len__(self) -> int:
         return self.length
@@ -201,6 +202,7 @@ class UserSplit:
     Args:
         dataset: has a length, and gives items by number; `__getitems__` is used where it is offered.
         classes: labels must be 0 … classes - 1; None: they are no labels.
+        ignored: label that is also valid, because the loss ignores it.
         limit: use only the first samples.
         target: which entry of a dictionary is the target.
         collate: makes a mini-batch of a list of items: a pair of inputs and targets, or a dictionary; torch's
@@ -220,6 +222,7 @@ class UserSplit:
         dataset: Any,
         classes: int | None,
         *,
+        ignored: int | None = None,
         limit: int | None = None,
         target: str | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -229,7 +232,7 @@ class UserSplit:
         if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
             raise ConfigError(f"[data] the {name} set, a {type(dataset).__name__}, has no length or no items by number")
         self.dataset: Any = dataset
-        self.classes = classes
+        self.classes, self._ignored = classes, ignored
         self.name = name
         self.ask = ask
         self._target, self._collate = target, collate
@@ -261,12 +264,11 @@ class UserSplit:
                 inputs, target = default_collate([self._pair(item, wanted) for item in drawn])
             else:
                 inputs, target = self._pair(drawn, wanted)
-            inputs, target = mapped(_plain, inputs), mapped(_plain, target)
+            inputs, target = mapped(_input, inputs), mapped(_target, target)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             what = " ".join(str(error).split())
             raise DataError(f"{self.name} samples {wanted[:4]}… do not make a batch of tensors: {what}") from None
-        if any(tensor.shape[:1] != (len(wanted),) for tensor in (trees.first(inputs), trees.first(target))):
-            raise DataError(f"{self.name} samples {wanted[:4]}…: [data] collate did not give all {len(wanted)} of them")
+        self._check_counts({"input": inputs, "target": target}, wanted)
         if isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.shape[1:] == (1,):
             target = target[:, 0]
         if self.classes is not None and isinstance(target, torch.Tensor) and target.dtype == torch.int64:
@@ -291,11 +293,21 @@ class UserSplit:
             return as_tensor(item[0]), as_tensor(item[1])
         raise DataError(f"{self.name} sample {wanted[0]} is not a pair (input, target)")
 
+    def _check_counts(self, batch: Any, wanted: list[int]) -> None:
+        """Raises DataError naming the first tensor whose first dimension is not the sample's."""
+        for name, tensor in trees.named(batch):
+            if tensor.shape[:1] != (len(wanted),):
+                given = f"{name} of shape {tuple(tensor.shape)} for {len(wanted)} samples"
+                valid = f"its first dimension must be the number of samples, {len(wanted)}"
+                raise DataError(f"{self.name} samples {wanted[:4]}…: [data] collate gave {given}; {valid}")
+
     def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:
         assert self.classes is not None
         outside = labels >= self.classes
         if labels.dim() == 1:  # in sequences, what is below 0 is not learned
             outside |= labels < 0
+        if self._ignored is not None:
+            outside &= labels != self._ignored
         if outside.any():
             first = outside.nonzero()[0]
             what, valid = f"label {int(labels[tuple(first)])}", f"valid: 0 to {self.classes - 1}"
@@ -309,10 +321,30 @@ def _tensors_of(dataset: object) -> tuple[torch.Tensor, ...]:
     return dataset.tensors if all(tensor.layout is torch.strided for tensor in dataset.tensors) else ()
 
 
-def _plain(tensor: Any) -> torch.Tensor:
-    """Pictures in bytes and all floating-point numbers as float32, other whole numbers, such as tokens, as int64."""
+def _input(tensor: Any) -> torch.Tensor:
+    """What a model gets of the user's tensor.
+
+    Booleans and complex numbers stay such, because masks and signals lose their meaning as other numbers. Pictures in
+    whole numbers of 8 or 16 bits and floating-point numbers become float32, other whole numbers, such as tokens, int64.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{str(tensor)[:30]!r} is not a number")
+    if tensor.dtype == torch.bool:
+        kind = torch.bool
+    elif tensor.is_complex():
+        kind = torch.complex64
+    else:
+        picture = tensor.dtype == torch.uint8 or (tensor.dtype.itemsize <= 2 and tensor.dim() > 2)
+        kind = torch.float32 if picture or tensor.is_floating_point() else torch.int64
+    return tensor.to(kind).contiguous()
+
+
+def _target(tensor: Any) -> torch.Tensor:
+    """What a task gets of the user's tensor: bytes, booleans and floating-point numbers as float32, others as int64."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{str(tensor)[:30]!r} is not a number")
+    if tensor.is_complex():
+        raise TypeError("a target is complex; valid: real numbers, such as its real and imaginary part")
     whole = not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool)
     return tensor.to(torch.int64 if whole else torch.float32).contiguous()
 
@@ -343,7 +375,7 @@ class Data(NamedTuple):
         return {n: s for n, s in (("test", self.test), ("validation", self.validation)) if s is not None}
 
 
-def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int = 0) -> Data:
+def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int = 0, ignored: int | None = None) -> Data:
     """A job's data.
 
     Args:
@@ -352,6 +384,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
             is held out needs.
         test: give the test split, and that for validation.
         seed: of the job; chooses what is held out.
+        ignored: label that the loss ignores; it may be outside the classes of the user's own datasets.
 
     Raises:
         ConfigError: no such data set, an option that it does not have, a test set that is missing or there twice, or
@@ -362,7 +395,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
         reader = choose("[data] name", table.name, READERS)
         found = _load_shipped(table, reader, train, test, seed)
     else:
-        found = _load_own(table, seed)
+        found = _load_own(table, seed, ignored)
     if table.validation_split is not None:
         kept, held = hold_out(seed, VALIDATION_SPLIT, found.info.training_samples, table.validation_split)
         found = found._replace(info=replace(found.info, training_samples=len(kept)))
@@ -391,7 +424,7 @@ def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, see
     if not asked:
         return Data(None, None, info)
     inputs = next(iter(arrays.pairs.values()))[0]
-    if table.scale is not None and are_tokens(inputs.dtype):
+    if table.scale is not None and are_tokens(inputs.shape, inputs.dtype):
         raise ConfigError(f"[data] scale: the inputs of {table.name} are tokens, which cannot be scaled")
     mean: Any = None
     scale: Any = arrays.scale if table.scale is None else table.scale
@@ -405,14 +438,14 @@ def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, see
             splits[split] = Split(*arrays.pairs[split], mean, scale, limit=counts[split], sparse=stays)
         else:
             splits[split] = Subset(Split(*arrays.pairs["train"], mean, scale, sparse=stays), kept[split])
-    example = _zeros(next(iter(splits.values())))
+    example = _example(splits["train" if train else "test"])
     return Data(splits.get("train"), splits.get("test"), replace(info, example=example))
 
 
-def _zeros(samples: Samples) -> Batch:
-    """A batch of one sample, of zeros."""
-    inputs, target = samples.batch(np.zeros(1, np.int64))
-    return zeros_like(inputs), zeros_like(target)
+def _example(samples: Samples) -> Batch:
+    """The first sample as a batch; drawn alike on all ranks where drawing it is random."""
+    with seeded(0):
+        return samples.batch(np.zeros(1, np.int64))
 
 
 def _stays_sparse(table: DataTable, arrays: Arrays) -> bool:
@@ -455,11 +488,17 @@ def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int
 
 def _has_mean(table: DataTable, inputs: Source) -> bool:
     """Whether the mean is subtracted. Raises ConfigError where it cannot be."""
-    dense = isinstance(inputs, Dense) and not are_tokens(inputs.dtype)
+    dense = isinstance(inputs, Dense) and not are_tokens(inputs.shape, inputs.dtype)
     if table.subtract_mean is None:
         return dense and inputs.dtype == np.uint8 and len(inputs.shape) > 2
     if table.subtract_mean and not dense:
-        what = "tokens" if are_tokens(inputs.dtype) else "sparse" if inputs.in_memory else "read as they are drawn"
+        what = (
+            "tokens"
+            if are_tokens(inputs.shape, inputs.dtype)
+            else "sparse"
+            if inputs.in_memory
+            else "read as they are drawn"
+        )
         raise ConfigError(f"[data] subtract_mean: the inputs of {table.name} are {what}; valid: false")
     return table.subtract_mean
 
@@ -486,8 +525,8 @@ def _standard(
     Raises:
         ConfigError: the inputs are no table of numbers.
     """
-    if are_tokens(inputs.dtype) or len(inputs.shape) != 2:
-        what = "tokens" if are_tokens(inputs.dtype) else f"arrays of shape {inputs.shape[1:]}"
+    if are_tokens(inputs.shape, inputs.dtype) or len(inputs.shape) != 2:
+        what = "tokens" if are_tokens(inputs.shape, inputs.dtype) else f"arrays of shape {inputs.shape[1:]}"
         raise ConfigError(
             f"[data] standardise: the inputs of {table.name} are {what}, not a table of numbers; valid: false"
         )
@@ -509,17 +548,17 @@ def _standard(
     return mean, (1 / np.where(constant, 1, deviation)).astype(np.float32)
 
 
-def _load_own(table: DataTable, seed: int) -> Data:
+def _load_own(table: DataTable, seed: int, ignored: int | None) -> Data:
     """The user's own datasets, made and asked in the data thread; or here, if they were given as objects made here."""
     try:
-        return in_data_thread(_load_users, table, seed, in_data_thread)
+        return in_data_thread(_load_users, table, seed, ignored, in_data_thread)
     except Exception:
         if isinstance(table.name, str) or callable(table.name):
             raise
-        return _load_users(table, seed, at_once)
+        return _load_users(table, seed, ignored, at_once)
 
 
-def _load_users(table: DataTable, seed: int, ask: Ask) -> Data:
+def _load_users(table: DataTable, seed: int, ignored: int | None, ask: Ask) -> Data:
     if table.scale is not None:
         raise ConfigError("[data] scale is for the data sets that Rudra reads; your own dataset scales its inputs")
     if table.standardise:
@@ -536,12 +575,12 @@ def _load_users(table: DataTable, seed: int, ask: Ask) -> Data:
     first, *validating, second = given if paired else (given, given)
     if validating and table.validation_split is not None:
         raise ConfigError(f"[data] validation_split: {name} gives a validation set already; valid: no validation_split")
-    split = partial(UserSplit, target=table.target, collate=collate, ask=ask)
+    split = partial(UserSplit, ignored=ignored, target=table.target, collate=collate, ask=ask)
     whole, testing = split(first, table.classes), split(second, table.classes, limit=table.test_limit, name="test")
     if not len(whole) or not len(testing):
         raise DataError(f"[data] {name}: the training or the test set has no sample")
-    example = _zeros(whole)
-    classes = table.classes or _classes(name, first, example[1])
+    example = _example(whole)
+    classes = table.classes or _classes(name, first, example[1], ignored)
     if trees.first(example[1]).dtype == torch.int64:
         whole.classes = testing.classes = classes
     validation = split(validating[0], whole.classes, name="validation") if validating else None
@@ -592,7 +631,7 @@ def _users_pair(table: DataTable) -> tuple[str, Any]:
         return name, call(made, f"[data] {name}", table.options, {} if table.path is None else {"path": table.path})
 
 
-def _classes(name: str, dataset: Any, target: Any) -> int:
+def _classes(name: str, dataset: Any, target: Any, ignored: int | None) -> int:
     """Number of classes, from what datasets commonly tell about themselves; of numbers in a target that is no label."""
     if trees.first(target).dtype != torch.int64:
         return int(trees.first(target)[0].numel())
@@ -602,7 +641,18 @@ def _classes(name: str, dataset: Any, target: Any) -> int:
     if isinstance(told, Sized):
         return len(told)
     for attribute in ("targets", "labels"):
-        labels = getattr(dataset, attribute, None)
-        if labels is not None and len(labels):
-            return int(np.max(np.asarray(labels))) + 1
+        largest = _largest_label(getattr(dataset, attribute, None), ignored)
+        if largest is not None:
+            return largest + 1
     raise ConfigError(f"[data] {name}: the training set does not say how many classes it has; set data.classes")
+
+
+def _largest_label(labels: Any, ignored: int | None) -> int | None:
+    """Of labels in a list, an array or a dictionary, without the ignored one; None if there are none, or are names."""
+    try:
+        found = np.asarray(list(labels.values()) if isinstance(labels, Mapping) else labels)
+        whole = found.dtype.kind in "iuf" and bool((found == np.floor(found)).all())
+    except (TypeError, ValueError, RuntimeError):  # such as rows of several lengths
+        return None
+    found = found if ignored is None else found[found != ignored]
+    return int(found.max()) if whole and found.size else None

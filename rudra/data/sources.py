@@ -57,9 +57,13 @@ class Source(Protocol):
         """
 
 
-def are_tokens(dtype: np.dtype[Any]) -> bool:
-    """Whether inputs of this type are numbers of tokens, not to be calculated with."""
-    return dtype.kind in "iu" and dtype != np.uint8
+def are_tokens(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether inputs (N, …) are numbers of tokens, not to be calculated with.
+
+    Whole numbers are tokens in rows of one dimension, unless they are bytes. In rows of more dimensions they are the
+    pixels of pictures.
+    """
+    return dtype.kind in "iu" and dtype != np.uint8 and len(shape) == 2
 
 
 class Dense:

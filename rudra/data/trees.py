@@ -1,6 +1,6 @@
 """Several tensors as one: tuples, lists and dictionaries of them, however deep."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,15 @@ def first(tree: Any) -> Any:
     while not isinstance(tree, torch.Tensor):
         tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))
     return tree
+
+
+def named(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors, with a name for people, such as `input['mask']`."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+        return
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from named(value, f"{name}[{key!r}]" if name else str(key))
 
 
 def called(module: Callable[..., Any], inputs: Any) -> Any:

@@ -368,8 +368,12 @@ class _Session:
         self._prints: dict[str, Fingerprint] = {}  # of data that this rank has loaded
         if self._node.rank == self._loader and any(self._needs):
             train, test = (any(need) for need in zip(*needs, strict=True))
-            self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+            self._data = self._load_data(train=train, test=test)
             self._prints = fingerprints(self._data)
+
+    def _load_data(self, *, train: bool, test: bool) -> Data:
+        job = self._job
+        return load(job.data, train=train, test=test, seed=job.training.seed, ignored=job.task.ignored)
 
     def _share(self) -> None:
         """Gives every rank of the node what one of them has loaded, without a copy."""
@@ -379,7 +383,7 @@ class _Session:
         if not train and not test:
             self._data = None
         elif self._data is None:
-            self._data = load(self._job.data, train=train, test=test, seed=self._job.training.seed)
+            self._data = self._load_data(train=train, test=test)
             self._prints = fingerprints(self._data)
         else:
             self._data = self._data.part(train=train, test=test)

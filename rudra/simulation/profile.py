@@ -108,7 +108,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     ).resolved(learners=1, threads_per_rank=threads)
     device, plan = find_device(job), job.plan()
     with torch_as_in(job):
-        data = load(job.data, test=False, seed=job.training.seed)
+        data = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
         assert data.training is not None
         task = tasks.make(job.task, data.info.classes)
         plain = models.build(job.model, data.info, job.training.seed).to(device)

@@ -120,7 +120,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         taking |= dict.fromkeys(hook.roles(plan)[:1])
     with torch_as_in(job):
         alone = memory_bytes("VmRSS")
-        loaded = load(job.data, seed=job.training.seed)
+        loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
         with_data = memory_bytes("VmRSS")
         check_minibatch(job, loaded.info.training_samples)
         restart_peak()

@@ -521,7 +521,7 @@ def _version(timestamp: int) -> str:
 
 def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target: Path | None, quiet: bool) -> Replayed:
     updates = record.updates_count if until is None else until
-    loaded = load(job.data, test=False, seed=job.training.seed)
+    loaded = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
     _check_data(record, loaded)
     info = loaded.info
     executors = make_executors(

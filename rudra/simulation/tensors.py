@@ -411,7 +411,7 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
     if not job.simulation.tensors:
         return _without_tensors(job)
     device = find_device(job)
-    loaded = load(job.data, seed=job.training.seed)
+    loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
     info, roles = loaded.info, tuple(range(len(plan.roles)))
     alone = job.simulation.batching == "none"
     job = settled(job, plan, loaded, device)
@@ -436,7 +436,7 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
 
 
 def _without_tensors(job: Job) -> Cluster:
-    info = load(job.data, train=False, test=False, seed=job.training.seed).info
+    info = load(job.data, train=False, seed=job.training.seed, ignored=job.task.ignored).info
     try:
         with torch.device("meta"):  # shapes alone
             flat = FlatModel(models.build(job.model, info, job.training.seed))

@@ -245,7 +245,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()
     compute_s = {}
     with torch_as_in(job):
-        loaded = load(job.data, seed=job.training.seed)
+        loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
         info = loaded.info
         for size in sizes:
             sized = job.with_(training={"minibatch_size": size})

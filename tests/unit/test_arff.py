@@ -98,6 +98,38 @@ def test_the_last_attribute_alone_is_the_class_or_a_number(
     assert info.classes == count
 
 
+NAMED = """@relation named
+@attribute id string
+@attribute sky {sunny, 'over, cast', "rainy day"}
+@attribute degrees numeric
+@attribute wet {0,1}
+@attribute rev {1,0}
+@attribute play {'yes, surely',no}
+@data
+"""
+NAMED_ROWS = [
+    "'a, b', 'over, cast', 3, 1, 1, no",
+    "?, sunny, 4, 0, 0, 'yes, surely'",
+    "c, \"rainy day\", 0, 0, 1, 'yes, surely'",
+]
+NAMED_PAIRS = ["{1 'over, cast', 2 3, 3 1, 5 no}", "{0 ?, 2 4, 4 0}", "{1 \"rainy day\", 4 1, 5 'yes, surely'}"]
+
+
+@pytest.mark.parametrize("rows", [NAMED_ROWS, NAMED_PAIRS], ids=["dense", "sparse"])
+def test_names_become_an_input_each_and_strings_are_left_out(rows: list[str], tmp_path: Path) -> None:
+    text = "\ufeff" + NAMED + "\n".join(rows) + "\n"
+    train, _, info, _ = read(tmp_path, text, left_out=["id"])
+    inputs = [[0, 1, 0, 3, 1, 1, 0], [1, 0, 0, 4, 0, 0, 1], [0, 0, 1, 0, 0, 1, 0]]
+    assert whole(train) == (inputs, [1, 0, 0])
+    assert (info.input_shape, info.classes) == ((7,), 2)
+
+
+@pytest.mark.parametrize("row", ["x, foggy, 3, 1, 1, no", "{1 foggy, 5 no}"])
+def test_a_name_that_an_attribute_does_not_have_is_named(row: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="line 9: attribute 'sky': 'foggy'; valid: sunny, over, cast, rainy day"):
+        read(tmp_path, NAMED + row + "\n", left_out=["id"])
+
+
 def test_which_files_are_read(tmp_path: Path) -> None:
     table = DataTable(name="arff", path=tmp_path, options={"labels": 2})
     shorter = DENSE.removesuffix("0,0,0,0,0\n")
@@ -171,16 +203,23 @@ def test_what_is_wrong_with_a_row_is_named(rows: str, message: str, tmp_path: Pa
         (lambda t: t.replace("REAL", "string"), {}, DataError, "line 5: attribute of type string; valid: numeric"),
         (lambda t: t.replace("REAL", "{a"), {}, DataError, "line 5: attribute of type {a; valid: numeric"),
         (
-            lambda t: t.replace("REAL", "{a,b}"),
+            lambda t: t.replace("REAL", "date"),
             {},
             DataError,
-            "line 5: attribute 'two, too' {a,b}; valid: numeric, {0,1}",
+            "attribute of type date; valid: numeric, {names}; data.options.left_out = ['two, too'] leaves it out",
         ),
         (
-            lambda t: t.replace("{0, 1}", "{1,0}"),
+            lambda t: t.replace("REAL", "{" + ",".join(map(str, range(1001))) + "}"),
             {},
             DataError,
-            "line 6: attribute 'three' {1,0}; valid: numeric, {0,1}",
+            "line 5: attribute 'two, too' has 1,001 names, more than 1,000; data.options.left_out = [",
+        ),
+        (lambda t: t, {"left_out": ["four"]}, ConfigError, "has no attribute 'four'; valid: one, two, too, three"),
+        (
+            lambda t: t,
+            {"labels": None, "xml": "no.xml", "left_out": ["no"]},
+            ConfigError,
+            "options.left_out names a label",
         ),
         (lambda t: t.replace("no {0,1}", "no real"), {}, DataError, "line 8: attribute 'no' numeric; valid: {0,1}"),
         (lambda t: t, {"labels": 5}, DataError, "its 5 attributes are all labels; there must be others"),
@@ -203,6 +242,7 @@ def test_what_does_not_fit_is_named(
     change: Callable[[str], str], options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.xml").write_text(XML.format("no", "maybe"))
+    (tmp_path / "no.xml").write_text(XML.format("no", "yes?"))
     (tmp_path / "bad.xml").write_text("<labels>")
     (tmp_path / "none.xml").write_text("<labels/>")
     with pytest.raises(error) as raised:

@@ -71,6 +71,9 @@ def test_a_zst_file_that_was_cut_or_damaged_is_told(tmp_path: Path) -> None:
     [
         (b"1,2,7\n3,4,9\n", {"header": False}, [[1, 2], [3, 4]], [0, 1]),
         (b"0,1,2\n1,2,7\n3,4,9\n", {"header": True}, [[1, 2], [3, 4]], [0, 1]),
+        (b"1,1, 7\n3,4,9\n", {}, [[1, 1], [3, 4]], [0, 1]),
+        (b'a,b\n"1,5",0\n"2,5",1\n', {"categorical": ["a"]}, [[1, 0], [0, 1]], [0, 1]),
+        (b'a,b\n"1,5",0\nx,1\n', {}, [[1, 0], [0, 1]], [0, 1]),
         (b"\n1,2,7\n\n3,4,9", {"header": False, "target": 0}, [[2, 7], [4, 9]], [0, 1]),
         (b"a,b,c\n1,2,7\n3,4,9\n", {"target": "b"}, [[1, 7], [3, 9]], [0, 1]),
         (b"a,b,c\n1,2,7\n3,4,9\n", {"target": -2}, [[1, 7], [3, 9]], [0, 1]),
@@ -136,7 +139,12 @@ WRONG = [
     ),
     (HEAD + b'2,"b,1\n', {}, "line 3: has 2 values, not 3"),
     (HEAD, {}, "all targets are the same"),
-    (b"5,6\n1,2\n2,3\n", {}, "line 1: a column is named '5'; for a file without names set data.options.header = false"),
+    (b"5,6\n1,2\n2,3\n", {}, "if these are names set data.options.header = true; for a file without names"),
+    (b"a,2021\n1,2\n2,3\n", {}, "line 1: a column is named '2021'; if these are names set data.options.header = true"),
+    (b'a,b\n"1,250",0\n900,1\n', {}, "column 'a': '1,250' is a number with a separator; write numbers as 1250 and 1.5"),
+    (b"0;1,5\n1;2\n", {"header": False, "delimiter": ";"}, "column 1: '1,5' is a number with a separator"),
+    (b'a,b\n900,0\n"1,250",1\n', {}, "column 'a': '1,250' is not a number; write numbers as 1250 and 1.5"),
+    (b"5,6\n1,2\n2,3\n", {}, "line 1: a column is named '5'; if these are names"),
     (b"a,a\n1,2\n2,3\n", {}, "line 1: two columns are named 'a'; for a file without names"),
     (
         b"a;b\n1;2\n",

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from rudra.data.load import Split, Subset, UserSplit, in_memory, load
 from rudra.data.sources import Dense
 from rudra.errors import ConfigError, DataError
-from rudra.job.tables import DataTable
+from rudra.job.tables import DataTable, TaskTable
 from rudra.plugins import call, resolve
 
 REAL = Path(os.environ.get("RUDRA_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
@@ -349,6 +349,8 @@ def test_users_datasets_by_callable_and_in_code() -> None:
         ({"classes": 6}, 6),
         ({"targets": [0, 3, 1]}, 4),
         ({"labels": torch.tensor([4, 0])}, 5),
+        ({"labels": {"a": 0, "b": 2}}, 3),
+        ({"labels": ["ant", "bee"]}, None),
         ({}, None),
     ],
 )
@@ -365,6 +367,20 @@ def test_classes_are_told_by_the_training_set(told: dict[str, Any], classes: int
 def test_a_users_label_out_of_range_is_named() -> None:
     with pytest.raises(DataError, match=r"test sample 7 has label 3; valid: 0 to 2 \(\[data\] classes\)"):
         UserSplit(Told(), 3, name="test").batch(np.array([1, 7]))
+
+
+def test_a_label_that_the_loss_ignores_may_be_outside_the_classes() -> None:
+    loss = "torch.nn.functional:cross_entropy"
+    ignored = TaskTable(name=loss, options={"ignore_index": 255}).ignored
+    assert (ignored, TaskTable(name=loss).ignored) == (255, None)
+    assert TaskTable(name=torch.nn.CrossEntropyLoss(ignore_index=9)).ignored == 9
+    dataset = Told(targets=[0, 1, 255, 2])
+    labels = torch.tensor([0, 255, 2])
+    items = [(torch.zeros(4), label) for label in labels]
+    assert torch.equal(UserSplit(items, 3, ignored=255).batch(np.arange(3))[1], labels)
+    with pytest.raises(DataError, match="training sample 1 has label 255; valid: 0 to 2"):
+        UserSplit(items, 3).batch(np.arange(3))
+    assert load(DataTable(name=(dataset, Told())), ignored=255).info.classes == 3
 
 
 def test_tokens_below_0_are_for_the_task_and_others_out_of_range_are_named() -> None:
@@ -543,7 +559,10 @@ def test_a_mini_batch_may_be_made_as_a_dictionary_and_draw_random_numbers() -> N
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (lambda items: padded([*items, items[0]]), "training samples .*collate did not give all 1 of them"),
+        (
+            lambda items: padded([*items, items[0]]),
+            r"training samples .*collate gave input of shape \(2, 1\) for 1 samples; its first dim.* must be .* 1",
+        ),
         (lambda items: [1, 2, 3], "training sample 0 is not a pair"),
         (lambda items: (items, ["a"]), "do not make a batch of tensors"),
         ("math:pi", r"\[data\] collate: math:pi is a float and cannot be called"),
@@ -557,3 +576,48 @@ def test_mistakes_in_making_mini_batches(collate: Any, message: str) -> None:
 def test_what_the_users_collate_raises_comes_through() -> None:
     with pytest.raises(ZeroDivisionError):
         load(DataTable(name=(ragged(9), ragged(5)), classes=3, collate=lambda items: 1 / 0))
+
+
+def test_inputs_keep_their_meaning() -> None:
+    inputs = {
+        "mask": torch.tensor([True, False]),
+        "signal": torch.tensor([1j, 2.0], dtype=torch.complex128),
+        "picture": torch.full((1, 2, 2), 60000, dtype=torch.uint16),
+        "tokens": torch.tensor([1, 2], dtype=torch.int32),
+    }
+    batch, _ = UserSplit([({**inputs}, 0)], 2).batch(np.array([0]))
+    kinds = {name: tensor.dtype for name, tensor in batch.items()}
+    assert kinds == {
+        "mask": torch.bool,
+        "signal": torch.complex64,
+        "picture": torch.float32,
+        "tokens": torch.int64,
+    }
+    assert float(batch["picture"].max()) == 60000
+    with pytest.raises(DataError, match="a target is complex; valid: real numbers"):
+        UserSplit([(torch.ones(2), torch.tensor(1j))], None).batch(np.array([0]))
+
+
+def test_every_entry_of_a_batch_has_the_samples_first() -> None:
+    def collate(items: list[Any]) -> dict[str, Any]:
+        return {"ids": padded(items)[0], "mask": torch.ones(5, 5), "labels": padded(items)[1]}
+
+    with pytest.raises(DataError, match=r"collate gave input\['mask'\] of shape \(5, 5\) for 2 samples; its first dim"):
+        UserSplit(ragged(9), 3, collate=collate, limit=0).batch(np.array([0, 1]))
+
+
+def test_the_example_is_a_real_sample() -> None:
+    info = load(DataTable(name=(ragged(9)[3:], ragged(5)), classes=3, collate=padded)).info
+    assert info.sample[0].tolist() == [[3, 3, 3, 3]]
+    digits = load(DataTable(name="digits", subtract_mean=False))
+    assert digits.training is not None
+    assert torch.equal(digits.info.sample[0], digits.training.batch(np.array([0]))[0])
+
+
+def test_whole_numbers_in_rows_of_several_dimensions_are_pictures(tmp_path: Path) -> None:
+    pictures = np.full((4, 3, 3), 60000, np.uint16)
+    np.savez(tmp_path / "a.npz", x_train=pictures, y_train=np.arange(4) % 2)
+    loaded = load(DataTable(name="npz", path=tmp_path / "a.npz", test_split=0.5))
+    assert loaded.training is not None
+    x, _ = loaded.training.batch(np.array([0]))
+    assert (x.dtype, tuple(x.shape), float(x.max())) == (torch.float32, (1, 1, 3, 3), 60000)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from user_code import Assorted, Regrouping
 
+from rudra.compute.buffers import tried
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.models import build
 from rudra.compute.networks import cifar10_full
@@ -158,6 +159,39 @@ def test_a_copy_is_made_of_buffers_that_do_not_travel() -> None:
     module.get_buffer("order").zero_()
     assert kept.name == "order"
     np.testing.assert_array_equal(kept.value, np.arange(10)[::-1])  # type: ignore[arg-type]
+
+
+class Graph(nn.Module):
+    """A layer on a graph, whose adjacency matrix is sparse."""
+
+    def __init__(self, adjacency: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("adjacency", adjacency)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer((self.adjacency @ x.T).T)
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_buffers_stay_with_the_module(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    matrix = torch.tensor([[0.0, 2, 0], [1, 0, 0], [0, 0, 3]])
+    inputs, target = torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 1, 0])
+    found = []
+    for adjacency in (matrix, make(matrix)):
+        torch.manual_seed(0)
+        module = Graph(adjacency)
+        tried(module, inputs)
+        flat = FlatModel(module)
+        vector, gradient = torch.empty(flat.size), torch.empty(flat.size)
+        flat.read_into(vector)
+        flat.bind(vector)
+        flat.gradient(inputs, target, gradient, 0)
+        assert torch.equal(module.adjacency.to_dense(), matrix)
+        found.append((flat.size, gradient[:8]))
+    assert (found[0][0], found[1][0]) == (17, 8)
+    torch.testing.assert_close(found[0][1], found[1][1])
 
 
 def test_counters_are_whole_numbers_in_the_module() -> None:

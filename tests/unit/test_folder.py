@@ -51,6 +51,16 @@ def test_classes_are_directories_in_their_order(root: Path) -> None:
         assert load(table, **asked)[2] == info
 
 
+def test_images_below_the_directory_of_a_class_belong_to_it(root: Path) -> None:
+    picture(root / "train/bird/images/deep/d.png", (50, 200, 0))
+    (root / "train/bird/images/loop").symlink_to(root / "train/bird")
+    train, _, info, _ = load(DataTable(name="folder", path=root, options={"size": 8}, scale=1.0))
+    assert train is not None
+    x, y = train.batch(np.arange(len(train)))
+    assert (info.training_samples, y.tolist()) == (4, [0, 0, 1, 1])
+    assert abs(float(x[1, 0].mean()) - 50) < 2
+
+
 def test_defaults_and_where_the_test_set_is(root: Path) -> None:
     assert load(DataTable(name="folder", path=root))[2].input_shape == (3, 224, 224)
     picture(root / "test/cat/1.png", (0, 0, 0))

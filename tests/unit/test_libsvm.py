@@ -1,6 +1,7 @@
 """LIBSVM's format, against scikit-learn's reader and one that is plain Python."""
 
 import bz2
+import codecs
 import gzip
 import lzma
 import re
@@ -89,6 +90,52 @@ def test_real_labels(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0.5 1:1\n-2 1:2\n1e3\n")
     _, y, info = read(tmp_path / "a", regression=True)
     assert (y.tolist(), y.dtype, info.classes) == ([0.5, -2, 1000], torch.float32, 1)
+
+
+def test_lines_with_several_labels_or_none(tmp_path: Path) -> None:
+    text = b"7,3 1:0.5 2:1 # both\n\n5 1:1\n3,5,7,3 qid:1 2:2\n1:3 2:1\n  2:4\n7\n"
+    (tmp_path / "a").write_bytes(codecs.BOM_UTF8 + text)
+    x, y, info = read(tmp_path / "a", multilabel=True)
+    assert y.tolist() == [[1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
+    assert x.tolist() == [[0.5, 1], [1, 0], [0, 2], [3, 1], [0, 4], [0, 0]]
+    assert (y.dtype, info.training_samples, info.classes) == (torch.float32, 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (b"1 1:1\n2,x 1:1\n", {"multilabel": True}, "line 2: 'x' is no label"),
+        (b"1 1:1\n2, 1:1\n", {"multilabel": True}, "line 2: '' is no label"),
+        (b"1 1:1\n2,0.5 1:1\n", {"multilabel": True}, "line 2: '0.5' is not a whole number"),
+        (b"1,3 1:1\n2 3:1 4\n", {"multilabel": True}, "line 2: '4' is not an index:value pair"),
+        (b"1:1\n2:1\n", {"multilabel": True}, "no line has a label"),
+        (
+            b"1 1:1\n2,3 1:1\n",
+            {},
+            "'2,3' is no label; for lines with several labels set data.options.multilabel = true",
+        ),
+        (
+            b"1 1:1\n",
+            {"multilabel": True, "regression": True},
+            "options.regression and options.multilabel are both true",
+        ),
+    ],
+)
+def test_what_is_wrong_with_several_labels(
+    content: bytes, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises((ConfigError, DataError)) as raised:
+        read(tmp_path / "a", **options)
+    assert message in str(raised.value)
+
+
+def test_an_unknown_label_among_several_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train").write_bytes(b"1,2 1:1\n\n2 2:1\n")
+    (tmp_path / "test").write_bytes(b"1,2 1:1\n\n1:1\n2,9 1:1\n")
+    table = DataTable(name="libsvm", path=tmp_path / "train", options={"test": "test", "multilabel": True})
+    with pytest.raises(DataError, match="test: line 4: label 9 is none of the training set's: 1, 2"):
+        load(table)
 
 
 WRONG = [
@@ -260,7 +307,7 @@ def test_blocks_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = libsvm._read(tmp_path / "a", False)
     monkeypatch.setattr("rudra.data.readers.common._PIECE", 7)
     pieces = libsvm._read(tmp_path / "a", False)
-    for name in ("labels", "lengths", "columns", "values"):
+    for name in ("labels", "label_counts", "lengths", "columns", "values"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(pieces, name))
     (tmp_path / "a").write_bytes(SMALL * 5 + b"5 1:1\n6 x")
     with pytest.raises(DataError, match="line 32: 'x' is not an index:value pair"):

@@ -97,6 +97,22 @@ def test_users_factories_get_what_their_signature_names() -> None:
     assert isinstance(build(ModelTable(name="torch.nn:Identity"), info(4), 0), nn.Identity)
 
 
+def lazy(first: int = 3) -> nn.Module:
+    layers = [nn.Conv2d(1, first, 3), nn.LazyBatchNorm2d(), nn.Dropout(), nn.Flatten(), nn.LazyLinear(10)]
+    return nn.Sequential(*layers)
+
+
+def test_lazy_layers_get_shapes_and_the_weights_of_the_seed() -> None:
+    one, again, other = (build(ModelTable(name=lazy), info(1, 8, 8), seed) for seed in (0, 0, 1))
+    assert parameters(one) == 3 * 10 + 2 * 3 + (3 * 36 + 1) * 10
+    assert all(map(torch.equal, one.state_dict().values(), again.state_dict().values()))
+    assert not torch.equal(one.get_parameter("4.weight"), other.get_parameter("4.weight"))
+    assert one.training
+    assert (one.get_buffer("1.running_mean").tolist(), one.get_buffer("1.num_batches_tracked").item()) == ([0] * 3, 0)
+    with pytest.raises(ConfigError, match=r"\[model\] does not take inputs of shape \(2, 8, 8\) as pictures has: "):
+        build(ModelTable(name=lazy), info(2, 8, 8), 0)
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

@@ -34,7 +34,8 @@ _NAMES_BYTES = 1 << 26  # of a file of label names, at most
 _SPACES = bytes.maketrans(b",", b" ")
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _ATTRIBUTE = re.compile(rf"@attribute\s+({_QUOTED}|[^\s{{]+)\s*(.+)", re.IGNORECASE)
-_VALUE = re.compile(rf"\s*({_QUOTED}|[^,]+)\s*(?:,|$)")
+_VALUE = re.compile(rf"\s*((?:[0-9]+\s+)?(?:{_QUOTED})|[^,]+)\s*(?:,|$)")  # the number is a sparse row's index
+_MOST = 1000  # names of an input: each is an input of its own
 
 
 class Options(Table):
@@ -42,15 +43,22 @@ class Options(Table):
     test: str | None = Field(None, description="test file beside it; default: the only *-test.arff in path")
     labels: int | None = Field(None, ge=1, description="how many of the last attributes are labels")
     xml: str | None = Field(None, description="Mulan's file of label names beside it, in place of labels")
+    left_out: tuple[str, ...] = Field((), description="names of attributes that are not used")
 
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """A column: its name, its values if they are names, and the line that says so."""
+    """A column: its name, its values if they are names, its type as written, and the line that says so."""
 
     name: str
     values: tuple[str, ...]
+    kind: str = field(compare=False)
     line: int = field(compare=False)
+
+    @property
+    def spread(self) -> bool:
+        """Whether it becomes an input for each of its values."""
+        return bool(self.values) and self.values != ("0", "1")
 
     def __str__(self) -> str:
         return f"'{self.name}' " + ("{" + ",".join(self.values) + "}" if self.values else "numeric")
@@ -66,6 +74,8 @@ class _Layout:
         targets: numbers of those to be predicted.
         several: the targets are labels of which a sample may have several; else there is one, the last attribute.
         classes: its names, numbered, if it has any.
+        codes: number of an attribute -> its names, numbered, for those whose names become numbers.
+        left_out: numbers of attributes whose values are ignored.
     """
 
     attributes: list[_Attribute]
@@ -73,6 +83,8 @@ class _Layout:
     targets: list[int]
     several: bool
     classes: dict[str, int]
+    codes: dict[int, dict[str, int]]
+    left_out: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -84,7 +96,7 @@ class _Rows:
         starts: (N + 1,) int64: row i has the elements starts[i] … starts[i + 1] - 1.
         columns: (elements,) int64; float64 until they were checked.
         values: (elements,) float64.
-        sparse: what is 0 may be left out.
+        sparse: what is 0, or the first name, may be left out.
     """
 
     lines: NDArray[np.int64]
@@ -92,11 +104,6 @@ class _Rows:
     columns: NDArray[Any]
     values: NDArray[np.float64]
     sparse: bool
-
-    def density(self, attributes: list[int]) -> float | None:
-        """Which share of some of the attributes' values is stored; None: all are."""
-        stored = int(np.isin(self.columns, attributes).sum()) if self.sparse else 0
-        return stored / max(1, len(self.lines) * len(attributes)) if self.sparse else None
 
     def picked(self, attributes: list[int], of: int) -> Source:
         """Some of the attributes; `of` is the number of all."""
@@ -109,11 +116,16 @@ class _Rows:
         starts = np.concatenate([[0], np.cumsum(kept)])[self.starts]
         return Sparse(self.values[kept].astype(np.float32), columns[kept].astype(np.int32), starts, len(attributes))
 
+    def coded(self, attribute: int, of: int) -> NDArray[np.int64]:
+        """One attribute in every row, as whole numbers; `of` is the number of all."""
+        return self.picked([attribute], of).rows(np.arange(len(self.lines)))[:, 0].astype(np.int64)
+
 
 def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
     """A training file and a test file, dense or sparse, plain or compressed with gzip, bzip2 or xz.
 
-    Without `labels` and `xml` the last attribute is the class, or what regression is for if it is numeric.
+    Without `labels` and `xml` the last attribute is the class, or what regression is for if it is numeric. An attribute
+    of names becomes one input for each name, of which one is 1 and the others are 0; one of {0,1} stays one input.
     """
     options = checked(Options, table.options, "data", "options")
     if options.labels is not None and options.xml is not None:
@@ -125,16 +137,16 @@ def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
     densities: list[float | None] = []
     for split, file in files.items():
         lines = enumerate((line for block in blocks(file) for line in io.BytesIO(block)), 1)
-        layout = _layout(list(_attributes(lines, file)), names, options.labels, file)
+        layout = _layout(list(_attributes(lines, file)), names, options, file)
         layouts.append(layout)
         _check_alike(layouts[0], layout, file)
         rows = _rows(lines, layout, file)
         arrays.counts[split] = len(rows.lines)
-        densities.append(rows.density(layout.inputs))
+        inputs = _inputs(rows, layout)
+        densities.append(inputs.density if isinstance(inputs, Sparse) else None)
         if split in wanted:
-            inputs = rows.picked(layout.inputs, len(layout.attributes))
             arrays.pairs[split] = inputs, _targets(rows, layout)
-    arrays.input_shape = (len(layout.inputs),)
+        arrays.input_shape = inputs.shape[1:]
     arrays.density = None if None in densities else densities[0]
     arrays.classes = len(layout.targets)
     if layout.classes:
@@ -190,9 +202,7 @@ def _attributes(lines: Iterator[tuple[int, bytes]], file: Path) -> Iterator[_Att
         kind = found[2].strip()
         named = kind.startswith("{") and kind.endswith("}")
         values = tuple(_unquoted(value[1]) for value in _VALUE.finditer(kind[1:-1])) if named else ()
-        if not values and kind.lower() not in {"numeric", "real", "integer"}:
-            raise DataError(f"{file}: line {number}: attribute of type {kind[:40]}; valid: numeric, {{names}}")
-        yield _Attribute(_unquoted(found[1]), values, number)
+        yield _Attribute(_unquoted(found[1]), values, kind, number)
     raise DataError(f"{file}: there is no line with @data: truncated?")
 
 
@@ -203,26 +213,47 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _layout(attributes: list[_Attribute], names: list[str] | None, labels: int | None, file: Path) -> _Layout:
+def _layout(attributes: list[_Attribute], names: list[str] | None, options: Options, file: Path) -> _Layout:
     places = {attribute.name: place for place, attribute in enumerate(attributes)}
+    for name in options.left_out:
+        if name not in places:
+            raise ConfigError(f"[data] options.left_out: {file} has no attribute {name!r}; valid: {_some(places)}")
+    left_out = frozenset(places[name] for name in options.left_out)
+    used = [place for place in range(len(attributes)) if place not in left_out]
     if names is not None:
         for name in names:
             if name not in places:
                 raise DataError(f"{file}: there is no attribute '{name}', which data.options.xml names as a label")
         targets = [places[name] for name in names]
+        if left_out & set(targets):
+            raise ConfigError("[data] options.left_out names a label; valid: attributes that are inputs")
     else:
-        targets = list(range(len(attributes)))[-(labels or 1) :]
-    chosen, several = set(targets), names is not None or labels is not None
-    inputs = [place for place in range(len(attributes)) if place not in chosen]
+        targets = used[-(options.labels or 1) :]
+    chosen, several = set(targets), names is not None or options.labels is not None
+    inputs = [place for place in used if place not in chosen]
     if not inputs:
         raise DataError(f"{file}: its {len(attributes)} attributes are all labels; there must be others")
-    for place in [*inputs, *targets] if several else inputs:
+    for place in used:
         attribute = attributes[place]
-        if attribute.values != ("0", "1") and (attribute.values or place in chosen):
-            valid = "{0,1}" if place in chosen else "numeric, {0,1}"
-            raise DataError(f"{file}: line {attribute.line}: attribute {attribute}; valid: {valid}")
-    classes = {} if several else {name: number for number, name in enumerate(attributes[-1].values)}
-    return _Layout(attributes, inputs, targets, several, classes)
+        line, remedy = attribute.line, f"data.options.left_out = [{attribute.name!r}] leaves it out"
+        if not attribute.values and attribute.kind.lower() not in {"numeric", "real", "integer"}:
+            text = f"attribute of type {attribute.kind[:40]}; valid: numeric, {{names}}"
+            raise DataError(f"{file}: line {line}: {text}; {remedy}")
+        if several and place in chosen and attribute.values != ("0", "1"):
+            raise DataError(f"{file}: line {line}: attribute {attribute}; valid: {{0,1}}")
+        if place not in chosen and len(attribute.values) > _MOST:
+            text = f"attribute {attribute.name!r} has {len(attribute.values):,} names, more than {_MOST:,}"
+            raise DataError(f"{file}: line {line}: {text}; {remedy}")
+    named = [place for place in inputs if attributes[place].spread] + ([] if several else targets)
+    codes = {place: {name: code for code, name in enumerate(attributes[place].values)} for place in named}
+    codes = {place: of for place, of in codes.items() if of}
+    classes = {} if several else codes.get(targets[0], {})
+    return _Layout(attributes, inputs, targets, several, classes, codes, left_out)
+
+
+def _some(names: Collection[str]) -> str:
+    """The first names of many."""
+    return ", ".join(list(names)[:20]) + (", …" if len(names) > 20 else "")
 
 
 def _check_alike(first: _Layout, layout: _Layout, file: Path) -> None:
@@ -234,11 +265,38 @@ def _check_alike(first: _Layout, layout: _Layout, file: Path) -> None:
             raise DataError(f"{file}: line {other.line}: attribute {other}, but {one} in the training file")
 
 
+def _inputs(rows: _Rows, layout: _Layout) -> Source:
+    """The inputs (N, width), with one column for each name of an attribute that has names."""
+    of, count = len(layout.attributes), len(rows.lines)
+    attributes = [layout.attributes[place] for place in layout.inputs]
+    if not any(attribute.spread for attribute in attributes):
+        return rows.picked(layout.inputs, of)
+    widths = [len(attribute.values) if attribute.spread else 1 for attribute in attributes]
+    width, firsts = sum(widths), dict(zip(layout.inputs, np.cumsum([0, *widths[:-1]]).tolist(), strict=True))
+    plain = [place for place in layout.inputs if not layout.attributes[place].spread]
+    hot = [rows.coded(place, of) + first for place, first in firsts.items() if layout.attributes[place].spread]
+    each = np.arange(count)
+    rest = rows.picked(plain, of)
+    columns = np.array([firsts[place] for place in plain], np.int64)
+    if isinstance(rest, Sparse):
+        owners = np.concatenate([np.repeat(each, np.diff(rest.starts)), np.tile(each, len(hot))])
+        places = np.concatenate([columns[rest.columns], *hot])
+        values = np.concatenate([rest.values, np.ones(count * len(hot), np.float32)])
+        order = np.lexsort((places, owners))
+        starts = np.searchsorted(owners[order], np.arange(count + 1))
+        return Sparse(values[order], places[order].astype(np.int32), starts, width)
+    table = np.zeros((count, width), np.float32)
+    table[:, columns] = rest.rows(each)
+    for place in hot:
+        table[each, place] = 1
+    return Dense(table)
+
+
 def _targets(rows: _Rows, layout: _Layout) -> Source:
+    if layout.classes:
+        return Dense(rows.coded(layout.targets[0], len(layout.attributes)))
     found = rows.picked(layout.targets, len(layout.attributes))
-    if layout.several:
-        return found
-    return Dense(found.rows(np.arange(len(rows.lines)))[:, 0].astype(np.int64 if layout.classes else np.float32))
+    return found if layout.several else Dense(found.rows(np.arange(len(rows.lines)))[:, 0])
 
 
 def _rows(lines: Iterator[tuple[int, bytes]], layout: _Layout, file: Path) -> _Rows:
@@ -295,8 +353,8 @@ def _row(text: bytes, layout: _Layout, sparse: bool) -> NDArray[np.float64]:
         if not (text.startswith(b"{") and text.endswith(b"}")):
             raise ValueError("is not a row in braces, as the first one is")
         text = text[1:-1]
-    if layout.classes:
-        text = _with_number(text, layout, sparse)
+    if layout.codes or layout.left_out:
+        text = _with_numbers(text.decode("utf-8", "replace"), layout, sparse).encode()
     text = text.translate(_SPACES)
     words = len(text.split())
     found = numbers_of(text)
@@ -309,20 +367,38 @@ def _row(text: bytes, layout: _Layout, sparse: bool) -> NDArray[np.float64]:
     return found
 
 
-def _with_number(text: bytes, layout: _Layout, sparse: bool) -> bytes:
-    """A row with the number of its class in the place of the name, which is the last value.
+def _with_numbers(text: str, layout: _Layout, sparse: bool) -> str:
+    """A row with numbers in place of names, and 0 in place of what is left out.
 
     Raises:
-        ValueError: there is no such class.
+        ValueError: an attribute has no such name, or the row has not as many values as there are attributes.
     """
-    head, comma, last = text.rpartition(b",")
-    *index, name = last.split(maxsplit=1) if sparse and last.strip() else [last]
-    if sparse and index != [b"%d" % layout.targets[0]]:
-        return text  # left out: the first class
-    found = _unquoted(name.decode("utf-8", "replace"))
-    if found not in layout.classes:
-        raise ValueError(f"class {shown(name)}; valid: {', '.join(layout.classes)[:200]}")
-    return b"%b%b%b %d" % (head, comma, b"".join(index), layout.classes[found])
+    quoted = "'" in text or '"' in text
+    words = [value[1] for value in _VALUE.finditer(text)] if quoted else text.split(",")
+    if sparse:
+        pairs = [word.split(maxsplit=1) for word in words]
+        for pair in pairs:
+            if len(pair) == 2 and pair[0].isdecimal():
+                pair[1] = _with_number(pair[1], int(pair[0]), layout)
+        return ",".join(" ".join(pair) for pair in pairs)
+    if len(words) != len(layout.attributes):
+        raise ValueError(f"has {len(words)} values; valid: {len(layout.attributes)}")
+    for place in (*layout.codes, *layout.left_out):
+        words[place] = _with_number(words[place], place, layout)
+    return ",".join(words)
+
+
+def _with_number(word: str, place: int, layout: _Layout) -> str:
+    """A value as a number, if it is a name or left out."""
+    if place in layout.left_out:
+        return "0"
+    codes, name = layout.codes.get(place), _unquoted(word)
+    if codes is None:
+        return word
+    if name not in codes:
+        what = "class" if place in layout.targets else f"attribute '{layout.attributes[place].name}':"
+        raise ValueError(f"{what} {shown(word.strip().encode())}; valid: {', '.join(codes)[:200]}")
+    return str(codes[name])
 
 
 READERS = {"arff": read_arff}

@@ -137,10 +137,10 @@ def _arrays(table: DataTable, options: NpzOptions, file: _File, wanted: Collecti
     train = pairs["train"]
     kind = _kind(train, options.regression, file)
     shape, dtype = train.x[0][1:], train.x[1]
-    image = dtype == np.uint8 and len(shape) > 1
+    image = dtype.kind in "iu" and len(shape) > 1
     if image and len(shape) == 2:
         shape = (1, *shape)  # a grey image has one channel
-    arrays = Arrays(shape, 0, 1 / 255 if image else 1.0)
+    arrays = Arrays(shape, 0, 1 / 255 if image and dtype == np.uint8 else 1.0)
     for split, pair in pairs.items():
         _check_alike(train, pair, file)
         arrays.counts[split] = pair.x[0][0]
@@ -177,7 +177,7 @@ def _kind(pair: _Pair, regression: bool, file: _File) -> str:
         kind = "regression" if len(y) <= 2 else None
     elif len(y) == 1 or y[1:] == (1,):
         kind = "classes"
-    elif x == y and are_tokens(x_type):
+    elif x == y and are_tokens(x, x_type):
         kind = "sequences"
     else:
         kind = "labels" if len(y) == 2 else None
@@ -204,7 +204,7 @@ def _check_alike(train: _Pair, pair: _Pair, file: _File) -> None:
 def _row(header: Header, inputs: bool) -> tuple[Any, ...]:
     """What all rows have in common; how many bits their numbers have makes no difference."""
     shape, dtype = header
-    return (*shape[1:], dtype.kind == "f", inputs and are_tokens(dtype), inputs and dtype == np.uint8)
+    return (*shape[1:], dtype.kind == "f", inputs and are_tokens(shape, dtype), inputs and dtype == np.uint8)
 
 
 def _targets(pair: _Pair, kind: str, file: _File) -> Source:

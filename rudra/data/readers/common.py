@@ -1,6 +1,7 @@
 """What readers share: what they give, and files of any compression whose damage is one readable line."""
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
@@ -198,13 +199,13 @@ def read(stream: IO[bytes], size: int) -> bytearray:
 
 
 def blocks(file: Path) -> Iterator[bytes]:
-    """Decompressed content, in pieces of some megabytes that end where a line ends.
+    """Decompressed content without a byte order mark, in pieces of some megabytes that end where a line ends.
 
     Raises:
         DataError: as of `opened`; or a line has more than 256 MiB.
     """
-    rest = b""
     with opened(file) as stream:
+        rest = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
         while piece := stream.read(_PIECE):
             head, newline, tail = piece.rpartition(b"\n")
             if newline:

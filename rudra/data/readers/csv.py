@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import re
 import warnings
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
@@ -23,7 +24,9 @@ MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")
 """Values that are none."""
 
 _LARGEST = float(np.finfo(np.float32).max)
+_PLAIN = "write numbers as 1250 and 1.5, without separators of thousands and with a decimal point"
 _MOST = 1000  # names in a column of inputs: each is an input of its own
+_SEPARATED = re.compile(r"[-+]?([0-9]{1,3}([,.'_ \u00a0\u202f][0-9]{3})+|[0-9]+)([.,][0-9]+)?")  # as 1,250.5 or 1,5
 _ROWS = 1 << 16  # that are parsed at a time
 
 
@@ -40,7 +43,8 @@ class Options(Table):
     test: str | None = Field(None, description="test file, beside the training file")
     target: Column = Field(-1, description="column to be predicted: its name, or its number from 0; -1: the last")
     header: bool | None = Field(
-        None, description="whether the first line has names; default: it has, and none of them is a number"
+        None,
+        description="whether the first line has names; default: it has, unless it has only numbers, some of them twice",
     )
     delimiter: str = Field(",", min_length=1, max_length=1, description="between values")
     regression: bool = Field(False, description="targets are real numbers, not classes")
@@ -58,6 +62,7 @@ class _Layout:
         numeric: numbers of the columns that are numbers.
         named: numbers of those that are names, one of which may be the target.
         target: its number.
+        categorical: numbers of the columns that the job says are names.
     """
 
     names: tuple[str, ...]
@@ -65,6 +70,7 @@ class _Layout:
     numeric: tuple[int, ...]
     named: tuple[int, ...]
     target: int
+    categorical: frozenset[int] = frozenset()
 
     @property
     def inputs(self) -> list[int]:
@@ -122,6 +128,7 @@ def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
     known: dict[int, list[Any]] = {}
     places: dict[int, dict[str, NDArray[np.int64]]] = {}
     for column in layout.named:
+        _check_separators(found["train"].names[column].values, files["train"], column, layout)
         known[column], places[column] = _numbered(column, found, files, layout, options)
         if column != layout.target and len(known[column]) > _MOST:
             text = f"{layout.column(column)} has {len(known[column]):,} different names, more than {_MOST:,}"
@@ -146,21 +153,26 @@ def _layout_of(file: Path, options: Options) -> _Layout:
     """What the columns of the training file are, by the job and by the first sample."""
     with closing(_lines(file, options.delimiter)) as lines:
         line, first = next(lines, (0, []))
-        sample = first if options.header is False else next(lines, (0, []))[1]
+        numbers = [name for name in first if is_number(name.strip().encode())]
+        header = options.header
+        if header is None:
+            header = len(numbers) < len(first) or len({name.strip() for name in numbers}) == len(first)
+        sample = next(lines, (0, []))[1] if header else first
     if not sample:
         raise DataError(f"{file}: there is no line with a sample")
-    names = tuple(map(str, range(len(first)))) if options.header is False else tuple(name.strip() for name in first)
+    names = tuple(name.strip() for name in first) if header else tuple(map(str, range(len(first))))
     if len(names) < 2:
         others = [repr(mark) for mark in ",;\t|" if mark != options.delimiter and mark in "".join(first)]
         text = f"; data.options.delimiter = {others[0]} may be right" if others else ""
         raise DataError(f"{file}: line {line}: has a single column, so there is nothing to predict it from{text}")
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
-    number = next((name for name in names if options.header is None and is_number(name.encode())), None)
-    if twice is not None or number is not None:
-        text = f"two columns are named {twice!r}" if twice is not None else f"a column is named {number!r}"
-        raise DataError(f"{file}: line {line}: {text}; for a file without names set data.options.header = false")
+    wrong = None if twice is None else f"two columns are named {twice!r}"
+    if wrong is None and options.header is None and header and numbers:
+        wrong = f"a column is named {numbers[0].strip()!r}; if these are names set data.options.header = true"
+    if wrong is not None:
+        raise DataError(f"{file}: line {line}: {wrong}; for a file without names set data.options.header = false")
     if len(sample) != len(names):
-        _complain(file, _Layout(names, options.header is not False, (), (), 0), options)
+        _complain(file, _Layout(names, header, (), (), 0), options)
 
     def place(key: str, wanted: int | str) -> int:
         if isinstance(wanted, str) and wanted in names:
@@ -179,7 +191,19 @@ def _layout_of(file: Path, options: Options) -> _Layout:
         raise ConfigError(f"[data] options.left_out leaves no column of {file} but the target")
     named = {c for c in used if c in categorical or not (is_number(sample[c].strip().encode()) or sample[c] in MISSING)}
     named = named - {target} if options.regression else named | {target}
-    return _Layout(names, options.header is not False, tuple(sorted(used - named)), tuple(sorted(named)), target)
+    return _Layout(names, header, tuple(sorted(used - named)), tuple(sorted(named)), target, frozenset(categorical))
+
+
+def _check_separators(values: Collection[str], file: Path, column: int, layout: _Layout) -> None:
+    """Raises DataError where a column's names are numbers that only separators keep from being read as numbers."""
+    texts = [value.strip() for value in values]
+    separated = next((text for text in texts if not is_number(text.encode())), None)
+    if separated is None or column in layout.categorical:
+        return
+    if all(is_number(text.encode()) or _SEPARATED.fullmatch(text) for text in texts):
+        what = f"{layout.column(column)}: {shown(separated.encode())} is a number with a separator"
+        place = layout.names[column] if layout.header else column
+        raise DataError(f"{file}: {what}; {_PLAIN}, or set data.options.categorical = [{place!r}]")
 
 
 def _read(file: Path, layout: _Layout, options: Options) -> _Rows:
@@ -355,6 +379,7 @@ def _complain(file: Path, layout: _Layout, options: Options, right: int = 0) -> 
                     raise DataError(f"{where}: the value is missing")
                 if column in layout.numeric and not is_number(value.encode(), _LARGEST):
                     remedy = "" if column == layout.target else "; columns of names go into data.options.categorical"
+                    remedy = f"; {_PLAIN}" if _SEPARATED.fullmatch(value) else remedy
                     raise DataError(f"{where}: {shown(value.encode())} is not a number{remedy}")
     raise DataError(f"{file}: is not a table of values with {options.delimiter!r} between them")
 

@@ -27,7 +27,8 @@ class Options(Table):
 def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
     """Images in path/train/CLASS/ and path/test/CLASS/ or path/val/CLASS/, decoded when they are drawn.
 
-    Classes are numbered in the order of their directories' names in train.
+    Images in directories below that of a class belong to the class, too. Classes are numbered in the order of
+    their directories' names in train.
     """
     options = checked(Options, table.options, "data", "options")
     root = path_of(table)
@@ -67,13 +68,22 @@ def _files(directory: Path, numbers: dict[str, int]) -> tuple[list[str], list[in
     for name in _classes(directory):
         if name not in numbers:
             raise DataError(f"{directory / name}: the training set has no class of this name")
-        entries = entries_in(directory / name)
-        found = [e.path for e in entries if e.name.lower().endswith(_SUFFIXES) and not e.name.startswith(".")]
+        found = _images(str(directory / name))
         if not found:
             raise DataError(f"{directory / name}: there is no image; valid: {', '.join(_SUFFIXES)}")
         files += found
         labels += [numbers[name]] * len(found)
     return files, labels
+
+
+def _images(directory: str, above: tuple[str, ...] = ()) -> list[str]:
+    """All images in a directory, and then in those below it, by name; `above` it are these real paths."""
+    path = (*above, os.path.realpath(directory))
+    if path[-1] in above:
+        return []  # a link leads back
+    entries = [entry for entry in entries_in(Path(directory)) if not entry.name.startswith(".")]
+    files = [entry.path for entry in entries if entry.name.lower().endswith(_SUFFIXES) and not entry.is_dir()]
+    return files + [file for entry in entries if entry.is_dir() for file in _images(entry.path, path)]
 
 
 def _check_header(file: str) -> None:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from rudra.data.readers.common import Arrays, blocks, class_count, is_number, numbers_of, path_of, shown
-from rudra.data.sources import Dense, Sparse
-from rudra.errors import DataError
+from rudra.data.sources import Dense, Source, Sparse
+from rudra.errors import ConfigError, DataError
 from rudra.job.table import Table, checked
 from rudra.job.tables import DataTable
 
@@ -23,6 +23,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 _EXACT = 2.0**53  # whole numbers up to here are what they were written as
 _SPACES = bytes.maketrans(b":", b" ")
 _LEFT_OUT = re.compile(rb"#[^\n]*|(?<=\s)qid:\S*")
+_LABELS = re.compile(rb"^[^\S\n]*([^\s:]+(?!\S)|(?=\S))", re.MULTILINE)  # of a line that is not blank
 
 
 class Options(Table):
@@ -30,6 +31,7 @@ class Options(Table):
     regression: bool = Field(False, description="labels are real numbers, not classes")
     zero_based: bool | None = Field(None, description="whether the first index is 0; default: if there is a 0")
     features: int | None = Field(None, ge=1, le=_MOST, description="width; default: the largest index of both files")
+    multilabel: bool = Field(False, description="a line may have several labels, as 1,3, or none")
 
 
 @dataclass(slots=True)
@@ -37,13 +39,15 @@ class _Rows:
     """A file, or a part of one.
 
     Attributes:
-        labels: (N,) float64.
+        labels: (labels,) float64: of all rows, one after the other.
+        label_counts: (N,) int64: labels of each row; 1, unless there may be several.
         lengths: (N,) int64: elements of each row.
         columns: (elements,) int32: indices as the file has them, ascending in each row.
         values: (elements,) float32.
     """
 
     labels: NDArray[np.float64]
+    label_counts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     columns: NDArray[np.int32]
     values: NDArray[np.float32]
@@ -52,19 +56,23 @@ class _Rows:
 def read_libsvm(table: DataTable, wanted: Collection[str]) -> Arrays:
     """A file in LIBSVM's format, and one beside it for the test; each plain or compressed with gzip, bzip2 or xz.
 
-    Classes are numbered in the order of their labels. Rows stay sparse until they are drawn.
+    Classes are numbered in the order of their labels. Rows stay sparse until they are drawn. With `multilabel` the
+    targets of a sample are 1 for each of its labels and 0 for the others.
     """
     options = checked(Options, table.options, "data", "options")
+    if options.regression and options.multilabel:
+        raise ConfigError("[data] options.regression and options.multilabel are both true; valid: one of them")
     files = {"train": path_of(table)}
     if options.test is not None:
         files["test"] = files["train"].parent / options.test
-    found = {split: _read(file, options.regression) for split, file in files.items()}
+    found = {split: _read(file, options.regression, options.multilabel) for split, file in files.items()}
     width = _number_columns(found, files, options)
     if options.regression:
-        classes, targets = 1, {split: Dense(rows.labels.astype(np.float32)) for split, rows in found.items()}
+        classes = 1
+        targets: dict[str, Source] = {split: Dense(rows.labels.astype(np.float32)) for split, rows in found.items()}
     else:
-        classes, targets = _number_classes(table, found, files)
-    counts = {split: len(rows.labels) for split, rows in found.items()}
+        classes, targets = _number_classes(table, found, files, options.multilabel)
+    counts = {split: len(rows.lengths) for split, rows in found.items()}
     density = len(found["train"].values) / (width * counts["train"])
     arrays = Arrays((width,), classes, 1.0, counts, density=density)
     for split, rows in found.items():
@@ -94,31 +102,41 @@ def _number_columns(found: dict[str, _Rows], files: dict[str, Path], options: Op
     return width
 
 
-def _number_classes(table: DataTable, found: dict[str, _Rows], files: dict[str, Path]) -> tuple[int, dict[str, Dense]]:
-    """Number of classes, and the class of every row."""
+def _number_classes(
+    table: DataTable, found: dict[str, _Rows], files: dict[str, Path], several: bool
+) -> tuple[int, dict[str, Source]]:
+    """Number of classes, and the class of every row, or 0 or 1 for each class if a row may have several labels."""
     known = np.unique(found["train"].labels)
-    targets: dict[str, Dense] = {}
+    if not len(known):
+        raise DataError(f"{files['train']}: no line has a label")
+    targets: dict[str, Source] = {}
     for split, rows in found.items():
         classes = np.minimum(np.searchsorted(known, rows.labels), len(known) - 1)
         unknown = np.flatnonzero(known[classes] != rows.labels)
+        owners = np.repeat(np.arange(len(rows.lengths)), rows.label_counts)
         if len(unknown):
-            where = f"{files[split]}: line {_line(files[split], int(unknown[0]))}"
+            where = f"{files[split]}: line {_line(files[split], int(owners[unknown[0]]))}"
             labels = ", ".join(f"{label:.0f}" for label in known[:20]) + (", …" if len(known) > 20 else "")
             raise DataError(f"{where}: label {rows.labels[unknown[0]]:.0f} is none of the training set's: {labels}")
-        targets[split] = Dense(classes)
-    return class_count(table, len(known), str(files["train"])), targets
+        if several:
+            rows_of, columns = np.divmod(np.unique(owners * len(known) + classes), len(known))  # each label once
+            starts = np.searchsorted(rows_of, np.arange(len(rows.lengths) + 1))
+            targets[split] = Sparse(np.ones(len(columns), np.float32), columns.astype(np.int32), starts, len(known))
+        else:
+            targets[split] = Dense(classes)
+    return len(known) if several else class_count(table, len(known), str(files["train"])), targets
 
 
-def _read(file: Path, regression: bool) -> _Rows:
+def _read(file: Path, regression: bool, several: bool = False) -> _Rows:
     parts: list[_Rows] = []
     line = 1
     for block in blocks(file):
-        part = _parsed(block)
+        part = _parsed_several(block) if several else _parsed(block)
         if part is None or not (regression or _whole(part.labels).all()):
-            _complain(block, regression, file, line)
+            _complain(block, regression, file, line, several)
         parts.append(part)
         line += block.count(b"\n")
-    if not sum(len(part.labels) for part in parts):
+    if not sum(len(part.lengths) for part in parts):
         raise DataError(f"{file}: there is no line with a sample")
     joined: Any = [np.concatenate([getattr(part, name) for part in parts]) for name in _Rows.__slots__]
     return _Rows(*joined)
@@ -160,7 +178,24 @@ def _parsed(block: bytes) -> _Rows | None:
     right = _whole(indices) & (indices >= 0) & (indices <= _MOST) & rising & (np.abs(values) <= _LARGEST)
     if not (right.all() and (np.abs(labels) <= _LARGEST).all()):
         return None
-    return _Rows(labels, lengths, indices.astype(np.int32), values.astype(np.float32))
+    return _Rows(labels, np.ones_like(lengths), lengths, indices.astype(np.int32), values.astype(np.float32))
+
+
+def _parsed_several(block: bytes) -> _Rows | None:
+    """As `_parsed`, for lines with any number of labels."""
+    texts: list[bytes] = []
+
+    def taken(found: re.Match[bytes]) -> bytes:
+        texts.append(found[1])
+        return b"0 "
+
+    rows = _parsed(_LABELS.sub(taken, _LEFT_OUT.sub(b"", block)))
+    labels = [text.split(b",") if text else [] for text in texts]
+    if rows is None or not all(is_number(label, _LARGEST) for each in labels for label in each):
+        return None
+    rows.labels = np.array([float(label) for each in labels for label in each], np.float64)
+    rows.label_counts = np.array([len(each) for each in labels], np.int64)
+    return rows
 
 
 def _paired(colons: NDArray[np.bool_], gaps: NDArray[np.bool_]) -> bool:
@@ -172,7 +207,7 @@ def _paired(colons: NDArray[np.bool_], gaps: NDArray[np.bool_]) -> bool:
     return bool(inside and not gaps[found - 1].any() and not gaps[found + 1].any())
 
 
-def _complain(block: bytes, regression: bool, file: Path, first: int) -> NoReturn:
+def _complain(block: bytes, regression: bool, file: Path, first: int, several: bool = False) -> NoReturn:
     """Finds what is wrong with lines that `_parsed` refused, one by one.
 
     Raises:
@@ -180,11 +215,17 @@ def _complain(block: bytes, regression: bool, file: Path, first: int) -> NoRetur
     """
     for number, line in enumerate(io.BytesIO(block), first):
         label, *fields = _LEFT_OUT.sub(b"", line).split() or [b"0"]
-        text = None if is_number(label, _LARGEST) else "is no label"
-        if text is None and not (regression or _whole(np.array(float(label)))):
-            text = "is not a whole number; for real labels set data.options.regression = true"
-        if text is not None:
-            raise DataError(f"{file}: line {number}: {shown(label)} {text}{_perhaps_csv(line)}")
+        labels = [label]
+        if several:
+            fields, labels = ([label, *fields], []) if b":" in label else (fields, label.split(b","))
+        for label in labels:
+            text = None if is_number(label, _LARGEST) else "is no label"
+            if text is None and not (regression or _whole(np.array(float(label)))):
+                text = "is not a whole number; for real labels set data.options.regression = true"
+            elif text is not None and fields and all(is_number(each, _LARGEST) for each in label.split(b",")):
+                text += "; for lines with several labels set data.options.multilabel = true"
+            if text is not None:
+                raise DataError(f"{file}: line {number}: {shown(label)} {text}{_perhaps_csv(line)}")
         last = -1.0
         for field in fields:
             index, _, value = field.partition(b":")

@@ -115,6 +115,12 @@ class TaskTable(Table):
     )
     options: dict[str, Any] = Field({}, description="keyword arguments of the loss, such as label_smoothing and weight")
 
+    @property
+    def ignored(self) -> int | None:
+        """The label that the loss ignores, if it says which: its `ignore_index`, as torch's cross-entropy has it."""
+        label = self.options.get("ignore_index", getattr(self.name, "ignore_index", None))
+        return label if isinstance(label, int) else None
+
 
 class TrainingTable(Table):
     """How long training lasts, how large mini-batches are, and when the weights are tested."""
