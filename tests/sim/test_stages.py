@@ -149,13 +149,24 @@ def test_merged_layers_follow_a_schedule_of_updates_at_the_pace_of_the_others(tm
     assert rudra.replay(tmp_path / "placed.h5", job=placed, quiet=True).identical
 
 
-BATCHES = [GROUPED := {"name": "groups", "options": {"groups": 2}}, {"name": "groups"}]
+GROUPED = {"name": "groups", "options": {"groups": 2}}
 
 
-@pytest.mark.parametrize("topology", [*BATCHES, {"name": "groups", "options": {"server": True, "reduction": "nodes"}}])
-def test_synchronous_layers_are_added_as_the_others_are(tmp_path: Path, topology: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("topology", "shares"),
+    [
+        (GROUPED, ()),
+        ({"name": "groups"}, ()),
+        ({"name": "groups"}, (1, 3, 2, 1, 3)),
+        ({"name": "groups", "options": {"server": True, "reduction": "nodes"}}, ()),
+    ],
+    ids=["two", "one", "one-shares", "server"],
+)
+def test_synchronous_layers_are_added_as_the_others_are(
+    tmp_path: Path, topology: dict[str, Any], shares: tuple[float, ...]
+) -> None:
     """In compute groups: the bits of learners that have all layers on the same topology; merged, of one group alone."""
-    whole = small("hardsync", 5, topology=topology, simulation={"nodes": 2})
+    whole = small("hardsync", 5, topology=topology, simulation={"nodes": 2}, cluster={"shares": shares})
     shas = []
     for rule in (None, "synchronous", "merged"):
         run = whole.with_(placement={} if rule is None else {"cut": "again", "rule": rule})
