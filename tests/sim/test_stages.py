@@ -226,6 +226,19 @@ def test_merged_layers_are_never_stale(tmp_path: Path, protocol: str, n: int | N
     assert rudra.replay(tmp_path / "run.h5", job=run, quiet=True).identical
 
 
+def test_a_momentum_correction_is_of_the_first_layers_alone(tmp_path: Path) -> None:
+    """Merged layers are not stale: their first updates, from initial weights of the others, are as without it."""
+    digests = []
+    for correction in ("none", "implicit"):
+        run = small("async", 4, placement={"cut": "again"}, optimizer={"momentum_correction": correction})
+        with rudra.simulate(run, output=tmp_path / f"{correction}.h5", progress="quiet") as results:
+            early = results.stages[results.stages["front"] == 0]
+            assert len(early) > 2
+            digests.append((early["digest"].tolist(), results.updates["digest"][:3].tolist()))
+    assert digests[0][0] == digests[1][0]
+    assert digests[0][1] != digests[1][1]
+
+
 FRONTS: list[dict[str, Any]] = [
     {"name": "base"},
     {"name": "groups"},
