@@ -573,7 +573,7 @@ def test_a_push_of_a_dead_learner_that_waits_for_a_buffer_is_let_in_by_no_shard(
     plan = run.plan()
     role, learners, (_, other) = machine(SERVER, run), plan.learners, plan.owners
 
-    def let_in(*events: Event) -> list[int]:
+    def let_in(*events: Event) -> list[int | None]:
         """The learners whose parts the shards now let in."""
         actions = [action for event in events for action in role.handle(event, 0.0)]
         role.validate()
