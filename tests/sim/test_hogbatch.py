@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import rudra
 from protocols.hogbatch import Hogbatch
+from rudra.cli.main import main
 from rudra.compute import models, tasks
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
@@ -283,6 +284,24 @@ def test_a_worker_that_dies_before_its_first_gradient_has_no_batches(tmp_path: P
     with rudra.simulate(run, output=tmp_path / "out.h5", progress="quiet") as results:
         dead = results.summary()["workers"][1]
     assert (dead["updates"], dead["mean_batch"], dead["last_batch"]) == (0, None, None)
+
+
+def test_a_worker_without_a_gradient_when_the_target_is_reached_has_no_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One batch is an epoch; the target is reached after the first epoch, and the third worker never gets work."""
+    target = {"target": "error <= 1", "target_window": 1, "stop_at_target": True}
+    training = {"epochs": 9, "evaluate": "workers", **target}
+    tables = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 16}, "training": training}
+    path = tmp_path / "out.h5"
+    with rudra.simulate(job(UNLIKE[1:], 3, "fixed", **tables), output=path, progress="quiet") as results:
+        assert (results.status, results.epochs["epoch"].tolist()) == ("finished", [1, 2])
+        workers = results.summary()["workers"]
+    assert [worker["updates"] for worker in workers] == [1, 1, 0]
+    assert [worker["last_batch"] for worker in workers] == [16, 16, None]
+    assert main(["show", str(path)]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "large", "0", "0.0%", "0", "–", "–"] in shown
 
 
 @pytest.mark.parametrize("at", [1, 31, 32, 60])

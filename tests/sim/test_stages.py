@@ -149,13 +149,24 @@ def test_merged_layers_follow_a_schedule_of_updates_at_the_pace_of_the_others(tm
     assert rudra.replay(tmp_path / "placed.h5", job=placed, quiet=True).identical
 
 
-BATCHES = [GROUPED := {"name": "groups", "options": {"groups": 2}}, {"name": "groups"}]
+GROUPED = {"name": "groups", "options": {"groups": 2}}
 
 
-@pytest.mark.parametrize("topology", [*BATCHES, {"name": "groups", "options": {"server": True, "reduction": "nodes"}}])
-def test_synchronous_layers_are_added_as_the_others_are(tmp_path: Path, topology: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("topology", "shares"),
+    [
+        (GROUPED, ()),
+        ({"name": "groups"}, ()),
+        ({"name": "groups"}, (1, 3, 2, 1, 3)),
+        ({"name": "groups", "options": {"server": True, "reduction": "nodes"}}, ()),
+    ],
+    ids=["two", "one", "one-shares", "server"],
+)
+def test_synchronous_layers_are_added_as_the_others_are(
+    tmp_path: Path, topology: dict[str, Any], shares: tuple[float, ...]
+) -> None:
     """In compute groups: the bits of learners that have all layers on the same topology; merged, of one group alone."""
-    whole = small("hardsync", 5, topology=topology, simulation={"nodes": 2})
+    whole = small("hardsync", 5, topology=topology, simulation={"nodes": 2}, cluster={"shares": shares})
     shas = []
     for rule in (None, "synchronous", "merged"):
         run = whole.with_(placement={} if rule is None else {"cut": "again", "rule": rule})
@@ -213,6 +224,19 @@ def test_merged_layers_are_never_stale(tmp_path: Path, protocol: str, n: int | N
         assert np.array_equal(told["timestamp"], tested["timestamp"]), "a snapshot names both timestamps"
         assert told["gradients"][-1] == len(stages), "and after the last one nothing changes"
     assert rudra.replay(tmp_path / "run.h5", job=run, quiet=True).identical
+
+
+def test_a_momentum_correction_is_of_the_first_layers_alone(tmp_path: Path) -> None:
+    """Merged layers are not stale: their first updates, from initial weights of the others, are as without it."""
+    digests = []
+    for correction in ("none", "implicit"):
+        run = small("async", 4, placement={"cut": "again"}, optimizer={"momentum_correction": correction})
+        with rudra.simulate(run, output=tmp_path / f"{correction}.h5", progress="quiet") as results:
+            early = results.stages[results.stages["front"] == 0]
+            assert len(early) > 2
+            digests.append((early["digest"].tolist(), results.updates["digest"][:3].tolist()))
+    assert digests[0][0] == digests[1][0]
+    assert digests[0][1] != digests[1][1]
 
 
 FRONTS: list[dict[str, Any]] = [

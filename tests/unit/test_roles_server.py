@@ -23,10 +23,11 @@ from role_traces import (
 )
 
 from protocols import Clock, Protocol
-from rudra.core.events import Lost, Received, Send, Sent, Started, Stopped, Update
+from rudra.core.events import Event, Lost, Receive, Received, Send, Sent, Started, Stopped, Update
 from rudra.core.messages import Kind, Message
 from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
+from rudra.roles.joint import NUMBER
 from rudra.roles.machine import short_digest
 from rudra.roles.server import ParameterServer, ServerState
 
@@ -560,3 +561,38 @@ def test_who_stops_with_a_loss_lets_in_what_is_under_way() -> None:
         "receive gradient 0",
         "receive gradient 1",
     ]
+
+
+# Shards.
+
+
+@pytest.mark.parametrize("died_first", [False, True])
+def test_a_push_of_a_dead_learner_that_waits_for_a_buffer_is_let_in_by_no_shard(died_first: bool) -> None:
+    """The two shards have four buffers for five learners; the next buffer is for a learner that is alive."""
+    run = job("softsync", 5, protocol={"n": 1}, topology={"name": "sharded", "options": {"shards": 2}})
+    plan = run.plan()
+    role, learners, (_, other) = machine(SERVER, run), plan.learners, plan.owners
+
+    def let_in(*events: Event) -> list[int | None]:
+        """The learners whose parts the shards now let in."""
+        actions = [action for event in events for action in role.handle(event, 0.0)]
+        role.validate()
+        own = [action.source for action in actions if isinstance(action, Receive)]
+        assert own == [row["role"] for row in rows_sent(actions, Kind.LOG) if row["what"] == NUMBER[Receive]]
+        return own
+
+    def told(learner: int, step: int = 0) -> Received:
+        gradients = (sent_gradient(learner, step, 0),)
+        return Received(Message(Kind.GRADIENT, learners[learner], gradients=gradients))
+
+    def parts(learner: int) -> tuple[Received, Received]:
+        part = Received(Message(Kind.GRADIENT_PART, learners[learner]), f"gradient {learner}")
+        return part, Received(Message(Kind.TAKEN, other, value=learner + 1))
+
+    ready = (Message(Kind.READY, learner, value=short_digest(HASHED.digest)) for learner in learners)
+    let_in(Started(), HASHED, *(Sent("weights", learner) for learner in learners), *map(Received, ready))
+    assert let_in(*map(told, range(4))) == list(learners[:4])
+    end = Lost(learners[4]), told(4)
+    assert let_in(*(end if died_first else reversed(end))) == []
+    assert let_in(*parts(0), *parts(1)) == [], "the second of the two buffers is free again"
+    assert let_in(told(0, 1)) == [learners[0]]

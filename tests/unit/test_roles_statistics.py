@@ -7,6 +7,7 @@ from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, ma
 from rudra.core import records
 from rudra.core.events import Evaluated, Event, Hashed, Received, Record, Score, Send, Started
 from rudra.core.messages import ROWS, Kind, Message
+from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.roles.statistics import StatisticsServer
 
@@ -216,6 +217,26 @@ def test_patience_counts_the_tests_before_a_resume() -> None:
         if after is not None:
             then = feed(role, epoch(3, "snapshot 0", 9), HASHED, evaluated("snapshot 0", after))
             assert "ENOUGH@0 to S" in then
+
+
+def test_an_evaluation_by_workers_is_added_up_once_though_the_next_is_here_first() -> None:
+    """The workers evaluate epoch 2 while the statistics server adds up their results of epoch 1."""
+    tables = {"protocol": {"name": "hogbatch"}, "workers": [{"kind": "large"}], "cluster": {"learners": 2}}
+    role = machine(STATISTICS, Job(**tables, training={"epochs": 3, "evaluate": "workers"}).resolved())
+    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+
+    def assessed(number: int) -> Received:
+        rows = np.zeros(1, records.SUM)
+        return Received(Message(Kind.ASSESSED, SERVER, value=number, rows=rows, seconds=number / 4, flag=True))
+
+    assert feed(role, epoch(1, "snapshot 0"), assessed(1)) == ["hash snapshot 0"]
+    assert feed(role, HASHED) == ["sum snapshot 0"]
+    assert feed(role, epoch(2, "snapshot 1"), assessed(2)) == []
+    (first,) = recorded(role, evaluated("snapshot 0", 0.5))
+    assert feed(role, HASHED) == ["sum snapshot 1"]
+    (second,) = recorded(role, evaluated("snapshot 1", 0.25))
+    names = ["epoch", "test_error", "evaluation_s"]
+    assert [row[names].item() for row in (first, second)] == [(1, 0.5, 0.25), (2, 0.25, 0.5)]
 
 
 def test_an_epoch_whose_weights_never_came_is_not_kept() -> None:
