@@ -8,8 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args
@@ -21,9 +19,9 @@ from rudra.job.simulation import DEFAULTS
 from rudra.log import log
 from rudra.machine import cores
 from rudra.results import checkpoint
-from rudra.results.reader import Results, check_output, default_output, open_results
+from rudra.results.reader import Results, check_output, open_results
 from rudra.results.resume import Decision, decide
-from rudra.results.writer import checked_name
+from rudra.results.writer import checked_name, default_outputs
 
 ProgressMode = Literal["bar", "lines", "quiet"]
 Carry = Literal["weights", "all"]
@@ -90,15 +88,15 @@ def run(
             job, output=named, progress=shown, overwrite=force, resume=wanted, origin=origin, choose_cut=_choose_cut
         )
     else:
-        name = partial(default_output, job.name, now=datetime.now())
-        begin = decide(job, named, wanted, force=force, named=name, origin=origin)
-        path = begin.output
-        if begin.text:
-            log.info(begin.text)
-        if begin.finished:
-            return open_results(path)
-        check_output(path, begin.overwrite or begin.checkpoint is not None)
-        code = _launched(job, begin, origin, shown, verbose=verbose)
+        with default_outputs(job.name) as name:
+            begin = decide(job, named, wanted, force=force, named=name, origin=origin)
+            path = begin.output
+            if begin.text:
+                log.info(begin.text)
+            if begin.finished:
+                return open_results(path)
+            check_output(path, begin.overwrite or begin.checkpoint is not None)
+            code = _launched(job, begin, origin, shown, verbose=verbose)
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
@@ -163,6 +161,14 @@ def simulate(
         ResultsError: the result file exists or cannot be written.
         RunError: the simulation failed, for instance because a loss was not finite.
     """
+    with default_outputs(job.name) as name:
+        path = name() if output is None else checked_name(Path(output))
+        _simulate(job, path, force or output is None, progress)
+    return open_results(path)
+
+
+def _simulate(job: Job, path: Path, force: bool, progress: ProgressMode | None) -> None:
+    """Simulates a job and writes its result file; `force` allows to replace an existing one."""
     from rudra.compute.executor import torch_as_in
     from rudra.core.messages import tail_bytes
     from rudra.results.progress import Progress
@@ -172,7 +178,7 @@ def simulate(
     from rudra.simulation.placing import placed
     from rudra.simulation.tensors import find_device, make_cluster
 
-    path = _output(job, output, force)
+    check_output(path, force)
     measured = costs.source(job)
     job = placed(costs.load(job.resolved(cores=cores())))
     if job.simulation.tensors:
@@ -234,7 +240,6 @@ def simulate(
                         executor.close()
             finally:
                 shown.close()
-    return open_results(path)
 
 
 def _of_data(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,7 +276,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _wait_for_results(path: Path, at_most_s: float = 2.0) -> None:
     """Gives the statistics server time to close its file: mpirun does not always wait for it when a rank has died."""
     deadline = time.monotonic() + at_most_s
-    while path.is_file() and time.monotonic() < deadline:
+    while path.is_file() and path.stat().st_size and time.monotonic() < deadline:
         with suppress(ResultsError), open_results(path) as results:
             if results.status != "running":
                 return
@@ -286,12 +291,6 @@ class RanksFailed(RunError):
     def __init__(self, name: str, code: int) -> None:
         super().__init__(f"{name}: the run ended with exit code {code}; the line on stderr says why")
         self.exit_code = code
-
-
-def _output(job: Job, output: str | Path | None, force: bool) -> Path:
-    path = default_output(job.name, now=datetime.now()) if output is None else checked_name(Path(output))
-    check_output(path, force)
-    return path
 
 
 def _progress(mode: ProgressMode | None) -> dict[str, Any]:

@@ -59,11 +59,12 @@ from rudra.mpi.trial import Trial
 from rudra.results import checkpoint
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
-from rudra.results.reader import default_output, open_results
+from rudra.results.reader import open_results
 from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
 from rudra.results.resume import Carried, Decision, carried, decide, finished, moved
 from rudra.results.summary import tests
 from rudra.results.warm_start import final_weights, shapes
+from rudra.results.writer import default_outputs, remove_if_empty
 from rudra.roles import Machine, make_in_phase
 from rudra.roles.checkpoint_cycle import name_of
 from rudra.roles.ledger import Owner
@@ -132,8 +133,9 @@ def run_ranks(
     """
     with abort_on_dead_rank(), _on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
         about: dict[str, Any] = {"force": overwrite, "origin": origin, "temporary": temporary}
-        begin = partial(decide, job, output, resume, named=lambda: default_output(job.name), **about)
-        return _run_ranks(job, output, progress, begin, launched, (comm or MPI.COMM_WORLD).Dup(), choose_cut)
+        with default_outputs(job.name) as named:  # only rank 0 asks for one
+            begin = partial(decide, job, output, resume, named=named, **about)
+            return _run_ranks(job, output, progress, begin, launched, (comm or MPI.COMM_WORLD).Dup(), choose_cut)
 
 
 def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
@@ -828,6 +830,8 @@ class _Session:
     def _end_all(self, code: int, text: str) -> NoReturn:
         """Ends every rank, with one line, where nobody can be asked to."""
         (log.error if code else log.warning)(text)
+        if self._begin.temporary:
+            remove_if_empty(self._begin.output)
         if self._launched:  # mpirun does not tell its parent
             os.write(2, exit_line(code))
         end_everybody(self._comm, code)

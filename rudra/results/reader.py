@@ -499,6 +499,8 @@ def _open(path: Path) -> tuple[h5py.File, bool]:
             raise ResultsError(f"{path}: not a result file of Rudra")
         with path.open("rb") as file:
             head = file.read(12)
+        if not head:
+            raise ResultsError(f"{path}: is empty: its run has not created it yet, or ended before it could")
         if len(head) < 12 or not head.startswith(b"\x89HDF\r\n\x1a\n"):
             raise ResultsError(f"{path}: not a result file of Rudra")
         if head[8] >= 3 and head[11] & 1:  # HDF5's own mark, set from a file's creation until it is closed

@@ -112,7 +112,7 @@ def decide(
         output: result file, if the user named one.
         wanted: a checkpoint or result file to go on from; True: that of `output`, if there is one.
         force: an existing result file may be replaced.
-        named: gives a result file a name.
+        named: reserves a name for a result file, with an empty file that the run may replace.
         origin: a checkpoint of another run with which this one begins, where it does not go on.
         temporary: nobody named `output`, as if it were None.
 
@@ -196,7 +196,7 @@ def _check_protocol(state: SavedState, job: Job) -> None:
 def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, named: Callable[[], Path]) -> Decision:
     output = None if output is None else checked_name(output)
     if wanted is False:
-        return Decision(output or named(), overwrite=force)
+        return Decision(output or named(), overwrite=force or output is None)
     if wanted is True and output is None:
         raise ConfigError("--resume goes on with a result file: say which, by --output FILE.h5 or --resume FILE.h5")
     path = source(wanted) if isinstance(wanted, Path) else checkpoint.path_of(output or Path())
@@ -266,16 +266,18 @@ def source(given: Path) -> Path:
 
 
 def finished(output: Path) -> bool:
-    """Whether a result file holds a finished run."""
-    if not output.is_file():
+    """Whether a result file holds a finished run; an empty one, of a reserved name, does not."""
+    if not output.is_file() or not output.stat().st_size:
         return False
     with open_results(output) as results:
         return results.status == "finished"
 
 
 def replaceable(output: Path, job: Job) -> bool:
-    """Whether a result file is of this job and ended before its first checkpoint: then it may be begun anew."""
+    """Whether a result file is empty, or is of this job and ended before its first checkpoint."""
     try:
+        if output.is_file() and not output.stat().st_size:
+            return True
         with open_results(output) as results:
             return results.status != "finished" and not _differences(results.job, job)
     except ResultsError:

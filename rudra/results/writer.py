@@ -1,10 +1,11 @@
 """The one writer of a result file, and what is in one: `OBJECTS`, which `docs/results.md` shows."""
 
 import fcntl
+import itertools
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -108,14 +109,46 @@ class EntryLike(Protocol):
 
 
 def default_output(job_name: str, directory: Path = Path(), now: datetime | None = None) -> Path:
-    """A name made of job and time that no file has yet."""
+    """Reserves a name made of job and time: creates an empty file, so that no other run gets this name.
+
+    Raises:
+        ResultsError: the file cannot be created.
+    """
     safe_name = re.sub(r"[^\w.-]+", "-", job_name)
     stem = f"{safe_name}-{now or datetime.now():%Y%m%d-%H%M%S}"
-    path, count = directory / f"{stem}.h5", 1
-    while os.path.exists(path):
-        count += 1
-        path = directory / f"{stem}-{count}.h5"
+    for number in itertools.count(1):
+        path = directory / f"{stem}{f'-{number}' if number > 1 else ''}.h5"
+        try:
+            path.open("xb").close()
+            break
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ResultsError(f"{path}: cannot create: {error.strerror or error}") from None
     return path
+
+
+@contextmanager
+def default_outputs(job_name: str) -> Iterator[Callable[[], Path]]:
+    """Gives `default_output` of a job, and removes at the end what it created if no run has written to it."""
+    reserved: list[Path] = []
+
+    def reserve() -> Path:
+        reserved.append(default_output(job_name))
+        return reserved[-1]
+
+    try:
+        yield reserve
+    finally:
+        for path in reserved:
+            remove_if_empty(path)
+
+
+def remove_if_empty(path: Path) -> None:
+    """Removes the file of `default_output` if no run has written to it."""
+    with suppress(OSError):
+        if not path.stat().st_size:
+            path.unlink()
 
 
 def checked_name(path: Path) -> Path:
@@ -146,10 +179,11 @@ class ResultsWriter:
         learners: λ.
         flush_s: rows stay in memory for this long, and then until the next `append` or `flush`.
         roles: who is who, `records.ROLE`.
-        overwrite: replace an existing file. A reader that has the old one open keeps it.
+        overwrite: replace an existing file as soon as the new one is complete. A reader that has the old one open
+            keeps it.
         swmr: whether the file system is good for that mode.
-        carried: rows that the file begins with, from an earlier part of the same run. It then takes the place of that
-            part's file, when they are on the disk.
+        carried: rows that the file begins with, from an earlier part of the same run, whose file it replaces as
+            `overwrite` does.
         carried_weights: epochs that were kept in that part, and their weights.
         state_dict: what that of the model lists; by default what is in the layout.
 
@@ -173,11 +207,12 @@ class ResultsWriter:
         carried_weights: Iterable[tuple[int, NDArray[np.float32]]] = (),
         state_dict: Sequence[StateEntry] = (),
     ) -> None:
-        check_output(path, overwrite or carried is not None)
+        replaces = overwrite or carried is not None
+        check_output(path, replaces)
         with _alone(path):  # nobody else writes it
             self._held = ExitStack()
         self.path = path
-        made = path if carried is None else path.with_name(f".{path.stem}.resumed.h5")
+        made = path.with_name(f".{path.stem}.new.h5") if replaces else path
         self._swmr, self._ended = swmr, False
         self._flush_s = flush_s if swmr else max(flush_s, _STEP_S)
         self._flushed_at = -np.inf
@@ -187,7 +222,7 @@ class ResultsWriter:
         self._state = np.zeros(1, STATE)
         self._state["status"] = b"running"
         try:
-            if overwrite or carried is not None:
+            if replaces:
                 made.unlink(missing_ok=True)
             self._file = h5py.File(made, "x", libver="latest", locking="best-effort")
         except OSError as error:
@@ -205,7 +240,7 @@ class ResultsWriter:
                 for epoch, weights in carried_weights:
                     self._keep(epoch, weights)
                 self._flush(time.monotonic())
-                if carried is not None:
+                if replaces:
                     self._to_disk()
                     os.replace(made, path)
                     sync_directory(path.absolute().parent)

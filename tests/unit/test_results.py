@@ -8,11 +8,13 @@ import textwrap
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 
+import rudra
 from rudra.core.records import (
     AVERAGE,
     EPOCH,
@@ -27,11 +29,12 @@ from rudra.core.records import (
     TOTALS,
     UPDATE,
 )
-from rudra.errors import ResultsError
+from rudra.errors import ResultsError, RudraError
 from rudra.files import check_output, file_system
 from rudra.job.job import Job
-from rudra.results import plan_rows
+from rudra.results import plan_rows, writer
 from rudra.results.reader import FORMAT_VERSION, default_output, open_results
+from rudra.results.resume import decide
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 from tests.waiting import eventually
 
@@ -432,13 +435,44 @@ def test_file_systems_are_told_by_their_mount_points(path, kind):
     assert file_system(Path(path), "") == ""
 
 
+NOW = datetime(2024, 5, 6, 7, 8, 9)
+
+
 def test_default_output_never_names_an_existing_file(tmp_path):
-    now = datetime(2024, 5, 6, 7, 8, 9)
-    names = []
-    for _ in range(3):
-        names.append(default_output("a b/c", tmp_path, now))
-        names[-1].touch()
+    names = [default_output("a b/c", tmp_path, NOW) for _ in range(3)]
     assert [n.name for n in names] == [f"a-b-c-20240506-070809{n}.h5" for n in ("", "-2", "-3")]
+    with pytest.raises(ResultsError, match=r"a-20240506-070809\.h5: cannot create: No such file or directory$"):
+        default_output("a", tmp_path / "missing", NOW)
+
+
+def test_two_runs_that_begin_in_the_same_second_write_two_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(writer, "datetime", SimpleNamespace(now=lambda: NOW))
+    with writer.default_outputs("a") as first, writer.default_outputs("a") as second:
+        begun = [decide(Job(), None, False, force=False, named=named) for named in (first, second)]
+        again = decide(Job(), begun[0].output, True, force=False, named=Path)  # a restart before the file is created
+        assert again.overwrite
+        for decision, updates in zip(begun, (10, 20), strict=True):
+            write_run(decision.output, updates=updates, epochs=1, staleness=0, overwrite=decision.overwrite)
+    assert sorted(os.listdir()) == ["a-20240506-070809-2.h5", "a-20240506-070809.h5"]
+    for decision, updates in zip(begun, (10, 20), strict=True):
+        with open_results(decision.output) as results:
+            assert len(results.updates) == updates
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: rudra.run(Job(), from_="other.h5", carry="all"),
+        lambda: rudra.run(Job(data={"name": "idx", "path": "missing"})),
+        lambda: rudra.simulate(Job(data={"name": "idx", "path": "missing"})),
+    ],
+)
+def test_a_run_that_fails_to_start_leaves_no_file(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RudraError, match=r"other\.h5|missing"):
+        start()
+    assert os.listdir() == []
 
 
 def test_a_file_of_format_5_counts_the_epochs_of_updates_from_0(tmp_path):
@@ -512,7 +546,7 @@ def _altered(path):
     [
         (lambda path: None, "no such result file"),
         (lambda path: path.mkdir(), "Is a directory"),
-        (lambda path: path.touch(), "not a result file of Rudra"),
+        (lambda path: path.touch(), "is empty: its run has not created it yet"),
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n\x03"), "not a result file of Rudra"),
         (lambda path: path.write_text("hello" * 1000), "not a result file of Rudra"),
         (_foreign, "not a result file of Rudra"),
