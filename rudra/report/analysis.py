@@ -298,15 +298,17 @@ def _draw(figure: Any, curves: Sequence[_Curves], *, log: bool = False) -> None:
     _rates(next(axes), lines, log=log)
     if stale:
         _staleness(next(axes), next(axes), lines)
-    remark = "" if stale or not any(len(c.update) for c in curves) else "Nothing is stale: σ = 0 in all gradients."
+    remarks = not_from_zero(panels[:count])
+    if not stale and any(len(c.update) for c in curves):
+        remarks.append("Nothing is stale: σ = 0 in all gradients.")
     if single:
         figure.suptitle(lines[0].label)
     else:
         handles = [_handle(line.look) for line in lines]
         names = ["\n".join(wrapped(line.label, _LETTERS)) for line in lines]
         figure.legend(handles, names, loc="outside right upper", fontsize=12)
-    if remark:
-        figure.supxlabel(remark, x=0.01, ha="left", fontsize=12, color="#555555")
+    if remarks:
+        figure.supxlabel("\n".join(remarks), x=0.01, ha="left", fontsize=12, color="#555555")
 
 
 def _handle(look: Mapping[str, Any]) -> Any:
@@ -476,13 +478,25 @@ def log_ticks(axis: Any, low: float, high: float) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def close(low: float, high: float) -> bool:
+    """Whether a scale from zero would hide how values in this range differ."""
+    return 0 < _CLOSE * high < low < high
+
+
+def not_from_zero(axes: Sequence[Any]) -> list[str]:
+    """A note that names the vertical scales that do not begin at zero; empty: there are none."""
+    cut = [axis for axis in axes if axis.get_yscale() == "linear" and axis.get_ylim()[0] > 0]
+    labels = dict.fromkeys(axis.get_ylabel() for axis in cut if axis.get_ylabel())
+    return [f"The scale does not begin at 0: {', '.join(labels)}"] if labels else []
+
+
 def set_scale(axis: Any) -> None:
     """A vertical scale from zero, or from below it where values are; all zero is a line at the bottom.
 
     Values that are close together get a scale of their own range, which shows how they differ.
     """
     low, high = axis.dataLim.y0, axis.dataLim.y1
-    if 0 < _CLOSE * high < low < high:
+    if close(low, high):
         room = 0.1 * (high - low)
         axis.set_ylim(low - room, high + room)
     elif low >= 0:

@@ -167,14 +167,14 @@ def _seeds(runs: Sequence[Run]) -> list[str]:
 
 
 def _warm_up(runs: Sequence[Run]) -> list[str]:
-    """A note if rates follow the number of updates, and an epoch has a different number of updates in each run."""
-    rising = [r for r in runs if r.job.get("optimizer.schedule_every") == "update" and r.job.get("optimizer.warm_up")]
-    each = {(r.minibatch_size, r.attributes.get("gradients_per_update")) for r in rising}
-    if len(each) < 2:
+    """A note if the options of a schedule may count updates, and runs make different numbers of them in an epoch."""
+    counting = [r for r in runs if r.job.get("optimizer.schedule_every") == "update"]
+    counting = [r for r in counting if r.job.get("optimizer.schedule_options")]
+    if len({r.minibatch_size * (r.attributes.get("gradients_per_update") or 0) for r in counting}) < 2:
         return []
     return [
-        "The warm-up sets a rate for each update, and runs make different numbers of updates in an epoch: they warm up "
-        "in different numbers of steps."
+        "The learning rate changes with each update, and runs make different numbers of updates in an epoch: what the "
+        "schedule's options count in updates, such as a warm-up, lasts for more epochs in some runs than in others."
     ]
 
 

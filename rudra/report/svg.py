@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
-from rudra.report.analysis import COLOURS, STYLE, log_ticks, wrapped
+from rudra.report.analysis import COLOURS, STYLE, close, log_ticks, not_from_zero, wrapped
 from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import Figure
 from rudra.report.tables import ReportTable
@@ -116,7 +116,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
             _legends(drawing, axes[:count], columns, width)
         else:
             _legend(drawing, axes[:count], width, least=1 if _missing(figure) else 2)
-        _note(drawing, _missing(figure), width)
+        _note(drawing, [*_missing(figure), *not_from_zero(axes[:count])], width)
         engine.execute(drawing)
         drawing.set_layout_engine(None)  # labels are placed where things are now
         for finish in finishes:
@@ -134,6 +134,7 @@ def _share(axes: Sequence[Any], columns: int, *, from_zero: bool) -> None:
         axes[0].set_ylim(low / 1.2, high * 1.2)
     else:
         room = 0.09 * (max(high - low, 0.05 * abs(high)) or 1.0)
+        from_zero = from_zero and not close(low, high)
         bottom = low - room if low < 0 else -0.01 * high if from_zero else max(0.0, low - room)
         axes[0].set_ylim(bottom, high + room)
     for i, axis in enumerate(axes):

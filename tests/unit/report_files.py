@@ -31,6 +31,7 @@ def write_point(
     learning_rate: float = 0.01,
     modulation: str = "auto",
     known_error: bool = True,
+    optimizer: dict[str, Any] | None = None,
     **about: Any,
 ) -> None:
     """One simulated run whose time falls with λ and rises with small μ, and whose error rises with μλ."""
@@ -38,7 +39,7 @@ def write_point(
         name="grid",
         protocol={"name": protocol, "reference_batch_size": 64, "modulation": modulation} | ({"n": n} if n else {}),
         training={"minibatch_size": mu, "epochs": epochs, "seed": seed},
-        optimizer={"learning_rate": learning_rate},
+        optimizer={"learning_rate": learning_rate} | (optimizer or {}),
         cluster={"learners": lam},
         topology={"name": topology, "options": options or {}},
     ).resolved(learners=lam, threads_per_rank=1)

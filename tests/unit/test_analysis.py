@@ -243,3 +243,12 @@ def test_effective_learning_rates_stand_in_the_legend_where_they_differ(tmp_path
     write_point(tmp_path / "same.h5", protocol="softsync", n=2, mu=8, lam=4)
     figure = drawn([tmp_path / "2.h5", tmp_path / "same.h5"])
     assert not [text for text in figure.legends[0].get_texts() if "α" in text.get_text()]
+
+
+def test_a_scale_of_close_values_is_named_below_the_picture(runs):
+    curves = _load(runs / "soft.h5", "soft")
+    for low, note in ((48.0, "The scale does not begin at 0: test error (%)"), (2.0, "")):
+        figure = Figure()
+        _draw(figure, [curves._replace(test_error=np.linspace(50, low, len(curves.epoch)))])
+        assert figure.get_supxlabel() == note
+        assert bool(panels(figure)["Test error over epochs"].get_ylim()[0] > 40) is bool(note)

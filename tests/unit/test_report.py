@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -495,6 +496,77 @@ def test_bars_that_are_compared_share_a_scale(study: Path, tmp_path: Path) -> No
     assert [patch.get_fill() for patch in outlines.patches] == [False, False]
 
 
+def test_shares_and_bars_of_roles_stay_in_their_bounds(study: Path) -> None:
+    """Tests that end after the training, learners whose phases overlap, and a server that updates in parallel."""
+    run = read(study / "softsync-1-4-30.h5")
+    times = [{**row, "wait_share": 0.7} for row in run.summary["learner_times"]]
+    times_of = {"update_s": 2 * run.time_s, "evaluation_s": 1.18 * run.time_s}
+    run = dataclasses.replace(run, summary={**run.summary, "learner_times": times}, **times_of)
+    (figure,) = [f for f in figures(Study("x", (run,)), [run]) if f.name == "roles"]
+    row = dict(zip(figure.table.columns, figure.table.rows[0], strict=True))
+    assert row["statistics: tests (%)"] == 100
+    assert row["server: updates (%)"] == pytest.approx(200)
+    for narrow in (False, True):
+        page = _drawn(figure, narrow=narrow)
+        assert len(page.axes) == 3
+        for axis in page.axes:
+            drawn = [*axis.patches, *(text for text in axis.texts if text.get_text().endswith(" %"))]
+            assert max(each.get_window_extent().x1 for each in drawn) <= axis.bbox.x1
+
+
+def test_scales_that_do_not_begin_at_zero_say_so(tmp_path: Path) -> None:
+    """Those of values that are close together, in one panel or in several that share the scale."""
+    write_point(tmp_path / "run.h5", protocol="softsync", n=2, mu=4, lam=4)
+    run = read(tmp_path / "run.h5")
+    note = "The scale does not begin at 0: test error (%)"
+    for count in (1, 13):  # one panel for all, and several
+        for low, cut in ((48.0, True), (2.0, False)):
+            runs = [
+                dataclasses.replace(
+                    run,
+                    file=Path(f"{i}.h5"),
+                    label=f"run {i}",
+                    job={**run.job, "optimizer.momentum": i / 20},
+                    test_error=np.linspace(50, low, 6),
+                )
+                for i in range(count)
+            ]
+            figure = figures(Study("x", tuple(runs)), runs)[0]
+            page = _drawn(figure, narrow=False)
+            bottom, top = page.axes[0].get_ylim()
+            assert (page.get_supxlabel() == note) is cut
+            assert 50 < top < 60
+            assert 40 < bottom < low if cut else bottom <= 0
+
+
+def notes_of(*files: Path) -> str:
+    (section,) = sections_of(collect(files))
+    return "\n".join(section.notes)
+
+
+def test_runs_of_one_seed_get_a_note(tmp_path: Path) -> None:
+    for name, n, seed in (("one", 1, 1), ("other", 4, 1), ("again", 4, 2)):
+        write_point(tmp_path / f"{name}.h5", protocol="softsync", n=n, mu=4, lam=4, seed=seed)
+    one, other, again = (tmp_path / f"{name}.h5" for name in ("one", "other", "again"))
+    assert "All runs have the same seed" in notes_of(one, other)
+    assert "same seed" not in notes_of(one), "nothing is compared"
+    assert "same seed" not in notes_of(one, other, again)
+
+
+def test_warm_up_by_updates_gets_a_note_where_runs_make_different_numbers_of_them(tmp_path: Path) -> None:
+    def point(name: str, n: int, **more: object) -> Path:
+        linear = {"schedule": "torch.optim.lr_scheduler:LinearLR", "schedule_options": {"total_iters": 20}}
+        optimizer = {**linear, "schedule_every": "update", **more}
+        write_point(tmp_path / name, protocol="softsync", n=n, mu=4, lam=4, optimizer=optimizer)
+        return tmp_path / name
+
+    one, four, said = point("one.h5", 1), point("four.h5", 4), "in updates, such as a warm-up, lasts for more epochs"
+    assert said in notes_of(one, four)
+    assert said not in notes_of(one, point("rate.h5", 1, learning_rate=0.02)), "equally many updates"
+    assert said not in notes_of(one, point("epoch.h5", 4, schedule_every="epoch")), "one of them counts epochs"
+    assert said not in notes_of(*(point(f"cosine{n}.h5", n, schedule="cosine", schedule_options={}) for n in (1, 4)))
+
+
 def test_effective_rates_stand_in_legends_and_the_table(tmp_path: Path) -> None:
     """Of many runs in the legend of each panel, where a λ has another rate in each."""
     for lam in (2, 4, 8):
@@ -516,8 +588,7 @@ def test_effective_rates_stand_in_legends_and_the_table(tmp_path: Path) -> None:
 
 
 def rates_note(*files: Path) -> bool:
-    (section,) = sections_of(collect(files))
-    return any(note.startswith("Effective learning rates differ") for note in section.notes)
+    return "Effective learning rates differ" in notes_of(*files)
 
 
 def test_a_report_says_where_rates_differ_beside_what_is_compared(tmp_path: Path) -> None:
