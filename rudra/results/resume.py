@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocols import restored
+from rudra.core.digest import digest_of, sample
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
 from rudra.core.phases import parts, phase_at
@@ -257,7 +258,20 @@ def _foreign(state: SavedState, weights: NDArray[np.float32] | None, results: Re
             name = f"{table}.{key}"
             if value != now[table].get(key) and name not in {*RESUME_MAY_CHANGE, *LENGTH}:
                 return f"{name} is {value} in the checkpoint and {now[table].get(key)} in the result file"
-    return ""
+    return _different_weights(state, weights, results)
+
+
+def _different_weights(state: SavedState, weights: NDArray[np.float32] | None, results: Results) -> str:
+    """Why a checkpoint is not of a result file by its weights; empty if it may be."""
+    update, digest = state.position.timestamp, 0
+    for piece in results.pieces("updates"):
+        digest = int(next(iter(piece["digest"][piece["timestamp"] == update]), digest))
+    if weights is None or not digest or digest == digest_of(weights[sample(update, len(weights))].tobytes()):
+        return ""
+    plan = results.plan()
+    if state.job.get("changes") or plan.parted or plan.window or plan.averaging:  # other digests
+        return ""
+    return f"the weights of update {update} differ"
 
 
 def source(given: Path) -> Path:

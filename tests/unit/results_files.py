@@ -48,14 +48,17 @@ def rows(dtype: np.dtype[np.void], count: int = 1, **columns: Any) -> NDArray[np
     return made
 
 
-def write_run(path: Path, *, updates: int, epochs: int, staleness: int, finish: bool = True, **extra: Any) -> None:
-    """A run whose test error falls, and whose gradients have staleness 0 to 2 * `staleness`."""
+def write_run(
+    path: Path, *, updates: int, epochs: int, staleness: int, finish: bool = True, digest: int = 0, **extra: Any
+) -> None:
+    """A run whose test error falls, and whose gradients have staleness 0 to 2 * `staleness`; `digest` of weights."""
     times = np.linspace(0.01, 0.01 * updates, updates)
     random = np.random.default_rng(updates)
     sigma = random.binomial(2 * staleness, 0.5, (updates, 2)) if staleness else np.zeros((updates, 2), int)
     with new_writer(path, **extra) as writer:
         stamps = np.arange(updates) + 1
         common = {"timestamp": stamps, "time_s": times, "mean_staleness": sigma.mean(1), "gradients": 2}
+        common["digest"] = digest
         writer.append("updates", rows(UPDATE, updates, **common | {"samples": 32, "learning_rate": 0.01}))
         writer.append("gradients", rows(GRADIENT, 2 * updates, update=stamps.repeat(2), staleness=sigma.ravel()))
         last = times[updates * np.arange(1, epochs + 1) // max(1, epochs) - 1] if epochs else 0

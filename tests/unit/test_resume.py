@@ -145,8 +145,9 @@ def test_only_a_run_without_output_has_a_temporary_checkpoint(name: str | None, 
     named = tmp_path / "chosen.h5"
     found = decide(Job(), output, False, force=False, named=lambda: named)
     assert found.temporary == (name is None)
-    on_ranks = decide(Job(), found.output, False, force=False, named=Path, temporary=found.temporary)
-    assert on_ranks == found  # which the launcher gave a name
+    assert found.overwrite == found.temporary  # the name is reserved with an empty file
+    on_ranks = decide(Job(), found.output, False, force=found.overwrite, named=Path, temporary=found.temporary)
+    assert on_ranks._replace(run=found.run) == found  # the launcher chose the name, the ranks choose the identity
 
 
 @pytest.mark.parametrize("temporary", [True, False])

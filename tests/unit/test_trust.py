@@ -13,9 +13,11 @@ from results_files import write_run
 
 from rudra import trust
 from rudra.cli.main import main
+from rudra.core.digest import digest_of, sample
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError, ResultsError, TrustError
 from rudra.job.job import Job
+from rudra.results import plan_rows
 from rudra.results.checkpoint import CheckpointWriter, read
 from rudra.results.reader import open_results
 from rudra.results.resume import resumable
@@ -134,6 +136,36 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, first: dict[str,
     path.with_suffix(".ckpt").write_bytes(other.with_suffix(".ckpt").read_bytes())
     with pytest.raises(CheckpointError, match=r"is of another run than .*run\.h5"):
         resumable(path)
+
+
+@pytest.mark.parametrize(("topology", "told"), [("base", True), ("replicas", False)])
+def test_old_runs_of_one_job_are_told_apart_by_their_weights(tmp_path: Path, topology: str, told: bool) -> None:
+    job = Job(cluster={"learners": 4}, topology={"name": topology}, protocol={"name": "softsync" if told else "easgd"})
+    job_tables = json.loads(job.to_json())
+    path = run(tmp_path, topology=job_tables["topology"], protocol=job_tables["protocol"])
+    rows = plan_rows.rows_of(job.plan())
+    about = {"not_replayable": "", **plan_rows.about(job.plan())}
+    with open_results(path) as results:
+        said = json.dumps(results.job)
+    for number, weights in enumerate((np.zeros(3, np.float32), np.ones(3, np.float32))):
+        digest = digest_of(weights[sample(16, 3)].tobytes())
+        write_run(
+            path,
+            updates=16,
+            epochs=2,
+            staleness=0,
+            finish=False,
+            job=said,
+            roles=rows,
+            digest=digest,
+            overwrite=True,
+            **about,
+        )
+        if told and number:
+            with pytest.raises(CheckpointError, match=r"another run than .*run\.h5: the weights of update 16 differ"):
+                resumable(path)
+        else:
+            resumable(path)
 
 
 def test_a_pipe_and_a_directory_are_no_checkpoints(tmp_path: Path) -> None:
