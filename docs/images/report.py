@@ -24,8 +24,10 @@ def main(page_file: Path, picture: Path) -> None:
         end = page.locator("details.data").first.bounding_box()
         assert top is not None
         assert end is not None
-        clip = {"x": 20, "y": top["y"] - 6, "width": 1160, "height": end["y"] + end["height"] + 10 - top["y"]}
-        page.screenshot(path=picture, full_page=True, clip=clip)
+        height = end["y"] + end["height"] + 10 - top["y"]
+        page.screenshot(
+            path=picture, full_page=True, clip={"x": 20, "y": top["y"] - 6, "width": 1160, "height": height}
+        )
         browser.close()
     Image.open(picture).quantize().save(picture, optimize=True)
 
