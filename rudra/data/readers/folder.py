@@ -81,9 +81,9 @@ def _images(directory: str, above: tuple[str, ...] = ()) -> list[str]:
     path = (*above, os.path.realpath(directory))
     if path[-1] in above:
         return []  # a link leads back
-    entries = [entry for entry in entries_in(Path(directory)) if not entry.name.startswith(".")]
-    files = [entry.path for entry in entries if entry.name.lower().endswith(_SUFFIXES) and not entry.is_dir()]
-    return files + [file for entry in entries if entry.is_dir() for file in _images(entry.path, path)]
+    paths = [entry.path for entry in entries_in(Path(directory)) if not entry.name.startswith(".")]
+    files = [each for each in paths if each.lower().endswith(_SUFFIXES) and not os.path.isdir(each)]
+    return files + [file for each in paths if os.path.isdir(each) for file in _images(each, path)]
 
 
 def _check_header(file: str) -> None:

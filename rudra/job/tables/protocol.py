@@ -28,7 +28,7 @@ class ProtocolTable(Table):
         description="splitting parameter of softsync, 1 <= n <= learners: c = floor(learners / n) gradients make an "
         "update",
     )
-    modulation: str = Field(
+    modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] | str = Field(
         "auto",
         description="rule by which the protocol changes the learning rate: none, sqrt, n, mean_staleness, "
         "gradient_staleness, or your own, package.module:class; auto: sqrt for hardsync, n for softsync and async, "
