@@ -84,7 +84,7 @@ def _layers(job: Job) -> tuple[Layer, ...]:
     Raises:
         ConfigError: it cannot be cut at all, or nowhere so that a stage server can have what is behind.
     """
-    info = load(job.data, train=False, seed=job.training.seed, ignored=job.task.ignored).info
+    info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
     with torch_as_in(job):
         model = models.build(job.model, info, job.training.seed)
         model.eval()  # BatchNorm cannot do with one sample

@@ -436,7 +436,7 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
 
 
 def _without_tensors(job: Job) -> Cluster:
-    info = load(job.data, train=False, seed=job.training.seed, ignored=job.task.ignored).info
+    info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
     try:
         with torch.device("meta"):  # shapes alone
             flat = FlatModel(models.build(job.model, info, job.training.seed))
