@@ -12,7 +12,10 @@ FORBIDDEN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "
 MODULES = {"marshal", "shelve", "dill", "joblib", "runpy"}
 ONLY_IN = {
     "pickle.load": {"rudra/worker.py"},  # what the launcher of the same run wrote, for this user alone
-    "pickle.loads": {"rudra/mpi/node_memory.py"},  # what another rank of the same run and node has in memory
+    "pickle.loads": {
+        "rudra/mpi/node_memory.py",  # what another rank of the same run and node has in memory
+        "protocols/probe.py",  # what the same function has just written
+    },
     "pickle.Unpickler": set[str](),
     "pickle._Unpickler": {"rudra/data/readers/cifar.py"},  # which finds no class but stand-ins
     "os.umask": {"rudra/mpi/forkserver.py"},  # a rank's is its proxy's
@@ -25,7 +28,7 @@ ONLY_IN = {
         "rudra/bench/behind.py",  # what the benchmark that starts it names
         "rudra/cli/main.py",
         "rudra/data/readers/__init__.py",
-        "protocols/base.py",
+        "protocols/making.py",
         "topologies/fitting.py",
     },
 }

@@ -104,7 +104,11 @@ def not_a_number(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         (f"{SCHEDULERS}:StepLR", {}, r".*missing 1 required positional argument: 'step_size'"),
         (f"{SCHEDULERS}:OneCycleLR", {"max_lr": 1.0, "total_steps": 5}, "Tried to step 6 times.* is 5"),
         (f"{SCHEDULERS}:OneCycleLR", {"max_lr": 1.0, "epochs": 5}, "You must define either total_steps OR .*"),
-        (f"{SCHEDULERS}:ReduceLROnPlateau", {}, ".*ReduceLROnPlateau depends on tests; valid: schedule = 'plateau'"),
+        (
+            f"{SCHEDULERS}:ReduceLROnPlateau",
+            {},
+            ".*ReduceLROnPlateau depends on tests; valid: schedule = 'plateau', with .*",
+        ),
         ("cosine", {"T_min": 3}, ".*unexpected keyword argument 'T_min'"),
         ("math:pi", {}, "'float' object is not callable"),
         (f"{__name__}:not_a_number", {}, "gives a rate of nan after 1 epochs; valid: >= 0"),
