@@ -290,7 +290,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 UNSEEN = "hook where gradients add up"
 """Torch does not list this hook: only the first gradient shows that the model has it."""
 
-COMPILED = ("large with norms", "hook on a parameter", "hook on a large parameter", "checkpoint", "tied", "experts")
+COMPILED = ("large with norms", "hook on a large parameter", "checkpoint")
 
 
 def batch(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
@@ -373,6 +373,7 @@ def test_gradients_computed_together_are_those_of_plain_torch_or_refused(name: s
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's, where it compiles in parts
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_gradients_are_those_of_plain_torch_or_refused(name: str) -> None:
     (loss, gradient), (wanted_loss, wanted) = flat(name, compiled=True), plain(name)
