@@ -270,9 +270,9 @@ def test_ranks_that_are_killed_while_mpi_starts_are_not_waited_for(
     (line,) = lines
     if len(ranks) < len(ROLES):
         # They are killed one after the other: mpirun may have ended all because of the first.
-        named = re.fullmatch(r"rudra: (rank \d(?:, rank \d)*) died before training began", line)
+        named = re.fullmatch(r"rudra: (rank \d \([^)]+\)(?:, rank \d \([^)]+\))*) died before training began", line)
         assert named, line
-        assert {int(rank) for rank in re.findall(r"\d", named[1])} <= {*ranks}, line
+        assert {int(rank) for rank in re.findall(r"rank (\d)", named[1])} <= {*ranks}, line
     else:  # mpirun may end before all were found dead
         assert line.endswith(" died before training began")
     assert gone(list(pids.values()))
@@ -319,7 +319,7 @@ def test_a_job_that_the_ranks_cannot_load_is_shown_once(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, timeout=200, check=False)
     assert done.returncode == 1
     assert done.stderr.count(b"rudra: ") == 1
-    assert done.stderr.startswith(b"rudra: rank 0 cannot load the job: ValueError: ")
+    assert done.stderr.startswith(b"rudra: rank 0 (server) cannot load the job: ValueError: ")
     assert done.stderr.count(b"Traceback") == 1
 
 
