@@ -3,7 +3,6 @@
 One rank decides for all. The decision is part of the job from then on, so that resumed runs and replays keep it.
 """
 
-import logging
 import math
 from typing import Any
 
@@ -18,14 +17,13 @@ from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.tasks import Task
 from rudra.core.phases import parts
-from rudra.core.work import DEALT, Portion, portion
+from rudra.core.work import DEALT, Portion, Work, portion
 from rudra.data.load import Data
 from rudra.data.trees import moved
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.log import log
 from topologies import Plan
-
-log = logging.getLogger("rudra")
 
 _AGREE = 1e-6
 """Largest difference between two computations of a gradient, relative to its norm, that counts as agreement."""
@@ -84,7 +82,7 @@ def portion_of(job: Job, plan: Plan, role: int) -> Portion:
     return portion(plan, role, job.training.minibatch_size, job.cluster.parts)
 
 
-def _first_work(job: Job, plan: Plan, samples: int) -> Any:
+def _first_work(job: Job, plan: Plan, samples: int) -> Work:
     if plan.scheduled:
         return Portion(DEALT, 0, min(job.training.minibatch_size, samples), 0).work(0)
     return portion_of(job, plan, plan.learners[0]).work(0)

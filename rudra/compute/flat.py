@@ -450,6 +450,9 @@ class FlatModel:
         self._steps += 1
         if self.racing or self._steps & (self._steps - 1):
             return None
+        return self._sum_of_bits()
+
+    def _sum_of_bits(self) -> int:
         return int(self._weights[: self.parameter_count].view(torch.int32).sum())
 
     def _check_unchanged(self, versions: Sequence[int], checksum: int | None) -> None:
@@ -470,7 +473,7 @@ class FlatModel:
                 parameter.data = view  # the same values in other memory, as LSTM.flatten_parameters places them
             elif parameter._version != version:
                 raise ConfigError(changed(entry.name))
-        if checksum is not None and checksum != int(self._weights[: self.parameter_count].view(torch.int32).sum()):
+        if checksum is not None and checksum != self._sum_of_bits():
             raise ConfigError(changed("a parameter"))
 
     def _split(self, vector: torch.Tensor, without: int | None = None) -> list[torch.Tensor]:

@@ -11,12 +11,11 @@ from clusters import Rows, job, timing
 from pages import names_in, page
 
 import protocols
-import topologies
 from protocols import Averaging, Protocol
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation.conformance import NOISY, check, check_stages
+from rudra.simulation.conformance import NOISY, TOPOLOGY_CASES, check, check_stages
 from rudra.simulation.costs import places
 
 PAGE = page("own-rules.md")
@@ -42,17 +41,7 @@ RULES: list[dict[str, Any]] = [
     {"name": Bounded, "options": {"ahead": 0, "gradients": 3}},
     {"name": Eager},
 ]
-TOPOLOGIES: list[dict[str, Any]] = [
-    *({"name": name} for name in topologies.shipped()),
-    {"name": "adv", "options": {"fan_out": 2}},
-    {"name": "adv", "options": {"fan_out": [1, 2]}},
-    {"name": "adv*", "options": {"fan_out": [2, 3], "weight_fan_out": 1}},
-    {"name": "groups", "options": {"groups": 3}},
-    {"name": "replicas", "options": {"server": True}},
-    {"name": "replicas", "options": {"groups": 2}},
-    {"name": "hierarchical", "options": {"blocks": 3}},
-    {"name": Racks},
-]
+TOPOLOGIES: list[dict[str, Any]] = [*TOPOLOGY_CASES, {"name": Racks}]
 ASYNC, DILOCO = {"name": "async"}, {"name": "diloco"}  # whose first average ends the training here
 SUITS = {name: {"name": "easgd"} for name in ("replicas", "hierarchical")}
 """A protocol that a topology takes, if not `ASYNC`."""
