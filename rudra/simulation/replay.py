@@ -20,6 +20,7 @@ import torch
 from msgspec import structs
 from tqdm import tqdm
 
+from protocols import Averaging, Hogbatch
 from rudra.compute import models
 from rudra.compute.executor import torch_as_in
 from rudra.compute.flat import sha256
@@ -53,7 +54,7 @@ from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.core.work import Work, portion
 from rudra.data.fingerprint import fingerprints, from_plain
 from rudra.data.load import Data, DataInfo, load
-from rudra.errors import ConfigError, ProtocolError, ReplayError
+from rudra.errors import ConfigError, ProtocolError, ReplayError, printable
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
@@ -198,7 +199,8 @@ def surroundings(results: Results) -> list[str]:
     """In what this machine differs from that of the run, so that bits may differ too; one line each."""
     then = results.attributes
     lines = [
-        f"{name.replace('_', ' ')} was {then[name]}, here it is {value}; the weights may differ in their last bits"
+        f"{name.replace('_', ' ')} was {printable(str(then[name]))}, here it is {value}; "
+        "the weights may differ in their last bits"
         for name, value in arithmetic().items()
         if then[name] != value
     ]
@@ -523,6 +525,7 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     updates = record.updates_count if until is None else until
     loaded = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
     _check_data(record, loaded)
+    _check_kind(record, job)
     info = loaded.info
     executors = make_executors(
         job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False, first_weights=final_weights
@@ -548,6 +551,15 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     done = updates if difference is None else max(0, difference.update - 1)
     digest = sha256(_weights(owners))
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
+
+
+def _check_kind(record: RecordedRun, job: Job) -> None:
+    """Raises ReplayError where the file's attributes and its job are of different kinds of runs."""
+    protocol = job.make_protocol(record.plan)
+    kinds = {"averaging": isinstance(protocol, Averaging), "scheduled": isinstance(protocol, Hogbatch)}
+    for name, wanted in kinds.items():
+        if getattr(record.plan, name) != wanted:
+            raise ReplayError(f"{record.path}: damaged: attribute '{name}' is not what its job has")
 
 
 def _check_data(record: RecordedRun, loaded: Data) -> None:

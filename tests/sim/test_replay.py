@@ -381,7 +381,7 @@ class Breaking(Dataset[Any]):
         return self.inner[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        self.given += 1
+        self.given += len(indices) > 1  # what looks at the data before training draws one sample at a time
         if self.given > self.after:
             raise ValueError("the user's own bug")
         return [self.inner[index] for index in indices]
@@ -503,7 +503,7 @@ def test_a_file_from_before_a_key_is_repeated_with_a_job_that_leaves_it_out(tmp_
         del tables["optimizer"]["schedule"], tables["optimizer"]["groups"]
         file.attrs["job"] = json.dumps(tables)
     assert rudra.replay(path, job=job, quiet=True).identical
-    assert rudra.replay(path, quiet=True).identical
+    assert rudra.replay(path, quiet=True, trust=True).identical
 
 
 def test_a_local_function_is_no_name(tmp_path: Path) -> None:

@@ -432,7 +432,7 @@ def test_a_task_that_does_not_fit_the_data_is_refused_before_training(tmp_path: 
 @pytest.mark.parametrize("protocol", ["hardsync", "softsync", "async"])
 @pytest.mark.parametrize(
     ("samples", "learners", "size"),
-    [(1, 3, 1), (3, 6, 4), (7, 2, 5), (240, 7, 50)],
+    [(1, 3, 1), (3, 6, 3), (7, 2, 5), (240, 7, 50)],
     ids=["one sample", "more learners than samples", "a short last batch", "mini-batches larger than shares"],
 )
 def test_any_number_of_samples_will_do(protocol: str, samples: int, learners: int, size: int, tmp_path: Path) -> None:
