@@ -115,7 +115,11 @@ def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> Reque
         kind = error.Get_error_class()
         if kind == MPI.ERR_PROC_FAILED_PENDING:
             # It continues when the loss is acknowledged. If it is complete, Open MPI reports the error again and again.
-            return "done" if request.Get_status(status) else "no"
+            if not request.Get_status(status):
+                return "no"
+            with suppress(MPI.Exception):
+                request.Test()  # so that a persistent request that has ended since can be started again
+            return "done"
         if kind in {MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED}:
             return "failed"
         raise

@@ -84,15 +84,20 @@ def _remove(path: Path) -> None:
 
 
 def _orphans() -> Iterator[int]:
-    """Fork servers of this user that are stopped, and whose launcher has ended: they cannot notice that."""
+    """What a fork server left, or is, that is stopped and whose launcher has ended: it cannot notice that.
+
+    Only in this process's own space of process ids, in which the launcher's is what it says.
+    """
+    own_space = os.readlink("/proc/self/ns/pid")
     for place in Path("/proc").glob("[0-9]*"):
         process = int(place.name)
-        with suppress(OSError, ValueError, IndexError):
+        with suppress(OSError, ValueError):
             if place.stat().st_uid != os.geteuid() or not is_stopped(process):
                 continue
-            found = [each for each in (place / "environ").read_bytes().split(b"\0") if each.startswith(_MARK)]
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if found and b"--serve" in (place / "cmdline").read_bytes() and int(found[0][len(_MARK) :]) != parent:
+            if os.readlink(place / "ns" / "pid") != own_space or b"--serve" not in (place / "cmdline").read_bytes():
+                continue
+            marks = [each for each in (place / "environ").read_bytes().split(b"\0") if each.startswith(_MARK)]
+            if marks and not any(lives(int(mark[len(_MARK) :])) for mark in marks):
                 yield process
 
 

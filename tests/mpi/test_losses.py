@@ -204,7 +204,8 @@ def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Pat
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
-    assert ours(err) == [f"rudra: rank {rank} died before training began"], err
+    name = {0: "parameter server", 3: "learner 1"}[rank]
+    assert ours(err) == [f"rudra: rank {rank} ({name}) died before training began"], err
 
 
 @pytest.mark.parametrize(("rank", "topology"), [(3, 'name = "base"'), (5, 'name = "adv"\noptions.fan_out = 2')])

@@ -69,20 +69,27 @@ def test_what_is_no_leftover_stays(place: Path, name: str) -> None:
     assert path.exists()
 
 
+@pytest.mark.parametrize("whose", ["the server", "its rank"])
 @pytest.mark.parametrize(("launcher", "ends"), [(os.getpid, False), (lambda: NOBODY, True)], ids=["lives", "ended"])
-def test_a_stopped_fork_server_is_ended_when_its_launcher_has_ended(
-    place: Path, launcher: Callable[[], int], ends: bool
+def test_what_is_stopped_of_a_fork_server_is_ended_when_its_launcher_has_ended(
+    place: Path, launcher: Callable[[], int], whose: str, ends: bool
 ) -> None:
+    """A rank that is stopped in a run that lives is that run's matter, not of one that starts beside it."""
+    script = "import os, time; rank = os.fork(); print(rank or '', end='', flush=True); time.sleep(60)"
     env = {**os.environ, LAUNCHED_BY: str(launcher())}
-    server = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", "--serve"], env=env)
+    server = subprocess.Popen([sys.executable, "-S", "-c", script, "--serve"], env=env, stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    rank = int(os.read(server.stdout.fileno(), 20))
+    victim = server.pid if whose == "the server" else rank
     try:
-        server.send_signal(signal.SIGSTOP)
-        assert eventually(lambda: is_stopped(server.pid))
+        os.kill(victim, signal.SIGSTOP)
+        assert eventually(lambda: is_stopped(victim))
         remove_leftovers(place / "results")
-        assert eventually(lambda: not lives(server.pid), 30 if ends else 0) == ends
+        assert eventually(lambda: not lives(victim), 30 if ends else 0.5) == ends
     finally:
+        os.kill(rank, signal.SIGKILL)
         server.kill()
-        server.wait()
+        server.communicate()
 
 
 def test_what_a_child_listens_on_is_bound_to_the_loopback_interface() -> None:
