@@ -71,20 +71,24 @@ class Tally:
     texts: list[str] = field(default_factory=list)  # of what went wrong
 
 
-def run(*, quick: bool, phases: Sequence[str] | None = None) -> Report:
+def run(*, quick: bool, phases: Sequence[str] | None = None, jobs: Sequence[str] | None = None) -> Report:
     """Runs the campaign; a seed that the notes give tells every moment again, as far as a machine repeats itself."""
+    if jobs is not None:
+        from rudra.bench import jobfaults
+
+        return jobfaults.run(jobs, quick=quick)
     if phases is not None:
         from rudra.bench import phases as campaign_by_phases
 
         return campaign_by_phases.run(phases, quick=quick)
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
-    learners, servers, jobs = (2, 1, 1) if quick else (100, 50, 20)
+    learners, servers, whole = (2, 1, 1) if quick else (100, 50, 20)
     settings = dict(list(SETTINGS.items())[: 1 if quick else None])
     report = Report(["killed", "times", "survived or recovered", "s to notice or end", "files unreadable"])
     with (
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
-        tqdm(total=learners + servers + jobs, unit=" kills", leave=False, disable=None) as bar,
+        tqdm(total=learners + servers + whole, unit=" kills", leave=False, disable=None) as bar,
         closing(Campaign(Path(name), chance, bar, quick=quick)) as campaign,
     ):
         calm = {name: [campaign.undisturbed(s) for _ in range(1 if quick else CALM)] for name, s in settings.items()}
@@ -95,7 +99,7 @@ def run(*, quick: bool, phases: Sequence[str] | None = None) -> Report:
         }
         if not quick:
             outlived["servers of a tree"] = campaign.outlived(TREE_SERVER, SETTINGS[TREE], servers // 3 + 1)
-        ending["whole job, hardsync"] = campaign.jobs(jobs)
+        ending["whole job, hardsync"] = campaign.jobs(whole)
         tallies = outlived | ending
     for kind, tally in tallies.items():
         took = f"{statistics.median(tally.seconds):.2f} ({max(tally.seconds):.2f})" if tally.seconds else "-"

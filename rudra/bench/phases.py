@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from rudra.bench.faults import adds_up
-from rudra.bench.strikes import PHASES, command
+from rudra.bench.strikes import PHASES, Strike, command
 from rudra.errors import RudraError
 from rudra.findings import Goal, Report
 from rudra.results.reader import open_results
@@ -150,39 +150,85 @@ def kill(directory: Path, place: Place, victim: str, phase: str, number: int = s
     with tempfile.TemporaryDirectory(dir=directory) as name:
         home = Path(name)
         (home / "job.toml").write_text(place.job())
-        output, mark = home / "out.h5", home / "mark"
+        output = home / "out.h5"
         run = ("run", str(home / "job.toml"), "--output", str(output), "--quiet", "--verbose")
-        process = subprocess.Popen(
-            command(victim, phase, number, mark, run), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            deadline = time.monotonic() + BEGIN_S
-            while process.poll() is None and not mark.exists() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            began = time.monotonic()
-            _, said = process.communicate(timeout=HANG_S)
-            code: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            code, said = None, ""
-        finally:
-            process.kill()
-            process.wait()
-        seconds, hit = time.monotonic() - began, mark.exists()
-        left = _left(name, LEFT_S) if code is not None else 0
-        return Found(code, seconds, left, _wrong(output, code, said, left, hit=hit))
+        end = hit(home, Strike(victim, phase, number, home / "mark"), run)
+        return Found(end.code, end.seconds, end.left, _wrong(output, end))
 
 
-def _wrong(output: Path, code: int | None, said: str, left: int, *, hit: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a run ended that was hit.
+
+    Attributes:
+        code: exit code; None: it hung.
+        said: on standard error.
+        seconds: from the hit to the end.
+        left: processes that were there later than they may be.
+        struck: whether it was hit before it ended.
+    """
+
+    code: int | None
+    said: str
+    seconds: float
+    left: int
+    struck: bool
+
+    @property
+    def lines(self) -> list[str]:
+        """What was said, without empty lines."""
+        return [line for line in self.said.splitlines() if line]
+
+
+def hit(home: Path, strike: Strike, argv: Sequence[str], *, pause_s: float | None = None) -> End:
+    """Runs a command line of `rudra`, which is hit.
+
+    Args:
+        home: directory of the run, by which its processes are known.
+        strike: what hits it.
+        argv: the command line, without `rudra`.
+        pause_s: seconds after which whoever is stopped may go on; None: never.
+    """
+    process = subprocess.Popen(
+        command(strike, argv),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RUDRA_HIT": str(home)},
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + BEGIN_S
+        while process.poll() is None and not strike.mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        began = time.monotonic()
+        if pause_s is not None and strike.mark.exists():
+            time.sleep(pause_s)
+            with suppress(ProcessLookupError):
+                os.kill(int(strike.mark.read_text().split()[1]), signal.SIGCONT)
+        _, said = process.communicate(timeout=HANG_S)
+        code: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        code, said = None, ""
+    finally:
+        process.kill()
+        process.wait()
+    seconds = time.monotonic() - began
+    return End(code, said, seconds, _left(str(home), LEFT_S), strike.mark.exists())
+
+
+def _wrong(output: Path, end: End) -> str:
     """What is wrong about the end of a run."""
-    lines = [line for line in said.splitlines() if line]
+    code, said = end.code, " | ".join(end.lines)[-SAID:]
     if code is None:
         return "it hung"
-    if not hit:
-        return f"it ended before it was killed, with code {code}: {' | '.join(lines)[-SAID:]}"
-    if left:
-        return f"{left} processes were left over"
-    if code not in {0, 1, 3} or "Traceback" in said or (code and not any(line.startswith("rudra: ") for line in lines)):
-        return f"it ended with code {code}, and said: {' | '.join(lines)[-SAID:] or 'nothing'}"
+    if not end.struck:
+        return f"it ended before it was killed, with code {code}: {said}"
+    if end.left:
+        return f"{end.left} processes were left over"
+    explained = any(line.startswith("rudra: ") for line in end.lines)
+    if code not in {0, 1, 3} or "Traceback" in end.said or (code and not explained):
+        return f"it ended with code {code}, and said: {said or 'nothing'}"
     try:
         with open_results(output) as results:
             if code == 0 and not adds_up(results):
@@ -204,10 +250,11 @@ def _left(name: str, within_s: float) -> int:
 
 
 def _processes(name: str) -> Sequence[int]:
-    """Those whose command line names a directory."""
+    """Those whose command line or environment names a directory."""
     found = []
     for entry in os.listdir("/proc"):
         with suppress(OSError):  # it has ended meanwhile
-            if entry.isdigit() and name.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
+            about = Path("/proc", entry)
+            if entry.isdigit() and name.encode() in (about / "cmdline").read_bytes() + (about / "environ").read_bytes():
                 found.append(int(entry))
     return found

@@ -1,4 +1,4 @@
-"""Signals that hit one rank of a run at a known moment, for campaigns and tests.
+"""Signals that hit a run at a known moment: one of its ranks, or what started them; for campaigns and tests.
 
 `arm` is called in the process that launches. What the ranks run is then wrapped: one of them notices the moment, by an
 event or an action of a role that marks it, and signals the victim. Before there are roles the victim does it itself;
@@ -18,12 +18,15 @@ from typing import Any
 from rudra.core.events import Action, Event, Halt, Hashed, Received, Updated
 from rudra.core.messages import Kind
 from rudra.mpi import launch
-from rudra.mpi.failures import ranks_below
+from rudra.mpi.failures import ranks_below, started_below
 from rudra.mpi.forkserver import launcher
 from rudra.mpi.launch import Outcome
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.roles import Machine
 from rudra.roles.ledger import Owner
+
+LAUNCHERS = ("mpirun", "rudra")
+"""What a signal can hit beside roles: the process that starts the ranks, and the one that the user started."""
 
 MID = 12
 """Updates that have been made in the middle of a run."""
@@ -42,10 +45,10 @@ class Strike:
     """Who is hit, when, and by what; in a rank it knows the payload, too.
 
     Attributes:
-        victim: name of the role, as in the plan.
+        victim: name of the role, as in the plan, or one of `LAUNCHERS`, for which the first rank notices the phase.
         phase: one of `PHASES`.
         number: the signal.
-        mark: file that gets the time when it happens.
+        mark: file that gets the time when it happens, and the process that is hit.
     """
 
     victim: str
@@ -55,7 +58,9 @@ class Strike:
 
     def fall(self, process: int) -> None:
         """Hits."""
-        self.mark.write_text(str(time.time()))
+        part = self.mark.with_suffix(".part")
+        part.write_text(f"{time.time()} {process}")
+        part.rename(self.mark)
         with suppress(ProcessLookupError):
             os.kill(process, self.number)
 
@@ -65,7 +70,8 @@ class Strike:
 
         def armed(*about: Any, payload: dict[str, Any], **more: Any) -> Outcome:
             launch.launch = plain
-            rank = next(i for i, names in enumerate(more["roles"]) if self.victim in names.split(", "))
+            named = [i for i, names in enumerate(more["roles"]) if self.victim in names.split(", ")]
+            (rank,) = [0] if self.victim in LAUNCHERS else named
             if self.phase in {"import", "start"}:
                 threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
                 return plain(*about, payload=payload, **more)
@@ -78,9 +84,14 @@ class Strike:
         while True:
             process = ranks_below(os.getpid()).get(rank)
             if process is not None and (self.phase == "import" or _has_mpi(process)):
-                self.fall(process)
+                mpirun = _parent(started_below(os.getpid()).get(rank, process))
+                self.fall({"mpirun": mpirun, "rudra": os.getpid()}.get(self.victim, process))
                 return
             time.sleep(0.005)
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _has_mpi(process: int) -> bool:
@@ -89,7 +100,7 @@ def _has_mpi(process: int) -> bool:
     return False
 
 
-def command(victim: str, phase: str, number: int, mark: Path, argv: Sequence[str]) -> list[str]:
+def command(strike: Strike, argv: Sequence[str]) -> list[str]:
     """The command line of `rudra`, of which the first launch is hit."""
     code = """
 import sys
@@ -97,7 +108,8 @@ from rudra.bench.strikes import armed
 from rudra.cli.main import main
 sys.exit(main(armed(sys.argv[1:])))
 """
-    return [sys.executable, "-c", code, victim, phase, str(int(number)), str(mark), *argv]
+    about = (strike.victim, strike.phase, str(int(strike.number)), str(strike.mark))
+    return [sys.executable, "-c", code, *about, *argv]
 
 
 def armed(argv: Sequence[str]) -> list[str]:
@@ -170,7 +182,11 @@ class Armed:
         until.callback(setattr, kind, name, plain)
 
     def _fall(self) -> None:
-        self.strike.fall(ranks_below(launcher())[self.rank])
+        mpirun, victim = launcher(), self.strike.victim
+        if victim in LAUNCHERS:
+            self.strike.fall(mpirun if victim == "mpirun" else _parent(mpirun))
+        else:
+            self.strike.fall(ranks_below(mpirun)[self.rank])
 
 
 def _at_once(*about: Any) -> bool:

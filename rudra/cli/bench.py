@@ -20,7 +20,7 @@ EXAMPLES = {
     "rudra bench update --quick": "try one on the smallest sizes, for which no goal counts",
 }
 
-OPTIONS = {"phases": ["faults"], "only": ["tta", "unlike"], "keep": ["tta"]}
+OPTIONS = {"phases": ["faults"], "jobs": ["faults"], "only": ["tta", "unlike"], "keep": ["tta"]}
 """Whose benchmarks' they are."""
 
 
@@ -30,6 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     about = "for `faults`: kill every role at every phase of a run, on these topologies or on all"
     parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
+    about = "for `faults`: hit each of these jobs by every kind of fault, each at a random moment, resume and replay it"
+    parser.add_argument("--jobs", nargs="+", metavar="JOB", help=about)
     about = (
         "for `tta`: only these data, contestants, mini-batch sizes, rates, schedules, such as sma ddp 32 64 cosine; "
     )

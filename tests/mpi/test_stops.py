@@ -149,7 +149,7 @@ def test_nobody_waits_longer_than_the_limit_for_a_rank_that_is_stopped(
     job, output = job_file(tmp_path, 'name = "base"'), tmp_path / "out.h5"
     limit = ["--set", "fault_tolerance.stall_limit_s=8"]
     asked = ["run", str(job), "--output", str(output), *limit]
-    argv = command("learner 1", phase, signal.SIGSTOP, tmp_path / "mark", asked)
+    argv = command(Strike("learner 1", phase, signal.SIGSTOP, tmp_path / "mark"), asked)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     lines = [line for line in done.stderr.splitlines() if line.startswith("rudra: ")]
     assert (done.returncode, len(lines)) == (code, 1), done.stderr
