@@ -29,12 +29,15 @@ def lasts(epochs: int) -> tuple[str, str]:
     return "--set", f"training.epochs={epochs}"
 
 
-def check_results(batch: Batch, epochs: int, file: str = "slow.h5") -> None:
-    """The run is whole, and nothing was done twice."""
+def check_results(batch: Batch, epochs: int, file: str = "slow.h5", *, more: int = 0) -> None:
+    """The run is whole, and nothing was done twice.
+
+    One that lost a learner may have some samples more: updates by one mini-batch alone shift those of all that follow.
+    """
     with rudra.open_results(batch.directory / file) as results:
         assert results.status == "finished"
         assert len(results.epochs) == epochs
-        assert results.summary()["samples"] == 64 * epochs
+        assert 0 <= results.summary()["samples"] - 64 * epochs <= more
         assert (results.updates["timestamp"][1:] > results.updates["timestamp"][:-1]).all()
 
 
@@ -140,7 +143,7 @@ def test_lost_nodes(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
     for batch in batches.values():
         batch.wait_for_restart()
         batch.completes()
-        check_results(batch, 60)
+        check_results(batch, 60, more=16)
         assert batch.log.count("epoch 1/") == 1, "it went on from its checkpoint"
 
 
