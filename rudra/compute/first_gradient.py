@@ -29,9 +29,6 @@ from topologies import Plan
 _AGREE = 1e-6
 """Largest difference between two computations of a gradient, relative to its norm, that counts as agreement."""
 
-_ROUNDING = 1e-3
-"""Largest difference of a piecewise gradient, relative to the norm, that rounding on any device explains."""
-
 
 def settled(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Job:
     """Tries the first mini-batch of the first learner in training mode, and settles `training.gradients`.
@@ -172,7 +169,7 @@ def _check_pieces(job: Job, flat: FlatModel, data: Data, batch: Any, seed: int, 
     if crossing.grad is not None:
         front.backward(activations, crossing.grad, outs[0])
     found = torch.cat([out[: piece.parameter_count] for piece, out in zip(pieces, outs, strict=True)])
-    if (off := _distance(found, wanted[: len(found)])) > _ROUNDING:
+    if (off := _distance(found, wanted[: len(found)])) > _AGREE:
         raise ConfigError(
             f"{where}: the gradient of the two pieces differs from the model's by {off:.1g} of its norm, as with a "
             "torch.autograd.Function or torch.no_grad() in `forward`; valid: a model with `stages()`"
