@@ -115,10 +115,10 @@ class Averaging(Protocol):
         rate = α * self.gradients_per_update if self.early else self.LEARNING_RATE
         self.outer_rate: float = rate if learning_rate is None else learning_rate
         self._local, self._blocks = local_elasticity, sorted(set(blocks))
-        self._check_stable()
-        self._check_blocks()
         if served:
             self._check_served(plain=learning_rate is None and self.outer == Outer("sgd", 0.0, {}))
+        self._check_stable()
+        self._check_blocks()
 
     @classmethod
     def usual_elasticity(cls, momentum: float | None = None) -> str:
@@ -138,9 +138,16 @@ class Averaging(Protocol):
             raise ValueError(f"[averaging] elasticity = {α:g}; valid: 0 to less than 2")
         if self.outer.optimizer != "sgd" or self._blocks:
             return  # the steps of others do not grow with the gap; of blocks `_check_blocks` takes care
+        if self.served and α <= 0.5:
+            return  # z and replica go no further than to each other, whoever has moved z before the replica hears of it
         gap, velocity = np.eye(2)
         gap, _, velocity = self._averaged(gap, velocity)
         if _runs_away(np.array([gap, velocity]), neutral=not (α or rate)):
+            if self.served:
+                raise ValueError(
+                    f"[averaging] elasticity = {α:g}, with {k} replicas and a server: replicas and weights would run "
+                    f"away from each other; valid: {f'less than {2 / (k + 1):.4g}' if k < 3 else '0 to 0.5'}"
+                )
             most = f"; with the default learning_rate less than {2 * (1 + μ) / (k + 1 + μ):.4g}" if self.early else ""
             raise ValueError(
                 f"[averaging] elasticity = {α:g} and learning_rate = {rate:g}, with {k} replicas and outer momentum "

@@ -149,6 +149,10 @@ class Chain:
         return None
 
 
+_TENSORS = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module by which it would keep all layers."""
+
+
 class _Part(nn.Module):
     """Some layers, applied one after the other; what they hold has the names of the model.
 
@@ -162,6 +166,11 @@ class _Part(nn.Module):
         super().__init__()
         self._layers = tuple(layers)  # not as modules, or they would have other names
         self._copies = copies
+        # Hooks on a parameter's gradients, for one, live as long as the model keeps what they are registered at.
+        self._kept = [
+            {name: kept for name, kept in vars(module).items() if name not in _TENSORS}
+            for module in names.model.modules()
+        ]
         self.training = layers[0].training
         for layer in layers:
             for path, held in names.held(layer):

@@ -15,6 +15,7 @@ from rudra.compute.devices import CPU
 from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource, check_gradient
 from rudra.compute.shortcuts import gradients_of
+from rudra.compute.stages import cut_model
 from rudra.compute.tasks import Task
 from rudra.core.phases import parts
 from rudra.core.work import DEALT, Portion, Work, portion
@@ -72,6 +73,8 @@ def settled(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Job
             f"{job.name}: gradients that are written directly differ from torch.autograd's by {off:.1g} of their norm: "
             "torch.autograd computes all gradients"
         )
+    if plan.stage is not None:
+        _check_pieces(job, FlatModel(model(), task), data, batch, source.seed(0), first)
     return job.with_(training={"gradients": gradients})
 
 
@@ -122,11 +125,55 @@ def _gradient(flat: FlatModel, batch: Any, seed: int, *, guarded: bool = False) 
 def _difference(module: torch.nn.Module, task: Task, batch: Any, seed: int, wanted: torch.Tensor) -> float:
     """How far the gradient that is written directly is from autograd's, relative to the norm of that."""
     flat = FlatModel(module, task, gradients="direct")
-    found, wanted = (each[: flat.parameter_count] for each in (_gradient(flat, batch, seed), wanted))  # no buffers
+    return _distance(*(each[: flat.parameter_count] for each in (_gradient(flat, batch, seed), wanted)))  # no buffers
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far a gradient is from another one, relative to the norm of that."""
     if torch.equal(found.nan_to_num(), wanted.nan_to_num()):
         return 0.0
     norm = float(wanted.norm())
     return float((found - wanted).norm()) / norm if norm else math.inf
+
+
+def _check_pieces(job: Job, flat: FlatModel, data: Data, batch: Any, seed: int, wanted: torch.Tensor) -> None:
+    """Computes the gradient of a model in the two pieces that a job cuts it in, as their executors do.
+
+    A cut by torch.fx has the functions of the model's `forward`, but not what changes the gradients of these.
+
+    Args:
+        job: resolved.
+        flat: the model, at its initial weights; it is cut.
+        data: what a sample looks like.
+        batch: inputs and target.
+        seed: of dropout and the like.
+        wanted: the gradient of the model, (size,) float32.
+
+    Raises:
+        ConfigError: the pieces have another one.
+    """
+    where = f"[placement] cut = {job.placement.cut!r}"
+    flat.read_into(weights := torch.empty(flat.size, device=flat.device))  # cutting may change buffers
+    cut = cut_model(job, flat.module, data.info)
+    pieces = [FlatModel(piece, flat.task) for piece in (cut.front, cut.back)]
+    outs = [torch.zeros(piece.size, device=piece.device) for piece in pieces]
+    for piece, part in zip(pieces, cut.parts(job.optimizer, flat.layout), strict=True):
+        piece.bind(torch.cat([weights[stretch] for stretch in part.stretches]))
+    front, back = pieces
+    inputs, target = batch
+    activations = front.forward(inputs, seed, torch.empty(front.size - front.parameter_count, device=front.device))
+    if not activations.requires_grad:
+        raise ConfigError(f"{where}: the first layers give what has no gradient; valid: a layer in front of a detach()")
+    crossing = activations.detach().clone().requires_grad_()
+    back.gradient(crossing, target, outs[1], front.random_state if cut.random else seed)
+    if crossing.grad is not None:
+        front.backward(activations, crossing.grad, outs[0])
+    found = torch.cat([out[: piece.parameter_count] for piece, out in zip(pieces, outs, strict=True)])
+    if (off := _distance(found, wanted[: len(found)])) > _AGREE:
+        raise ConfigError(
+            f"{where}: the gradient of the two pieces differs from the model's by {off:.1g} of its norm, as with a "
+            "torch.autograd.Function or torch.no_grad() in `forward`; valid: a model with `stages()`"
+        )
 
 
 class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -174,12 +221,12 @@ def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) 
     """
     alone, microbatches = None, job.training.microbatches
     portions = [portion_of(its, its_plan, role) for _, its, its_plan in parts(job, plan) for role in its_plan.learners]
-    if microbatches > 1 and any(mine.count < 2 * microbatches for mine in portions):
+    if job.workers:
+        alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")
+    elif microbatches > 1 and any(mine.count < 2 * microbatches for mine in portions):
         alone = (f"[training] microbatches = {microbatches}: a part may be of one sample", "fewer")
     elif any(mine.count == 1 for mine in portions):
         alone = ("[training] minibatch_size = 1", "2 or more")
-        if job.workers:
-            alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")
     lonely = alone is not None and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
     if lonely or job.training.precision != "float32":
         check_gradient(job.training, model(), data.info.sample, alone=alone)

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rudra.data.trees import mapped
-
 DENSEST = 0.1
 """Of which more is stored, rows stay dense where the job leaves it open: dense products are so much faster."""
 
@@ -87,11 +85,6 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     lengths = torch.cat([tensor.crow_indices().diff() for tensor in tensors])
     starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
     return _made(starts, columns, values, tensors[0].shape[1])
-
-
-def zeros_like(tree: Any) -> Any:
-    """Tensors of the same shapes that hold zeros; in compressed rows, nothing is stored."""
-    return mapped(lambda t: nothing(len(t), t.shape[1]) if is_sparse(t) else torch.zeros_like(t), tree)
 
 
 def nothing(count: int, width: int) -> torch.Tensor:

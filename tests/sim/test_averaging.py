@@ -322,6 +322,35 @@ def test_replicas_and_weights_do_not_run_away(rule: Any, given: dict[str, float]
         rule(4, **given)
 
 
+@pytest.mark.parametrize(("learners", "most"), [(1, 1.0), (2, 2 / 3), (3, 0.5), (8, 0.5)])
+def test_exchanges_with_a_server_shrink_what_lies_between_in_any_order(learners: int, most: float) -> None:
+    """Numbers in place of vectors. Between a learner's replica and its answer others may move the weights."""
+    least = 0.0 if learners < 3 else 1e-6
+    with pytest.raises(ValueError, match=r"with . replicas and a server: replicas and weights would run away"):
+        EASGD(learners, elasticity=most + least, served=True)
+    orders = np.random.default_rng(learners)
+    for α in (0.1, 0.5 * most, 0.95 * most):
+        rule = EASGD(learners, elasticity=α, served=True)
+        w, z, waiting = orders.normal(size=learners), 0.0, np.zeros(learners, bool)
+        for j in [*range(learners)] * 2 + orders.integers(learners, size=800 * learners).tolist():
+            if waiting[j]:
+                w[j] += rule.answered_elasticity * (z - w[j])
+            else:
+                z += rule.outer_rate * (w[j] - z)
+            waiting[j] = not waiting[j]
+        assert np.abs(w - z).max() < 1e-6
+
+
+def test_two_learners_with_a_server_run_away_with_more_than_is_valid() -> None:
+    """Both send their replicas before either has its answer."""
+    w, z, α = np.array([1.0, -1.0]), 0.0, 0.68
+    for _ in range(50):
+        for each in w:
+            z += α * (each - z)
+        w += α / (1 - α) * (z - w)
+    assert np.abs(w - z).max() > 10
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     rule=st.sampled_from([EASGD, Average]),
