@@ -130,6 +130,7 @@ def _launched(job: Job, begin: Decision, origin: Path | None, shown: dict[str, A
         outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
         if outcome.code:
             _wait_for_results(path)
+            checkpoint.discard_piece(checkpoint.path_of(path))
         if not outcome.lost or restart == job.fault_tolerance.restarts:
             break
         about: dict[str, Any] = {"force": False, "origin": origin, "temporary": begin.temporary}

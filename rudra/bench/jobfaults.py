@@ -187,7 +187,7 @@ def _at_end(output: Path, fault: Fault, rank: int | None, end: End) -> str:
     explained = killed or not end.code or any(line.startswith("rudra: ") for line in end.lines)
     falsely_dead = _named_dead(end.lines) - {rank} if rank is not None else set()
     wrong = {
-        f"{end.left} processes were left over": end.left,
+        f"left over: {', '.join(end.left)}": end.left,
         f"it took {end.seconds:.0f} s": end.seconds > LATE_S,
         "a traceback": "Traceback" in end.said,
         f"code {end.code}": end.code not in {0, 1, 3, -signal.SIGKILL if killed else 0},

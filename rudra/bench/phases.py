@@ -153,7 +153,7 @@ def kill(directory: Path, place: Place, victim: str, phase: str, number: int = s
         output = home / "out.h5"
         run = ("run", str(home / "job.toml"), "--output", str(output), "--quiet", "--verbose")
         end = hit(home, Strike(victim, phase, number, home / "mark"), run)
-        return Found(end.code, end.seconds, end.left, _wrong(output, end))
+        return Found(end.code, end.seconds, len(end.left), _wrong(output, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +164,14 @@ class End:
         code: exit code; None: it hung.
         said: on standard error.
         seconds: from the hit to the end.
-        left: processes that were there later than they may be.
+        left: the processes that were there later than they may be, for people.
         struck: whether it was hit before it ended.
     """
 
     code: int | None
     said: str
     seconds: float
-    left: int
+    left: Sequence[str]
     struck: bool
 
     @property
@@ -225,7 +225,7 @@ def _wrong(output: Path, end: End) -> str:
     if not end.struck:
         return f"it ended before it was killed, with code {code}: {said}"
     if end.left:
-        return f"{end.left} processes were left over"
+        return f"left over: {', '.join(end.left)}"
     explained = any(line.startswith("rudra: ") for line in end.lines)
     if code not in {0, 1, 3} or "Traceback" in end.said or (code and not explained):
         return f"it ended with code {code}, and said: {said or 'nothing'}"
@@ -238,15 +238,20 @@ def _wrong(output: Path, end: End) -> str:
     return ""
 
 
-def _left(name: str, within_s: float) -> int:
-    """How many processes of a run are there when that time is over."""
+def _left(name: str, within_s: float) -> list[str]:
+    """The processes of a run that are there when that time is over: what they run, and in which state they are."""
     deadline = time.monotonic() + within_s
     while (left := _processes(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    found = []
     for process in left:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it has ended meanwhile
+            about = Path("/proc", str(process))
+            words = (about / "cmdline").read_text().split("\0")
+            state = (about / "stat").read_text().rpartition(")")[2].split()[0]
+            found.append(f"{process} {state} {' '.join(words)[:200]}")
             os.kill(process, signal.SIGKILL)
-    return len(left)
+    return found
 
 
 def _processes(name: str) -> Sequence[int]:

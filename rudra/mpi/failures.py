@@ -14,6 +14,7 @@ import atexit
 import fcntl
 import math
 import os
+import re
 import select
 import signal
 import socket
@@ -164,7 +165,7 @@ def _watch(launched_by: int, started: int, patience_s: float) -> None:
         here = 1
     roll = RollCall(launched_by, ranks, here=here, seen={own})
     while not _begins(started, WATCH_S, launched_by):
-        if not lives(launched_by):  # the job has ended
+        if not launcher_lives(launched_by):  # the job has ended
             return
         roll.look()
         if not (roll.dead or roll.unseen):
@@ -172,7 +173,7 @@ def _watch(launched_by: int, started: int, patience_s: float) -> None:
         if _begins(started, patience_s, launched_by):  # it died afterwards
             return
         roll.look_again()
-        if lives(launched_by) and (roll.dead or roll.unseen):
+        if launcher_lives(launched_by) and (roll.dead or roll.unseen):
             unseen = f"{roll.unseen} of the {here} ranks on {socket.gethostname()}"
             log.error(f"{named_ranks(roll.dead) or unseen} {DIED}")
             heard()
@@ -187,7 +188,7 @@ def _begins(started: int, within_s: float, launched_by: int) -> bool:
     if os.read(started, 1):
         return True
     end = time.monotonic() + within_s
-    while time.monotonic() < end and lives(launched_by):
+    while time.monotonic() < end and launcher_lives(launched_by):
         time.sleep(min(within_s, 0.1))
     return False
 
@@ -290,6 +291,14 @@ def _children(pid: int) -> set[int]:
 def lives(process: int) -> bool:
     """Whether a process runs, and is not only waited for."""
     return _state(process) not in {"", "Z", "X"}
+
+
+def launcher_lives(launched_by: int) -> bool:
+    """Whether what `launcher` found still runs, and is no init that took in the ranks of one that ended before."""
+    found = re.fullmatch(r"prterun-(.+)-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
+    if found and found[1] == socket.gethostname():
+        return lives(int(found[2]))
+    return launched_by > 1 and lives(launched_by)
 
 
 def is_stopped(process: int) -> bool:
@@ -424,8 +433,9 @@ def end_everybody(comm: "MPI.Comm", code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     heard()
-    if survivable():
-        os.kill(launcher(), signal.SIGTERM)
+    if survivable() and launcher_lives(launched_by := launcher()):
+        with suppress(OSError):  # it ends
+            os.kill(launched_by, signal.SIGTERM)
         time.sleep(2.0)
     comm.Abort(code)
     os.kill(os.getpid(), signal.SIGKILL)

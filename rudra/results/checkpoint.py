@@ -111,6 +111,12 @@ def discard(path: Path, *, kept: bool = False) -> None:
             each.unlink(missing_ok=True)
 
 
+def discard_piece(path: Path) -> None:
+    """Removes what is there of a checkpoint whose writer ended meanwhile."""
+    with suppress(OSError):
+        _saved_of(path).unlink(missing_ok=True)
+
+
 def step_back(path: Path) -> None:
     """Makes a checkpoint that was kept the one to resume from: what came later is to be done again."""
     last = path_of(results_of(path))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import finish, start, wait_for_updates
+from processes import finish, ours, start, wait_for_updates
 
 import rudra
 
@@ -111,7 +111,7 @@ def test_what_a_hook_raises_ends_the_run_as_the_users(
     code, _, err = finish(start("run", job, "--quiet", "--output", output))
     assert code == 1, err
     line = said.format("hook user_code:fail, which is the user's own code, failed at")
-    assert [text for text in err.splitlines() if text.startswith("rudra: ")] == [f"rudra: {line}"]
+    assert ours(err) == [f"rudra: {line}"]
     assert err.count("Traceback") == 1
     assert re.search(r'recent call last\):\n  File "[^"]*user_code.py", line \d+, in fail\n', err)
     with rudra.open_results(output) as results:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import below, finish, gone, mpirun_of, ranks_of, replays, start, wait_for_updates
+from processes import below, finish, gone, mpirun_of, ours, ranks_of, replays, start, wait_for_updates
 
 import rudra
 from rudra.bench.phases import PLACES, kill
@@ -26,11 +26,6 @@ def job_file(directory: Path, protocol: str, model: str = "network", **tables: s
         f"[results]\nflush_s = 0.1\nreport_s = 0.0\n{tables.get('results', '')}\n{more}"
     )
     return path
-
-
-def ours(err: str) -> list[str]:
-    """Without what is said of gradients of a rank that gets no core for a while."""
-    return [line for line in err.splitlines() if line.startswith("rudra: ") and " were stale by " not in line]
 
 
 @pytest.mark.parametrize(

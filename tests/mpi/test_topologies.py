@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from processes import finish, gone, mpirun, ranks_of, start, wait_for_updates
+from processes import finish, gone, mpirun, ours, ranks_of, start, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -181,7 +181,7 @@ def test_a_thread_that_fails_ends_the_run_with_one_line(tmp_path: Path, topology
     process = start("run", job_file(tmp_path, topology, options, model="raising"), "--output", str(output))
     returned, _, err = finish(process)
     assert returned == 1, err
-    lines = [line for line in err.splitlines() if line.startswith("rudra: ") and " were stale by " not in line]
+    lines = ours(err)
     assert lines == ["rudra: learner 1 (rank 3) failed: ValueError: the user's own bug"], err
     assert err.count("Traceback") == 1
     assert "in forward" in err
@@ -209,7 +209,7 @@ def test_whoever_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(
         returned, _, err = finish(process)
     assert time.monotonic() - killed < 55, "before anybody warns of a stall"
     assert returned == 1, err
-    lines = [line for line in err.splitlines() if line.startswith("rudra: ") and " were stale by " not in line]
+    lines = ours(err)
     who = f"{name} (rank {victim}) died, and the run cannot go on without it"
     assert lines == [f"rudra: statistics server (rank {1 - victim}): {who}"], err
     assert gone(list(pids.values()))

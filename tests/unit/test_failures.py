@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -200,3 +201,23 @@ def test_the_launcher_is_told_to_end_when_it_has_read_the_last_words() -> None:
     os.close(read), os.close(heard)
     assert (early, process.returncode) == (False, 0)
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("namespace", "launched_by", "there"),
+    [
+        ("prterun-{here}-{self}@1", 1, True),  # a container whose first process is mpirun
+        ("prterun-{here}-{nobody}@1", 1, False),  # init took the ranks in
+        ("prterun-{here}-{nobody}@1", "self", False),  # as another process may, such as a user's systemd
+        ("prterun-elsewhere-{nobody}@1", "self", True),  # below a daemon of another node's mpirun
+        ("prterun-elsewhere-{nobody}@1", 1, False),
+        ("", "self", True),  # another MPI
+        ("", 1, False),
+    ],
+)
+def test_init_is_no_launcher_although_it_takes_ranks_in(
+    monkeypatch: pytest.MonkeyPatch, namespace: str, launched_by: int | str, *, there: bool
+) -> None:
+    about = {"here": socket.gethostname(), "self": os.getpid(), "nobody": 4_999_999}
+    monkeypatch.setenv("PMIX_NAMESPACE", namespace.format(**about))
+    assert failures.launcher_lives(os.getpid() if isinstance(launched_by, str) else launched_by) == there

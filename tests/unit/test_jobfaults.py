@@ -10,7 +10,7 @@ import rudra
 from rudra.bench.jobfaults import FAULTS, _at_end
 from rudra.bench.phases import End
 
-GOOD = End(0, "", 1.0, 0, struck=True)
+GOOD = End(0, "", 1.0, (), struck=True)
 DIED = "rudra: parameter server (rank 0): learner 1 (rank 3) died; 2 learners are left, 2 gradients make an update\n"
 EARLY = "rudra: rank 3 (learner 1), rank 4 (learner 2) died before training began\n"
 STOPPED = "rudra: job: stopped on request; to go on from its last checkpoint: rudra resume out.h5\n"
@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("a rank killed", replace(GOOD, said=DIED.replace("rank 3", "rank 2")), True, "{2} are said to have died"),
         ("a rank killed", replace(GOOD, code=1, said=EARLY), False, "{4} are said to have died"),
         ("a rank killed", replace(GOOD, code=None), False, "it hung"),
-        ("a rank killed", replace(GOOD, left=2), True, "2 processes were left over"),
+        ("a rank killed", replace(GOOD, left=("7 S rudra",)), True, "left over: 7 S rudra"),
         ("a rank stopped", replace(GOOD, seconds=99.0), True, "it took 99 s"),
         ("a rank stopped", replace(GOOD, code=1, said=DIED + "Traceback (most"), False, "a traceback"),
         ("a rank paused", replace(GOOD, code=3, said=STOPPED), False, "code 3 after a pause"),
