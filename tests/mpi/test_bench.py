@@ -53,3 +53,14 @@ def test_a_benchmark_prints_ratios_and_goals(name: str, tmp_path: Path) -> None:
                 assert all(map(math.isfinite, cell.values()))
     assert bool(report["goals"]) == (BENCHMARKS[name][1] != "no goal")
     assert list(tmp_path.glob("*rudra*")) == []
+
+
+def test_a_job_of_the_users_is_hit_by_a_fault(tmp_path: Path) -> None:
+    command = [*forks.rudra(), "bench", "faults", "--jobs", "digits", "--quick", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=550, check=False)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert [goal["reached"] for goal in report["goals"]] == [True, True], report["notes"]
+    assert report["rows"][0][:2] == ["a rank killed", 1]
+    assert list(tmp_path.glob("*rudra*")) == []
