@@ -1,6 +1,7 @@
 """Files that commands write: whole or not at all, with the user's umask, and never in another's place unasked."""
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,6 +50,12 @@ def written(path: Path) -> Iterator[IO[bytes]]:
         if not direct:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+def is_own(descriptor: int) -> bool:
+    """Whether an open file is a plain one of this user, and nobody else can write it."""
+    about = os.fstat(descriptor)
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
 
 
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "fuse.sshfs"}

@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 
 class PromptOutput(io.TextIOWrapper):
@@ -54,7 +53,7 @@ def main(file: str) -> int:
     stops = (signal.SIGUSR1, signal.SIGINT)  # the first one is the launcher's Ctrl-C
     for number in stops:
         signal.signal(number, signal.SIG_DFL)  # nothing has begun that needs an end in order
-    with Path(file).open("rb") as stream:  # not the fork server's, where ranks would share one position
+    with _open_own(file) as stream:  # not the fork server's, where ranks would share one position
         sys.path[:], roles = pickle.load(stream)
         from rudra import leaving  # noqa: F401  before what it is to outlast
         from rudra.errors import LaunchError
@@ -74,12 +73,31 @@ def main(file: str) -> int:
             let_rank0_report(error.exit_code)
             return error.exit_code
         os.write(2, START_LINE)
-        run = _load(stream)
+        run = _load(stream, file)
     gc.freeze()
     gc.enable()
     for number in stops:
         signal.signal(number, signal.default_int_handler)
     return 1 if run is None else run()
+
+
+def _open_own(file: str) -> io.BufferedReader:
+    """Opens what the launcher wrote; ends this rank if another user could have written it."""
+    sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # until the file says where modules are
+    from rudra.files import is_own
+
+    stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    if is_own(stream.fileno()):
+        return stream
+    from rudra.log import log
+    from rudra.mpi.launch import let_rank0_report, world_rank
+    from rudra.mpi.relay import exit_line
+
+    if world_rank() == 0:
+        log.error(f"{file}: another user can write this file, so no rank reads it; write results elsewhere")
+        os.write(2, exit_line(2))
+    let_rank0_report(2)
+    sys.exit(2)
 
 
 def serve(listener: int, launcher: int) -> list[str]:
@@ -99,7 +117,7 @@ def serve(listener: int, launcher: int) -> list[str]:
     return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))
 
 
-def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
+def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:
     """What this rank is to run; None if some rank could not load it, of which the first one says why."""
     from mpi4py import MPI
 
@@ -125,7 +143,7 @@ def _load(stream: io.BufferedReader) -> Callable[[], int] | None:
         reports = MPI.COMM_WORLD.allgather(report)
     if MPI.COMM_WORLD.rank == 0:  # all have read it; the launcher may be killed
         with suppress(OSError):
-            os.unlink(stream.name)
+            os.unlink(file)
     first = next((rank for rank, text in enumerate(reports) if text), None)
     if first == MPI.COMM_WORLD.rank:
         log.error(report)

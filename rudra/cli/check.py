@@ -1,17 +1,24 @@
 """`rudra check`."""
 
 import argparse
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rudra.cli.options import search_beside, set_option
+
+if TYPE_CHECKING:
+    from rudra.job.job import Job
 
 SUMMARY = "check your own protocol, averaging rule or topology in many small cases"
 
 MORE = """\
-Runs small jobs in virtual time, without data and models: few and many learners, of unlike speed, on every topology
+Runs small jobs in virtual time, most without data and models: few and many learners, of unlike speed, on every topology
 or with every protocol. In each case the run must end, no gradient may be lost or counted twice, and an update must
-have as many gradients as the protocol says. A case that does not go together must be refused in one line. Prints a
-line for each case. Exit code 0: no case failed; 1: one did."""
+have as many gradients as the protocol says. A run that is resumed in the middle must continue as if it had not been
+stopped, by `state()` and `restore()`. A few cases train a small network: their replay must be identical, and if all
+learners wait for each other, a resumed run must have the same bits. A case that does not go together must be refused
+in one line. Prints a line for each case. Exit code 0: no case failed; 1: one did."""
 
 EXAMPLES = {
     "rudra check bounded:Bounded": "check a protocol on every topology",
@@ -45,8 +52,25 @@ def execute(arguments: argparse.Namespace) -> int:
     counts = dict.fromkeys(("ok", "refused", "FAILED"), 0)
     for case in cases(arguments.target, tables):
         name, status, why = outcome(case)
+        if status == "ok" and case.real and (why := replayed(case.real_job())):
+            status = "FAILED"
         counts[status] += 1
         print(f"{status:8} {name}{f': {why}' if why else ''}", flush=True)
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"{arguments.target}: {sum(counts.values())} cases: {told}")
     return 1 if counts["FAILED"] or not counts["ok"] else 0
+
+
+def replayed(job: "Job") -> str:
+    """Runs a job and replays it: in what the replay differs, empty if it does not."""
+    import rudra
+    from rudra.errors import RudraError
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "run.h5"
+        try:
+            rudra.simulate(job, output=path, progress="quiet").close()
+            found = rudra.replay(path, job=job, quiet=True)
+        except RudraError as error:
+            return f"replay: {error}"
+    return f"replay: {found.difference.text}" if found.difference else ""

@@ -4,7 +4,8 @@ MPI has no blocking wait that sleeps. A rank that polls and sleeps in between wa
 polls without sleeping takes the core from a rank that computes. So whoever sends something to a rank on
 its own node also rings that rank's bell, a datagram of one byte, and a waiting rank sleeps in the
 kernel until then. Bells are only hints: polling goes on at a slow pace, so a lost one costs
-milliseconds, and ranks on other nodes need none.
+milliseconds, and ranks on other nodes need none. An abstract socket has no mode, so other users of the machine can
+ring, too. Their rings end a wait early: a ring says nothing, and nobody reads what is in it.
 """
 
 import select
@@ -12,6 +13,9 @@ import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+
+RINGS = 1000
+"""How many are taken at once, at most: somebody may ring without end."""
 
 
 class Doorbell:
@@ -57,7 +61,7 @@ class Doorbell:
             return
         if select.select([self._bell], [], [], timeout_s)[0]:
             with suppress(BlockingIOError):
-                while True:
+                for _ in range(RINGS):
                     self._bell.recv(1)
 
     def close(self) -> None:

@@ -3,6 +3,9 @@
 mpirun starts small processes, each of which stands for a rank: it asks the fork server for one, hands it its standard
 streams and environment, passes signals on, and ends as the rank ends. Where there is no fork server, as on another
 node, such a process becomes the rank itself. So this file also runs as a script, and needs the standard library alone.
+
+The fork server listens on an abstract socket, which has no mode. So each end asks the kernel for the user of the other
+one (`SO_PEERCRED`), before it reads or sends anything, and hangs up on another user.
 """
 
 import ctypes

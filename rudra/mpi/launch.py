@@ -21,6 +21,7 @@ from typing import NamedTuple
 import cloudpickle
 
 from rudra.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, LaunchError, ResultsError, RudraError
+from rudra.files import is_own
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi import failures
@@ -319,7 +320,11 @@ def _cause(run: Mpirun, status: int) -> str | None:
 
 @contextmanager
 def _payload_file(output: Path, payload: object) -> Iterator[Path]:
-    """A file for this user alone, where ranks on other nodes can read it too: beside the results."""
+    """A file for this user alone, where ranks on other nodes can read it too: beside the results.
+
+    A file system may keep neither owners nor modes, as that of a memory card does. Then the file lies in the directory
+    for temporary files, where the ranks of this node can read it.
+    """
     try:
         data = io.BytesIO()
         path = [os.path.abspath(p) for p in sys.path]
@@ -328,7 +333,11 @@ def _payload_file(output: Path, payload: object) -> Iterator[Path]:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise LaunchError(f"the job cannot be sent to the ranks: {str(error).splitlines()[0]}") from None
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{output.stem}-", suffix=".launch", dir=output.absolute().parent)
+        handle, name = _made(output, output.absolute().parent)
+        if not is_own(handle):
+            os.close(handle)
+            os.unlink(name)
+            handle, name = _made(output, Path(tempfile.gettempdir()))
     except OSError as error:
         raise ResultsError(f"{output}: cannot write in its directory: {error.strerror}") from None
     try:
@@ -339,6 +348,10 @@ def _payload_file(output: Path, payload: object) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             os.unlink(name)
+
+
+def _made(output: Path, directory: Path) -> tuple[int, str]:
+    return tempfile.mkstemp(prefix=f".{output.stem}-", suffix=".launch", dir=directory)
 
 
 def _write_stderr(data: bytes) -> None:

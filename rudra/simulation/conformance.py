@@ -2,64 +2,39 @@
 
 A case is a small job in virtual time and without tensors, with learners of unlike speed. The laws: no gradient is lost
 or counted twice, clocks only grow, an update has as many gradients as the protocol says, times add up, every run ends.
+A run that is resumed in the middle continues in the state of its checkpoint, and its updates have as many gradients as
+those of a run that never stopped. Where no learner's pace decides what is computed, its weights have the same bits.
 """
 
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 import protocols
 import topologies
 from rudra import plugins
-from rudra.core.events import Event, Finish, Keep, Record
+from rudra.core.events import Save
 from rudra.core.records import TIMES
+from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.roles import Machine
-from rudra.roles.machine import States
-from rudra.simulation.assembly import assemble
 from rudra.simulation.costs import places
-from rudra.simulation.driver import Check
-from rudra.simulation.timing_only import TimingOnly
+from rudra.simulation.trial import Rows, timing, train
 from topologies import Plan
 from topologies.kinds import LEARNER
 
-SIZE_BYTES = 350_000
-"""Of a tensor on the wire."""
 SAMPLES = 4
+TRAINING_SAMPLES = 90
+"""Of one epoch of a case."""
 
-
-@dataclass
-class Rows:
-    """Keeps what a statistics server records."""
-
-    tables: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    learners: npt.NDArray[Any] | None = None
-    warnings: list[str] = field(default_factory=list)
-    time_s: float = 0.0
-    code: int = -1
-
-    def record(self, action: Record) -> None:
-        self.tables.setdefault(action.table, []).append(action.rows)
-
-    def keep(self, role: int, action: Keep) -> None: ...
-
-    def finish(self, role: int, action: Finish) -> None:
-        names = action.totals.dtype.names or ()
-        self.totals = dict(zip(names, action.totals[0].item(), strict=True))
-        self.learners = action.learners
-
-    def warn(self, name: str, text: str) -> None:
-        self.warnings.append(f"{name}: {text}")
-
-    def __getitem__(self, table: str) -> npt.NDArray[Any]:
-        return np.concatenate(self.tables[table])
-
+REAL: dict[str, Any] = {
+    "model": {"name": "mlp", "options": {"hidden": [4]}},
+    "data": {"name": "digits", "train_limit": TRAINING_SAMPLES},
+    "training": {"epochs": 2, "evaluate": False},
+}
+"""What a case computes where it has tensors."""
 
 NOISY = {
     "compute_s": 0.02,
@@ -125,29 +100,6 @@ def carried(plan: Plan, role: int, c: int) -> int:
     if plan.roles[role].kind == LEARNER:
         return 1
     return min(plan.learners_below(role), c) - 1 + max(carried(plan, child, c) for child in plan.children[role])
-
-
-def validate(machine: Machine, before: States, event: Event) -> None:
-    machine.validate()
-    machine.validate_step(before, event)
-
-
-def timing(job_: Job, training_samples: int, after: Check = validate) -> Rows:
-    """Runs a job without tensors and checks every invariant after every event.
-
-    Args:
-        job_: what to run.
-        training_samples: of one epoch.
-        after: what to do with a machine after each of its events.
-    """
-    plan = job_.plan(places(job_))
-    rows, tensors = Rows(), TimingOnly()
-    simulation = assemble(
-        job_, plan, tensors, rows, training_samples=training_samples, size_bytes=SIZE_BYTES, check=after
-    )
-    rows.time_s = simulation.run()
-    rows.code = simulation.code
-    return rows
 
 
 def check(run: Job, rows: Rows, samples: int) -> None:
@@ -225,16 +177,92 @@ def check_stages(run: Job, rows: Rows) -> None:
             assert count == len(members)
 
 
+def saving(run: Job, samples: int) -> tuple[Rows, list[TrainingState]]:
+    """Runs a job without tensors that saves after every update: what is written, and the books of each checkpoint."""
+    plan, saved = run.plan(places(run)), list[TrainingState]()
+
+    def save(role: int, action: Save) -> None:
+        if role == plan.server:
+            saved.append(action.position)
+
+    return timing(run.with_(results={"checkpoint_every": "1 update"}), samples, save=save), saved
+
+
+def check_resumed(run: Job, whole: Rows, middle: TrainingState, samples: int) -> None:
+    """A run that is resumed loses no gradient, applies none twice, and makes updates of the same sizes.
+
+    Args:
+        run: what was run.
+        whole: what was written when it was not stopped.
+        middle: the books of one of its checkpoints.
+        samples: of one epoch.
+    """
+    plan = run.plan(places(run))
+    rest = timing(run, samples, position=middle)
+    if "updates" not in rest.tables:  # the middle is the end
+        return
+    before = whole["gradients"][whole["gradients"]["update"] <= middle.timestamp]
+    gradients = np.concatenate([before, rest["gradients"]])
+    assert rest.totals["applied"] == len(gradients), "gradients of before the checkpoint and of after it"
+    assert (rest["gradients"]["timestamp"] < rest["gradients"]["update"]).all()
+    period = run.make_protocol().period
+    for learner in range(run.learners):
+        steps = gradients["step"][gradients["learner"] == learner]
+        assert np.array_equal(steps, np.arange(period - 1, period * len(steps), period)), "none twice, none left out"
+    updates = rest["updates"]
+    assert np.array_equal(updates["timestamp"], middle.timestamp + 1 + np.arange(len(updates)))
+    if not plan.children or len(plan.learners) == len(plan.children[plan.server]):  # else several arrive at a time
+        sizes = whole["updates"]["gradients"][middle.timestamp :]
+        both = min(len(sizes), len(updates)) - 1  # the last one may end the run
+        same = updates["gradients"][:both] == sizes[:both]
+        assert same.all(), (
+            f"update {middle.timestamp + 1 + same.argmin()} has {updates['gradients'][same.argmin()]} gradients when "
+            f"the run is resumed after update {middle.timestamp}, else {sizes[same.argmin()]}: state() and restore()"
+        )
+
+
+def check_bits(run: Job) -> None:
+    """A run of real gradients that is resumed from its middle has the weights of one that was not stopped."""
+    whole = train(run.with_(results={"checkpoint_every": "1 update"}))
+    if whole.saved:
+        middle = whole.saved[(len(whole.saved) - 1) // 2]
+        resumed = train(run, resumed=middle)
+        same = resumed.weights.numpy().tobytes() == whole.weights.numpy().tobytes()
+        assert same, f"resumed after update {middle.position.timestamp}, its weights have other bits"
+
+
+def determined(run: Job) -> bool:
+    """Whether nobody's pace decides what a run computes: all learners wait for each other."""
+    rule = run.make_protocol(run.plan(places(run)))
+    if isinstance(rule, protocols.Averaging):
+        return not run.topology.options.get("server")
+    return rule.ordered and rule.waits and rule.gradients_per_update == rule.learners
+
+
 class Case(NamedTuple):
     """A small job that must follow the laws, or be refused in one line.
 
     Attributes:
         name: for people.
         tables: of the job, beside those that all cases have.
+        real: it is also run with tensors.
     """
 
     name: str
     tables: dict[str, Any]
+    real: bool = False
+
+    def job(self) -> Job:
+        """Its job, without tensors; raises ConfigError."""
+        training = {"epochs": 4, "minibatch_size": SAMPLES, "evaluate": True}
+        run = Job(training=training, **self.tables).resolved()
+        run.plan(places(run))
+        return run
+
+    def real_job(self) -> Job:
+        """Its job, with a small network and few samples."""
+        run = self.job()
+        return run.with_(**REAL, cluster={"threads_per_rank": 1})
 
 
 class Outcome(NamedTuple):
@@ -279,10 +307,15 @@ def cases_of(protocol: dict[str, Any], topology: dict[str, Any] | None) -> Itera
         yield Case(
             f"{_count(learners)} on {nodes} node{'s' if nodes > 1 else ''}{where}",
             {**rule, **on, "cluster": {"learners": learners}, "simulation": about},
+            real=nodes == 1,
         )
-    shared = {**NOISY, "slowdown": {0: 3.0}, "nodes": 2, "cores_per_node": 1}
-    cluster = {"learners": 7, "learners_per_rank": 2}
-    yield Case(f"7 learners, 2 on a rank{where}", {**rule, **on, "cluster": cluster, "simulation": shared})
+    for learners, nodes, per_rank in ((7, 2, 2), (5, 1, 3)):
+        shared = {**NOISY, "slowdown": {0: 3.0}, "nodes": nodes, "cores_per_node": 1}
+        cluster = {"learners": learners, "learners_per_rank": per_rank}
+        yield Case(
+            f"{_count(learners)}, {per_rank} on a rank{where}",
+            {**rule, **on, "cluster": cluster, "simulation": shared},
+        )
     for placed in ("merged", "synchronous"):
         about = {**NOISY, "slowdown": {0: 5.0}, "nodes": 2}
         tables = {**rule, **on, "cluster": {"learners": 6}, "simulation": about}
@@ -318,17 +351,19 @@ def cases(target: str, tables: dict[str, dict[str, Any]]) -> Iterator[Case]:
 
 def outcome(case: Case) -> Outcome:
     """Runs a case, and looks whether the laws hold."""
-    training = {"epochs": 4, "minibatch_size": SAMPLES, "evaluate": True}
     try:
-        run = Job(training=training, **case.tables).resolved()
-        run.plan(places(run))
+        run = case.job()
     except ConfigError as error:
         return Outcome(case.name, "refused", str(error))
     try:
-        rows = timing(run, 90)
-        check(run, rows, 90)
+        rows, saved = saving(run, TRAINING_SAMPLES)
+        check(run, rows, TRAINING_SAMPLES)
         if run.placement.given:
             check_stages(run, rows)
+        if saved:  # else it had but one update
+            check_resumed(run, rows, saved[(len(saved) - 1) // 2], TRAINING_SAMPLES)
+        if case.real and determined(run):
+            check_bits(case.real_job())
     except AssertionError as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome(case.name, "FAILED", f"{error or place.line} ({place.name}, line {place.lineno})")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import finish, replays, run_until, start, updates
+from processes import finish, mpirun, replays, run_until, start, updates
 
 import rudra
 
@@ -151,3 +151,25 @@ def test_what_cannot_be_resumed_is_said_in_one_line(tmp_path: Path) -> None:
     code, _, err = finish(start("run", job, "--resume"))
     assert code == 2
     assert "say which, by --output FILE.h5 or --resume FILE.h5" in err
+
+
+def test_ranks_of_a_launcher_resume_a_strangers_run_only_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
+    one, two, three = (["--set", f"training.epochs={epochs}"] for epochs in (1, 2, 3))
+    code, _, err = finish(start("run", job, "--output", output, *one))
+    assert code == 0, err
+    code, _, err = mpirun(5, "resume", str(output), *two)
+    assert code == 0, err
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "stranger"))
+    code, _, err = mpirun(5, "resume", str(output), *three)
+    assert code == 2
+    (line,) = (line for line in err.splitlines() if line.startswith("rudra: "))
+    names = "data.name = user_code:delayed, model.name = user_code:dropping"
+    assert f"is not signed by you, and would execute {names}" in line
+    code, _, err = mpirun(5, "resume", str(output), *three, "--trust")
+    assert code == 0, err
+    with rudra.open_results(output) as results:
+        assert len(results.epochs) == 3
+    assert replays(output)

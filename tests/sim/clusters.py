@@ -1,32 +1,46 @@
 """Small clusters in virtual time, for tests."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from protocols import Protocol
 from rudra.compute.executor import Executor
-from rudra.compute.making import make_executors
-from rudra.compute.owners import OwnerExecutor
-from rudra.compute.parts import joined
-from rudra.core.events import GRADIENT, Backward, Compute, Computed, Event, Local, Reduce, Save
-from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.data.load import load
+from rudra.core.events import GRADIENT, Backward, Compute, Computed, Event, Local, Reduce
 from rudra.job.job import Job
-from rudra.simulation.assembly import assemble
-from rudra.simulation.conformance import SAMPLES, SIZE_BYTES, Rows, check_epochs, check_updates, timing, validate
-from rudra.simulation.costs import places
+from rudra.simulation import trial
+from rudra.simulation.conformance import SAMPLES, check_epochs, check_updates
 from rudra.simulation.tensors import RealTensors
-from topologies import Plan
+from rudra.simulation.trial import SIZE_BYTES, Rows, Saved, Trained, timing, validate
 
 
 def job(protocol: str, learners: int, *, n: int | None = None, epochs: int = 3, seed: int = 0, **tables: Any) -> Job:
     named = {"name": protocol} | ({} if n is None else {"n": n})
     training = {"epochs": epochs, "minibatch_size": SAMPLES, "seed": seed, **tables.pop("training", {})}
     return Job(protocol=named, cluster={"learners": learners}, training=training, **tables).resolved()
+
+
+class Ramp(Protocol):
+    """c falls from λ to 1 over the first updates: it has a state."""
+
+    default_modulation = "none"
+
+    def __init__(self, learners: int, updates: int = 20) -> None:
+        super().__init__(learners)
+        self.updates, self.done = updates, 0
+
+    def update_due(self, pending: int) -> bool:
+        due = pending >= max(1, round(self.learners * (1 - self.done / self.updates)))
+        self.done += due
+        return due
+
+    def state(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
 
 
 class Guarded(RealTensors):
@@ -91,30 +105,7 @@ class Guarded(RealTensors):
         return int(np.bitwise_xor.reduce(self._executors[role].buffer(buffer).vector.numpy().view(np.uint32)))
 
 
-class Saved(NamedTuple):
-    """What a checkpoint would hold."""
-
-    position: TrainingState
-    tensors: dict[str, npt.NDArray[np.float32]]
-
-
-__all__ = ["SAMPLES", "SIZE_BYTES", "Rows", "check_epochs", "check_updates", "timing", "validate"]
-
-
-@dataclass
-class Trained:
-    """What a simulated training leaves."""
-
-    job: Job
-    rows: Rows
-    executors: dict[int, Executor]
-    plan: Plan
-    tensors: RealTensors
-    saved: list[Saved] = field(default_factory=list)
-
-    @property
-    def weights(self) -> torch.Tensor:
-        return torch.cat([self.executors[owner].buffer("weights").vector for owner in self.plan.owners])
+__all__ = ["SAMPLES", "SIZE_BYTES", "Rows", "Saved", "Trained", "check_epochs", "check_updates", "timing", "validate"]
 
 
 def train(
@@ -124,56 +115,5 @@ def train(
     resumed: Saved | None = None,
     stop_at: float | None = None,
 ) -> Trained:
-    """Runs a job with real gradients, poisoned buffers (unless another kind is given) and every invariant checked.
-
-    Args:
-        job_: what to run.
-        kind: of tensors.
-        resumed: where to begin.
-        stop_at: when somebody asks the run to stop, in virtual seconds.
-    """
-    plan = job_.plan(places(job_))
-    loaded = load(job_.data)
-    info = loaded.info
-    torch.set_num_threads(job_.cluster.threads_per_rank or 1)
-    roles_ = tuple(range(len(plan.roles)))
-    executors = make_executors(job_, plan, roles_, loaded, prefetch=False)
-    position = BEGINNING if resumed is None else resumed.position
-    if resumed is not None:
-        for executor in executors.values():
-            if isinstance(executor, OwnerExecutor):
-                executor.restore(resumed.tensors)
-    rows, tensors = Rows(), kind(executors)
-    positions: list[TrainingState] = []
-    kept: list[dict[int, dict[str, npt.NDArray[np.float32]]]] = []  # by role, of each checkpoint
-    begun: list[int] = [0] * len(plan.roles)
-
-    def save(role: int, action: Save) -> None:
-        executor = executors[role]
-        assert isinstance(executor, OwnerExecutor)
-        kept.extend({} for _ in range(begun[role] + 1 - len(kept)))
-        kept[begun[role]][role] = {name: copy.copy() for name, copy in executor.state(alone=action.alone).items()}
-        begun[role] += 1
-        if action.alone:
-            begun[:] = [len(kept)] * len(begun)
-        if role == plan.server:
-            positions.append(action.position)
-
-    simulation = assemble(
-        job_,
-        plan,
-        tensors,
-        rows,
-        training_samples=info.training_samples,
-        size_bytes=1_000_000,
-        position=position,
-        save=save,
-        check=validate,
-    )
-    if stop_at is not None:
-        simulation.stop_at(stop_at)
-    rows.time_s = simulation.run()
-    rows.code = simulation.code
-    states = ([by_role[role] for role in sorted(by_role)] for by_role in kept)
-    saved = [Saved(position, joined(parts)) for position, parts in zip(positions, states, strict=True)]
-    return Trained(job_, rows, executors, plan, tensors, saved)
+    """`rudra.simulation.trial.train`, with poisoned buffers unless another kind is given."""
+    return trial.train(job_, kind, resumed=resumed, stop_at=stop_at)

@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Saved, Trained, timing, train
+from clusters import Ramp, Saved, Trained, timing, train
 from msgspec.structs import replace
 from torch import nn
 
-from protocols import Protocol
 from rudra.job.job import Job
 from topologies import Plan
 
@@ -174,27 +173,6 @@ def check_gradients(job: Job, plan: Plan, gradients: np.ndarray[Any, Any]) -> No
         assert np.array_equal(steps, np.arange(len(steps)))
     assert (gradients["staleness"] >= 0).all()
     assert (gradients["timestamp"] < gradients["update"]).all()
-
-
-class Ramp(Protocol):
-    """c falls from λ to 1 over the first updates: it has a state."""
-
-    default_modulation = "none"
-
-    def __init__(self, learners: int, updates: int = 20) -> None:
-        super().__init__(learners)
-        self.updates, self.done = updates, 0
-
-    def update_due(self, pending: int) -> bool:
-        due = pending >= max(1, round(self.learners * (1 - self.done / self.updates)))
-        self.done += due
-        return due
-
-    def state(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.done = state["done"]
 
 
 def ramp(**tables: Any) -> Job:

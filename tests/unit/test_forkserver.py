@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rudra.mpi.doorbell import RINGS, Doorbell
 from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE, fork_server, process_of
 from tests.waiting import eventually
 
@@ -131,6 +133,44 @@ def test_a_signal_to_the_proxy_is_the_ranks(tmp_path: Path) -> None:
         proxy.stdout.readline()
         proxy.send_signal(signal.SIGUSR1)
         assert proxy.wait(30) == 5
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_the_fork_server_hangs_up_on_another_user(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER.format(root=str(Path(__file__).parents[2]), broken=False))
+    ask = """
+import os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+os.setuid(65534 if sys.argv[2] == "other" else 0)
+server.connect("\\0" + sys.argv[1])
+try:
+    socket.send_fds(server, [b"the\\0arguments"], [0, 1, 2])
+    print(len(server.recv(4)))
+except OSError:
+    print(0)
+"""
+    with fork_server([sys.executable, "-P", str(tmp_path / "worker.py")]) as command:
+        asked = [sys.executable, "-c", ask, command[4]]  # its address
+        said = [subprocess.run([*asked, who], capture_output=True, check=True).stdout for who in ("same", "other")]
+    assert said == [b"4\n", b"0\n"]
+
+
+def test_a_doorbell_that_is_rung_without_end_lets_its_rank_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    bell = Doorbell("test", os.getpid(), [os.getpid()])
+    rings = 0
+
+    def recv(_: int) -> bytes:
+        nonlocal rings
+        rings += 1
+        assert rings <= RINGS, "a wait does not end"
+        return b"\1"
+
+    bell.ring(os.getpid())
+    with monkeypatch.context() as patched:
+        patched.setattr(bell, "_bell", SimpleNamespace(fileno=bell._bell.fileno, recv=recv))  # type: ignore[union-attr]
+        bell.wait(1)
+    assert rings == RINGS
+    bell.close()
 
 
 def test_the_fork_server_ends_with_what_it_was_for(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Launching without ranks: environments, the command, the relay and the sentences."""
 
 import os
+import pickle
 import pwd
 import re
+import stat
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE
 from rudra.mpi.launch import (
     STARTS,
     WORKER,
+    _payload_file,
     environment,
     find_mpirun,
     is_open_mpi,
@@ -247,6 +251,7 @@ def test_how_a_launch_ends(
 
 
 TWO_RANKS = """
+import stat
 import subprocess
 def rank(number, lasts_s):
     about = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
@@ -387,3 +392,38 @@ def test_an_interrupt_while_python_imports_is_quiet(tmp_path: Path, command: lis
 def test_sentences(banners: list[bytes], line: str | None) -> None:
     found = explain([banner.replace(RULE, b"").decode() for banner in banners], ROLES)
     assert found == line or (line is not None and found is not None and found.startswith(line + " ("))
+
+
+class Deed:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("done",)
+
+
+@pytest.mark.parametrize("change", ["mode", "owner", "link"])
+def test_a_rank_reads_only_what_its_own_user_wrote(tmp_path: Path, change: str) -> None:
+    if change == "owner" and os.geteuid() != 0:
+        pytest.skip("gives a file away")
+    file = tmp_path / "run.launch"
+    file.write_bytes(pickle.dumps(Deed()))
+    file.chmod(0o666 if change == "mode" else 0o600)
+    if change == "owner":
+        os.chown(file, 65534, -1)
+    if change == "link":
+        (file := tmp_path / "link").symlink_to("run.launch")
+    ended = subprocess.run([*WORKER, str(file)], cwd=tmp_path, capture_output=True, text=True)
+    assert not (tmp_path / "done").exists()
+    if change == "link":
+        assert ended.returncode == 1
+        return
+    assert ended.returncode == 2
+    assert f"rudra: {file}: another user can write this file, so no rank reads it; " in ended.stderr
+
+
+def test_what_ranks_need_to_start_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _payload_file(tmp_path / "run.h5", print) as file:
+        assert (file.parent, stat.S_IMODE(file.stat().st_mode)) == (tmp_path, 0o600)
+    monkeypatch.setattr("rudra.mpi.launch.is_own", lambda _: False)  # as on a file system that keeps no modes
+    with _payload_file(tmp_path / "run.h5", print) as file:
+        assert file.parent == Path(tempfile.gettempdir())
+    assert not file.exists()
+    assert [*tmp_path.iterdir()] == []

@@ -1,12 +1,12 @@
 """What becomes of transfers when a rank dies, on requests that behave as Open MPI's were seen to."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_mpi import ANYBODY, FAILED, IN_STATUS, PENDING, Error, Status, fake_mpi
 
 from rudra.compute.executor import Executor
 from rudra.core.messages import Kind, Message
@@ -18,18 +18,7 @@ from rudra.mpi.failures import Losses
 from rudra.mpi.leases import Going, Place
 from rudra.mpi.transfers import Transfers, Wanted
 
-FAILED, PENDING, IN_STATUS = 75, 76, 18
-ANYBODY = -1
 SIZE = 5
-
-
-class Error(Exception):
-    def __init__(self, kind: int) -> None:
-        super().__init__(str(kind))
-        self.kind = kind
-
-    def Get_error_class(self) -> int:
-        return self.kind
 
 
 class Request:
@@ -40,7 +29,7 @@ class Request:
         self.state = "open"  # done, failed, pending, or matched: with a tensor that may never come
         self.cancelled = self.void = False
 
-    def Test(self, status: "Status | None" = None) -> bool:
+    def Test(self, status: Status | None = None) -> bool:
         assert not self.void, "a request that has failed or ended is not to be tested again"
         if self.state == "pending":
             raise Error(PENDING)
@@ -52,7 +41,7 @@ class Request:
             status.cancelled, status.source = self.cancelled, self.source
         return self.void
 
-    def Get_status(self, status: "Status | None" = None) -> bool:
+    def Get_status(self, status: Status | None = None) -> bool:
         if status is not None:
             status.cancelled, status.source = self.cancelled, self.source
         return self.state == "done"
@@ -65,37 +54,15 @@ class Request:
         assert self.state == "done", "would wait for ever"
 
 
-class Status:
-    cancelled, source = False, ANYBODY
-
-    def Get_source(self) -> int:
-        return self.source
-
-    def Is_cancelled(self) -> bool:
-        return self.cancelled
-
-
 def _testsome(requests: list[Any]) -> list[int]:
     """Hides which ones failed, and makes them void like those that are done."""
     over = [i for i, r in enumerate(requests) if r.state in {"done", "failed"}]
     failed = any(requests[i].state == "failed" for i in over)
     for i in over:
-        requests[i] = MPI.REQUEST_NULL
+        requests[i] = None
     if failed:
         raise Error(IN_STATUS)
     return over
-
-
-MPI: Any = SimpleNamespace(
-    ANY_SOURCE=ANYBODY,
-    REQUEST_NULL="null",
-    Status=Status,
-    Exception=Error,
-    ERR_PROC_FAILED=FAILED,
-    ERR_PROC_FAILED_PENDING=PENDING,
-    ERR_REVOKED=77,
-    Request=SimpleNamespace(Testsome=_testsome),
-)
 
 
 class Comm:
@@ -123,11 +90,7 @@ class Comm:
 
 @pytest.fixture
 def comm(monkeypatch: pytest.MonkeyPatch) -> Comm:
-    module: Any = ModuleType("mpi4py")
-    module.MPI = MPI
-    monkeypatch.setitem(sys.modules, "mpi4py", module)
-    monkeypatch.setattr("rudra.mpi.transfers.MPI", MPI)
-    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    fake_mpi(monkeypatch, _testsome)
     return Comm()
 
 

@@ -5,16 +5,16 @@ receive from anybody keeps the error with which it has reported a loss.
 """
 
 import random
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_mpi import ANYBODY, FAILED, PENDING, Error, Status, fake_mpi
 from fuzzing import cases
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -27,26 +27,9 @@ from rudra.mpi.failures import Losses
 from rudra.mpi.leases import Going
 from rudra.mpi.transfers import Transfers, Wanted
 
-FAILED, PENDING = 75, 76
-ANYBODY = -1
 SERVER, LEARNERS, PUSHES, SIZE = 0, 4, 5, 3
 UP, DOWN = 7, 8  # tags
 GIVEN = Gradient(-1, 0, 1, 0, 0, 0, -1, 1.0, 0.5, 1.0, 0)
-
-
-class Error(Exception):
-    def Get_error_class(self) -> int:
-        return int(self.args[0])
-
-
-class Status:
-    source, cancelled = ANYBODY, False
-
-    def Get_source(self) -> int:
-        return self.source
-
-    def Is_cancelled(self) -> bool:
-        return self.cancelled
 
 
 @dataclass(eq=False)
@@ -223,22 +206,9 @@ def _testsome(requests: list[Any]) -> list[int]:
         except Error:
             done = True
         if done:
-            requests[i] = MPI.REQUEST_NULL
+            requests[i] = None
             over.append(i)
     return over
-
-
-MPI: Any = SimpleNamespace(
-    ANY_SOURCE=ANYBODY,
-    REQUEST_NULL="null",
-    Status=Status,
-    Exception=Error,
-    ERR_PROC_FAILED=FAILED,
-    ERR_PROC_FAILED_PENDING=PENDING,
-    ERR_REVOKED=77,
-    Group=Group,
-    Request=SimpleNamespace(Testsome=_testsome),
-)
 
 
 @dataclass
@@ -378,11 +348,7 @@ class Learner(Rank):
 
 @pytest.fixture
 def _mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("mpi4py")
-    module.MPI = MPI
-    monkeypatch.setitem(sys.modules, "mpi4py", module)
-    monkeypatch.setattr("rudra.mpi.transfers.MPI", MPI)
-    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    fake_mpi(monkeypatch, _testsome, Group=Group)
 
 
 @pytest.mark.usefixtures("_mpi")

@@ -1,0 +1,173 @@
+"""Runs of a job in virtual time that check every invariant, and keep what would be written and saved."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rudra.compute.executor import Executor
+from rudra.compute.making import make_executors
+from rudra.compute.owners import OwnerExecutor
+from rudra.compute.parts import joined
+from rudra.core.events import Event, Finish, Keep, Record, Save
+from rudra.core.training_state import BEGINNING, TrainingState
+from rudra.data.load import load
+from rudra.job.job import Job
+from rudra.roles import Machine
+from rudra.roles.machine import States
+from rudra.simulation.assembly import assemble
+from rudra.simulation.costs import places
+from rudra.simulation.driver import Check
+from rudra.simulation.tensors import RealTensors
+from rudra.simulation.timing_only import TimingOnly
+from topologies import Plan
+
+SIZE_BYTES = 350_000
+"""Of a tensor on the wire, where there are no tensors."""
+
+
+@dataclass
+class Rows:
+    """Keeps what a statistics server records."""
+
+    tables: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    learners: npt.NDArray[Any] | None = None
+    warnings: list[str] = field(default_factory=list)
+    time_s: float = 0.0
+    code: int = -1
+
+    def record(self, action: Record) -> None:
+        self.tables.setdefault(action.table, []).append(action.rows)
+
+    def keep(self, role: int, action: Keep) -> None: ...
+
+    def finish(self, role: int, action: Finish) -> None:
+        names = action.totals.dtype.names or ()
+        self.totals = dict(zip(names, action.totals[0].item(), strict=True))
+        self.learners = action.learners
+
+    def warn(self, name: str, text: str) -> None:
+        self.warnings.append(f"{name}: {text}")
+
+    def __getitem__(self, table: str) -> npt.NDArray[Any]:
+        return np.concatenate(self.tables[table])
+
+
+def validate(machine: Machine, before: States, event: Event) -> None:
+    machine.validate()
+    machine.validate_step(before, event)
+
+
+def timing(
+    job_: Job,
+    training_samples: int,
+    after: Check = validate,
+    *,
+    position: TrainingState = BEGINNING,
+    save: Callable[[int, Save], None] | None = None,
+) -> Rows:
+    """Runs a job without tensors and checks every invariant after every event.
+
+    Args:
+        job_: what to run.
+        training_samples: of one epoch.
+        after: what to do with a machine after each of its events.
+        position: where training begins.
+        save: what to do when a role is to save its part of a checkpoint.
+    """
+    plan = job_.plan(places(job_))
+    rows, tensors = Rows(), TimingOnly()
+    about: dict[str, Any] = {"training_samples": training_samples, "size_bytes": SIZE_BYTES, "check": after}
+    simulation = assemble(job_, plan, tensors, rows, position=position, save=save, **about)
+    rows.time_s = simulation.run()
+    rows.code = simulation.code
+    return rows
+
+
+class Saved(NamedTuple):
+    """What a checkpoint would hold."""
+
+    position: TrainingState
+    tensors: dict[str, npt.NDArray[np.float32]]
+
+
+@dataclass
+class Trained:
+    """What a simulated training leaves."""
+
+    job: Job
+    rows: Rows
+    executors: dict[int, Executor]
+    plan: Plan
+    tensors: RealTensors
+    saved: list[Saved] = field(default_factory=list)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.cat([self.executors[owner].buffer("weights").vector for owner in self.plan.owners])
+
+
+def train(
+    job_: Job,
+    kind: Callable[[dict[int, Executor]], RealTensors] = RealTensors,
+    *,
+    resumed: Saved | None = None,
+    stop_at: float | None = None,
+) -> Trained:
+    """Runs a job with real gradients, and checks every invariant after every event.
+
+    Args:
+        job_: what to run.
+        kind: of tensors.
+        resumed: where to begin.
+        stop_at: when somebody asks the run to stop, in virtual seconds.
+    """
+    plan = job_.plan(places(job_))
+    loaded = load(job_.data)
+    info = loaded.info
+    torch.set_num_threads(job_.cluster.threads_per_rank or 1)
+    roles_ = tuple(range(len(plan.roles)))
+    executors = make_executors(job_, plan, roles_, loaded, prefetch=False)
+    position = BEGINNING if resumed is None else resumed.position
+    if resumed is not None:
+        for executor in executors.values():
+            if isinstance(executor, OwnerExecutor):
+                executor.restore(resumed.tensors)
+    rows, tensors = Rows(), kind(executors)
+    positions: list[TrainingState] = []
+    kept: list[dict[int, dict[str, npt.NDArray[np.float32]]]] = []  # by role, of each checkpoint
+    begun: list[int] = [0] * len(plan.roles)
+
+    def save(role: int, action: Save) -> None:
+        executor = executors[role]
+        assert isinstance(executor, OwnerExecutor)
+        kept.extend({} for _ in range(begun[role] + 1 - len(kept)))
+        kept[begun[role]][role] = {name: copy.copy() for name, copy in executor.state(alone=action.alone).items()}
+        begun[role] += 1
+        if action.alone:
+            begun[:] = [len(kept)] * len(begun)
+        if role == plan.server:
+            positions.append(action.position)
+
+    simulation = assemble(
+        job_,
+        plan,
+        tensors,
+        rows,
+        training_samples=info.training_samples,
+        size_bytes=1_000_000,
+        position=position,
+        save=save,
+        check=validate,
+    )
+    if stop_at is not None:
+        simulation.stop_at(stop_at)
+    rows.time_s = simulation.run()
+    rows.code = simulation.code
+    states = ([by_role[role] for role in sorted(by_role)] for by_role in kept)
+    saved = [Saved(position, joined(parts)) for position, parts in zip(positions, states, strict=True)]
+    return Trained(job_, rows, executors, plan, tensors, saved)
