@@ -16,11 +16,11 @@ from rudra.compute.vectors import Buffer
 from rudra.core.messages import Kind, Message, tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.simulation import trial
 from topologies import Plan
 from topologies import load as load_topology
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
-import clusters
 from clusters import Guarded, job, train
 
 TREE = {"fan_out": 2}
@@ -146,7 +146,7 @@ def test_copies_change_no_bit(
     tables = {"model": {"name": network}, "topology": topology, "data": {"train_limit": 240, "test_limit": 60}}
     run = job(protocol, learners, epochs=2, **tables).with_(cluster={"gradient_format": wire})
     plain = train(run, Ranks)
-    monkeypatch.setattr(clusters, "make_executors", partial(make_executors, placing="staged"))
+    monkeypatch.setattr(trial, "make_executors", partial(make_executors, placing="staged"))
     staged = train(run, Ranks)
     assert torch.equal(plain.weights, staged.weights)
     for table in ("gradients", "updates", "epochs"):

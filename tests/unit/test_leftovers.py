@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,12 @@ def test_what_is_stopped_of_a_fork_server_is_ended_when_its_launcher_has_ended(
     victim = server.pid if whose == "the server" else rank
     try:
         os.kill(victim, signal.SIGSTOP)
-        assert eventually(lambda: is_stopped(victim))
+        assert eventually(lambda: is_stopped(victim) or not lives(victim))  # another test's run may be first
         remove_leftovers(place / "results")
         assert eventually(lambda: not lives(victim), 30 if ends else 0.5) == ends
     finally:
-        os.kill(rank, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
         server.kill()
         server.communicate()
 
