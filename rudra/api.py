@@ -245,11 +245,11 @@ def _simulate(job: Job, path: Path, force: bool, progress: ProgressMode | None) 
 
 def _of_data(found: Mapping[str, Any]) -> dict[str, Any]:
     """What a simulation's result file says of its data; warns where it cannot be repeated."""
-    from rudra.data.fingerprint import plain, unrepeatable
+    from rudra.data.fingerprint import REPEATABLE, plain, unrepeatable
 
     if not (why := unrepeatable(found)):
         return {"data_fingerprints": json.dumps(plain(found))} if found else {}
-    log.warning(f"{why}: this run cannot be replayed; valid: torch's, NumPy's or Python's own")
+    log.warning(f"{why}: {REPEATABLE}")
     return {"data_fingerprints": json.dumps(plain(found)), "replayable": False, "not_replayable": why}
 
 

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
+from traceback import walk_tb
 from types import ModuleType
 from typing import NoReturn
 
 from rudra import cli, interrupts
-from rudra.errors import RudraError, meant, printable
+from rudra.errors import RudraError, RunError, meant, printable
 
 PROGRAM = "rudra"
 
@@ -116,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
 
         interrupts.raise_again()
         sys.argv[:] = ["rudra"]  # a module of the user's that parses arguments finds none of ours
-        code = int(arguments.execute(arguments))
+        code = _executed(arguments)
         sys.stdout.flush()
         return code
     except RudraError as error:
@@ -140,6 +141,18 @@ def main(argv: Sequence[str]) -> int:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _executed(arguments: argparse.Namespace) -> int:
+    """The exit code of a command; raises RunError if the user's code ends the program."""
+    try:
+        return int(arguments.execute(arguments))
+    except SystemExit as error:
+        frames = [(frame.f_globals.get("__name__", ""), frame, line) for frame, line in walk_tb(error.__traceback__)]
+        theirs = [each for each in frames if each[0].partition(".")[0] not in sys.stdlib_module_names]
+        module, frame, line = theirs[-1]
+        text = f"{module}: {frame.f_code.co_name} (line {line}) ended the program, with code {error.code}"
+        raise RunError(f"{text}; raise another exception") from None
 
 
 class _Version(argparse.Action):

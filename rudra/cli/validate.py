@@ -120,6 +120,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     """What came of one mini-batch, tried in this process, and what only the data tells."""
     from rudra.compute.schedule import schedule_of
+    from rudra.data.fingerprint import REPEATABLE
     from rudra.preflight import check_devices
     from rudra.results.progress import too_few
     from rudra.simulation import costs
@@ -134,6 +135,8 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         log.warning(f"{job.name}: {error}; a run on this machine is refused")
     if text := too_few(job, found.samples.training):
         log.warning(f"{job.name}: {text}")
+    if found.unrepeatable:
+        log.warning(f"{job.name}: {found.unrepeatable}: {REPEATABLE}")
     more = {"metrics": ", ".join(found.metrics)} if found.metrics else {}
     if job.optimizer.schedule_every == "update":
         factor = job.make_protocol(plan).modulation.rate_factor(0.0)

@@ -104,6 +104,10 @@ def unrepeatable(found: Mapping[str, Fingerprint]) -> str:
     return text + "they call has a random generator of its own, which Rudra cannot seed"
 
 
+REPEATABLE = "this run cannot be replayed; valid: torch's, NumPy's or Python's own"
+"""What a warning says behind that: a consequence, and which generators Rudra seeds."""
+
+
 def _is_users(samples: Samples) -> bool:
     while isinstance(samples, Subset):
         samples = samples.samples

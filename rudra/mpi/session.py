@@ -37,7 +37,7 @@ from rudra.core.layout import NamedVectors
 from rudra.core.phases import phase_at
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
-from rudra.data.fingerprint import Fingerprint, fingerprints, from_plain, plain, unrepeatable
+from rudra.data.fingerprint import REPEATABLE, Fingerprint, fingerprints, from_plain, plain, unrepeatable
 from rudra.data.load import Data, in_memory, load
 from rudra.errors import CheckpointError, ConfigError, DataError, HookError, RudraError, RunError, TopologyError
 from rudra.job.job import Job
@@ -423,7 +423,7 @@ class _Session:
                 raise CheckpointError(f"{text}; {_SAME}")
         self._unrepeatable = unrepeatable(self._prints)
         if self._unrepeatable and self._keeps_results:
-            log.warning(f"{self._unrepeatable}: this run cannot be replayed; valid: torch's, NumPy's or Python's own")
+            log.warning(f"{self._unrepeatable}: {REPEATABLE}")
 
     def _try(self) -> None:
         """Gets the learners ready to be timed."""

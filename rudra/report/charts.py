@@ -111,6 +111,8 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
     ]
     thinned = any(run.staleness is not None and run.summary["updates"] > each for run in runs)
     law = " Dashed: (λ − 1)/c, where theory puts the mean"
+    if all(run.job.get("protocol.name") == "hogbatch" for run in runs):
+        law = " Dashed: the mean that theory expects, in a window the most that it can be"
     return [
         Figure(
             "staleness-over-updates",

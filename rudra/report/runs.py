@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from protocols import Protocol, rule_of
-from rudra.errors import ConfigError, ResultsError
+from protocols import Protocol, rule_of, shipped
+from rudra.errors import ConfigError, ResultsError, RudraError
 from rudra.files import SWEEP_INDEX
+from rudra.job.job import Job
 from rudra.job.tables import kinds_of
 from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.report.topology import Cast, of_results
@@ -54,6 +55,8 @@ class Run:
         evaluation_s: time in tests.
         cast: who was who, where the file says so.
         workers: who computed what, where learners are unlike; None: they are alike.
+        expected_staleness: as the protocol has it for this run; None where it is a rule of the user's, whose code no
+            report imports.
     """
 
     file: Path
@@ -80,6 +83,7 @@ class Run:
     evaluation_s: float = 0.0
     cast: Cast | None = None
     workers: Workers | None = None
+    expected_staleness: float | None = None
 
     @property
     def known(self) -> bool:
@@ -111,15 +115,6 @@ class Run:
     @property
     def _rule(self) -> type[Protocol]:
         return rule_of(str(self.summary["protocol"]))
-
-    @property
-    def expected_staleness(self) -> float | None:
-        """(λ - 1)/c, of groups (g - 1)/c (`Protocol.expected_staleness`); None where nothing is said of it."""
-        c = self.attributes.get("gradients_per_update")
-        if self.n is None or not c:
-            return None
-        workers = self.learners if self.cast is None else self.cast.plan.workers
-        return float((workers - 1) / c)
 
     @property
     def protocol(self) -> str:
@@ -328,7 +323,19 @@ def read(path: Path) -> Run:
             float(ran[np.isfinite(ran)].sum()),
             of_results(results),
             workers_of(results),
+            _expected_staleness(results),
         )
+
+
+def _expected_staleness(results: Results) -> float | None:
+    tables = {name: results.job[name] for name in ("workers", "weights", "averaging") if name in results.job}
+    protocol = {**results.job.get("protocol", {}), "modulation": "none"}  # which may name code
+    if protocol.get("name") not in shipped():
+        return None
+    try:
+        return Job(**tables, protocol=protocol).make_protocol(results.plan()).expected_staleness
+    except (RudraError, ValueError):  # a job of another version
+        return None
 
 
 def _replicas(results: Results) -> tuple[Blocks | None, float]:

@@ -38,6 +38,7 @@ from rudra.core.events import (
     Update,
 )
 from rudra.core.messages import behind_bytes, tail_bytes
+from rudra.data.fingerprint import fingerprints, unrepeatable
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -91,6 +92,7 @@ class Rehearsal:
         memory: kind of role -> bytes that its rank will take, about, with Python and torch.
         data_bytes: of the data, once on every node.
         crossed: by a mini-batch of a learner that has the first layers only.
+        unrepeatable: why the samples cannot be drawn again; empty if they can.
     """
 
     parameters: int
@@ -102,6 +104,7 @@ class Rehearsal:
     memory: dict[str, int]
     data_bytes: int
     crossed: Crossed | None
+    unrepeatable: str
 
 
 def rehearse(job: Job, plan: Plan) -> Rehearsal:
@@ -135,6 +138,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         metrics = _test(owners, made[plan.statistics])
         for owner in owners.values():
             owner.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates what it remembers
+        why = unrepeatable(fingerprints(loaded))
     return Rehearsal(
         parameters=sum(owner.parameters for owner in owners.values()),
         size=made[plan.statistics].size,
@@ -145,6 +149,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         memory=_memory(job, plan, made, alone, of_model),
         data_bytes=max(0, with_data - alone),
         crossed=_crossed(made[plan.learners[0]]),
+        unrepeatable=why,
     )
 
 

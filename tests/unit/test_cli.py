@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,76 @@ def test_modules_beside_a_job_file_stand_in_for_nobody_elses(tmp_path: Path) -> 
     (tmp_path / "mine.toml").write_text("")
     done = run("validate", str(tmp_path / "mine.toml"), cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+OWN = """
+import sys, numpy, torch
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+def leave(where, now=True):
+    if where == {where!r} and now:
+        sys.exit()
+mine = numpy.random.default_rng(0)
+class Items(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        leave("item", index == 40)
+        return torch.full((6,), mine.normal() if {where!r} == "" else 1.0), index % 2
+def data():
+    return Items(), Items()
+def collate(items):
+    leave("collate")
+    return default_collate(items)
+class Net(nn.Linear):
+    def forward(self, inputs):
+        leave("forward")
+        return super().forward(inputs)
+def net():
+    return Net(6, 2)
+"""
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Writes a job whose code ends the program somewhere, and says what to add to a command."""
+
+    def write(where: str) -> list[str]:
+        (tmp_path / "own_code.py").write_text(OWN.replace("{where!r}", repr(where)))
+        job = '[model]\nname = "own_code:net"\n[data]\nname = "own_code:data"\ncollate = "own_code:collate"\n'
+        (tmp_path / "mine.toml").write_text(job + "classes = 2\n[training]\nepochs = 1\n[cluster]\nlearners = 2\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "own_code", raising=False)
+        return [str(tmp_path / "mine.toml")]
+
+    return write
+
+
+@pytest.mark.parametrize("command", ["validate", "simulate"])
+@pytest.mark.parametrize("where", ["item", "collate", "forward"])
+def test_a_users_code_that_ends_the_program_is_one_line(
+    own_code: Callable[[str], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    where: str,
+) -> None:
+    more = ["--quiet", "--output", str(tmp_path / "out.h5")] if command == "simulate" else []
+    assert main([command, *own_code(where), *more]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert re.match(r"rudra: own_code: leave \(line 7\) ended the program, with code None; raise another", err)
+
+
+def test_validate_warns_of_samples_that_cannot_be_drawn_again(
+    own_code: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", *own_code("")]) == 0
+    out, err = capsys.readouterr()
+    assert "valid" in out
+    assert re.fullmatch(
+        r"rudra: mine: \[data\] the training set .* generator of its own.*cannot be replayed; .*\n", err
+    )
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])

@@ -61,6 +61,36 @@ def test_images_below_the_directory_of_a_class_belong_to_it(root: Path) -> None:
     assert abs(float(x[1, 0].mean()) - 50) < 2
 
 
+def test_the_classes_of_tiny_imagenets_test_images_are_in_a_file(tmp_path: Path) -> None:
+    for number, name in enumerate(("train/n01/images/n01_0.png", "train/n02/images/n02_0.png")):
+        picture(tmp_path / name, (10 * number, 0, 0))
+    for number in range(3):
+        picture(tmp_path / f"val/images/val_{number}.png", (20 * number, 0, 0))
+    said = tmp_path / "val/val_annotations.txt"
+    said.write_text("val_1.png\tn02\t0\t32\t44\t62\nval_0.png\tn01\t1\t2\t3\t4\nval_2.png\tn02\t1\t2\t3\t4\n")
+    (tmp_path / "test/images").mkdir(parents=True)  # without labels
+    table = DataTable(name="folder", path=tmp_path, options={"size": 8}, scale=1.0)
+    _, test, info, _ = load(table)
+    assert test is not None
+    x, y = test.batch(np.arange(3))
+    assert (info.training_samples, info.classes, y.tolist()) == (2, 2, [1, 0, 1])
+    assert np.abs(x[:, 0].mean((1, 2)).numpy() - [20, 0, 40]).max() < 2
+    for text, error in (
+        ("val_0.png\tn03\t1\t2\t3\t4\n", r"val_annotations.txt:1: the training set has no class 'n03'"),
+        ("val_0.png\tn01\n\nval_9.png\tn01\n", r"val_annotations.txt:3: there is no image 'val_9.png' in .*images"),
+        ("../images/val_0.png\tn01\n", r"val_annotations.txt:1: there is no image '../images/val_0.png'"),
+        ("\n", "names no image"),
+    ):
+        said.write_text(text)
+        with pytest.raises(DataError, match=error):
+            load(table)
+    (tmp_path / "val/n01").mkdir()  # as scripts on the web arrange it
+    for number in range(3):
+        (tmp_path / f"val/images/val_{number}.png").rename(tmp_path / f"val/n01/val_{number}.png")
+    (tmp_path / "val/images").rmdir()
+    assert load(table.model_copy(update={"options": {"size": 8, "test": "val"}}))[2].test_samples == 3
+
+
 def test_defaults_and_where_the_test_set_is(root: Path) -> None:
     assert load(DataTable(name="folder", path=root))[2].input_shape == (3, 224, 224)
     picture(root / "test/cat/1.png", (0, 0, 0))

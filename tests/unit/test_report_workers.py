@@ -135,6 +135,27 @@ def test_threads_that_compute_together_are_busy_for_as_long_as_they_are(tmp_path
     assert workers.utilisation(0)[1] == pytest.approx(100, abs=5)
 
 
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [({}, 2.5), ({"at": "window", "update": "locked"}, 1), ({"at": "window", "update": "racing"}, 4)],
+    ids=["server", "locked window", "racing window"],
+)
+def test_the_staleness_to_expect_is_that_of_the_runs_own_protocol(
+    tmp_path: Path, weights: dict[str, str], expected: float
+) -> None:
+    job = Job(
+        model={"name": "mlp", "options": {"hidden": [4]}},
+        data={"train_limit": 128},
+        training={"epochs": 1, "evaluate": False},
+        protocol={"name": "hogbatch"},
+        cluster={"learners": 2},
+        workers=[{**SMALL, "ranks": [0]}, {**LARGE, "ranks": [1]}],
+        weights=weights,
+    )
+    rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet").close()
+    assert read(tmp_path / "run.h5").expected_staleness == expected
+
+
 def test_a_run_in_virtual_time_has_the_shares_batches_and_utilisation_of_its_costs(files: list[Path]) -> None:
     runs = {path.stem: read(path) for path in files}
     about = {name: run.workers for name, run in runs.items()}

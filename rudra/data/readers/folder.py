@@ -15,6 +15,9 @@ from rudra.job.table import Table, checked
 from rudra.job.tables import DataTable
 from rudra.machine import cores
 
+ANNOTATIONS = "val_annotations.txt"
+"""Tiny ImageNet's: a line for each image in `images`, of the file's name, its class, and a box, with tabs between."""
+
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 
 
@@ -28,7 +31,8 @@ def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
     """Images in path/train/CLASS/ and path/test/CLASS/ or path/val/CLASS/, decoded when they are drawn.
 
     Images in directories below that of a class belong to the class, too. Classes are numbered in the order of
-    their directories' names in train.
+    their directories' names in train. Tiny ImageNet's test set is read as it comes: with all images in one directory,
+    and their classes in a file.
     """
     options = checked(Options, table.options, "data", "options")
     root = path_of(table)
@@ -36,13 +40,15 @@ def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
     if not os.path.isdir(root / "train"):
         raise DataError(f"{root}: there is no directory train, with a directory for each class")
     tests = [name for name in ("test", "val") if os.path.isdir(root / name)] if options.test is None else [options.test]
+    tests.sort(key=lambda name: not _is_annotated(root / name))  # Tiny ImageNet's directory test has no classes
     if tests:
         directories["test"] = root / tests[0]
     numbers = {name: number for number, name in enumerate(_classes(directories["train"]))}
     count = class_count(table, len(numbers), str(directories["train"]))
     arrays = Arrays((3, options.size, options.size), count, 1 / 255)
     for split, directory in directories.items():
-        files, labels = _files(directory, numbers)
+        annotated = split == "test" and _is_annotated(directory)
+        files, labels = (_annotated if annotated else _files)(directory, numbers)
         arrays.counts[split] = len(files)
         if split in wanted:
             _check_header(files[0])
@@ -73,6 +79,37 @@ def _files(directory: Path, numbers: dict[str, int]) -> tuple[list[str], list[in
             raise DataError(f"{directory / name}: there is no image; valid: {', '.join(_SUFFIXES)}")
         files += found
         labels += [numbers[name]] * len(found)
+    return files, labels
+
+
+def _is_annotated(directory: Path) -> bool:
+    """Whether a file says the classes of the images, which nobody has moved into directories of classes."""
+    return os.path.isfile(directory / ANNOTATIONS) and os.path.isdir(directory / "images")
+
+
+def _annotated(directory: Path, numbers: dict[str, int]) -> tuple[list[str], list[int]]:
+    """The same, of images whose classes a file says."""
+    source = directory / ANNOTATIONS
+    try:
+        lines = source.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{source}: cannot read: {error}") from None
+    files: list[str] = []
+    labels: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        name, _, rest = line.partition("\t")
+        kind = rest.partition("\t")[0].strip()
+        file = directory / "images" / name
+        if kind not in numbers:
+            raise DataError(f"{source}:{number}: the training set has no class {kind!r}")
+        if os.path.basename(name) != name or not os.path.isfile(file):
+            raise DataError(f"{source}:{number}: there is no image {name!r} in {directory / 'images'}")
+        files.append(str(file))
+        labels.append(numbers[kind])
+    if not files:
+        raise DataError(f"{source}: names no image")
     return files, labels
 
 
