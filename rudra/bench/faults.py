@@ -71,12 +71,14 @@ class Tally:
     texts: list[str] = field(default_factory=list)  # of what went wrong
 
 
-def run(*, quick: bool, phases: Sequence[str] | None = None, jobs: Sequence[str] | None = None) -> Report:
+def run(
+    *, quick: bool, phases: Sequence[str] | None = None, jobs: Sequence[str] | None = None, times: int | None = None
+) -> Report:
     """Runs the campaign; a seed that the notes give tells every moment again, as far as a machine repeats itself."""
     if jobs is not None:
         from rudra.bench import jobfaults
 
-        return jobfaults.run(jobs, quick=quick)
+        return jobfaults.run(jobs, times=times, quick=quick)
     if phases is not None:
         from rudra.bench import phases as campaign_by_phases
 

@@ -99,15 +99,21 @@ class Outcome:
     wrong: str = ""
 
 
-def run(jobs: Sequence[str], *, quick: bool) -> Report:
-    """Hits each job by each kind of fault once; the seed in the notes draws the same again.
+def run(jobs: Sequence[str], *, times: int | None = None, quick: bool) -> Report:
+    """Hits each job by each kind of fault once, in an order that is drawn; the seed in the notes draws the same again.
 
     Args:
         jobs: as `rudra run` takes them.
-        quick: one fault, of the first job.
+        times: so many of these faults; None: all.
+        quick: the first job is killed once.
     """
     seed = random.SystemRandom().randrange(1 << 32)
-    faults = [(job, kind) for job in jobs for kind in FAULTS][: 1 if quick else None]
+    faults = [(job, kind) for job in jobs for kind in FAULTS]
+    if quick:
+        faults = faults[:1]
+    else:
+        random.Random(seed).shuffle(faults)
+    faults = faults[:times]
     plans = {job: Job.load(job).plan() for job in jobs}
     outcomes: dict[str, list[Outcome]] = {}
     report = Report(["hit", "times", "exit codes", "resumed", "replayed", "s to end (longest)", "wrong"])

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from rudra.bench import BENCHMARKS, listing
+from rudra.cli.options import at_least
 from rudra.errors import ConfigError, unknown
 
 SUMMARY = "measure Rudra against torch, MPI and memory on this machine"
@@ -20,7 +21,7 @@ EXAMPLES = {
     "rudra bench update --quick": "try one on the smallest sizes, for which no goal counts",
 }
 
-OPTIONS = {"phases": ["faults"], "jobs": ["faults"], "only": ["tta", "unlike"], "keep": ["tta"]}
+OPTIONS = {"phases": ["faults"], "jobs": ["faults"], "times": ["faults"], "only": ["tta", "unlike"], "keep": ["tta"]}
 """Whose benchmarks' they are."""
 
 
@@ -32,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--phases", nargs="*", metavar="TOPOLOGY", help=about)
     about = "for `faults`: hit each of these jobs by every kind of fault, each at a random moment, resume and replay it"
     parser.add_argument("--jobs", nargs="+", metavar="JOB", help=about)
+    parser.add_argument("--times", type=at_least(1), metavar="N", help="with --jobs: no more than N of these faults")
     about = (
         "for `tta`: only these data, contestants, mini-batch sizes, rates, schedules, such as sma ddp 32 64 cosine; "
     )
@@ -51,6 +53,8 @@ def execute(arguments: argparse.Namespace) -> int:
     for name in more:
         if len(arguments.names) != 1 or arguments.names[0] not in OPTIONS[name]:
             raise ConfigError(f"--{name} is an option of the benchmark {' or '.join(OPTIONS[name])} alone")
+    if arguments.times and not arguments.jobs:
+        raise ConfigError("--times says how often --jobs are hit; valid: with --jobs")
     if arguments.phases:
         from rudra.bench.phases import PLACES
 

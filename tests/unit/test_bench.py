@@ -51,6 +51,11 @@ def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--phases: topology 'ring' is unknown; valid: base, sharded, adv, adv*, groups" in capsys.readouterr().err
 
 
+def test_times_are_of_jobs_that_are_hit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "faults", "--times", "3"]) == 2
+    assert capsys.readouterr().err == "rudra: --times says how often --jobs are hit; valid: with --jobs\n"
+
+
 def test_ratios_are_of_neighbours() -> None:
     assert ratios([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == (2.0, 1.0, 3.0)
     assert str(spread([0.5, 4.0, 1.25])) == "1.25 (0.5–4)"
