@@ -72,7 +72,8 @@ def fingerprint(samples: Samples) -> Fingerprint:
     if not _is_users(samples):
         return Fingerprint(len(samples), targets, inputs)
     again = _summaries(samples, chosen[:TWICE])
-    same = [len(b) == 0 or a[: len(b)] == b for a, b in zip((targets, inputs), again, strict=True)]
+    pairs = zip((targets, inputs), again, strict=True)
+    same = [all(a == b for a, b in zip(*pair, strict=False)) for pair in pairs]  # as far as both had the time
     return Fingerprint(len(samples), targets if same[0] else (), inputs if same[1] else (), all(same))
 
 
