@@ -76,13 +76,23 @@ class RecordedRun:
         self.gradients = self.gradients[: int(self.updates["gradients"].sum())]
 
     def _stop_where_stages_are_unknown(self, events: Rows) -> None:
-        """What was with a stage server when a learner died, or when the run was resumed, is not in the record."""
+        """What was with a stage server when a learner died, or when the run was resumed, is not in the record.
+
+        Merged layers took in mini-batches before that of which the first layers had not: a resumed run computes these
+        again, and its rows of `/stages` begin to lack them before the checkpoint.
+        """
         kinds = [b"lost", *([b"restart", b"branch"] if self.merged else [])]
         for row in events[np.isin(events["kind"], kinds)][:1]:
             self.finished = False
             self._cut(min(int(row["timestamp"]), self.updates_count))
             self.note = "; what the stage server had from there on is not recorded"
             self.losses = self.losses[:0]
+        gaps = np.flatnonzero(np.diff(self.stages["timestamp"], prepend=0) > 1) if self.merged else ()
+        if len(gaps):
+            self.stages = self.stages[: gaps[0]]
+            known = _mini_batches(self.stages)
+            unknown = (row["update"] for row in self.gradients if (row["learner"], row["step"]) not in known)
+            self._cut(min(next(unknown, self.updates_count + 1) - 1, self.updates_count))
 
     def _stop_where_none_can_follow(self, events: Rows, plan: Plan) -> None:
         """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them, nor to
@@ -105,6 +115,11 @@ class RecordedRun:
             self.finished = False
             self._cut(min(update, self.updates_count))
             self.note = f"; {why}"
+
+
+def _mini_batches(rows: Rows) -> set[tuple[int, int]]:
+    """Learners, and numbers of their mini-batches."""
+    return set(zip(rows["learner"].tolist(), rows["step"].tolist(), strict=True))
 
 
 def _in_order(stages: Rows, gradients: Rows) -> Rows:

@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -355,6 +356,36 @@ def test_a_run_goes_on_from_all_parts_of_a_checkpoint(rule: str, topology: str) 
     assert resumed.rows.totals["timestamp"] == whole.rows.totals["timestamp"]
     assert torch.equal(resumed.weights, whole.weights) or rule == "merged"
     assert not resumed.rows["stages"]["staleness"].any()
+
+
+def test_merged_layers_are_replayed_up_to_what_a_resumed_run_did_again(tmp_path: Path) -> None:
+    """Before what a checkpoint has, a stage server took in a mini-batch that the first layers lack there."""
+    run = small("async", 4, placement={"cut": "again", "rule": "merged"}, simulation={"latency_jitter_s": 0.3})
+    path = tmp_path / "run.h5"
+    with rudra.simulate(run, output=path, progress="quiet") as results:
+        gradients, stages, events = results.gradients, results.stages, results.events
+    for restart in range(
+        5, 40
+    ):  # the update of a checkpoint by which a later batch was applied, and an earlier was not
+        steps = [
+            max(gradients["step"][(gradients["update"] <= restart) & (gradients["learner"] == i)]) for i in range(4)
+        ]
+        applied = np.array([row["step"] <= steps[row["learner"]] for row in stages])
+        if (gap := int(np.argmin(applied))) < int(np.flatnonzero(applied)[-1]):
+            break
+    early = {(row["learner"], row["step"]) for row in stages[:gap]}
+    missed = min(row["update"] for row in gradients if (row["learner"], row["step"]) not in early)
+    assert missed <= restart
+    told = events[:1].copy()
+    told["kind"], told["timestamp"], told["gradients"] = b"restart", restart, restart
+    with h5py.File(path, "r+") as file:
+        for table, rows in (("stages", stages[applied]), ("events", np.concatenate([events, told]))):
+            file[table].resize(len(rows), axis=0)
+            file[table][:] = rows
+    replayed = rudra.replay(path, job=run, quiet=True)
+    assert replayed.difference is None, replayed.difference
+    assert replayed.updates == missed - 1
+    assert replayed.note == "; what the stage server had from there on is not recorded"
 
 
 def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:
