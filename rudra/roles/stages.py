@@ -321,6 +321,8 @@ class StageServer(Shard):
                 case Send() if action.buffer == WEIGHTS:
                     self._final = True
                     self._tell(number)
+                    assert actions is not None
+                    actions = [*self._outbox.flush(self._now), *actions]  # perhaps all learners have left already
                 case _:
                     pass
         return actions

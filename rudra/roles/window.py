@@ -99,6 +99,10 @@ class WindowCoordinator(Coordinator):
         self._nodes = NodeWindows(plan, self.id, self.ledger.learned)
 
     @property
+    def _stopping(self) -> bool:
+        return self.state is DRAINING and self.ledger.stopped
+
+    @property
     def pending(self) -> int:
         return self.ledger.pending + len(self._reports) + len(self._early)
 
@@ -160,6 +164,17 @@ class WindowCoordinator(Coordinator):
             self._wanted[child] += batches
             self._pulls[child] = (self.ledger.timestamp, NO_WEIGHTS)
 
+    def _answer_all(self) -> list[Action]:
+        """The same; when the run is stopped, work is dealt that nobody gets.
+
+        A replay does not know when the run was stopped, and so finds the same sizes of batches.
+        """
+        if self._stopping:
+            for child in list(self._pulls):
+                self._answer(child)
+            return []
+        return super()._answer_all()
+
     def _answer(self, child: int) -> list[Action]:
         """Gives who asks as many batches as it wants, or as are left now."""
         dealer = self.ledger.dealer
@@ -219,7 +234,11 @@ class WindowCoordinator(Coordinator):
         self._at_hand, self._update_due = None, False
         actions = ledger.enter(report.gradient.scale, now)
         actions += ledger.note(Updated(ledger.timestamp, report.digest, report.seconds), now)
-        self._ask_for(report.sender, report.asks)
+        dealer = ledger.dealer
+        assert dealer is not None
+        worker = self.plan.roles[report.sender].index
+        done = self._stopping and not dealer.held(worker)  # it would have asked
+        self._ask_for(report.sender, report.asks or done)
         if not ends:
             return actions
         if self._nodes.several:
@@ -237,8 +256,9 @@ class WindowCoordinator(Coordinator):
         return self._advance(now) if self._at_hand is not None else []
 
     def _drain(self) -> list[Action]:
+        asked = self._pulls.copy()
         actions = super()._drain()
-        self._update_due = self._at_hand is not None
+        self._update_due, self._pulls = self._at_hand is not None, asked
         return actions
 
     def _close(self, now: float) -> list[Action]:
@@ -246,7 +266,7 @@ class WindowCoordinator(Coordinator):
         unknown = self._leaving or (self._dead - self._looked) & self._told.keys()
         if self._at_hand is not None or self._reports or self._early or unknown:
             return []
-        stopped = self.state is DRAINING and self.ledger.stopped
+        stopped = self._stopping
         if stopped and self.roll.complete and self._nodes.is_due(self.ledger.learned):
             return self._nodes.join(self.ledger.learned, last=True)
         if self._nodes.busy:

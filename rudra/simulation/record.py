@@ -87,8 +87,8 @@ class RecordedRun:
             self._cut(min(int(row["timestamp"]), self.updates_count))
             self.note = "; what the stage server had from there on is not recorded"
             self.losses = self.losses[:0]
-        gaps = np.flatnonzero(np.diff(self.stages["timestamp"], prepend=0) > 1) if self.merged else ()
-        if len(gaps):
+        gaps = np.flatnonzero(np.diff(self.stages["timestamp"], prepend=0) > 1)
+        if self.merged and len(gaps):
             self.stages = self.stages[: gaps[0]]
             known = _mini_batches(self.stages)
             unknown = (row["update"] for row in self.gradients if (row["learner"], row["step"]) not in known)

@@ -183,6 +183,7 @@ def replay(
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
         job = _as_lowered(results, _restored(results, overrides, trust) if job is None else _checked(results, job))
         plan = record.plan
+        _check_kind(path, results.plan(), job)
         if until is None and output is not None:
             raise ConfigError("--output is for the weights of --until")
         target = None
@@ -525,7 +526,6 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     updates = record.updates_count if until is None else until
     loaded = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
     _check_data(record, loaded)
-    _check_kind(record, job)
     info = loaded.info
     executors = make_executors(
         job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False, first_weights=final_weights
@@ -553,13 +553,22 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
 
 
-def _check_kind(record: RecordedRun, job: Job) -> None:
-    """Raises ReplayError where the file's attributes and its job are of different kinds of runs."""
-    protocol = job.make_protocol(record.plan)
+def _check_kind(path: Path, plan: Plan, job: Job) -> None:
+    """Raises ReplayError where the file's attributes and roles are not those of its job."""
+    protocol = job.make_protocol(plan)
     kinds = {"averaging": isinstance(protocol, Averaging), "scheduled": isinstance(protocol, Hogbatch)}
     for name, wanted in kinds.items():
-        if getattr(record.plan, name) != wanted:
-            raise ReplayError(f"{record.path}: damaged: attribute '{name}' is not what its job has")
+        if getattr(plan, name) != wanted:
+            raise ReplayError(f"{path}: damaged: attribute '{name}' is not what its job has")
+    try:
+        drawn = job.make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
+    except ValueError as error:
+        raise ReplayError(f"{path}: damaged: /roles does not fit its job: {error}") from None
+    if drawn.overlapped != plan.overlapped:
+        raise ReplayError(f"{path}: damaged: attribute 'overlapped' is not what its job has")
+    for name in ("kind", "index", "parent", "source", "group"):
+        if [getattr(role, name) for role in drawn.roles] != [getattr(role, name) for role in plan.roles]:
+            raise ReplayError(f"{path}: damaged: column {name} of /roles is not what its job has")
 
 
 def _check_data(record: RecordedRun, loaded: Data) -> None:

@@ -208,6 +208,14 @@ def without(table: str, place: int) -> Callable[[h5py.File], None]:
     return rows(lambda all_: np.delete(all_, place), table)
 
 
+def moved(file: h5py.File) -> None:
+    """The last learner is in the first group."""
+    roles = file["roles"][()]
+    learners = np.flatnonzero(roles["kind"] == b"learner")
+    roles["group"][learners[-1]] = roles["group"][learners[0]]
+    file["roles"][...] = roles
+
+
 PLACE, UPDATE = 19, 20
 WHO = ("learner", "step", "timestamp", "samples", "loss", "errors")
 
@@ -255,6 +263,26 @@ def test_a_tampered_record_is_detected_and_located(
     assert difference.update == update, difference
     assert said in difference.text
     assert "\n" not in difference.text
+
+
+@pytest.mark.parametrize(
+    ("tamper", "said"),
+    [
+        (attribute("scheduled", True), "attribute 'scheduled' is not what its job has"),
+        (attribute("averaging", True), "attribute 'averaging' is not what its job has"),
+        (attribute("overlapped", True), "attribute 'overlapped' is not what its job has"),
+        (moved, "column group of /roles is not what its job has"),
+    ],
+)
+def test_a_file_whose_roles_are_not_those_of_its_job_is_damaged(
+    tmp_path: Path, tamper: Callable[[h5py.File], None], said: str
+) -> None:
+    path = tmp_path / "tampered.h5"
+    simulate(make_job(learners=4, topology=groups(2)), path)
+    with h5py.File(path, "r+") as file:
+        tamper(file)
+    with pytest.raises(ReplayError, match=f"tampered.h5: damaged: {said}"):
+        rudra.replay(path, quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,17 @@ def test_merged_layers_are_never_stale(tmp_path: Path, protocol: str, n: int | N
     assert rudra.replay(tmp_path / "run.h5", job=run, quiet=True).identical
 
 
+def test_merged_layers_are_replayed_where_learners_leave_before_the_final_weights_are_asked_for(tmp_path: Path) -> None:
+    """The statistics server has room for them late, as it still tests the weights of an epoch."""
+    run = small("async", 3, placement={"cut": "again"}, simulation={"evaluation_s": 60.0})
+    with rudra.simulate(run, output=tmp_path / "run.h5", progress="quiet") as results:
+        told = results.events[results.events["kind"] == b"stages"]
+        assert told["timestamp"].tolist() == [24, 48, 72]
+        assert told["gradients"][-1] == len(results.stages) > 72
+    replayed = rudra.replay(tmp_path / "run.h5", job=run, quiet=True)
+    assert replayed.difference is None, replayed.difference
+
+
 def test_a_momentum_correction_is_of_the_first_layers_alone(tmp_path: Path) -> None:
     """Merged layers are not stale: their first updates, from initial weights of the others, are as without it."""
     digests = []

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
-from clusters import Rows, timing, train
+from clusters import Rows, Trained, timing, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +15,13 @@ from test_hogbatch import ALONE, UNLIKE, check_epochs, clusters, job, replayed_p
 
 import rudra
 from rudra.compute import models, tasks
-from rudra.compute.flat import FlatModel
+from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import GradientSource
+from rudra.core import records
 from rudra.core.events import GRADIENT
 from rudra.core.work import Work
 from rudra.data.load import load
-from rudra.errors import ConfigError, ReplayError, RunError
+from rudra.errors import EXIT_STOPPED, ConfigError, ReplayError, RunError
 from rudra.job.job import Job
 from rudra.simulation.costs import places
 
@@ -175,6 +177,38 @@ def test_what_a_worker_did_that_died_counts_and_the_rest_is_served_again(
             assert (of["first"][1:] == ends[:-1]).all()
     if update == "locked":
         assert rudra.replay(path, quiet=True).identical
+
+
+def write_resumed(path: Path, run: Job, parts: tuple[Trained, Trained]) -> None:
+    """The file of a run that was stopped and resumed, as real ranks leave it."""
+    rudra.simulate(run, output=path, progress="quiet", force=True).close()
+    position, last = parts[0].saved[-1].position, parts[1]
+    restart = np.zeros(1, records.EVENT)
+    restart["kind"], restart["timestamp"], restart["gradients"] = b"restart", position.timestamp, position.applied
+    names = ("gradients", "updates", "epochs")
+    tables = {name: np.concatenate([row for part in parts for row in part.rows.tables.get(name, [])]) for name in names}
+    with h5py.File(path, "r+") as file:
+        for name, rows in {**tables, "events": restart}.items():
+            file[name].resize(len(rows), axis=0)
+            file[name][:] = rows
+        for name, fields in (("totals", last.rows.totals), ("state", {"weights_sha256": sha256(last.weights)})):
+            row = file[name][()]
+            for key, value in fields.items():
+                row[key] = value
+            file[name][...] = row
+
+
+@pytest.mark.parametrize("rule", ["fixed", "adaptive"])
+def test_a_locked_run_that_was_stopped_and_resumed_replays(tmp_path: Path, rule: str) -> None:
+    """Updates that come in after the wish to stop count for the sizes of the batches that follow."""
+    simulation = {"jitter": 0.5, "latency_s": 0.01, "update_s": 0.002}
+    run = job(UNLIKE, 3, rule, simulation=simulation, optimizer={"learning_rate": 0.2}, weights=LOCKED, **DIGITS)
+    for stop_at in np.linspace(0.05, 0.25, 9).tolist():
+        first = train(run, stop_at=stop_at)
+        assert first.rows.code == EXIT_STOPPED
+        write_resumed(tmp_path / "out.h5", run, (first, train(run, resumed=first.saved[-1])))
+        replayed = rudra.replay(tmp_path / "out.h5", quiet=True)
+        assert replayed.identical, (stop_at, replayed.difference)
 
 
 @pytest.mark.parametrize("weights", [LOCKED, RACING])
