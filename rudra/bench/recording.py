@@ -15,7 +15,7 @@ from rudra.compute.executor import Executor
 from rudra.compute.learners import StatisticsExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer
-from rudra.core.messages import Kind
+from rudra.core.messages import MessageKind
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.session import rest
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STEPS = {4: 240, 16: 120}
 LEARNERS = 2
 LARGE = 72_000_000
-REPLAYED = {Kind.GRADIENTS, Kind.UPDATES}
+REPLAYED = {MessageKind.GRADIENTS, MessageKind.UPDATES}
 
 
 def run(*, quick: bool) -> Report:
@@ -128,7 +128,7 @@ def _unrecorded() -> Iterator[None]:
     """Leaves out what only a replay needs."""
     extend = machine.Outbox.extend
 
-    def others(outbox: machine.Outbox, kind: Kind, rows: Any) -> None:
+    def others(outbox: machine.Outbox, kind: MessageKind, rows: Any) -> None:
         if kind not in REPLAYED:
             extend(outbox, kind, rows)
 

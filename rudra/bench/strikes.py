@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rudra.core.events import Action, Event, Halt, Hashed, Received, Updated
-from rudra.core.messages import Kind
+from rudra.core.messages import MessageKind
 from rudra.mpi import launch
 from rudra.mpi.failures import ranks_below, started_below
 from rudra.mpi.forkserver import launcher
@@ -209,7 +209,7 @@ def _all_applied(role: Machine, event: Event, now: float) -> bool:
 
 
 def _first_account(role: Machine, event: Event, now: float) -> bool:
-    return isinstance(event, Received) and event.message.kind is Kind.LEARNERS
+    return isinstance(event, Received) and event.message.kind is MessageKind.LEARNERS
 
 
 def _first_test(role: Machine, event: Event, now: float) -> bool:

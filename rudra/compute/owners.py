@@ -30,7 +30,7 @@ from rudra.core.events import (
     Updated,
 )
 from rudra.core.layout import Entry, Part
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import Message, MessageKind
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
 from topologies import Plan
@@ -309,7 +309,7 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
     def send(
         self, name: str, message: Message, to: int, *, halves: bool = False, near: bool = False
     ) -> npt.NDArray[Any]:
-        if message.kind is Kind.SNAPSHOT and not near and self._is_lent():  # a message goes behind the weights
+        if message.kind is MessageKind.SNAPSHOT and not near and self._is_lent():  # a message goes behind the weights
             before = self.buffer(WEIGHTS)
             self._replace(WEIGHTS, self.spare())
             self.buffer(WEIGHTS).vector.copy_(before.vector)

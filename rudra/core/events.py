@@ -9,11 +9,11 @@ They hold no cycles (`gc=False`).
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from msgspec import Struct
 
-from rudra.core.messages import Message, Rows, Word
+from rudra.core.messages import GroupFlags, Message, Rows
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import Work
@@ -37,10 +37,13 @@ class Started(Struct, frozen=True, gc=False):
     """The driver is ready; the first event of every role."""
 
 
-class Received(Struct, frozen=True, gc=False):
+M = TypeVar("M", bound=Message, covariant=True)
+
+
+class Received(Struct, Generic[M], frozen=True, gc=False):
     """A message arrived; `buffer` holds its tensor, if it has one."""
 
-    message: Message
+    message: M
     buffer: str | None = None
 
 
@@ -146,7 +149,7 @@ class Reduced(Struct, frozen=True, gc=False):
 
     sequence: int
     gradients: tuple[Gradient, ...]
-    words: tuple[Word, ...]
+    words: tuple[GroupFlags, ...]
     group: int = 0
 
 
@@ -204,7 +207,7 @@ class Stopped(Struct, frozen=True, gc=False):
 
 Event = (
     Started
-    | Received
+    | Received[Message]
     | Withdrawn
     | Sent
     | Hashed
@@ -410,7 +413,7 @@ class Reduce(Struct, frozen=True, gc=False):
     sequence: int
     gradient: Gradient
     to_all: bool
-    word: Word = Word()
+    word: GroupFlags = GroupFlags()
 
 
 class Accumulate(Local, frozen=True, gc=False):

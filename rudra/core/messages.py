@@ -6,7 +6,10 @@ others, travels bare: what it is has been told before.
 """
 
 import struct
+from collections.abc import Callable, Iterator
 from enum import IntEnum, auto
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,51 +21,47 @@ from rudra.core.records import Gradient
 Rows = npt.NDArray[np.void]
 
 
-class Kind(IntEnum):
-    """What a message says; the comment names sender and receiver."""
+class MessageKind(IntEnum):
+    """What a message says, as a number on the wire; `Message` has a class for each, which says the rest."""
 
-    WEIGHTS = auto()  # server -> learner or tree server, learner -> learner, tensor
-    GRADIENT = auto()  # learner or tree server -> server, tensor; if `value` >= 0 also a PULL; `flag`: give me work
-    SNAPSHOT = auto()  # server -> statistics, tensor: weights at an epoch's end
-    GRADIENT_PART = auto()  # learner -> shard, bare tensor: part of a gradient, told of by a bare GRADIENT
-    WEIGHTS_PART = auto()  # shard -> learner or statistics, bare tensor: likewise, of which TIMESTAMP or SNAPSHOT tells
-    ACTIVATIONS = auto()  # learner -> stage server, tensor: what the first layers make of one mini-batch
-    RETURNED = auto()  # stage server -> learner, tensor: the gradient of those, and what the mini-batch came to
-    SUM = auto()  # stage server -> another one, tensor: the sum of gradients of learners up to here, or of all
-    LOG = auto()  # who decides about the weights -> other shards, or the stage server: what to do
-    TAKEN = auto()  # shard -> first: my part of the gradient of LOG's number `value` is here
-    STEPPED = auto()  # another owner -> who decides: my part is of `timestamp`, took `seconds`; a sample of the weights
-    # of stretch `value`; `flag`: that is its last one
-    NORMS = auto()  # parameter server <-> stage server: of gradients of one update, by parameter, `value` in all
-    PULL = auto()  # tree server -> server: have you newer weights than `timestamp`? I hold those of `value`
-    READY = auto()  # learner -> server: digest of the initial weights
-    START = auto()  # server -> all: training begins, at `value` nanoseconds
-    TIMESTAMP = auto()  # the answer to a pull; weights follow if it is newer than those held
-    EXECUTE = auto()  # coordinator -> worker: compute these samples, at the rate `seconds`; weights follow if newer;
-    # training began at `value` nanoseconds, by a clock that stands still while workers test weights
-    ASSESS = auto()  # coordinator -> worker: compute part `value` of a test; weights follow if newer
-    ASSESSED = auto()  # worker -> coordinator: what part `value` came to, and if `flag` that is all of it; likewise
-    # coordinator -> statistics: what all parts of the test of epoch `value` came to, in `seconds`
-    MADE = auto()  # worker -> coordinator: these are in the window; digest `value`; I want `timestamp` batches
-    JOIN = auto()  # coordinator -> first worker of a node: give me your window's weights; if `flag` you get the average
-    JOINED = auto()  # the answer, tensor: of all updates `seconds` have survived races
-    SHARED = auto()  # first worker of a node -> coordinator: the average is in the window
-    APPLIED = auto()  # server -> learner: one gradient of yours is in the weights of `timestamp`
-    STOP = auto()  # server -> learner: no more gradients; if `value` is -1 the last one is not taken either
-    LATE = auto()  # tree server -> server: all wait for learner `value`, of which nothing came for `seconds`
-    DROP = auto()  # server -> tree servers above it: learner `value` is no more
-    BYE = auto()  # learner -> server: I have pushed `value` gradients, and that was the last; also to a stage server,
-    # and from it to the server once all have left
-    INTERRUPT = auto()  # any rank -> owner: somebody asks the run to stop; may come at any time
-    ENOUGH = auto()  # statistics -> owner: the target is reached; end with the epoch under way
-    PLATEAU = auto()  # statistics -> owner: tests got no better, for the `value`-th time; lower the rate
-    CREDIT = auto()  # statistics -> server: room for one more snapshot
-    CHECKPOINT = auto()  # owner -> statistics: one of `timestamp` is written, after `value` epochs; are its rows safe?
-    SAFE = auto()  # statistics -> owner: the rows up to `timestamp` are on the disk
-    REPORTED = auto()  # stage server -> statistics: you have my rows that belong to the checkpoint of `timestamp`
-    END = auto()  # owner -> statistics: the run was stopped after `value` epochs; resume at `timestamp`, or -1
-    DONE = auto()  # statistics -> all: everything is recorded, end with exit code `value`; if `flag`, apart
-    GRADIENTS = auto()  # rows for the statistics server, from here on
+    WEIGHTS = auto()
+    GRADIENT = auto()
+    SNAPSHOT = auto()
+    GRADIENT_PART = auto()
+    WEIGHTS_PART = auto()
+    ACTIVATIONS = auto()
+    ACTIVATION_GRADIENT = auto()
+    SUM = auto()
+    LOG = auto()
+    TAKEN = auto()
+    STEPPED = auto()
+    NORMS = auto()
+    PULL = auto()
+    READY = auto()
+    START = auto()
+    TIMESTAMP = auto()
+    ASSIGN_WORK = auto()
+    EVALUATE_PART = auto()
+    PART_EVALUATED = auto()
+    APPLIED_IN_PLACE = auto()
+    COLLECT_WINDOW = auto()
+    WINDOW_WEIGHTS = auto()
+    WINDOW_UPDATED = auto()
+    APPLIED = auto()
+    STOP = auto()
+    LATE = auto()
+    DROP = auto()
+    CHILD_DONE = auto()
+    INTERRUPT = auto()
+    TARGET_REACHED = auto()
+    PLATEAU = auto()
+    SNAPSHOT_CREDIT = auto()
+    CHECKPOINT = auto()
+    ROWS_FLUSHED = auto()
+    REPORTED = auto()
+    RUN_STOPPED = auto()
+    SHUTDOWN = auto()
+    GRADIENTS = auto()
     UPDATES = auto()
     MINIBATCHES = auto()
     EPOCHS = auto()
@@ -71,41 +70,53 @@ class Kind(IntEnum):
     EVENTS = auto()
     AVERAGES = auto()
     STAGES = auto()
+    EPOCH_EVALUATED = auto()
+    LEARNERS_LEFT = auto()
 
 
 ROWS = {
-    Kind.SNAPSHOT: records.EPOCH,
-    Kind.LOG: records.LOG,
-    Kind.EXECUTE: records.WORK,
-    Kind.ASSESSED: records.SUM,
-    Kind.STEPPED: records.FLOATS,
-    Kind.NORMS: records.FLOATS,
-    Kind.GRADIENTS: records.GRADIENT,
-    Kind.UPDATES: records.UPDATE,
-    Kind.MINIBATCHES: records.MINIBATCH,
-    Kind.EPOCHS: records.EPOCH,
-    Kind.LEARNERS: records.LEARNER,
-    Kind.TOTALS: records.TOTALS,
-    Kind.EVENTS: records.EVENT,
-    Kind.AVERAGES: records.AVERAGE,
-    Kind.STAGES: records.STAGE,
+    MessageKind.SNAPSHOT: records.EPOCH,
+    MessageKind.LOG: records.LOG,
+    MessageKind.ASSIGN_WORK: records.WORK,
+    MessageKind.PART_EVALUATED: records.SUM,
+    MessageKind.EPOCH_EVALUATED: records.SUM,
+    MessageKind.STEPPED: records.FLOATS,
+    MessageKind.NORMS: records.FLOATS,
+    MessageKind.GRADIENTS: records.GRADIENT,
+    MessageKind.UPDATES: records.UPDATE,
+    MessageKind.MINIBATCHES: records.MINIBATCH,
+    MessageKind.EPOCHS: records.EPOCH,
+    MessageKind.LEARNERS: records.LEARNER,
+    MessageKind.TOTALS: records.TOTALS,
+    MessageKind.EVENTS: records.EVENT,
+    MessageKind.AVERAGES: records.AVERAGE,
+    MessageKind.STAGES: records.STAGE,
 }
 """Dtype of the rows that a kind carries; the others carry none."""
 
-GRADIENTS = frozenset({Kind.GRADIENT, Kind.GRADIENT_PART, Kind.ACTIVATIONS, Kind.SUM, Kind.JOINED})
-PARTS = frozenset({Kind.GRADIENT_PART, Kind.WEIGHTS_PART})
+GRADIENTS = frozenset(
+    {
+        MessageKind.GRADIENT,
+        MessageKind.GRADIENT_PART,
+        MessageKind.ACTIVATIONS,
+        MessageKind.SUM,
+        MessageKind.WINDOW_WEIGHTS,
+    }
+)
+PARTS = frozenset({MessageKind.GRADIENT_PART, MessageKind.WEIGHTS_PART})
 """Kinds whose tensors go up, from learners, and are read once; and kinds of parts."""
 
-DESCRIBED = frozenset({Kind.GRADIENT, Kind.ACTIVATIONS, Kind.RETURNED, Kind.MADE})
+DESCRIBED = frozenset(
+    {MessageKind.GRADIENT, MessageKind.ACTIVATIONS, MessageKind.ACTIVATION_GRADIENT, MessageKind.APPLIED_IN_PLACE}
+)
 """Kinds that tell of which mini-batches their tensors are."""
 
-URGENT = frozenset({Kind.LOG, Kind.TAKEN})
+URGENT = frozenset({MessageKind.LOG, MessageKind.TAKEN})
 """Kinds that have another rank begin long work beside that of the sender."""
 
-BETWEEN_OWNERS = frozenset({Kind.LOG, Kind.STEPPED})
+BETWEEN_OWNERS = frozenset({MessageKind.LOG, MessageKind.STEPPED})
 """Kinds that owners of weights tell each other of these, and heed even if everybody else begins anew."""
 
-_KINDS = {int(kind): (kind, ROWS.get(kind)) for kind in Kind}
 _HEADER = struct.Struct("<iiqqdi?3x")
 _KIND_BITS = 8
 _KIND_MASK = (1 << _KIND_BITS) - 1
@@ -137,50 +148,606 @@ CONTROL_GRADIENTS = (CONTROL_BYTES - _HEADER.size) // _GRADIENT.size
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """One message.
+    """One message: what all kinds have.
+
+    The numbers of a kind travel in the header: a `timestamp` in its place there, of other whole numbers the first as
+    `value` and a second one as the timestamp, a time or another float as `seconds`, and yes or no as `flag`.
 
     Attributes:
         kind: what it says.
         sender: role id.
-        timestamp: of the weights that it speaks of.
-        value: a number whose meaning the kind gives.
-        seconds: a time whose meaning the kind gives.
-        flag: yes or no; to what, the kind says.
-        rows: (count,) of `ROWS[kind]`, or None.
-        gradients: what the tensor stands for, if the kind is one of `DESCRIBED`.
     """
 
-    kind: Kind
+    kind: ClassVar[MessageKind]
+    _ABSENT_NUMBER: ClassVar[int] = 0
+    _ABSENT_FLOAT: ClassVar[float] = 0.0
+    _ABSENT_FLAG: ClassVar[bool] = False
+    _ABSENT_ROWS: ClassVar[None] = None
+    _ABSENT_GRADIENTS: ClassVar[tuple[Gradient, ...]] = ()
+
     sender: int
-    timestamp: int = 0
-    value: int = 0
-    rows: Rows | None = None
-    gradients: tuple[Gradient, ...] = ()
-    seconds: float = 0.0
-    flag: bool = False
 
     def encode(self, generation: int = 0) -> bytes:
         """As it travels; how often ranks had regrouped by then goes with it."""
-        kind = self.kind | generation << _KIND_BITS
-        count = len(self.gradients) if self.rows is None else len(self.rows)
-        header = _HEADER.pack(kind, self.sender, self.timestamp, self.value, self.seconds, count, self.flag)
-        if self.gradients:
-            return header + b"".join(_GRADIENT.pack(*msgspec.structs.astuple(gradient)) for gradient in self.gradients)
-        return header if self.rows is None else header + self.rows.tobytes()
+        kind = self.kind
+        timestamp, value, seconds, flag, rows, gradients = _FORMATS[kind].fields(self)
+        count = len(gradients) if rows is None else len(rows)
+        code = kind | generation << _KIND_BITS
+        header = _HEADER.pack(code, self.sender, timestamp, value, seconds, count, flag)
+        if gradients:
+            return header + b"".join(_GRADIENT.pack(*msgspec.structs.astuple(gradient)) for gradient in gradients)
+        return header if rows is None else header + rows.tobytes()
 
-    @classmethod
-    def decode(cls, data: bytes | bytearray | memoryview) -> "Message":
+    @staticmethod
+    def decode(data: bytes | bytearray | memoryview) -> "Message":
         code, sender, timestamp, value, seconds, count, flag = _HEADER.unpack_from(data)
-        kind, dtype = _KINDS[code & _KIND_MASK]
+        kind, type_, _, order = _FORMATS[code & _KIND_MASK]
+        rows: Rows | None = None
+        gradients: tuple[Gradient, ...] = ()
         if kind in DESCRIBED:
             body = memoryview(data)[_HEADER.size : _HEADER.size + count * _GRADIENT.size]
             gradients = tuple(Gradient(*fields) for fields in _GRADIENT.iter_unpack(body))
-            return cls(kind, sender, timestamp, value, None, gradients, seconds, flag)
-        rows = np.frombuffer(data, dtype, count, _HEADER.size).copy() if count else None
-        return cls(kind, sender, timestamp, value, rows, (), seconds, flag)
+        elif count:
+            rows = np.frombuffer(data, ROWS[kind], count, _HEADER.size).copy()
+        found = (timestamp, value, seconds, flag, rows, gradients)
+        message: Message = type_(sender, *[found[place] for place in order])
+        return message
+
+    def with_own_rows(self) -> "Message":
+        """The same, with rows that its receiver may write into."""
+        rows = getattr(self, "rows", None)
+        return self if rows is None else msgspec.structs.replace(self, rows=rows.copy())
 
 
-class Word(msgspec.Struct, frozen=True, gc=False):
+class StampedMessage(Message, frozen=True, gc=False):
+    """A message that speaks of weights.
+
+    Attributes:
+        timestamp: of these weights.
+    """
+
+    timestamp: int
+
+
+# With a tensor.
+
+
+class Weights(StampedMessage, frozen=True, gc=False):
+    """Server -> learner or tree server, or learner -> learner: the weights."""
+
+    kind = MessageKind.WEIGHTS
+
+
+class PushedGradient(StampedMessage, frozen=True, gc=False):
+    """Learner or tree server -> server: a gradient, or an average of several.
+
+    Attributes:
+        timestamp: of the weights about which the sender asks, if it does.
+        held: of the weights that the sender has, if it also asks for newer ones (`Pull`); else `NOT_PULLING`.
+        gradients: what the tensor stands for.
+        asks: the sender wants work.
+    """
+
+    kind = MessageKind.GRADIENT
+    held: int
+    gradients: tuple[Gradient, ...]
+    asks: bool = False
+
+
+NOT_PULLING = -1
+"""`PushedGradient.held` where nothing is asked about weights."""
+
+
+class Snapshot(StampedMessage, frozen=True, gc=False):
+    """Owner -> statistics server: the weights at an epoch's end.
+
+    Attributes:
+        epochs: that the run is to have, as the owner knows by now.
+        rows: that of the epoch, `records.EPOCH`.
+    """
+
+    kind = MessageKind.SNAPSHOT
+    epochs: int
+    rows: Rows
+
+
+class GradientPart(Message, frozen=True, gc=False):
+    """Learner -> shard, a bare tensor: part of a gradient of which a `PushedGradient` without a tensor tells."""
+
+    kind = MessageKind.GRADIENT_PART
+
+
+class WeightsPart(Message, frozen=True, gc=False):
+    """Shard -> learner or statistics server, a bare tensor: part of the weights of a `PullAnswer` or a `Snapshot`."""
+
+    kind = MessageKind.WEIGHTS_PART
+
+
+class Activations(StampedMessage, frozen=True, gc=False):
+    """Learner -> stage server: what the first layers make of one mini-batch.
+
+    Attributes:
+        gradients: the one that the mini-batch leads to.
+    """
+
+    kind = MessageKind.ACTIVATIONS
+    gradients: tuple[Gradient, ...]
+
+
+class ActivationGradient(StampedMessage, frozen=True, gc=False):
+    """Stage server -> learner: the gradient of its activations, and what the mini-batch came to.
+
+    Attributes:
+        gradients: the one of that mini-batch, with loss and errors.
+    """
+
+    kind = MessageKind.ACTIVATION_GRADIENT
+    gradients: tuple[Gradient, ...]
+
+
+class PartialSum(Message, frozen=True, gc=False):
+    """Stage server -> another one: the sum of gradients of learners up to here, or of all."""
+
+    kind = MessageKind.SUM
+
+
+class WindowWeights(Message, frozen=True, gc=False):
+    """First worker of a node -> coordinator: the weights of its window, the answer to `CollectWindow`.
+
+    Attributes:
+        surviving: the part of all updates that races have left.
+    """
+
+    kind = MessageKind.WINDOW_WEIGHTS
+    surviving: float
+
+
+# Between owners of weights.
+
+
+class LogEntries(Message, frozen=True, gc=False):
+    """Who decides about the weights -> other shards, or stage servers: what to do.
+
+    Attributes:
+        rows: `records.LOG`.
+    """
+
+    kind = MessageKind.LOG
+    rows: Rows
+
+
+class PartTaken(Message, frozen=True, gc=False):
+    """Shard -> the first one: its part of a gradient is here.
+
+    Attributes:
+        number: of the gradient in the log.
+    """
+
+    kind = MessageKind.TAKEN
+    number: int
+
+
+class OwnerStepped(StampedMessage, frozen=True, gc=False):
+    """Another owner -> who decides: its part of the weights is of this timestamp.
+
+    Attributes:
+        stretch: number of the stretch of the weights that the rows are a sample of.
+        seconds: that the update took.
+        last: this is the last stretch.
+        rows: the sample, `records.FLOATS`; None: there is none.
+    """
+
+    kind = MessageKind.STEPPED
+    stretch: int
+    seconds: float
+    last: bool
+    rows: Rows | None
+
+
+class GradientNorms(Message, frozen=True, gc=False):
+    """Parameter server <-> stage server: norms of the gradients of one update.
+
+    Attributes:
+        parameters: how many norms there are in all messages of the update.
+        rows: some of them, `records.FLOATS`.
+    """
+
+    kind = MessageKind.NORMS
+    parameters: int
+    rows: Rows
+
+
+# Between servers and learners.
+
+
+class Pull(StampedMessage, frozen=True, gc=False):
+    """Tree server -> server: have you weights newer than of the timestamp?
+
+    Attributes:
+        held: timestamp of the weights that the sender has.
+    """
+
+    kind = MessageKind.PULL
+    held: int
+
+
+class PullAnswer(StampedMessage, frozen=True, gc=False):
+    """The answer to a pull; `Weights` follow if it is newer than those held."""
+
+    kind = MessageKind.TIMESTAMP
+
+
+class Ready(Message, frozen=True, gc=False):
+    """Learner -> server: it has the initial weights.
+
+    Attributes:
+        digest: of these, `short_digest`.
+    """
+
+    kind = MessageKind.READY
+    digest: int
+
+
+class TrainingStarted(Message, frozen=True, gc=False):
+    """Server -> all: training begins.
+
+    Attributes:
+        began_ns: when, in nanoseconds on the driver's clock.
+    """
+
+    kind = MessageKind.START
+    began_ns: int
+
+
+class GradientApplied(StampedMessage, frozen=True, gc=False):
+    """Server -> learner: one gradient of the learner is in the weights of this timestamp."""
+
+    kind = MessageKind.APPLIED
+
+
+class Stop(Message, frozen=True, gc=False):
+    """Server -> learner, or first member of a compute group -> the others: no more gradients.
+
+    Attributes:
+        pushed: gradients that each member of the group has pushed; `DROPPED`: the last one is not taken either.
+    """
+
+    kind = MessageKind.STOP
+    pushed: int = 0
+
+
+class LearnerLate(Message, frozen=True, gc=False):
+    """Tree server -> server: all wait for a learner.
+
+    Attributes:
+        learner: its role id.
+        silence_s: for how long nothing came of it.
+    """
+
+    kind = MessageKind.LATE
+    learner: int
+    silence_s: float
+
+
+class LearnerDropped(Message, frozen=True, gc=False):
+    """Server -> tree servers above a learner: it is no more.
+
+    Attributes:
+        learner: its role id.
+    """
+
+    kind = MessageKind.DROP
+    learner: int
+
+
+class ChildDone(Message, frozen=True, gc=False):
+    """Learner -> server: that was the last gradient; and stage server -> statistics server: those were all rows.
+
+    Attributes:
+        pushed: gradients that it has pushed.
+    """
+
+    kind = MessageKind.CHILD_DONE
+    pushed: int = 0
+
+
+class LearnersLeft(Message, frozen=True, gc=False):
+    """Who decides about the weights -> stage server: no learner is left."""
+
+    kind = MessageKind.LEARNERS_LEFT
+
+
+# Between a coordinator and its workers.
+
+
+class AssignWork(StampedMessage, frozen=True, gc=False):
+    """Coordinator -> worker: compute these samples; `Weights` follow if they are newer than those held.
+
+    Attributes:
+        began_ns: when training began, by a clock that stands still while workers test weights.
+        learning_rate: before it is scaled by the samples of each gradient.
+        rows: batches, `records.WORK`.
+    """
+
+    kind = MessageKind.ASSIGN_WORK
+    began_ns: int
+    learning_rate: float
+    rows: Rows
+
+
+class EvaluatePart(StampedMessage, frozen=True, gc=False):
+    """Coordinator -> worker: compute a part of a test; `Weights` follow if they are newer than those held.
+
+    Attributes:
+        part: its number.
+    """
+
+    kind = MessageKind.EVALUATE_PART
+    part: int
+
+
+class PartEvaluated(Message, frozen=True, gc=False):
+    """Worker -> coordinator: what a part of a test came to, or a piece of that.
+
+    Attributes:
+        part: its number.
+        last: that is all of it.
+        rows: `records.SUM`, or None.
+    """
+
+    kind = MessageKind.PART_EVALUATED
+    part: int
+    last: bool
+    rows: Rows | None
+
+
+class AppliedInPlace(Message, frozen=True, gc=False):
+    """Worker -> coordinator: these gradients are in the window.
+
+    Attributes:
+        digest: of a sample of the weights, as a signed number.
+        wanted: batches that the worker asks for.
+        seconds: that the updates took.
+        gradients: which.
+    """
+
+    kind = MessageKind.APPLIED_IN_PLACE
+    digest: int = 0
+    wanted: int = 0
+    seconds: float = 0.0
+    gradients: tuple[Gradient, ...] = ()
+
+
+class CollectWindow(Message, frozen=True, gc=False):
+    """Coordinator -> first worker of a node: send the weights of your window.
+
+    Attributes:
+        average_follows: it gets the average of all windows.
+    """
+
+    kind = MessageKind.COLLECT_WINDOW
+    average_follows: bool
+
+
+class WindowUpdated(StampedMessage, frozen=True, gc=False):
+    """First worker of a node -> coordinator: the average is in the window."""
+
+    kind = MessageKind.WINDOW_UPDATED
+
+
+# Training as a whole.
+
+
+class StopRequested(Message, frozen=True, gc=False):
+    """Any rank -> owner: somebody asks the run to stop; it may come at any time."""
+
+    kind = MessageKind.INTERRUPT
+
+
+class TargetReached(Message, frozen=True, gc=False):
+    """Statistics server -> owner: end with the epoch under way."""
+
+    kind = MessageKind.TARGET_REACHED
+
+
+class PlateauReached(Message, frozen=True, gc=False):
+    """Statistics server -> owner: tests got no better; lower the rate.
+
+    Attributes:
+        times: how often that was so, this time included.
+    """
+
+    kind = MessageKind.PLATEAU
+    times: int
+
+
+class SnapshotCredit(Message, frozen=True, gc=False):
+    """Statistics server -> owner: there is room for one more snapshot."""
+
+    kind = MessageKind.SNAPSHOT_CREDIT
+
+
+class CheckpointWritten(StampedMessage, frozen=True, gc=False):
+    """Owner -> statistics server: a checkpoint is written; are its rows on the disk?
+
+    Attributes:
+        epochs: that are complete with it.
+    """
+
+    kind = MessageKind.CHECKPOINT
+    epochs: int
+
+
+class RowsFlushed(StampedMessage, frozen=True, gc=False):
+    """Statistics server -> owner: the rows up to there are on the disk."""
+
+    kind = MessageKind.ROWS_FLUSHED
+
+
+class StageReported(StampedMessage, frozen=True, gc=False):
+    """Stage server -> statistics server: you have my rows that belong to the checkpoint of this timestamp."""
+
+    kind = MessageKind.REPORTED
+
+
+class RunStopped(StampedMessage, frozen=True, gc=False):
+    """Owner -> statistics server: the run ends before its time.
+
+    Attributes:
+        timestamp: of the checkpoint to resume from; -1: there is none.
+        epochs: that are complete.
+    """
+
+    kind = MessageKind.RUN_STOPPED
+    epochs: int
+
+
+class Shutdown(Message, frozen=True, gc=False):
+    """Statistics server -> all: everything is recorded.
+
+    Attributes:
+        exit_code: of the run.
+        apart: do not wait for each other, as somebody may never be heard of again.
+    """
+
+    kind = MessageKind.SHUTDOWN
+    exit_code: int
+    apart: bool
+
+
+# Rows for the statistics server.
+
+
+class ReportedRows(Message, frozen=True, gc=False):
+    """Rows of a table.
+
+    Attributes:
+        rows: of `ROWS[kind]`.
+    """
+
+    rows: Rows
+
+
+class GradientRows(ReportedRows, frozen=True, gc=False):
+    """Owner -> statistics server."""
+
+    kind = MessageKind.GRADIENTS
+
+
+class UpdateRows(ReportedRows, frozen=True, gc=False):
+    """Owner -> statistics server."""
+
+    kind = MessageKind.UPDATES
+
+
+class MinibatchRows(ReportedRows, frozen=True, gc=False):
+    """Learner -> statistics server."""
+
+    kind = MessageKind.MINIBATCHES
+
+
+class EpochRows(ReportedRows, frozen=True, gc=False):
+    """Owner -> statistics server: an epoch whose weights are not tested."""
+
+    kind = MessageKind.EPOCHS
+
+
+class LearnerRows(ReportedRows, frozen=True, gc=False):
+    """Learner, or owner for one that has died -> statistics server: its account."""
+
+    kind = MessageKind.LEARNERS
+
+
+class TotalsRows(ReportedRows, frozen=True, gc=False):
+    """Owner -> statistics server: the account of the run."""
+
+    kind = MessageKind.TOTALS
+
+
+class EventRows(ReportedRows, frozen=True, gc=False):
+    """Any role -> statistics server."""
+
+    kind = MessageKind.EVENTS
+
+
+class AverageRows(ReportedRows, frozen=True, gc=False):
+    """Owner -> statistics server."""
+
+    kind = MessageKind.AVERAGES
+
+
+class StageRows(ReportedRows, frozen=True, gc=False):
+    """Stage server -> statistics server."""
+
+    kind = MessageKind.STAGES
+
+
+class EpochEvaluated(Message, frozen=True, gc=False):
+    """Coordinator -> statistics server: what all parts of the test of an epoch's weights came to, or some of them.
+
+    Attributes:
+        epoch: whose weights were tested.
+        seconds: that the test took.
+        last: those are all.
+        rows: `records.SUM`, or None.
+    """
+
+    kind = MessageKind.EPOCH_EVALUATED
+    epoch: int
+    seconds: float
+    last: bool
+    rows: Rows | None
+
+
+class _Format(NamedTuple):
+    """How a kind travels.
+
+    Attributes:
+        kind: which.
+        type: class of its messages.
+        fields: timestamp, value, seconds, flag, rows and gradients of a message.
+        order: the places, among those, of what the class takes after `sender`.
+    """
+
+    kind: MessageKind
+    type: type[Any]
+    fields: Callable[[Message], Any]
+    order: tuple[int, ...]
+
+
+_PLACES = ("timestamp", "value", "seconds", "flag", "rows", "gradients")
+_ABSENT = ("_ABSENT_NUMBER", "_ABSENT_NUMBER", "_ABSENT_FLOAT", "_ABSENT_FLAG", "_ABSENT_ROWS", "_ABSENT_GRADIENTS")
+
+
+def _format_of(type_: type[Message]) -> _Format:
+    taken: dict[str, str] = {}
+    for field in msgspec.structs.fields(type_):
+        if field.name == "sender":
+            continue
+        if field.name in ("timestamp", "rows", "gradients"):
+            place = field.name
+        elif field.type is int:
+            place = "timestamp" if "value" in taken else "value"
+        else:
+            place = {float: "seconds", bool: "flag"}[field.type]
+        assert place not in taken, (type_, field.name)
+        taken[place] = field.name
+    names = [taken.get(place, absent) for place, absent in zip(_PLACES, _ABSENT, strict=True)]
+    order = tuple(_PLACES.index(place) for place in taken)
+    return _Format(type_.kind, type_, attrgetter(*names), order)
+
+
+def _types(base: type[Message]) -> Iterator[type[Message]]:
+    for type_ in base.__subclasses__():
+        if hasattr(type_, "kind"):
+            yield type_
+        yield from _types(type_)
+
+
+_FORMATS = {int(type_.kind): _format_of(type_) for type_ in _types(Message)}
+
+
+class GroupFlags(msgspec.Struct, frozen=True, gc=False):
     """What a learner tells its compute group with a gradient.
 
     Attributes:
@@ -203,7 +770,7 @@ class Word(msgspec.Struct, frozen=True, gc=False):
         return _WORD.pack(*msgspec.structs.astuple(self))
 
     @classmethod
-    def decode(cls, data: bytes | bytearray | memoryview) -> "Word":
+    def decode(cls, data: bytes | bytearray | memoryview) -> "GroupFlags":
         return cls(*_WORD.unpack_from(data))
 
 
@@ -233,17 +800,18 @@ def tensor_bytes(wire_bytes: int) -> int:
     return max(0, wire_bytes - tail_bytes(1))
 
 
-def split(kind: Kind, sender: int, rows: Rows) -> list[Message]:
-    """As many control messages as the rows need."""
+def in_pieces(rows: Rows) -> list[Rows]:
+    """The rows in pieces of which each has room in a control message."""
     room = (CONTROL_BYTES - _HEADER.size) // rows.dtype.itemsize
-    return [Message(kind, sender, rows=rows[i : i + room]) for i in range(0, len(rows), room)]
+    return [rows[i : i + room] for i in range(0, len(rows), room)]
 
 
-def whole(sender: int, value: int, rows: Rows, seconds: float = 0.0) -> list[Message]:
-    """As many messages ASSESSED as the rows need, of which the last has the flag."""
-    told = split(Kind.ASSESSED, sender, rows) or [Message(Kind.ASSESSED, sender)]
-    last = len(told) - 1
-    return [
-        msgspec.structs.replace(message, value=value, seconds=seconds, flag=place == last)
-        for place, message in enumerate(told)
-    ]
+def reported(kind: MessageKind, sender: int, rows: Rows) -> list[Message]:
+    """Messages with the rows of a table for the statistics server."""
+    return [_FORMATS[kind].type(sender, piece) for piece in in_pieces(rows)]
+
+
+def in_pieces_or_none(rows: Rows) -> list[tuple[Rows | None, bool]]:
+    """The same pieces, or None if there are no rows; and whether each is the last one."""
+    pieces: list[Rows | None] = [*in_pieces(rows)] or [None]
+    return [(piece, place == len(pieces)) for place, piece in enumerate(pieces, 1)]

@@ -52,7 +52,7 @@ from rudra.core.events import (
 )
 from rudra.core.layout import NamedVectors
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
-from rudra.core.messages import URGENT, Kind, Message
+from rudra.core.messages import URGENT, GradientPart, Message, StopRequested, WeightsPart
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
@@ -225,7 +225,7 @@ class Rank:
             self._events.append((server, Stopped()))
             return
         to = self.plan.roles[server].world_rank
-        asked = Message(Kind.INTERRUPT, next(iter(self._machines), server))
+        asked = StopRequested(next(iter(self._machines), server))
         self.tell(asked.encode(), to, FIRST_TAG + server * CHANNELS + CONTROL)
         self._doorbell.ring(to)
 
@@ -356,7 +356,7 @@ class Rank:
         if wanted.part_of is not None:
             buffer.version += 1
             gradient = name.startswith(GRADIENT)
-            message = Message(Kind.GRADIENT_PART if gradient else Kind.WEIGHTS_PART, wanted.part_of)
+            message = (GradientPart if gradient else WeightsPart)(wanted.part_of)
         elif message is None:
             message = buffer.read_half() if wanted.halves else buffer.read()
         self._to_ring.add(self.plan.roles[message.sender].world_rank)  # its send is complete now

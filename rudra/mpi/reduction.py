@@ -22,7 +22,7 @@ everything else.
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from rudra.compute.averaging import CACHE_LINE, CHUNK, Addends, added, average, 
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce, Reduced
-from rudra.core.messages import WORD_BYTES, Kind, Message, Word, tail_bytes
+from rudra.core.messages import NOT_PULLING, WORD_BYTES, GroupFlags, Message, PushedGradient, tail_bytes
 from rudra.core.records import Gradient
 from rudra.mpi.arena import Arena
 from rudra.mpi.doorbell import Doorbell
@@ -175,7 +175,7 @@ class GroupReduction:
         """
         offset = self._arena.offset(buffer.array) if self._near and self._arena is not None else 0
         assert offset is not None
-        message = Message(Kind.GRADIENT, 0, gradients=(action.gradient,)).encode()
+        message = PushedGradient(0, 0, NOT_PULLING, (action.gradient,)).encode()
         said = _OFFSET.pack(offset) + action.word.encode() + message
         row.data[: len(said)] = said
         for rank in self._far:
@@ -240,8 +240,8 @@ class GroupReduction:
         for rank, places in (*self._on_rank.items(), (self._comm.rank, self._mine)):
             rows |= zip(places, (row.data for row in self._told[rank]), strict=True)
         ordered = [rows[place] for place in range(len(rows))]
-        self._gradients = tuple(Message.decode(row[_MESSAGE:]).gradients[0] for row in ordered)
-        self._words = tuple(Word.decode(row[_OFFSET.size :]) for row in ordered)
+        self._gradients = tuple(cast(PushedGradient, Message.decode(row[_MESSAGE:])).gradients[0] for row in ordered)
+        self._words = tuple(GroupFlags.decode(row[_OFFSET.size :]) for row in ordered)
         self._factors = factors_of([gradient.samples for gradient in self._gradients])
         self._offsets = [_OFFSET.unpack_from(row)[0] for row in ordered]
         self._give_back(self._lent_before)

@@ -13,7 +13,7 @@ import msgspec
 from mpi4py import MPI
 
 from rudra.core.events import Received, Regroup, Stopped
-from rudra.core.messages import BETWEEN_OWNERS, Kind, Message
+from rudra.core.messages import BETWEEN_OWNERS, Message, MessageKind
 from rudra.core.phases import phase_at
 from rudra.core.training_state import TrainingState
 from rudra.mpi.tags import REGROUP_TAG
@@ -81,7 +81,7 @@ class Regrouping:
 
         It waits where its sender has regrouped already, and this rank has not.
         """
-        if message.kind is Kind.INTERRUPT:
+        if message.kind is MessageKind.INTERRUPT:
             self._rank.announce(role, Stopped())
             return
         now = generation == self.generation and self._position is None

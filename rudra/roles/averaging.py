@@ -39,12 +39,12 @@ from rudra.core.events import (
     Stepped,
     Updated,
 )
-from rudra.core.messages import Kind, Word
+from rudra.core.messages import GroupFlags, MessageKind
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
 from rudra.roles.group import ALWAYS, AVERAGING, Replica, ReplicaState
-from rudra.roles.machine import Setup, States, To, staying
+from rudra.roles.machine import Setup, States, Transition, self_loops
 from topologies import Plan
 from topologies.kinds import EVERYBODY
 
@@ -56,18 +56,18 @@ _NOT_HERE = (ReplicaState.WAITING, ReplicaState.UPDATING)
 class Averager(Replica):
     """One learner and its replica; arguments as for `Replica`, whose beginning, end and losses are its own, too."""
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **{key: to for key, to in Replica.TRANSITIONS.items() if key[0] not in _NOT_HERE},
-        **staying(AVERAGING, ALWAYS),
-        **{(state, Lost): To("_lose", state, REGROUPING) for state in AVERAGING},
-        **staying((COMPUTING, STEPPING, HOLDING, REDUCING), {Reduced: "_reduced"}),
-        (COMPUTING, Computed): To("_step", STEPPING, HOLDING),
-        (STEPPING, Stepped): To("_stepped", COMPUTING, REDUCING),
-        (COMPUTING, Updated): To("_updated", COMPUTING),
-        (STEPPING, Updated): To("_updated", STEPPING),
-        (HOLDING, Updated): To("_updated", HOLDING, STEPPING),
-        (REDUCING, Updated): To("_updated", COMPUTING, STOPPED),
-        (REGROUPING, Stepped): To("_in_vain", REGROUPING),
+        **self_loops(AVERAGING, ALWAYS),
+        **{(state, Lost): Transition("_lose", state, REGROUPING) for state in AVERAGING},
+        **self_loops((COMPUTING, STEPPING, HOLDING, REDUCING), {Reduced: "_reduced"}),
+        (COMPUTING, Computed): Transition("_step", STEPPING, HOLDING),
+        (STEPPING, Stepped): Transition("_stepped", COMPUTING, REDUCING),
+        (COMPUTING, Updated): Transition("_updated", COMPUTING),
+        (STEPPING, Updated): Transition("_updated", STEPPING),
+        (HOLDING, Updated): Transition("_updated", HOLDING, STEPPING),
+        (REDUCING, Updated): Transition("_updated", COMPUTING, STOPPED),
+        (REGROUPING, Stepped): Transition("_in_vain", REGROUPING),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -183,14 +183,14 @@ class Averager(Replica):
             return [reduce]
         return [reduce, *self._go_on_computing(now)]
 
-    def _word(self, distance: float, now: float) -> Word:
+    def _word(self, distance: float, now: float) -> GroupFlags:
         ledger, saves = self.ledger, False
         if self._leads:
             ahead = 1 if self._quiet else 2
             epoch = (ledger.samples + ahead * self._together * self.rule.period) // self._training_samples
             saves = ledger.stopped or self.cycle.wanted(ledger.timestamp + ahead, epoch, now)
         told = (self._told_lowered, self._told_enough, ledger.stopped)
-        return Word(self._digest, *told, saves, distance)
+        return GroupFlags(self._digest, *told, saves, distance)
 
     def _go_on_computing(self, now: float) -> list[Action]:
         waited_s = self._held_s + now - self._stepped_at
@@ -221,7 +221,7 @@ class Averager(Replica):
         self._drops = self.rule.restart and ledger.schedule.drops(epochs, ledger.epoch)
         for role, distance in zip(self.plan.learners, self._distances, strict=True):
             about = (ledger.timestamp, self.plan.roles[role].index, 0)
-            ledger.outbox.add(Kind.AVERAGES, *about, distance, self.rule.elasticity * distance)
+            ledger.outbox.add(MessageKind.AVERAGES, *about, distance, self.rule.elasticity * distance)
         return actions
 
     def _go_on(self, now: float) -> list[Action]:

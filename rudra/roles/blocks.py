@@ -28,7 +28,7 @@ from rudra.core.events import (
 )
 from rudra.roles.averaging import COMPUTING, HOLDING, REDUCING, REGROUPING, STEPPING, Averager
 from rudra.roles.group import ALWAYS, ReplicaState
-from rudra.roles.machine import States, To, staying
+from rudra.roles.machine import States, Transition, self_loops
 from topologies import Plan
 from topologies.kinds import EVERYBODY
 
@@ -63,12 +63,12 @@ class ReplicaSharer(Sharer):
     Source: the groups are those of omnivore.txt §IV-A; to the average each is one learner of batch kμ.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **Averager.TRANSITIONS,
-        **staying([POOLING], {**ALWAYS, Updated: "_updated"}),
-        (POOLING, Lost): To("_lose", POOLING, REGROUPING),
-        (COMPUTING, Computed): To("_step", POOLING),
-        (POOLING, Reduced): To("_reduced", POOLING, STEPPING, HOLDING),
+        **self_loops([POOLING], {**ALWAYS, Updated: "_updated"}),
+        (POOLING, Lost): Transition("_lose", POOLING, REGROUPING),
+        (COMPUTING, Computed): Transition("_step", POOLING),
+        (POOLING, Reduced): Transition("_reduced", POOLING, STEPPING, HOLDING),
     }
 
     @property
@@ -96,10 +96,10 @@ class Referrer(Sharer):
     and that it is no replica itself, the paper leaves open.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **Averager.TRANSITIONS,
-        **staying([COMPUTING, REDUCING], {Stepped: "_stepped"}),
-        (HOLDING, Stepped): To("_stepped", HOLDING, STEPPING),
+        **self_loops([COMPUTING, REDUCING], {Stepped: "_stepped"}),
+        (HOLDING, Stepped): Transition("_stepped", HOLDING, STEPPING),
     }
 
     def _follow(self, plan: Plan) -> None:

@@ -7,7 +7,7 @@ to begin with, is such a checkpoint under a second name.
 """
 
 from rudra.core.events import WEIGHTS, Action, Commit, Committed, Received, Save, Saved, Send, Warn
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import CheckpointWritten, RowsFlushed, RunStopped
 from rudra.core.training_state import TrainingState
 from rudra.roles.ledger import Ledger
 
@@ -104,7 +104,7 @@ class CheckpointCycle:
         self._last, self.alone = self.saving, alone
         return [Save(WEIGHTS, self.saving, alone)]
 
-    def take(self, event: Saved | Received | Committed, now: float) -> list[Action]:
+    def take(self, event: Saved | Received[RowsFlushed] | Committed, now: float) -> list[Action]:
         """The next step: it is written, its rows are on the disk, or it has taken the last one's place."""
         if isinstance(event, Received):
             return [Commit(event.message.timestamp, self._name)]
@@ -114,7 +114,7 @@ class CheckpointCycle:
             self.saving = None
             return [Warn(text), *self._end(now, failed=True)]
         if isinstance(event, Saved):
-            message = Message(Kind.CHECKPOINT, self._ledger.id, self.saving.timestamp, self.saving.epoch)
+            message = CheckpointWritten(self._ledger.id, self.saving.timestamp, self.saving.epoch)
             return [*self._ledger.outbox.flush(now), Send(self._ledger.plan.statistics, message)]
         position, self.saving = self.saving, None
         self._kept = position.timestamp
@@ -133,5 +133,5 @@ class CheckpointCycle:
             return []
         if self._kept < ledger.timestamp and not failed:
             return self.save(now)
-        end = Message(Kind.END, ledger.id, self._kept, ledger.epoch)
+        end = RunStopped(ledger.id, self._kept, ledger.epoch)
         return [*ledger.outbox.flush(now), Send(ledger.plan.statistics, end)]

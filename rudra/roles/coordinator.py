@@ -1,7 +1,7 @@
 """The coordinator: a parameter server that also deals the samples out, to whoever asks for work.
 
 Source: Hogbatch (Ma and Rusu 2020), §5.1, Algorithms 1 and 2: `ScheduleWork` is the last gradient of a batch, or the
-beginning; `ExecuteWork` is `Kind.EXECUTE`, which newer weights follow. An epoch ends when no sample is left and all
+beginning; `ExecuteWork` is `AssignWork`, which newer weights follow. An epoch ends when no sample is left and all
 workers are done, which is when the last gradient is applied; until then who asks for work waits. A gradient of a worker
 that has died counts if it is applied by then, else its samples are served again.
 
@@ -17,10 +17,10 @@ import numpy as np
 
 from rudra.core import records
 from rudra.core.events import WEIGHTS, Action, Lost, Received, Send, Stopped
-from rudra.core.messages import Kind, Message, whole
+from rudra.core.messages import AssignWork, EpochEvaluated, EvaluatePart, MessageKind, PartEvaluated, in_pieces_or_none
 from rudra.core.training_state import TrainingState
 from rudra.roles.examination import Examination
-from rudra.roles.machine import States, To, listed
+from rudra.roles.machine import States, Transition, listed
 from rudra.roles.server import TRAINING, ParameterServer, ServerState
 from topologies import Plan
 
@@ -28,10 +28,10 @@ from topologies import Plan
 class Coordinator(ParameterServer):
     """The owner of the weights, and of the order of the samples."""
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **ParameterServer.TRANSITIONS,
-        (TRAINING, Kind.ASSESSED): To("_assessed", TRAINING, ServerState.DRAINING),
-        (TRAINING, Stopped): To("_stop", TRAINING, ServerState.DRAINING),
+        (TRAINING, MessageKind.PART_EVALUATED): Transition("_assessed", TRAINING, ServerState.DRAINING),
+        (TRAINING, Stopped): Transition("_stop", TRAINING, ServerState.DRAINING),
     }
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
@@ -80,8 +80,8 @@ class Coordinator(ParameterServer):
     def _execute(self, child: int, given: list[tuple[int, int]]) -> Send:
         """Gives a worker batches, each its first sample and how many."""
         ledger, rows = self.ledger, np.array(given, records.WORK)
-        about: dict[str, Any] = {"rows": rows, "seconds": ledger.rate_for(given[0][1])}
-        return Send(child, Message(Kind.EXECUTE, self.id, ledger.timestamp, round(ledger.began * 1e9), **about))
+        rate = ledger.rate_for(given[0][1])
+        return Send(child, AssignWork(self.id, ledger.timestamp, round(ledger.began * 1e9), rate, rows))
 
     def hold_back(self) -> None:
         """Gives no work to those who wait, until `deal_anew`."""
@@ -119,14 +119,14 @@ class Coordinator(ParameterServer):
             return []
         timestamp = self.ledger.timestamp
         asked, held = self._pulls.get(child, (timestamp, NO_WEIGHTS))
-        told: list[Action] = [Send(child, Message(Kind.ASSESS, self.id, timestamp, part))]
+        told: list[Action] = [Send(child, EvaluatePart(self.id, timestamp, part))]
         if self._lacks_weights(held):
             self._pulls[child] = (asked, timestamp)
             self._lent += 1
             told.append(Send(child, self._weights, WEIGHTS))
         return told
 
-    def _assessed(self, event: Received, now: float) -> list[Action]:
+    def _assessed(self, event: Received[PartEvaluated], now: float) -> list[Action]:
         examination, message = self._examination, event.message
         if examination is None or message.sender in self._dead or not examination.take(message):
             return []
@@ -143,8 +143,8 @@ class Coordinator(ParameterServer):
         ledger.pause(seconds, f"epoch {examination.epoch}: workers tested its weights in {seconds:.3f} s", now)
         self._stragglers.begin(now, self.received)
         actions: list[Action] = [
-            Send(self.plan.statistics, message)
-            for message in whole(self.id, examination.epoch, examination.rows, seconds)
+            Send(self.plan.statistics, EpochEvaluated(self.id, examination.epoch, seconds, last, rows))
+            for rows, last in in_pieces_or_none(examination.rows)
         ]
         actions += self._proceed(now)
         return actions + self._lose_deferred(now) + self._answer_all()

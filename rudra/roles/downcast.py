@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from rudra.core.events import DOWNCAST, WEIGHTS, Action, Copy, Send, Sent
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import GradientApplied, Weights
 from rudra.core.records import Gradient
 from topologies import Plan
 
@@ -42,13 +42,13 @@ class Downcast:
         if self._learners:
             self._to_tell += [self._learners[gradient.learner] for gradient in gradients]
 
-    def updated(self, weights: Message) -> list[Action]:
+    def updated(self, weights: Weights) -> list[Action]:
         """Tells learners, where these bound their outstanding gradients, which weights hold them; sends these."""
         told, self._to_tell = self._to_tell, []
-        applied = Message(Kind.APPLIED, weights.sender, weights.timestamp)
+        applied = GradientApplied(weights.sender, weights.timestamp)
         return [*(Send(learner, applied) for learner in told), *self.publish(weights)]
 
-    def publish(self, weights: Message) -> list[Action]:
+    def publish(self, weights: Weights) -> list[Action]:
         """Sends the newest weights down every edge that is idle."""
         actions: list[Action] = []
         for to, given in self._given.items():

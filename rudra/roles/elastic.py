@@ -29,11 +29,11 @@ from rudra.core.events import (
     Step,
     Stepped,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import MessageKind, PushedGradient, Stop, Weights
 from rudra.core.records import Gradient
 from rudra.roles.averaging import joined
 from rudra.roles.learner import DROPPED, Learner, LearnerState
-from rudra.roles.machine import Setup, States, To, staying
+from rudra.roles.machine import Setup, States, Transition, self_loops
 
 COMPUTING, EXCHANGING, STEPPING = LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STEPPING
 STOPPED = LearnerState.STOPPED
@@ -76,16 +76,18 @@ class ElasticLearner(Learner):
 
     __slots__ = ("_exchanging", "_made", "_moved", "_period", "_step_began_at", "_steps")
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **Learner.TRANSITIONS,
-        (COMPUTING, Computed): To("_push", EXCHANGING, STEPPING, STOPPED),
-        **staying([COMPUTING], {Sent: "_delivered", Kind.TIMESTAMP: "_answered", Kind.WEIGHTS: "_pulled"}),
-        (EXCHANGING, Sent): To("_delivered", EXCHANGING, STEPPING, STOPPED),
-        (EXCHANGING, Kind.TIMESTAMP): To("_answered", EXCHANGING),
-        (EXCHANGING, Kind.WEIGHTS): To("_pulled", EXCHANGING, STEPPING, STOPPED),
-        (STEPPING, Stepped): To("_stepped", COMPUTING, STOPPED),
-        (STEPPING, Kind.STOP): To("_stop_soon", STEPPING),
-        (STEPPING, Kind.DONE): To("_finish", LearnerState.DONE),
+        (COMPUTING, Computed): Transition("_push", EXCHANGING, STEPPING, STOPPED),
+        **self_loops(
+            [COMPUTING], {Sent: "_delivered", MessageKind.TIMESTAMP: "_answered", MessageKind.WEIGHTS: "_pulled"}
+        ),
+        (EXCHANGING, Sent): Transition("_delivered", EXCHANGING, STEPPING, STOPPED),
+        (EXCHANGING, MessageKind.TIMESTAMP): Transition("_answered", EXCHANGING),
+        (EXCHANGING, MessageKind.WEIGHTS): Transition("_pulled", EXCHANGING, STEPPING, STOPPED),
+        (STEPPING, Stepped): Transition("_stepped", COMPUTING, STOPPED),
+        (STEPPING, MessageKind.STOP): Transition("_stop_soon", STEPPING),
+        (STEPPING, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -95,7 +97,7 @@ class ElasticLearner(Learner):
         self._made: list[Gradient] = []  # by steps since the last exchange
         self._exchanging = self._moved = False
 
-    def _first_weights(self, event: Received, now: float) -> list[Action]:
+    def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         return [Restart(REPLICA, WEIGHTS), *super()._first_weights(event, now)]
 
     def _next(self, now: float) -> list[Action]:
@@ -107,7 +109,7 @@ class ElasticLearner(Learner):
         self.pushed += 1
         self._pushed_at, self._delivered_at, self._answered_at = now, None, None
         self._exchanging, self._moved = True, True
-        message = Message(Kind.GRADIENT, self.id, self.timestamp, self.timestamp, None, (gradient,))
+        message = PushedGradient(self.id, self.timestamp, self.timestamp, (gradient,))
         return [Send(self.server, message, REPLICA), compute]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
@@ -133,7 +135,7 @@ class ElasticLearner(Learner):
         if isfinite(event.distance):
             distance = event.distance / (1 - self._steps.rule.elasticity)  # before the weights had moved
             about = (self.timestamp, self.log.learner, 0)
-            self.log.diary.add(Kind.AVERAGES, *about, distance, self._steps.rule.elasticity * distance)
+            self.log.diary.add(MessageKind.AVERAGES, *about, distance, self._steps.rule.elasticity * distance)
         self.log.spend(0.0, 0.0, self._step_began_at - self._computed_at, 0.0, now - self._step_began_at)
         due = self.log.due(now)
         return due + (self._leave(now) if self._stopping else self._next(now))
@@ -148,9 +150,9 @@ class ElasticLearner(Learner):
             return []
         return self._leave(now) if self._stopping else [self._step(now)]
 
-    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+    def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
         self._stopping = True
-        if event.message.value == DROPPED and self.state is EXCHANGING:
+        if event.message.pushed == DROPPED and self.state is EXCHANGING:
             return self._leave(now)
         return self._advance(now)
 

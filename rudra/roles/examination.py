@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 
 from rudra.core import records
-from rudra.core.messages import Message, Rows
+from rudra.core.messages import PartEvaluated, Rows
 
 PARTS = 64
 """Of a test: enough for the fast not to wait for the slow, and few enough messages."""
@@ -46,13 +46,13 @@ class Examination:
         self.testing[role] = self._left.popleft()
         return self.testing[role]
 
-    def take(self, message: Message) -> bool:
+    def take(self, message: PartEvaluated) -> bool:
         """What a part came to, or a piece of it; whether its role is free."""
         if message.rows is not None:
-            self._found[message.value].append(message.rows)
-        if message.flag:
+            self._found[message.part].append(message.rows)
+        if message.last:
             del self.testing[message.sender]
-        return message.flag
+        return message.last
 
     def lose(self, role: int) -> None:
         """A role is no more: somebody else has its part."""

@@ -42,12 +42,21 @@ from rudra.core.events import (
     Update,
     Updated,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import (
+    ActivationGradient,
+    Activations,
+    GradientNorms,
+    LearnersLeft,
+    MessageKind,
+    OwnerStepped,
+    PushedGradient,
+    WeightsPart,
+)
 from rudra.core.records import Gradient
 from rudra.roles.group import ALIVE, GroupLearner, Replica, ReplicaState
 from rudra.roles.joint import JointServer, Log, Steps
 from rudra.roles.learner import Learner, LearnerState
-from rudra.roles.machine import Machine, Setup, States, To, staying
+from rudra.roles.machine import Machine, Setup, States, Transition, self_loops
 from rudra.roles.norms import Clipping, told
 from rudra.roles.overlapped import OverlappedLearner
 from rudra.roles.server import ALIVE as SERVER_ALIVE
@@ -89,7 +98,7 @@ class Crossing:
         self._forwarded = self._shipped = False
         return Forward(action.step, action.work, action.weights, ACTIVATIONS)
 
-    def take(self, event: Forwarded | Sent | Received) -> list[Action]:
+    def take(self, event: Forwarded | Sent | Received[ActivationGradient]) -> list[Action]:
         """What follows from it."""
         assert self._wanted is not None
         if isinstance(event, Forwarded):
@@ -105,7 +114,7 @@ class Crossing:
         work = wanted.work
         about = (self._learner, work.count, wanted.step, work.first, wanted.timestamp)
         gradient = Gradient(-1, *about, -1, 1.0, NAN, NAN, work.stream)
-        message = Message(Kind.ACTIVATIONS, self._role, wanted.timestamp, gradients=(gradient,))
+        message = Activations(self._role, wanted.timestamp, (gradient,))
         return [Receive(RETURNED, self._stage), Send(self._stage, message, ACTIVATIONS)]
 
     def _go_back(self, wanted: Compute) -> list[Action]:
@@ -120,7 +129,7 @@ class Crossing:
         ]
 
 
-def crossing(table: Mapping[tuple[States, Any], To], computing: States) -> dict[tuple[States, Any], To]:
+def crossing(table: Mapping[tuple[States, Any], Transition], computing: States) -> dict[tuple[States, Any], Transition]:
     """The table of a learner whose gradients cross: what happens to one before `Computed`, while it computes.
 
     Args:
@@ -128,8 +137,8 @@ def crossing(table: Mapping[tuple[States, Any], To], computing: States) -> dict[
         computing: its state meanwhile.
     """
     sent = table.get((computing, Sent))
-    rows = staying([computing], {Forwarded: "_cross", Kind.RETURNED: "_cross"})
-    return {**table, **rows, (computing, Sent): To("_sent", *(sent.states if sent else (computing,)))}
+    rows = self_loops([computing], {Forwarded: "_cross", MessageKind.ACTIVATION_GRADIENT: "_cross"})
+    return {**table, **rows, (computing, Sent): Transition("_sent", *(sent.states if sent else (computing,)))}
 
 
 if TYPE_CHECKING:
@@ -283,11 +292,11 @@ class StageLog:
             self._timestamp = action.timestamp
         match action:
             case Send(buffer=str(buffer)) if action.to == self._statistics:
-                part = Send(action.to, Message(Kind.WEIGHTS_PART, self._id), buffer)
+                part = Send(action.to, WeightsPart(self._id), buffer)
                 self._log.add(part, self._timestamp)
-                bare = action.message.kind is Kind.SNAPSHOT
+                bare = action.message.kind is MessageKind.SNAPSHOT
                 return [Send(action.to, action.message), part] if bare else [part]
-            case Send() if action.to == self._statistics and action.message.kind is Kind.START:
+            case Send() if action.to == self._statistics and action.message.kind is MessageKind.START:
                 return [action, *(Send(stage, action.message) for stage in self.stages)]
             case Save():
                 action = Save(action.weights, action.position)  # of the last layers, too, whoever else is lost
@@ -310,7 +319,7 @@ class StageLog:
 
     def end(self) -> list[Action]:
         """What tells stage servers that no learner is left."""
-        return [Send(stage, Message(Kind.END, self._id)) for stage in self.stages]
+        return [Send(stage, LearnersLeft(self._id)) for stage in self.stages]
 
 
 class FrontParameterServer(JointServer):
@@ -319,9 +328,9 @@ class FrontParameterServer(JointServer):
     It takes gradients as any parameter server does.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **JointServer.TRANSITIONS,
-        **staying(SERVER_ALIVE, {Measured: "_measured", Kind.NORMS: "_heard_norms"}),
+        **self_loops(SERVER_ALIVE, {Measured: "_measured", MessageKind.NORMS: "_heard_norms"}),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -341,11 +350,11 @@ class FrontParameterServer(JointServer):
         self._clipping.norms.measured = True
         return [Send(stage, message) for stage in self._stage_log.stages for message in told(self.id, event)]
 
-    def _heard_norms(self, event: Received, now: float) -> list[Action]:
+    def _heard_norms(self, event: Received[GradientNorms], now: float) -> list[Action]:
         self._clipping.norms.hear(event.message)
         return []
 
-    def _add(self, buffer: str, message: Message) -> list[Action]:
+    def _add(self, buffer: str, message: PushedGradient) -> list[Action]:
         scale = self._gradient_weight(self.ledger.timestamp - message.gradients[0].timestamp)
         self._stage_log.take_in(message.gradients, scale)
         return super()._add(buffer, message)
@@ -359,7 +368,7 @@ class FrontParameterServer(JointServer):
 class FrontFirstShard(FrontParameterServer, FirstShard):
     """The first of several parameter servers of the first layers; arguments as for `ParameterServer`."""
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = FirstShard.TRANSITIONS
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = FirstShard.TRANSITIONS
 
 
 class FrontReplica(_Crosses, Replica):
@@ -369,11 +378,13 @@ class FrontReplica(_Crosses, Replica):
     account of the training; learners do not wait for that.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **crossing(Replica.TRANSITIONS, ReplicaState.COMPUTING),
-        **staying([ReplicaState.REGROUPING], dict.fromkeys((Forwarded, Kind.RETURNED), "_in_vain")),
-        (ReplicaState.REGROUPING, Sent): To("_sent_before", ReplicaState.REGROUPING),
-        **staying(ALIVE, {Kind.STEPPED: "_stepped_there"}),
+        **self_loops(
+            [ReplicaState.REGROUPING], dict.fromkeys((Forwarded, MessageKind.ACTIVATION_GRADIENT), "_in_vain")
+        ),
+        (ReplicaState.REGROUPING, Sent): Transition("_sent_before", ReplicaState.REGROUPING),
+        **self_loops(ALIVE, {MessageKind.STEPPED: "_stepped_there"}),
     }
     _RETURNED = "_returned"
 
@@ -404,7 +415,7 @@ class FrontReplica(_Crosses, Replica):
     def _sent_before(self, event: Sent, now: float) -> list[Action]:
         return [] if event.buffer == ACTIVATIONS else self._returned(event, now)
 
-    def _stepped_there(self, event: Received, now: float) -> list[Action]:
+    def _stepped_there(self, event: Received[OwnerStepped], now: float) -> list[Action]:
         actions = self._noted(self._steps.there(event.message), now)
         return actions + self._account(now) if self.state is ReplicaState.STOPPED else actions
 

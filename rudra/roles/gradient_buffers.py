@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from rudra.core.events import GRADIENT, Accumulate, Action, Receive, Received, Withdraw
-from rudra.core.messages import Message
+from rudra.core.messages import PushedGradient
 
 
 class GradientBuffers:
@@ -24,7 +24,7 @@ class GradientBuffers:
         self.pool = tuple(f"{GRADIENT} {i}" for i in range(buffers))
         self.free = deque(self.pool)
         self.posted: dict[str, int | None] = {}  # buffer -> for which source alone
-        self.arrived: deque[tuple[str, Message]] = deque()  # buffers, and what came with them
+        self.arrived: deque[tuple[str, PushedGradient]] = deque()  # buffers, and what came with them
         self.accumulator: str | None = None
         self.samples = 0
         self.lent: str | None = None
@@ -66,7 +66,7 @@ class GradientBuffers:
         del self.posted[buffer]
         self.free.append(buffer)
 
-    def take(self, event: Received) -> int:
+    def take(self, event: Received[PushedGradient]) -> int:
         """A transfer has landed; how many gradients are dropped, because nobody waits for them any more."""
         buffer, message = event.buffer or "", event.message
         self.posted.pop(buffer, None)

@@ -30,12 +30,27 @@ from rudra.core.events import (
     Stopped,
     Updated,
 )
-from rudra.core.messages import Kind, Message, Word
+from rudra.core.messages import (
+    ChildDone,
+    GroupFlags,
+    MessageKind,
+    PlateauReached,
+    PullAnswer,
+    PushedGradient,
+    Ready,
+    RowsFlushed,
+    Shutdown,
+    SnapshotCredit,
+    Stop,
+    TargetReached,
+    TrainingStarted,
+    Weights,
+)
 from rudra.core.training_state import TrainingState
 from rudra.roles.checkpoint_cycle import CheckpointCycle
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.ledger import Ledger
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
+from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
 from rudra.roles.minibatch_log import MinibatchLog
 from topologies import Plan
 
@@ -60,16 +75,18 @@ class GroupLearner(Learner):
         "_reducing",
     )
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **Learner.TRANSITIONS,
-        **staying([LearnerState.HASHING, LearnerState.READY], {Sent: "_handed_on", Kind.READY: "_member_ready"}),
-        (LearnerState.COMPUTING, Computed): To("_push", LearnerState.COMPUTING),
-        (LearnerState.COMPUTING, Sent): To("_handed_on", LearnerState.COMPUTING),
-        (LearnerState.COMPUTING, Reduced): To(
+        **self_loops(
+            [LearnerState.HASHING, LearnerState.READY], {Sent: "_handed_on", MessageKind.READY: "_member_ready"}
+        ),
+        (LearnerState.COMPUTING, Computed): Transition("_push", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Sent): Transition("_handed_on", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Reduced): Transition(
             "_reduced", LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STOPPED
         ),
-        (LearnerState.COMPUTING, Kind.TIMESTAMP): To("_answered_early", LearnerState.COMPUTING),
-        (LearnerState.EXCHANGING, Sent): To(
+        (LearnerState.COMPUTING, MessageKind.TIMESTAMP): Transition("_answered_early", LearnerState.COMPUTING),
+        (LearnerState.EXCHANGING, Sent): Transition(
             "_returned", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
         ),
     }
@@ -87,7 +104,7 @@ class GroupLearner(Learner):
         self._receivers = plan.receivers[role]
         self._handing_on = 0
         self._reducing = False
-        self._early: Received | None = None  # what the others are told, before the reduction has ended here
+        self._early: Received[PullAnswer] | None = None  # what the others are told, before the reduction has ended here
         self._digest: list[int] = []  # of the first weights, here and at the members
 
     @property
@@ -105,15 +122,15 @@ class GroupLearner(Learner):
 
     # Start: the first member reports for all.
 
-    def _first_weights(self, event: Received, now: float) -> list[Action]:
+    def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         return [*super()._first_weights(event, now), *self._hand_on(event)]
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = LearnerState.READY
         return self._ready(short_digest(event.digest))
 
-    def _member_ready(self, event: Received, now: float) -> list[Action]:
-        return self._ready(event.message.value)
+    def _member_ready(self, event: Received[Ready], now: float) -> list[Action]:
+        return self._ready(event.message.digest)
 
     def _ready(self, digest: int) -> list[Action]:
         self._digest.append(digest)
@@ -121,9 +138,9 @@ class GroupLearner(Learner):
             return []
         if len(set(self._digest)) > 1:
             return [Fail(f"learners of compute group {self._group} received different initial weights")]
-        return [Send(self.server, Message(Kind.READY, self.id, value=digest))]
+        return [Send(self.server, Ready(self.id, digest))]
 
-    def _begin(self, event: Received, now: float) -> list[Action]:
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         return [*(Send(to, event.message) for to in self._receivers), *super()._begin(event, now)]
 
     # Gradients: to the group, and from its first member to the server.
@@ -154,7 +171,7 @@ class GroupLearner(Learner):
             self._delivered_at = now
             early, self._early = self._early, None
             return [] if early is None else self._answered(early, now)
-        message = Message(Kind.GRADIENT, self.id, self.timestamp, self.timestamp, None, event.gradients)
+        message = PushedGradient(self.id, self.timestamp, self.timestamp, event.gradients)
         return [Send(self.server, message, GRADIENT)]
 
     def _uncount(self) -> None:
@@ -163,19 +180,19 @@ class GroupLearner(Learner):
 
     # Weights: from the server to the first member, and down the group.
 
-    def _answered_early(self, event: Received, now: float) -> list[Action]:
+    def _answered_early(self, event: Received[PullAnswer], now: float) -> list[Action]:
         self._early = event
         return []
 
-    def _answered(self, event: Received, now: float) -> list[Action]:
+    def _answered(self, event: Received[PullAnswer], now: float) -> list[Action]:
         return [*(Send(to, event.message) for to in self._receivers), *super()._answered(event, now)]
 
-    def _pulled(self, event: Received, now: float) -> list[Action]:
+    def _pulled(self, event: Received[Weights], now: float) -> list[Action]:
         self._expects_weights = False
         self.timestamp = event.message.timestamp
         return self._hand_on(event) or self._advance(now)
 
-    def _hand_on(self, event: Received) -> list[Action]:
+    def _hand_on(self, event: Received[Weights]) -> list[Action]:
         self._handing_on = len(self._receivers)
         return [Send(to, event.message, WEIGHTS) for to in self._receivers]
 
@@ -201,19 +218,19 @@ class GroupLearner(Learner):
 
     # The end: the first member tells the others, and how many gradients were pushed.
 
-    def _stop_soon(self, event: Received, now: float) -> list[Action]:
-        if not self._leads and self._together > event.message.value:
+    def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
+        if not self._leads and self._together > event.message.pushed:
             self._uncount()
         return super()._stop_soon(event, now)
 
     def _leave(self, now: float) -> list[Action]:
-        stop = Message(Kind.STOP, self.id, value=self._together)
+        stop = Stop(self.id, self._together)
         actions: list[Action] = [Send(to, stop) for to in self._receivers]
         *report, _ = super()._leave(now)
         if not self._leads:
             return actions + report
         in_all = self._before + self._together * (1 + len(self._members))
-        return [*actions, *report, Send(self.server, Message(Kind.BYE, self.id, value=in_all))]
+        return [*actions, *report, Send(self.server, ChildDone(self.id, in_all))]
 
 
 class ReplicaState(States):
@@ -236,11 +253,11 @@ ALIVE = [state for state in ReplicaState if state not in {ReplicaState.DONE, Rep
 TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, ReplicaState.STOPPED}]
 
 ALWAYS: Mapping[Any, str] = {
-    **dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint"),
-    Kind.ENOUGH: "_enough",
-    Kind.PLATEAU: "_plateau",
+    **dict.fromkeys((Saved, MessageKind.ROWS_FLUSHED, Committed), "_checkpoint"),
+    MessageKind.TARGET_REACHED: "_enough",
+    MessageKind.PLATEAU: "_plateau",
     Stopped: "_stop",
-    Kind.CREDIT: "_credit",
+    MessageKind.SNAPSHOT_CREDIT: "_credit",
     Sent: "_returned",
     Lost: "_lose",
 }
@@ -282,31 +299,36 @@ class Replica(Machine):
         log: of its mini-batches.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **staying(ALIVE, ALWAYS),
-        (ReplicaState.HASHING, Started): To("_start", ReplicaState.HASHING),
-        (ReplicaState.HASHING, Hashed): To("_report_digest", ReplicaState.READY, ReplicaState.COMPUTING),
-        (ReplicaState.HASHING, Kind.READY): To("_member_ready", ReplicaState.HASHING),
-        (ReplicaState.READY, Kind.READY): To("_member_ready", ReplicaState.READY, ReplicaState.COMPUTING),
-        (ReplicaState.READY, Kind.START): To("_begin", ReplicaState.COMPUTING),
-        (ReplicaState.COMPUTING, Computed): To("_reduce", ReplicaState.REDUCING),
-        (ReplicaState.REDUCING, Reduced): To(
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        **self_loops(ALIVE, ALWAYS),
+        (ReplicaState.HASHING, Started): Transition("_start", ReplicaState.HASHING),
+        (ReplicaState.HASHING, Hashed): Transition("_report_digest", ReplicaState.READY, ReplicaState.COMPUTING),
+        (ReplicaState.HASHING, MessageKind.READY): Transition("_member_ready", ReplicaState.HASHING),
+        (ReplicaState.READY, MessageKind.READY): Transition(
+            "_member_ready", ReplicaState.READY, ReplicaState.COMPUTING
+        ),
+        (ReplicaState.READY, MessageKind.START): Transition("_begin", ReplicaState.COMPUTING),
+        (ReplicaState.COMPUTING, Computed): Transition("_reduce", ReplicaState.REDUCING),
+        (ReplicaState.REDUCING, Reduced): Transition(
             "_reduced", ReplicaState.REDUCING, ReplicaState.WAITING, ReplicaState.UPDATING
         ),
-        (ReplicaState.WAITING, Kind.CREDIT): To("_credit", ReplicaState.WAITING, ReplicaState.UPDATING),
-        **{
-            (ReplicaState.WAITING, what): To("_checkpoint", ReplicaState.WAITING, ReplicaState.UPDATING)
-            for what in (Saved, Kind.SAFE, Committed)
-        },
-        (ReplicaState.WAITING, Sent): To("_returned", ReplicaState.WAITING, ReplicaState.UPDATING),
-        (ReplicaState.UPDATING, Updated): To("_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED),
-        **{(state, Lost): To("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
-        **staying(
-            [ReplicaState.REGROUPING], dict.fromkeys((Started, Hashed, Kind.READY, Computed, Reduced), "_in_vain")
+        (ReplicaState.WAITING, MessageKind.SNAPSHOT_CREDIT): Transition(
+            "_credit", ReplicaState.WAITING, ReplicaState.UPDATING
         ),
-        (ReplicaState.REGROUPING, Updated): To("_updated_before", ReplicaState.REGROUPING),
-        (ReplicaState.REGROUPING, Committed): To("_checkpoint", ReplicaState.REGROUPING, ReplicaState.HASHING),
-        (ReplicaState.STOPPED, Kind.DONE): To("_finish", ReplicaState.DONE),
+        **{
+            (ReplicaState.WAITING, what): Transition("_checkpoint", ReplicaState.WAITING, ReplicaState.UPDATING)
+            for what in (Saved, MessageKind.ROWS_FLUSHED, Committed)
+        },
+        (ReplicaState.WAITING, Sent): Transition("_returned", ReplicaState.WAITING, ReplicaState.UPDATING),
+        (ReplicaState.UPDATING, Updated): Transition("_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED),
+        **{(state, Lost): Transition("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
+        **self_loops(
+            [ReplicaState.REGROUPING],
+            dict.fromkeys((Started, Hashed, MessageKind.READY, Computed, Reduced), "_in_vain"),
+        ),
+        (ReplicaState.REGROUPING, Updated): Transition("_updated_before", ReplicaState.REGROUPING),
+        (ReplicaState.REGROUPING, Committed): Transition("_checkpoint", ReplicaState.REGROUPING, ReplicaState.HASHING),
+        (ReplicaState.STOPPED, MessageKind.SHUTDOWN): Transition("_finish", ReplicaState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -364,10 +386,10 @@ class Replica(Machine):
         digest = short_digest(event.digest)
         if self._leads:
             return self._ready(digest, now)
-        return [Send(self.plan.server, Message(Kind.READY, self.id, value=digest))]
+        return [Send(self.plan.server, Ready(self.id, digest))]
 
-    def _member_ready(self, event: Received, now: float) -> list[Action]:
-        return self._ready(event.message.value, now)
+    def _member_ready(self, event: Received[Ready], now: float) -> list[Action]:
+        return self._ready(event.message.digest, now)
 
     def _ready(self, digest: int, now: float) -> list[Action]:
         self._digests.append(digest)
@@ -378,11 +400,11 @@ class Replica(Machine):
         start = self.ledger.start(now)
         return [Send(self.plan.statistics, start), *self._start_training(start, now)]
 
-    def _begin(self, event: Received, now: float) -> list[Action]:
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         return self._start_training(event.message, now)
 
-    def _start_training(self, start: Message, now: float) -> list[Action]:
-        self.ledger.began = self.log.began = start.value * 1e-9
+    def _start_training(self, start: TrainingStarted, now: float) -> list[Action]:
+        self.ledger.began = self.log.began = start.began_ns * 1e-9
         return [*(Send(to, start) for to in self._to_members), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:
@@ -397,20 +419,20 @@ class Replica(Machine):
         if fails:
             return actions
         gradient = self.log.describe(event, ledger.timestamp)
-        word = Word(self._digest, self._told_lowered, self._told_enough, ledger.stopped)
+        word = GroupFlags(self._digest, self._told_lowered, self._told_enough, ledger.stopped)
         return [Reduce(GRADIENT, 0, event.step, gradient, True, word), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = self._leads
         return []
 
-    def _enough(self, event: Received, now: float) -> list[Action]:
+    def _enough(self, event: Received[TargetReached], now: float) -> list[Action]:
         self._told_enough = True
         return []
 
-    def _plateau(self, event: Received, now: float) -> list[Action]:
+    def _plateau(self, event: Received[PlateauReached], now: float) -> list[Action]:
         """The first learner tells the others with its next gradient, so that the rate falls everywhere at once."""
-        self._told_lowered = max(self._told_lowered, event.message.value)
+        self._told_lowered = max(self._told_lowered, event.message.times)
         return []
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
@@ -472,7 +494,7 @@ class Replica(Machine):
         self.ledger.returned(event.buffer)
         return self._go_on(now)
 
-    def _credit(self, event: Received, now: float) -> list[Action]:
+    def _credit(self, event: Received[SnapshotCredit], now: float) -> list[Action]:
         return self.ledger.credit() + self._go_on(now)
 
     def _go_on(self, now: float) -> list[Action]:
@@ -494,7 +516,7 @@ class Replica(Machine):
         regrouping, self.state = self.state is ReplicaState.REGROUPING, ReplicaState.REGROUPING
         return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now, alone=True)
 
-    def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
+    def _checkpoint(self, event: Saved | Received[RowsFlushed] | Committed, now: float) -> list[Action]:
         position, actions = self.cycle.saving, self.cycle.take(event, now)
         if self.state is not ReplicaState.REGROUPING or isinstance(event, Received):
             return actions + self._go_on(now)
@@ -520,6 +542,6 @@ class Replica(Machine):
     def _updated_before(self, event: Updated, now: float) -> list[Action]:
         return self._note(event, now)
 
-    def _finish(self, event: Received, now: float) -> list[Action]:
+    def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ReplicaState.DONE
         return [halt(event)]

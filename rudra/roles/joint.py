@@ -28,8 +28,8 @@ from rudra.core.events import (
     Updated,
     Withdraw,
 )
-from rudra.core.messages import PACK, Kind, Message, split
-from rudra.roles.machine import Setup, States, To
+from rudra.core.messages import PACK, LogEntries, MessageKind, OwnerStepped, in_pieces
+from rudra.roles.machine import Setup, States, Transition
 from rudra.roles.server import ParameterServer
 
 LOGGED: tuple[type[Action], ...] = (
@@ -76,7 +76,7 @@ def entry(action: Action, number: int = 0) -> bytes:
         case Drop():
             role = action.role
     told = (role, buffer.encode(), other.encode(), number, fraction, scale, samples, time_s, epoch, 0)
-    return PACK[Kind.LOG](NUMBER[type(action)], *told)
+    return PACK[MessageKind.LOG](NUMBER[type(action)], *told)
 
 
 class Log:
@@ -101,22 +101,21 @@ class Log:
         if not self._entries:
             return []
         rows, self._entries = np.frombuffer(b"".join(self._entries), records.LOG), []
-        messages = split(Kind.LOG, self._role, rows)
+        messages = [LogEntries(self._role, piece) for piece in in_pieces(rows)]
         return [Send(to, message) for to in self.readers for message in messages]
 
 
-def stepped(owner: int, event: Updated) -> list[Message]:
+def stepped(owner: int, event: Updated) -> list[OwnerStepped]:
     """What an owner tells of an update of its part: a message for each stretch of that, in ascending order."""
     samples = event.sampled or (b"",)
     return [
-        Message(
-            Kind.STEPPED,
+        OwnerStepped(
             owner,
             event.timestamp,
             stretch,
-            np.frombuffer(sampled, records.FLOATS) if sampled else None,
-            seconds=event.seconds,
-            flag=stretch == len(samples) - 1,
+            event.seconds,
+            last=stretch == len(samples) - 1,
+            rows=np.frombuffer(sampled, records.FLOATS) if sampled else None,
         )
         for stretch, sampled in enumerate(samples)
     ]
@@ -140,13 +139,13 @@ class Steps:
         *_, made = (self.there(message) for message in stepped(self._owners[0], event))
         return made
 
-    def there(self, message: Message) -> Updated | None:
+    def there(self, message: OwnerStepped) -> Updated | None:
         """An owner says that it has made one."""
         timestamp = message.timestamp
         made = self._made.setdefault(timestamp, {})
         sampled = b"" if message.rows is None else message.rows.tobytes()
-        made[message.value, self._owners.index(message.sender)] = sampled, message.seconds
-        self._complete[timestamp] += message.flag
+        made[message.stretch, self._owners.index(message.sender)] = sampled, message.seconds
+        self._complete[timestamp] += message.last
         if self._complete[timestamp] < len(self._owners):
             return None
         del self._made[timestamp], self._complete[timestamp]
@@ -162,13 +161,13 @@ class JointServer(ParameterServer):
         steps: updates that are not complete yet.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **ParameterServer.TRANSITIONS,
         **{
-            (state, trigger): To(method, *to.states)
+            (state, trigger): Transition(method, *to.states)
             for (state, kind), to in ParameterServer.TRANSITIONS.items()
             if kind is Updated
-            for trigger, method in ((Updated, "_stepped_here"), (Kind.STEPPED, "_stepped_there"))
+            for trigger, method in ((Updated, "_stepped_here"), (MessageKind.STEPPED, "_stepped_there"))
         },
     }
 
@@ -179,7 +178,7 @@ class JointServer(ParameterServer):
     def _stepped_here(self, event: Updated, now: float) -> list[Action]:
         return self._stepped(self.steps.here(event), now)
 
-    def _stepped_there(self, event: Received, now: float) -> list[Action]:
+    def _stepped_there(self, event: Received[OwnerStepped], now: float) -> list[Action]:
         return self._stepped(self.steps.there(event.message), now)
 
     def _stepped(self, made: Updated | None, now: float) -> list[Action]:

@@ -30,9 +30,19 @@ from rudra.core.events import (
     Sent,
     Started,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import (
+    ChildDone,
+    MessageKind,
+    PullAnswer,
+    PushedGradient,
+    Ready,
+    Shutdown,
+    Stop,
+    TrainingStarted,
+    Weights,
+)
 from rudra.core.records import Gradient
-from rudra.roles.machine import Machine, Setup, States, To, halt, short_digest, staying
+from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
 from rudra.roles.minibatch_log import MinibatchLog
 
 DROPPED = -1
@@ -54,7 +64,7 @@ class LearnerState(States):
 
 
 # Names for what is looked up all the time: an enum's attributes are slow.
-COMPUTING, EXCHANGING, PUSH = LearnerState.COMPUTING, LearnerState.EXCHANGING, Kind.GRADIENT
+COMPUTING, EXCHANGING = LearnerState.COMPUTING, LearnerState.EXCHANGING
 
 
 class Learner(Machine):
@@ -87,26 +97,30 @@ class Learner(Machine):
         "timestamp",
     )
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        (LearnerState.WAITING, Started): To("_start", LearnerState.WAITING),
-        (LearnerState.WAITING, Kind.WEIGHTS): To("_first_weights", LearnerState.HASHING),
-        (LearnerState.HASHING, Hashed): To("_report_digest", LearnerState.READY),
-        (LearnerState.READY, Kind.START): To("_begin", LearnerState.COMPUTING),
-        (LearnerState.COMPUTING, Computed): To("_push", LearnerState.EXCHANGING, LearnerState.STOPPED),
-        (LearnerState.COMPUTING, Kind.STOP): To("_stop_soon", LearnerState.COMPUTING),
-        (LearnerState.EXCHANGING, Sent): To(
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        (LearnerState.WAITING, Started): Transition("_start", LearnerState.WAITING),
+        (LearnerState.WAITING, MessageKind.WEIGHTS): Transition("_first_weights", LearnerState.HASHING),
+        (LearnerState.HASHING, Hashed): Transition("_report_digest", LearnerState.READY),
+        (LearnerState.READY, MessageKind.START): Transition("_begin", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Computed): Transition("_push", LearnerState.EXCHANGING, LearnerState.STOPPED),
+        (LearnerState.COMPUTING, MessageKind.STOP): Transition("_stop_soon", LearnerState.COMPUTING),
+        (LearnerState.EXCHANGING, Sent): Transition(
             "_delivered", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
         ),
-        (LearnerState.EXCHANGING, Kind.TIMESTAMP): To("_answered", LearnerState.EXCHANGING, LearnerState.COMPUTING),
-        (LearnerState.EXCHANGING, Kind.WEIGHTS): To(
+        (LearnerState.EXCHANGING, MessageKind.TIMESTAMP): Transition(
+            "_answered", LearnerState.EXCHANGING, LearnerState.COMPUTING
+        ),
+        (LearnerState.EXCHANGING, MessageKind.WEIGHTS): Transition(
             "_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
         ),
-        (LearnerState.EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.EXCHANGING, LearnerState.STOPPED),
-        **staying(
-            [LearnerState.STOPPED], dict.fromkeys((Sent, Kind.TIMESTAMP, Kind.WEIGHTS), "_in_vain")
+        (LearnerState.EXCHANGING, MessageKind.STOP): Transition(
+            "_stop_soon", LearnerState.EXCHANGING, LearnerState.STOPPED
+        ),
+        **self_loops(
+            [LearnerState.STOPPED], dict.fromkeys((Sent, MessageKind.TIMESTAMP, MessageKind.WEIGHTS), "_in_vain")
         ),  # it was dropped
         **{
-            (state, Kind.DONE): To("_finish", LearnerState.DONE)
+            (state, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE)
             for state in (LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STOPPED)
         },
     }
@@ -153,17 +167,17 @@ class Learner(Machine):
     def _start(self, event: Started, now: float) -> list[Action]:
         return [self._receive]
 
-    def _first_weights(self, event: Received, now: float) -> list[Action]:
+    def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         self.state = LearnerState.HASHING
         self.timestamp = event.message.timestamp
         return [Hash(WEIGHTS)]
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = LearnerState.READY
-        return [Send(self.server, Message(Kind.READY, self.id, value=short_digest(event.digest)))]
+        return [Send(self.server, Ready(self.id, short_digest(event.digest)))]
 
-    def _begin(self, event: Received, now: float) -> list[Action]:
-        self.log.began = event.message.value * 1e-9
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
+        self.log.began = event.message.began_ns * 1e-9
         return self._next(now)
 
     def _next(self, now: float) -> list[Action]:
@@ -176,7 +190,7 @@ class Learner(Machine):
             return warnings
         self.state = EXCHANGING
         timestamp = self.timestamp
-        message = Message(PUSH, self.id, timestamp, timestamp, None, (self._gradient(event, now),))
+        message = PushedGradient(self.id, timestamp, timestamp, (self._gradient(event, now),))
         return [Send(self.server, message, GRADIENT), *warnings]
 
     def _computed(self, event: Computed, now: float) -> tuple[list[Action], bool]:
@@ -198,25 +212,29 @@ class Learner(Machine):
         self._delivered_at = now
         return self._advance(now) if self._answered_at is not None or self._stopping else []
 
-    def _answered(self, event: Received, now: float) -> list[Action]:
+    def _answered(self, event: Received[PullAnswer], now: float) -> list[Action]:
+        return self._go_on_with(event.message.timestamp, now)
+
+    def _go_on_with(self, timestamp: int, now: float) -> list[Action]:
+        """Lets weights of a timestamp in if they are newer, and goes on if not."""
         self._answered_at = now
-        if event.message.timestamp > self.timestamp:
+        if timestamp > self.timestamp:
             self._expects_weights = True
             self._pulls += 1
             return [self._receive]
         self._skipped_pulls += 1
         return self._advance(now)
 
-    def _pulled(self, event: Received, now: float) -> list[Action]:
+    def _pulled(self, event: Received[Weights], now: float) -> list[Action]:
         self._expects_weights = False
         self.timestamp = event.message.timestamp
         return self._advance(now)
 
-    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+    def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
         self._stopping = True
         if self.state is LearnerState.COMPUTING:
             return []
-        return self._leave(now) if event.message.value == DROPPED else self._advance(now)
+        return self._leave(now) if event.message.pushed == DROPPED else self._advance(now)
 
     def _advance(self, now: float) -> list[Action]:
         """Goes on when no transfer is under way: to the next mini-batch, or away."""
@@ -235,8 +253,8 @@ class Learner(Machine):
     def _leave(self, now: float) -> list[Action]:
         self.state = LearnerState.STOPPED
         account = self.log.close(now, self.pushed, self._pulls, self._skipped_pulls)
-        return [*account, Send(self.server, Message(Kind.BYE, self.id, value=self.pushed))]
+        return [*account, Send(self.server, ChildDone(self.id, self.pushed))]
 
-    def _finish(self, event: Received, now: float) -> list[Action]:
+    def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = LearnerState.DONE
         return [halt(event)]

@@ -34,7 +34,7 @@ from rudra.core.events import (
     Updated,
     Warn,
 )
-from rudra.core.messages import BETWEEN_OWNERS, PACK, Kind, Message, Rows
+from rudra.core.messages import BETWEEN_OWNERS, PACK, EpochRows, MessageKind, Rows, Snapshot, TrainingStarted
 from rudra.core.phases import phase_at
 from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
@@ -49,7 +49,7 @@ from topologies import Plan
 CREDITS = 2
 """Snapshots that the statistics server can hold: one in work and one waiting."""
 
-ROW, UPDATE = PACK[Kind.GRADIENTS], PACK[Kind.UPDATES]
+ROW, UPDATE = PACK[MessageKind.GRADIENTS], PACK[MessageKind.UPDATES]
 
 
 def left_over(learners: int) -> str:
@@ -127,7 +127,7 @@ class Ledger:
         self._snapshot_lent = False
         self.final_lent = False
         self.recorded_losses: set[int] = set()
-        self._start_message: Message | None = None
+        self._start_message: TrainingStarted | None = None
         self._final: Rows | None = None
         self._spent_s = position.time_s  # before this start
         self.began = self._ended = 0.0
@@ -203,11 +203,11 @@ class Ledger:
         """Whether the last epoch is complete."""
         return self.epoch == self.epochs
 
-    def start(self, now: float) -> Message:
+    def start(self, now: float) -> TrainingStarted:
         """Training begins; where it goes on after a resume, the time in between does not count."""
         if self._start_message is None:
-            start = self._start_message = Message(Kind.START, self.id, value=round((now - self._spent_s) * 1e9))
-            self.began = start.value * 1e-9  # the same number everywhere
+            start = self._start_message = TrainingStarted(self.id, round((now - self._spent_s) * 1e9))
+            self.began = start.began_ns * 1e-9  # the same number everywhere
             self._ended = self.began + self._spent_s
         return self._start_message
 
@@ -342,8 +342,8 @@ class Ledger:
         self._epoch_gradients += len(gradients)
         self._epoch_samples += samples
         self._ended = now
-        self.outbox.extend(Kind.GRADIENTS, rows)
-        self.outbox.extend(Kind.UPDATES, updates)
+        self.outbox.extend(MessageKind.GRADIENTS, rows)
+        self.outbox.extend(MessageKind.UPDATES, updates)
         return self.outbox.due(now)
 
     @property
@@ -364,7 +364,7 @@ class Ledger:
         actions: list[Action] = []
         self.samples += samples
         self.applied += count
-        self.outbox.extend(Kind.GRADIENTS, gradients)
+        self.outbox.extend(MessageKind.GRADIENTS, gradients)
         self._epoch_loss += self._pending_loss
         self._epoch_errors += self._pending_errors
         self._epoch_staleness += staleness
@@ -386,7 +386,7 @@ class Ledger:
 
     def note(self, event: Updated, now: float) -> list[Action]:
         """The row of an update, whose end is known now."""
-        self.outbox.add(Kind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
+        self.outbox.add(MessageKind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
         return self.outbox.due(now)
 
     def _end_epoch(self, now: float, rate: float) -> list[Action]:
@@ -408,10 +408,10 @@ class Ledger:
             self._final, self.final_lent = row, True
             return actions + self._send_final()
         if not self._credits or self._snapshot_lent:
-            return [*actions, Send(self.plan.statistics, Message(Kind.EPOCHS, self.id, self.timestamp, rows=row))]
+            return [*actions, Send(self.plan.statistics, EpochRows(self.id, row))]
         self._credits -= 1
         self._snapshot_lent = True
-        message = Message(Kind.SNAPSHOT, self.id, self.timestamp, self.epochs, row)
+        message = Snapshot(self.id, self.timestamp, self.epochs, row)
         return [*actions, Copy(WEIGHTS, SNAPSHOT), Send(self.plan.statistics, message, SNAPSHOT)]
 
     def _judge_staleness(self, mean_staleness: float) -> list[Action]:
@@ -433,7 +433,7 @@ class Ledger:
         if self._final is None or not self._credits:
             return []
         self._credits -= 1
-        message = Message(Kind.SNAPSHOT, self.id, self.timestamp, self.epochs, self._final)
+        message = Snapshot(self.id, self.timestamp, self.epochs, self._final)
         self._final = None
         return [Send(self.plan.statistics, message, WEIGHTS)]
 
@@ -505,12 +505,12 @@ class Ledger:
     def _account_for(self, role: int, pushed: int) -> None:
         learner = self.plan.roles[role]
         counts = (pushed, self.learned[learner.index], 0, 0)
-        self.outbox.add(Kind.LEARNERS, learner.index, learner.world_rank, *counts, *(0.0 for _ in TIMES))
+        self.outbox.add(MessageKind.LEARNERS, learner.index, learner.world_rank, *counts, *(0.0 for _ in TIMES))
 
     def totals(self, now: float, pushed: int, pending: int, discarded: int, lost: int) -> list[Action]:
         """The closing account."""
         counts = (pushed, self.applied, pending, discarded, lost)
-        self.outbox.add(Kind.TOTALS, self.timestamp, self.samples, *counts, self._ended - self.began)
+        self.outbox.add(MessageKind.TOTALS, self.timestamp, self.samples, *counts, self._ended - self.began)
         return self.outbox.flush(now)
 
     def position(self, now: float) -> TrainingState:
@@ -537,4 +537,6 @@ class Ledger:
     def tell(self, kind: str, timestamp: int, time_s: float, text: str, role: int = -1) -> None:
         """Enters something into the table of events."""
         gradients = self.applied + len(self._pending)
-        self.outbox.add(Kind.EVENTS, kind.encode(), role, 0, timestamp, gradients, time_s, 0.0, text.encode()[:512])
+        self.outbox.add(
+            MessageKind.EVENTS, kind.encode(), role, 0, timestamp, gradients, time_s, 0.0, text.encode()[:512]
+        )

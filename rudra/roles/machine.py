@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from rudra.core.events import Action, Event, Halt, Lost, Received, Send
-from rudra.core.messages import PACK, ROWS, Kind, split
+from rudra.core.messages import PACK, ROWS, MessageKind, Shutdown, reported
 from rudra.core.phases import Phase, Phases
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -15,7 +15,7 @@ from rudra.errors import ProtocolError
 from rudra.job.job import Job
 from topologies import Plan
 
-Trigger = Kind | type[Event]
+Trigger = MessageKind | type[Event]
 
 
 class States(Enum):
@@ -24,7 +24,7 @@ class States(Enum):
     __hash__ = object.__hash__
 
 
-class To:
+class Transition:
     """Where an event leads: a method, and the states one of which follows; the state before is named if it may stay."""
 
     __slots__ = ("method", "states")
@@ -33,9 +33,9 @@ class To:
         self.method, self.states = method, states
 
 
-def staying(states: Iterable[States], methods: Mapping[Trigger, str]) -> dict[tuple[States, Any], To]:
+def self_loops(states: Iterable[States], methods: Mapping[Trigger, str]) -> dict[tuple[States, Any], Transition]:
     """Rows of a table: events that are handled alike in some states, and lead to no other."""
-    return {(state, trigger): To(method, state) for state in states for trigger, method in methods.items()}
+    return {(state, trigger): Transition(method, state) for state in states for trigger, method in methods.items()}
 
 
 class Setup(NamedTuple):
@@ -76,7 +76,7 @@ class Machine:
 
     __slots__ = ("_dead", "_methods", "id", "name", "plan", "state")
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {}
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {}
     _METHODS: ClassVar[dict[tuple[States, Any], Callable[[Any, Any, float], list[Action]]]]
     state: States
 
@@ -113,13 +113,13 @@ class Machine:
         trigger: Any = event.message.kind if kind is Received else kind  # type: ignore[union-attr]
         method = self._methods.get((self.state, trigger))
         if method is None:
-            if trigger is Kind.DONE and self._dead:  # what this role still waits for was with the dead
+            if trigger is MessageKind.SHUTDOWN and self._dead:  # what this role still waits for was with the dead
                 return [halt(event)]  # type: ignore[arg-type]
             if kind is Received and event.message.sender in self._dead:  # type: ignore[union-attr]
                 return []  # said before it died, and of no use now
             if kind is Lost:
                 return []  # this role can do without it
-            what = trigger.name if isinstance(trigger, Kind) else trigger.__name__
+            what = trigger.name if isinstance(trigger, MessageKind) else trigger.__name__
             raise ProtocolError(f"{self.name} cannot take {what} while {self.state.name}")
         return method(self, event, now)
 
@@ -166,14 +166,14 @@ class Outbox:
 
     def __init__(self, role: int, to: int, interval_s: float) -> None:
         self.role, self._to, self._interval_s = role, to, interval_s
-        self._rows: dict[Kind, list[bytes]] = {}
+        self._rows: dict[MessageKind, list[bytes]] = {}
         self._count = 0
         self._since = 0.0
 
-    def add(self, kind: Kind, *row: Any) -> None:
+    def add(self, kind: MessageKind, *row: Any) -> None:
         self.extend(kind, [PACK[kind](*row)])
 
-    def extend(self, kind: Kind, rows: Sequence[bytes]) -> None:
+    def extend(self, kind: MessageKind, rows: Sequence[bytes]) -> None:
         """Adds rows that are packed already."""
         self._rows.setdefault(kind, []).extend(rows)
         self._count += len(rows)
@@ -191,19 +191,19 @@ class Outbox:
             return []
         gathered, self._rows, self._count = self._rows, {}, 0
         joined = ((kind, np.frombuffer(b"".join(rows), ROWS[kind])) for kind, rows in gathered.items())
-        return [Send(self._to, message) for kind, rows in joined for message in split(kind, self.role, rows)]
+        return [Send(self._to, message) for kind, rows in joined for message in reported(kind, self.role, rows)]
 
 
 class Silent(Outbox):
     """Of a role that has nothing to report."""
 
-    def add(self, kind: Kind, *row: Any) -> None: ...
-    def extend(self, kind: Kind, rows: Sequence[bytes]) -> None: ...
+    def add(self, kind: MessageKind, *row: Any) -> None: ...
+    def extend(self, kind: MessageKind, rows: Sequence[bytes]) -> None: ...
 
 
-def halt(event: Received) -> Halt:
+def halt(event: Received[Shutdown]) -> Halt:
     """What to do when the statistics server says that all is done."""
-    return Halt(event.message.value, event.message.flag)
+    return Halt(event.message.exit_code, event.message.apart)
 
 
 def short_digest(digest: str) -> int:

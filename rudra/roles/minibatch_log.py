@@ -3,7 +3,7 @@
 from math import isfinite
 
 from rudra.core.events import Action, Compute, Computed, Fail, Warn
-from rudra.core.messages import Kind
+from rudra.core.messages import MessageKind
 from rudra.core.records import TIMES, Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import Work, portion
@@ -127,12 +127,12 @@ class MinibatchLog:
         times[4] += pull_s
         times[5] += update_s
         if self._minibatch:
-            self.diary.add(Kind.MINIBATCHES, *self._minibatch, reduce_s, push_s, wait_s, pull_s, update_s)
+            self.diary.add(MessageKind.MINIBATCHES, *self._minibatch, reduce_s, push_s, wait_s, pull_s, update_s)
 
     def report_unused(self) -> None:
         """Reports a mini-batch whose gradient is not pushed."""
         if self._reports_minibatches:
-            self.diary.add(Kind.MINIBATCHES, *self._minibatch, *UNUSED)
+            self.diary.add(MessageKind.MINIBATCHES, *self._minibatch, *UNUSED)
 
     def due(self, now: float) -> list[Action]:
         """What to send now, if it is time."""
@@ -141,5 +141,5 @@ class MinibatchLog:
     def close(self, now: float, pushed: int, pulls: int = 0, skipped_pulls: int = 0) -> list[Action]:
         """The closing account."""
         row = (self.learner, self._world_rank, pushed, self._samples, pulls, skipped_pulls)
-        self.diary.add(Kind.LEARNERS, *row, *self._times)
+        self.diary.add(MessageKind.LEARNERS, *row, *self._times)
         return self.diary.flush(now)

@@ -9,7 +9,7 @@ its window anew with that.
 from collections.abc import Sequence
 
 from rudra.core.events import WEIGHTS, Accumulate, Action, Receive, Received, Send
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import CollectWindow, Weights, WindowWeights
 from topologies import Plan
 
 
@@ -48,14 +48,14 @@ class NodeWindows:
         grown = [now - before for now, before in zip(learned, self._before, strict=True)]
         self._samples = {leader: sum(grown[i] for i in there) for leader, there in self._leaders.items()}
         self._before, self._awaited = list(learned), set(self._leaders)
-        asked = Message(Kind.JOIN, self._role, flag=not last)
+        asked = CollectWindow(self._role, average_follows=not last)
         receives = [Receive(_buffer(leader), leader, gradient=True) for leader in self._leaders]
         return [*receives, *(Send(leader, asked) for leader in self._leaders)]
 
-    def take(self, event: Received) -> list[Action]:
+    def take(self, event: Received[WindowWeights]) -> list[Action]:
         """The weights of a node have come; once all are there, they are averaged."""
         self._awaited.remove(event.message.sender)
-        self._surviving[event.message.sender] = event.message.seconds
+        self._surviving[event.message.sender] = event.message.surviving
         if self._awaited:
             return []
         actions: list[Action] = []
@@ -69,7 +69,7 @@ class NodeWindows:
     def give(self, timestamp: int) -> list[Action]:
         """Gives all nodes the average, as the weights of a timestamp."""
         self._awaited = set(self._leaders)
-        weights = Message(Kind.WEIGHTS, self._role, timestamp)
+        weights = Weights(self._role, timestamp)
         return [Send(leader, weights, WEIGHTS) for leader in self._leaders]
 
     def shared(self, leader: int) -> None:

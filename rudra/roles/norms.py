@@ -13,7 +13,7 @@ from msgspec import structs
 
 from rudra.core import records
 from rudra.core.events import Action, Fail, Measure, Measured, Send, Update
-from rudra.core.messages import Kind, Message, split
+from rudra.core.messages import GradientNorms, LogEntries, in_pieces
 
 
 @dataclass(slots=True)
@@ -30,20 +30,19 @@ class Norms:
     theirs: bytes = b""
     count: int = -1
 
-    def hear(self, message: Message) -> None:
-        assert message.rows is not None
+    def hear(self, message: GradientNorms) -> None:
         self.theirs += message.rows.tobytes()
-        self.count = message.value
+        self.count = message.parameters
 
     @property
     def complete(self) -> bool:
         return self.measured and len(self.theirs) == self.count * records.FLOATS.itemsize
 
 
-def told(sender: int, event: Measured) -> list[Message]:
+def told(sender: int, event: Measured) -> list[GradientNorms]:
     """What others are told of norms."""
     rows = np.frombuffer(event.norms, records.FLOATS)
-    return [structs.replace(message, value=len(rows)) for message in split(Kind.NORMS, sender, rows)]
+    return [GradientNorms(sender, len(rows), piece) for piece in in_pieces(rows)]
 
 
 class Clipping:
@@ -58,7 +57,7 @@ class Clipping:
         actions: list[Action] = []
         for action in wanted:
             match action:
-                case Fail() | Send(message=Message(kind=Kind.LOG | Kind.NORMS)):
+                case Fail() | Send(message=LogEntries() | GradientNorms()):
                     actions.append(action)
                 case Update() if not self._held:
                     actions.append(Measure(action.gradient))

@@ -26,14 +26,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rudra.core.events import GRADIENT, WEIGHTS, Action, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import (
+    NOT_PULLING,
+    GradientApplied,
+    MessageKind,
+    PushedGradient,
+    Ready,
+    Shutdown,
+    Stop,
+    Weights,
+)
 from rudra.core.records import Gradient
 from rudra.roles.learner import Learner, LearnerState
-from rudra.roles.machine import Setup, States, To, halt, short_digest, staying
+from rudra.roles.machine import Setup, States, Transition, halt, self_loops, short_digest
 
 WEIGHT_BUFFERS = (WEIGHTS, f"{WEIGHTS} 1", f"{WEIGHTS} 2")
 GRADIENT_BUFFERS = (f"{GRADIENT} 0", f"{GRADIENT} 1")
-UNDERWAY: dict[Any, str] = {Sent: "_returned", Kind.WEIGHTS: "_arrived", Kind.APPLIED: "_hear_of_applied"}
+UNDERWAY: dict[Any, str] = {Sent: "_returned", MessageKind.WEIGHTS: "_arrived", MessageKind.APPLIED: "_hear_of_applied"}
 
 
 class OverlappedLearner(Learner):
@@ -55,13 +64,13 @@ class OverlappedLearner(Learner):
         "_waiting",
     )
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        (LearnerState.WAITING, Started): To("_start", LearnerState.WAITING),
-        (LearnerState.WAITING, Kind.WEIGHTS): To("_first_weights", LearnerState.HASHING),
-        (LearnerState.HASHING, Hashed): To("_report_digest", LearnerState.READY),
-        **staying([LearnerState.HASHING, LearnerState.READY], {Sent: "_returned", Kind.WEIGHTS: "_arrived"}),
-        (LearnerState.READY, Kind.START): To("_begin", LearnerState.COMPUTING),
-        (LearnerState.COMPUTING, Computed): To(
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        (LearnerState.WAITING, Started): Transition("_start", LearnerState.WAITING),
+        (LearnerState.WAITING, MessageKind.WEIGHTS): Transition("_first_weights", LearnerState.HASHING),
+        (LearnerState.HASHING, Hashed): Transition("_report_digest", LearnerState.READY),
+        **self_loops([LearnerState.HASHING, LearnerState.READY], {Sent: "_returned", MessageKind.WEIGHTS: "_arrived"}),
+        (LearnerState.READY, MessageKind.START): Transition("_begin", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Computed): Transition(
             "_push",
             LearnerState.COMPUTING,
             LearnerState.EXCHANGING,
@@ -69,19 +78,23 @@ class OverlappedLearner(Learner):
             LearnerState.LEAVING,
             LearnerState.STOPPED,
         ),
-        **staying([LearnerState.COMPUTING, LearnerState.LEAVING, LearnerState.STOPPED], UNDERWAY),
-        (LearnerState.COMPUTING, Kind.STOP): To("_stop_soon", LearnerState.COMPUTING),
-        **staying([LearnerState.EXCHANGING], {Kind.WEIGHTS: "_arrived", Kind.APPLIED: "_hear_of_applied"}),
-        (LearnerState.EXCHANGING, Sent): To(
+        **self_loops([LearnerState.COMPUTING, LearnerState.LEAVING, LearnerState.STOPPED], UNDERWAY),
+        (LearnerState.COMPUTING, MessageKind.STOP): Transition("_stop_soon", LearnerState.COMPUTING),
+        **self_loops(
+            [LearnerState.EXCHANGING], {MessageKind.WEIGHTS: "_arrived", MessageKind.APPLIED: "_hear_of_applied"}
+        ),
+        (LearnerState.EXCHANGING, Sent): Transition(
             "_returned", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.HELD, LearnerState.LEAVING
         ),
-        (LearnerState.EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.EXCHANGING),
-        (LearnerState.HELD, Sent): To("_returned", LearnerState.HELD),
-        (LearnerState.HELD, Kind.WEIGHTS): To("_arrived", LearnerState.HELD, LearnerState.COMPUTING),
-        (LearnerState.HELD, Kind.APPLIED): To("_hear_of_applied", LearnerState.HELD, LearnerState.COMPUTING),
-        (LearnerState.HELD, Kind.STOP): To("_stop_held", LearnerState.LEAVING, LearnerState.STOPPED),
-        (LearnerState.LEAVING, Sent): To("_returned", LearnerState.LEAVING, LearnerState.STOPPED),
-        (LearnerState.STOPPED, Kind.DONE): To("_finish", LearnerState.DONE),
+        (LearnerState.EXCHANGING, MessageKind.STOP): Transition("_stop_soon", LearnerState.EXCHANGING),
+        (LearnerState.HELD, Sent): Transition("_returned", LearnerState.HELD),
+        (LearnerState.HELD, MessageKind.WEIGHTS): Transition("_arrived", LearnerState.HELD, LearnerState.COMPUTING),
+        (LearnerState.HELD, MessageKind.APPLIED): Transition(
+            "_hear_of_applied", LearnerState.HELD, LearnerState.COMPUTING
+        ),
+        (LearnerState.HELD, MessageKind.STOP): Transition("_stop_held", LearnerState.LEAVING, LearnerState.STOPPED),
+        (LearnerState.LEAVING, Sent): Transition("_returned", LearnerState.LEAVING, LearnerState.STOPPED),
+        (LearnerState.STOPPED, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -128,17 +141,17 @@ class OverlappedLearner(Learner):
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Receive(WEIGHT_BUFFERS[0], self._source)]
 
-    def _first_weights(self, event: Received, now: float) -> list[Action]:
+    def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         self.state = LearnerState.HASHING
         return [*self._arrived(event, now), Hash(self._newest)]
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = LearnerState.READY
-        return [Send(self.server, Message(Kind.READY, self.id, value=short_digest(event.digest)))]
+        return [Send(self.server, Ready(self.id, short_digest(event.digest)))]
 
     # Weights: in, and on.
 
-    def _arrived(self, event: Received, now: float) -> list[Action]:
+    def _arrived(self, event: Received[Weights], now: float) -> list[Action]:
         assert event.buffer is not None
         self._newest, self._open = event.buffer, None
         self._stamps[event.buffer] = event.message.timestamp
@@ -154,7 +167,7 @@ class OverlappedLearner(Learner):
         for to in self._receivers:
             if to not in self._edges and self._given[to] < stamp:
                 self._edges[to], self._given[to] = self._newest, stamp
-                actions.append(Send(to, Message(Kind.WEIGHTS, self.id, stamp), self._newest))
+                actions.append(Send(to, Weights(self.id, stamp), self._newest))
         return actions
 
     def _reopen(self) -> list[Action]:
@@ -190,7 +203,7 @@ class OverlappedLearner(Learner):
         self._sending, self._sent_at = GRADIENT_BUFFERS[self._into], now
         self._into = 1 - self._into
         self._outstanding += 1
-        message = Message(Kind.GRADIENT, self.id, gradient.timestamp, -1, None, (gradient,))
+        message = PushedGradient(self.id, gradient.timestamp, NOT_PULLING, (gradient,))
         return [Send(self.server, message, self._sending), *self._go_on(now)]
 
     def _go_on(self, now: float) -> list[Action]:
@@ -210,7 +223,7 @@ class OverlappedLearner(Learner):
             self._outstanding -= 1
         return self._outstanding >= self.plan.outstanding
 
-    def _hear_of_applied(self, event: Received, now: float) -> list[Action]:
+    def _hear_of_applied(self, event: Received[GradientApplied], now: float) -> list[Action]:
         self._applied.append(event.message.timestamp)
         return self._go_on(now) if self.state is LearnerState.HELD else []
 
@@ -225,11 +238,11 @@ class OverlappedLearner(Learner):
 
     # The end.
 
-    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+    def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
         self._stopping = True
         return []
 
-    def _stop_held(self, event: Received, now: float) -> list[Action]:
+    def _stop_held(self, event: Received[Stop], now: float) -> list[Action]:
         self._stopping = True
         return self._go_on(now)
 
@@ -244,6 +257,6 @@ class OverlappedLearner(Learner):
             return []
         return super()._leave(now)
 
-    def _finish(self, event: Received, now: float) -> list[Action]:
+    def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = LearnerState.DONE
         return [halt(event)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from rudra.core.messages import Message
+from rudra.core.messages import AppliedInPlace, PushedGradient
 from rudra.core.training_state import TrainingState
 from topologies import Plan
 
@@ -52,7 +52,7 @@ class Roll:
         """Of the children, without some."""
         return [self._plan.roles[child].name for child in self.children if child not in but]
 
-    def count(self, message: Message) -> None:
+    def count(self, message: PushedGradient | AppliedInPlace) -> None:
         """Counts the gradients that arrived."""
         self.received[message.sender] += len(message.gradients)
         if self._grouped:

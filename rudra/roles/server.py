@@ -42,7 +42,23 @@ from rudra.core.events import (
     Warn,
     Withdrawn,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import (
+    ChildDone,
+    LearnerDropped,
+    LearnerLate,
+    MessageKind,
+    PlateauReached,
+    Pull,
+    PullAnswer,
+    PushedGradient,
+    Ready,
+    RowsFlushed,
+    Shutdown,
+    SnapshotCredit,
+    Stop,
+    TargetReached,
+    Weights,
+)
 from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
 from rudra.roles.checkpoint_cycle import CheckpointCycle
@@ -50,7 +66,7 @@ from rudra.roles.downcast import Downcast
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
 from rudra.roles.ledger import Ledger, left_over
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
+from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
 from rudra.roles.roll import Roll
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from topologies import Plan
@@ -84,54 +100,67 @@ class ParameterServer(Machine):
         received, discarded, lost: gradients.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **staying(ALIVE, dict.fromkeys((Saved, Kind.SAFE, Committed), "_checkpoint")),
-        **staying(ALIVE, {Kind.ENOUGH: "_enough", Kind.PLATEAU: "_plateau", Kind.CREDIT: "_credit"}),
-        **staying(ALIVE, {Tick: "_look_for_late", Kind.LATE: "_hear_of_late"}),
-        **staying([ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {Withdrawn: "_withdrawn"}),
-        (ServerState.INITIALISING, Started): To("_start", ServerState.INITIALISING),
-        (ServerState.INITIALISING, Hashed): To("_send_first_weights", ServerState.INITIALISING),
-        (ServerState.INITIALISING, Sent): To(
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        **self_loops(ALIVE, dict.fromkeys((Saved, MessageKind.ROWS_FLUSHED, Committed), "_checkpoint")),
+        **self_loops(
+            ALIVE,
+            {
+                MessageKind.TARGET_REACHED: "_enough",
+                MessageKind.PLATEAU: "_plateau",
+                MessageKind.SNAPSHOT_CREDIT: "_credit",
+            },
+        ),
+        **self_loops(ALIVE, {Tick: "_look_for_late", MessageKind.LATE: "_hear_of_late"}),
+        **self_loops([ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {Withdrawn: "_withdrawn"}),
+        (ServerState.INITIALISING, Started): Transition("_start", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Hashed): Transition("_send_first_weights", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Sent): Transition(
             "_returned", ServerState.INITIALISING, ServerState.TRAINING, ServerState.DRAINING
         ),
-        (ServerState.INITIALISING, Kind.READY): To(
+        (ServerState.INITIALISING, MessageKind.READY): Transition(
             "_child_ready", ServerState.INITIALISING, ServerState.TRAINING, ServerState.DRAINING
         ),
-        (ServerState.INITIALISING, Updated): To("_updated", ServerState.INITIALISING),
-        (ServerState.INITIALISING, Stopped): To("_stop_first", ServerState.INITIALISING),
-        (ServerState.INITIALISING, Lost): To("_lose", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Updated): Transition("_updated", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Stopped): Transition("_stop_first", ServerState.INITIALISING),
+        (ServerState.INITIALISING, Lost): Transition("_lose", ServerState.INITIALISING),
         **{
-            (ServerState.TRAINING, what): To(
+            (ServerState.TRAINING, what): Transition(
                 "_checkpoint", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
             )
-            for what in (Saved, Kind.SAFE, Committed)
+            for what in (Saved, MessageKind.ROWS_FLUSHED, Committed)
         },
-        (ServerState.TRAINING, Kind.GRADIENT): To(
+        (ServerState.TRAINING, MessageKind.GRADIENT): Transition(
             "_gradient", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
-        (ServerState.TRAINING, Kind.PULL): To("_pull", ServerState.TRAINING),
-        (ServerState.TRAINING, Kind.CREDIT): To(
+        (ServerState.TRAINING, MessageKind.PULL): Transition("_pull", ServerState.TRAINING),
+        (ServerState.TRAINING, MessageKind.SNAPSHOT_CREDIT): Transition(
             "_credit", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
-        (ServerState.TRAINING, Sent): To(
+        (ServerState.TRAINING, Sent): Transition(
             "_returned", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
-        (ServerState.TRAINING, Updated): To("_updated", ServerState.TRAINING),
-        (ServerState.TRAINING, Stopped): To("_stop", ServerState.DRAINING, ServerState.INITIALISING),
-        (ServerState.TRAINING, Lost): To("_lose", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING),
-        (ServerState.DRAINING, Kind.GRADIENT): To("_late_gradient", ServerState.DRAINING, ServerState.CLOSING),
-        (ServerState.DRAINING, Kind.PULL): To("_in_vain", ServerState.DRAINING),  # stop is the answer
-        (ServerState.DRAINING, Kind.BYE): To("_bye", ServerState.DRAINING, ServerState.CLOSING),
-        (ServerState.DRAINING, Sent): To(
+        (ServerState.TRAINING, Updated): Transition("_updated", ServerState.TRAINING),
+        (ServerState.TRAINING, Stopped): Transition("_stop", ServerState.DRAINING, ServerState.INITIALISING),
+        (ServerState.TRAINING, Lost): Transition(
+            "_lose", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+        ),
+        (ServerState.DRAINING, MessageKind.GRADIENT): Transition(
+            "_late_gradient", ServerState.DRAINING, ServerState.CLOSING
+        ),
+        (ServerState.DRAINING, MessageKind.PULL): Transition("_in_vain", ServerState.DRAINING),  # stop is the answer
+        (ServerState.DRAINING, MessageKind.CHILD_DONE): Transition("_bye", ServerState.DRAINING, ServerState.CLOSING),
+        (ServerState.DRAINING, Sent): Transition(
             "_returned", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
         ),
-        (ServerState.DRAINING, Updated): To("_updated", ServerState.DRAINING, ServerState.CLOSING),
-        (ServerState.DRAINING, Stopped): To("_in_vain", ServerState.DRAINING),
-        (ServerState.DRAINING, Lost): To("_lose", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING),
-        (ServerState.CLOSING, Sent): To("_returned", ServerState.CLOSING),
-        (ServerState.CLOSING, Stopped): To("_in_vain", ServerState.CLOSING),
-        (ServerState.CLOSING, Lost): To("_lose", ServerState.CLOSING),
-        (ServerState.CLOSING, Kind.DONE): To("_finish", ServerState.DONE),
+        (ServerState.DRAINING, Updated): Transition("_updated", ServerState.DRAINING, ServerState.CLOSING),
+        (ServerState.DRAINING, Stopped): Transition("_in_vain", ServerState.DRAINING),
+        (ServerState.DRAINING, Lost): Transition(
+            "_lose", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
+        ),
+        (ServerState.CLOSING, Sent): Transition("_returned", ServerState.CLOSING),
+        (ServerState.CLOSING, Stopped): Transition("_in_vain", ServerState.CLOSING),
+        (ServerState.CLOSING, Lost): Transition("_lose", ServerState.CLOSING),
+        (ServerState.CLOSING, MessageKind.SHUTDOWN): Transition("_finish", ServerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -208,8 +237,8 @@ class ParameterServer(Machine):
         self._lent = len(self._receivers)
         return [Send(to, self._weights, WEIGHTS) for to in self._receivers]
 
-    def _child_ready(self, event: Received, now: float) -> list[Action]:
-        if event.message.value != self._digest:
+    def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
+        if event.message.digest != self._digest:
             name = self.plan.roles[event.message.sender].name
             return [Fail(f"{name} received other initial weights than were sent (digests differ)")]
         self._ready.add(event.message.sender)
@@ -227,11 +256,11 @@ class ParameterServer(Machine):
 
     # Gradients in.
 
-    def _gradient(self, event: Received, now: float) -> list[Action]:
+    def _gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event, now)
         return self._work(now)
 
-    def _take(self, event: Received, now: float) -> None:
+    def _take(self, event: Received[PushedGradient], now: float) -> None:
         """Counts the gradients that arrived."""
         self.lost += self.buffers.take(event)
         sender, heard = event.message.sender, self._stragglers.heard
@@ -259,7 +288,7 @@ class ParameterServer(Machine):
             actions += buffers.post(self.state is TRAINING)
         return actions
 
-    def _add(self, buffer: str, message: Message) -> list[Action]:
+    def _add(self, buffer: str, message: PushedGradient) -> list[Action]:
         """Adds a gradient to the average, and answers what was asked with it, or lets it wait for the update."""
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
@@ -269,9 +298,9 @@ class ParameterServer(Machine):
             self._downcast.await_update(gradients)
         actions = self.buffers.average(buffer, samples, scale)
         self._update_due = self.buffers.complete if self._ordered else ledger.protocol.update_due(self._units)
-        asks = message.value >= 0 or message.flag
+        asks = message.held >= 0 or message.asks
         if asks and message.sender in self.roll.worker:  # else it has died since
-            self._pulls[message.sender] = (message.timestamp, message.value)
+            self._pulls[message.sender] = (message.timestamp, message.held)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions
 
@@ -306,18 +335,18 @@ class ParameterServer(Machine):
         """Makes the update that waited for a test or a checkpoint."""
         return self._work(now) if self._update_due else []
 
-    def _credit(self, event: Received, now: float) -> list[Action]:
+    def _credit(self, event: Received[SnapshotCredit], now: float) -> list[Action]:
         return self.ledger.credit() + self._go_on(now)
 
-    def _enough(self, event: Received, now: float) -> list[Action]:
+    def _enough(self, event: Received[TargetReached], now: float) -> list[Action]:
         self.ledger.enough()
         return []
 
-    def _plateau(self, event: Received, now: float) -> list[Action]:
-        self.ledger.lower(event.message.value, now)
+    def _plateau(self, event: Received[PlateauReached], now: float) -> list[Action]:
+        self.ledger.lower(event.message.times, now)
         return []
 
-    def _checkpoint(self, event: Saved | Received | Committed, now: float) -> list[Action]:
+    def _checkpoint(self, event: Saved | Received[RowsFlushed] | Committed, now: float) -> list[Action]:
         return self.cycle.take(event, now) + self._go_on(now)
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
@@ -330,12 +359,12 @@ class ParameterServer(Machine):
         """Prepares what learners and the protocol are told at this timestamp."""
         timestamp = self.ledger.timestamp
         self._clock = Clock(timestamp, self.roll.pushed)
-        self._stamp = Message(Kind.TIMESTAMP, self.id, timestamp)
-        self._weights = Message(Kind.WEIGHTS, self.id, timestamp)
+        self._stamp = PullAnswer(self.id, timestamp)
+        self._weights = Weights(self.id, timestamp)
 
-    def _pull(self, event: Received, now: float) -> list[Action]:
+    def _pull(self, event: Received[Pull], now: float) -> list[Action]:
         message = event.message
-        self._pulls[message.sender] = (message.timestamp, message.value)
+        self._pulls[message.sender] = (message.timestamp, message.held)
         return self._answer(message.sender)
 
     def _answer(self, child: int) -> list[Action]:
@@ -473,9 +502,9 @@ class ParameterServer(Machine):
         silence_s = overdue_s(self._job, self.plan, child, self._stragglers.heard, now)
         return [] if child is None or silence_s is None else self._drop_straggler(child, silence_s)
 
-    def _hear_of_late(self, event: Received, now: float) -> list[Action]:
+    def _hear_of_late(self, event: Received[LearnerLate], now: float) -> list[Action]:
         """The same, of a learner that a server of the tree waits for."""
-        return self._drop_straggler(event.message.value, event.message.seconds)
+        return self._drop_straggler(event.message.learner, event.message.silence_s)
 
     def _drop_straggler(self, learner: int, silence_s: float) -> list[Action]:
         """Drops a learner, one at a time, and never the last one."""
@@ -484,10 +513,10 @@ class ParameterServer(Machine):
         if self.state is not TRAINING or not may_drop:
             return []
         self._stragglers.drop(learner, silence_s)
-        told, above = [Send(learner, Message(Kind.STOP, self.id, value=DROPPED))], roles[learner].parent
+        told, above = [Send(learner, Stop(self.id, DROPPED))], roles[learner].parent
         while above != self.id:
             assert above is not None
-            told.append(Send(above, Message(Kind.DROP, self.id, value=learner)))
+            told.append(Send(above, LearnerDropped(self.id, learner)))
             above = roles[above].parent
         return [*told, Drop(learner)]
 
@@ -497,7 +526,7 @@ class ParameterServer(Machine):
         self.state, self._update_due = ServerState.DRAINING, False
         self.discarded += self.buffers.discard()
         self._pulls.clear()
-        stop = Message(Kind.STOP, self.id)
+        stop = Stop(self.id)
         told = [Send(child, stop) for child in self.roll.children]
         return [*told, *self.buffers.withdraw(), *self.buffers.post(False)]
 
@@ -513,13 +542,13 @@ class ParameterServer(Machine):
         self.ledger.stopped = True
         return self._drain() + self._lose_deferred(now)  # the update will not come for which they waited
 
-    def _late_gradient(self, event: Received, now: float) -> list[Action]:
+    def _late_gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event, now)
         self.discarded += self.buffers.discard()
         return self.buffers.post(False) + self._close(now)
 
-    def _bye(self, event: Received, now: float) -> list[Action]:
-        self.roll.left[event.message.sender] = event.message.value
+    def _bye(self, event: Received[ChildDone], now: float) -> list[Action]:
+        self.roll.left[event.message.sender] = event.message.pushed
         return self._close(now)
 
     def _close(self, now: float) -> list[Action]:
@@ -530,7 +559,7 @@ class ParameterServer(Machine):
         account = self.ledger.totals(now, self.received, self.pending, self.discarded, self.lost)
         return account + self.cycle.end(now) if self.ledger.stopped else account
 
-    def _finish(self, event: Received, now: float) -> list[Action]:
+    def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ServerState.DONE
         return [halt(event)]
 

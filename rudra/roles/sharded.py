@@ -43,11 +43,21 @@ from rudra.core.events import (
     Withdraw,
     Withdrawn,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import (
+    GradientPart,
+    LogEntries,
+    Message,
+    MessageKind,
+    PartTaken,
+    PullAnswer,
+    PushedGradient,
+    Shutdown,
+    WeightsPart,
+)
 from rudra.core.training_state import BEGINNING
 from rudra.roles.joint import LOGGED, NUMBER, JointServer, Log, Steps, stepped
 from rudra.roles.learner import Learner, LearnerState
-from rudra.roles.machine import Machine, Setup, States, To, halt, staying
+from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
 from rudra.roles.server import ParameterServer, ServerState
 
 
@@ -73,18 +83,18 @@ class FirstShard(JointServer):
     the protocol asks for none.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **JointServer.TRANSITIONS,
         **{
-            (state, trigger): To(method, *ParameterServer.TRANSITIONS[state, Kind.GRADIENT].states)
+            (state, trigger): Transition(method, *ParameterServer.TRANSITIONS[state, MessageKind.GRADIENT].states)
             for state in (ServerState.TRAINING, ServerState.DRAINING)
             for trigger, method in (
-                (Kind.GRADIENT, "_told"),
-                (Kind.GRADIENT_PART, "_part_here"),
-                (Kind.TAKEN, "_part_there"),
+                (MessageKind.GRADIENT, "_told"),
+                (MessageKind.GRADIENT_PART, "_part_here"),
+                (MessageKind.TAKEN, "_part_there"),
             )
         },
-        **staying([ServerState.CLOSING], {Kind.TAKEN: "_in_vain"}),  # of a learner that has died since
+        **self_loops([ServerState.CLOSING], {MessageKind.TAKEN: "_in_vain"}),  # of a learner that has died since
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -118,9 +128,9 @@ class FirstShard(JointServer):
                         del self._rooms[action.buffer]
                         todo.extend(self._withdrawn(Withdrawn(action.buffer), now))
                 case Send(buffer=str()):
-                    if action.message.kind is Kind.SNAPSHOT:
+                    if action.message.kind is MessageKind.SNAPSHOT:
                         actions.append(Send(action.to, action.message))
-                    actions.append(self._log.add(Send(action.to, Message(Kind.WEIGHTS_PART, self.id), action.buffer)))
+                    actions.append(self._log.add(Send(action.to, WeightsPart(self.id), action.buffer)))
                 case Accumulate() | Update() | Copy() | Save() | Drop():
                     actions.append(self._log.add(action))
                 case _:
@@ -142,17 +152,17 @@ class FirstShard(JointServer):
                 actions.append(self._log.add(Receive(buffer, message.sender, gradient=True), self._number))
         return actions
 
-    def _told(self, event: Received, now: float) -> list[Action]:
+    def _told(self, event: Received[PushedGradient], now: float) -> list[Action]:
         if event.message.sender not in self._dead:
             self._told_of.append(event.message)
         return []
 
-    def _part_here(self, event: Received, now: float) -> list[Action]:
+    def _part_here(self, event: Received[GradientPart], now: float) -> list[Action]:
         assert event.buffer is not None
         return self._arrived(event.buffer, self.id, now)
 
-    def _part_there(self, event: Received, now: float) -> list[Action]:
-        number = event.message.value
+    def _part_there(self, event: Received[PartTaken], now: float) -> list[Action]:
+        number = event.message.number
         buffer = next((buffer for buffer, coming in self._coming.items() if coming.number == number), None)
         return [] if buffer is None else self._arrived(buffer, event.message.sender, now)
 
@@ -163,7 +173,7 @@ class FirstShard(JointServer):
         if coming.missing:
             return []
         del self._coming[buffer]
-        take = ParameterServer._METHODS[self.state, Kind.GRADIENT]
+        take = ParameterServer._METHODS[self.state, MessageKind.GRADIENT]
         return take(self, Received(coming.message, buffer), now)
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
@@ -200,19 +210,19 @@ class Shard(Machine):
         setup: what it is made from.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **staying(
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        **self_loops(
             [FOLLOWING],
             {
                 Started: "_in_vain",
-                Kind.LOG: "_read",
-                Kind.GRADIENT_PART: "_part",
+                MessageKind.LOG: "_read",
+                MessageKind.GRADIENT_PART: "_part",
                 Sent: "_returned",
                 Updated: "_stepped",
                 Lost: "_lose",
             },
         ),
-        (FOLLOWING, Kind.DONE): To("_finish", ShardState.DONE),
+        (FOLLOWING, MessageKind.SHUTDOWN): Transition("_finish", ShardState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -233,8 +243,7 @@ class Shard(Machine):
         lent = [buffer for buffer, count in self._lent.items() if count]
         return f"transfers of its {' and '.join(lent)} to end" if lent else "part of a gradient"
 
-    def _read(self, event: Received, now: float) -> list[Action]:
-        assert event.message.rows is not None
+    def _read(self, event: Received[LogEntries], now: float) -> list[Action]:
         self._log.extend(event.message.rows.tolist())
         return self._go_on()
 
@@ -294,7 +303,7 @@ class Shard(Machine):
             return None if self._lent[other] else [Copy(buffer, other)]
         if kind is Send:
             self._lent[buffer] += 1
-            return [Send(role, Message(Kind.WEIGHTS_PART, self.id), buffer)]
+            return [Send(role, WeightsPart(self.id), buffer)]
         if kind is Measure:
             return [Measure(buffer)]
         if kind is Combine:
@@ -303,10 +312,10 @@ class Shard(Machine):
             return [Regroup(self.plan, BEGINNING)]
         return [Save(WEIGHTS, BEGINNING) if kind is Save else Drop(role)]
 
-    def _part(self, event: Received, now: float) -> list[Action]:
+    def _part(self, event: Received[GradientPart], now: float) -> list[Action]:
         assert event.buffer is not None
         _, number = self._coming.pop(event.buffer)
-        return [Send(self._first, Message(Kind.TAKEN, self.id, value=number)), *self._go_on()]
+        return [Send(self._first, PartTaken(self.id, number)), *self._go_on()]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self._lent[event.buffer] -= 1
@@ -318,7 +327,7 @@ class Shard(Machine):
     def _lose(self, event: Lost, now: float) -> list[Action]:
         return self._go_on()
 
-    def _finish(self, event: Received, now: float) -> list[Action]:
+    def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ShardState.DONE
         return [halt(event)]
 
@@ -331,16 +340,18 @@ class ShardedLearner(Learner):
 
     __slots__ = ("_going", "_missing", "_newer", "_owners", "_receives")
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **{key: to for key, to in Learner.TRANSITIONS.items() if key[1] is not Kind.WEIGHTS},
-        (LearnerState.WAITING, Kind.WEIGHTS_PART): To("_first_part", LearnerState.WAITING, LearnerState.HASHING),
-        (LearnerState.EXCHANGING, Sent): To(
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        **{key: to for key, to in Learner.TRANSITIONS.items() if key[1] is not MessageKind.WEIGHTS},
+        (LearnerState.WAITING, MessageKind.WEIGHTS_PART): Transition(
+            "_first_part", LearnerState.WAITING, LearnerState.HASHING
+        ),
+        (LearnerState.EXCHANGING, Sent): Transition(
             "_part_delivered", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
         ),
-        (LearnerState.EXCHANGING, Kind.WEIGHTS_PART): To(
+        (LearnerState.EXCHANGING, MessageKind.WEIGHTS_PART): Transition(
             "_part_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
         ),
-        **staying([LearnerState.STOPPED], {Kind.WEIGHTS_PART: "_in_vain"}),
+        **self_loops([LearnerState.STOPPED], {MessageKind.WEIGHTS_PART: "_in_vain"}),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -354,7 +365,7 @@ class ShardedLearner(Learner):
     def _start(self, event: Started, now: float) -> list[Action]:
         return [*self._receives]
 
-    def _first_part(self, event: Received, now: float) -> list[Action]:
+    def _first_part(self, event: Received[WeightsPart], now: float) -> list[Action]:
         if not self._have_all():
             return []
         self.state = LearnerState.HASHING
@@ -373,23 +384,23 @@ class ShardedLearner(Learner):
             return warnings
         self.state = LearnerState.EXCHANGING
         timestamp = self.timestamp
-        told = Message(Kind.GRADIENT, self.id, timestamp, timestamp, None, (self._gradient(event, now),))
+        told = PushedGradient(self.id, timestamp, timestamp, (self._gradient(event, now),))
         self._going = len(self._owners)
-        part = Message(Kind.GRADIENT_PART, self.id)
+        part = GradientPart(self.id)
         return [Send(self.server, told), *(Send(owner, part, GRADIENT) for owner in self._owners), *warnings]
 
     def _part_delivered(self, event: Sent, now: float) -> list[Action]:
         self._going -= 1
         return [] if self._going else self._delivered(event, now)
 
-    def _answered(self, event: Received, now: float) -> list[Action]:
+    def _answered(self, event: Received[PullAnswer], now: float) -> list[Action]:
         actions = super()._answered(event, now)
         if not self._expects_weights:
             return actions
         self._newer, self._missing = event.message.timestamp, len(self._owners)
         return [*self._receives]
 
-    def _part_pulled(self, event: Received, now: float) -> list[Action]:
+    def _part_pulled(self, event: Received[WeightsPart], now: float) -> list[Action]:
         if not self._have_all():
             return []
         self._expects_weights = False

@@ -52,13 +52,24 @@ from rudra.core.events import (
     Update,
     Updated,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import (
+    ActivationGradient,
+    Activations,
+    ChildDone,
+    GradientNorms,
+    LearnersLeft,
+    LogEntries,
+    MessageKind,
+    PartialSum,
+    StageReported,
+    TrainingStarted,
+)
 from rudra.core.records import Gradient
 from rudra.core.work import Work, portion
 from rudra.roles.fronts import gradient_of
 from rudra.roles.joint import LOGGED
 from rudra.roles.ledger import Ledger
-from rudra.roles.machine import Outbox, Setup, States, To, staying
+from rudra.roles.machine import Outbox, Setup, States, Transition, self_loops
 from rudra.roles.norms import Norms, told
 from rudra.roles.relay import Relay
 from rudra.roles.sharded import Shard, ShardState
@@ -67,7 +78,7 @@ from rudra.roles.sharded import Shard, ShardState
 class _Shipped(NamedTuple):
     """A mini-batch whose activations are here."""
 
-    message: Message
+    message: Activations
     buffer: str
     at: float
 
@@ -104,19 +115,19 @@ class StageServer(Shard):
         timestamp: of its weights.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **{key: to for key, to in Shard.TRANSITIONS.items() if key[1] is not Kind.GRADIENT_PART},
-        **staying(
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        **{key: to for key, to in Shard.TRANSITIONS.items() if key[1] is not MessageKind.GRADIENT_PART},
+        **self_loops(
             [ShardState.FOLLOWING],
             {
                 Started: "_start",
-                Kind.START: "_begin",
-                Kind.ACTIVATIONS: "_arrived",
+                MessageKind.START: "_begin",
+                MessageKind.ACTIVATIONS: "_arrived",
                 Computed: "_concluded",
-                Kind.END: "_end",
+                MessageKind.LEARNERS_LEFT: "_end",
                 Measured: "_measured",
-                Kind.NORMS: "_heard_norms",
-                Kind.SUM: "_sum_here",
+                MessageKind.NORMS: "_heard_norms",
+                MessageKind.SUM: "_sum_here",
             },
         ),
     }
@@ -169,13 +180,13 @@ class StageServer(Shard):
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Receive(_activations_of(learner), learner, gradient=True) for learner in self._learners]
 
-    def _begin(self, event: Received, now: float) -> list[Action]:
-        self._began = self._ledger.began = event.message.value * 1e-9
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
+        self._began = self._ledger.began = event.message.began_ns * 1e-9
         return []
 
     # Mini-batches, one at a time.
 
-    def _arrived(self, event: Received, now: float) -> list[Action]:
+    def _arrived(self, event: Received[Activations], now: float) -> list[Action]:
         assert event.buffer is not None
         self._shipped.append(_Shipped(event.message, event.buffer, now))
         return self._work(now)
@@ -200,7 +211,7 @@ class StageServer(Shard):
         single = self._merged and len(self.plan.group_of(learner)) == 1
         return GRADIENT if single else gradient_of(learner)
 
-    def _has_turn(self, message: Message) -> bool:
+    def _has_turn(self, message: Activations) -> bool:
         """Whether the weights are those that activations are to be concluded with, now and until all of a batch are."""
         if not self._merged:
             return message.timestamp == self.timestamp
@@ -223,7 +234,7 @@ class StageServer(Shard):
         times = (began, began - shipped.at, now - began)
         self._waiting[learner] = _Concluded(gradient, self.timestamp, *times)
         self._lent[_returned_of(learner)] += 1
-        message = Message(Kind.RETURNED, self.id, self.timestamp, gradients=(gradient,))
+        message = ActivationGradient(self.id, self.timestamp, (gradient,))
         actions: list[Action] = [
             Send(learner, message, _returned_of(learner)),
             Receive(shipped.buffer, learner, gradient=True),
@@ -315,7 +326,7 @@ class StageServer(Shard):
                 case Send() if action.to in self.plan.stages:
                     assert actions is not None
                     self._count(name)
-                    actions[place] = Send(action.to, Message(Kind.SUM, self.id), name)
+                    actions[place] = Send(action.to, PartialSum(self.id), name)
                 case Save():
                     self._saved.append((number, self.timestamp))
                 case Send() if action.buffer == WEIGHTS:
@@ -332,7 +343,7 @@ class StageServer(Shard):
         norms = told(self.id, event) if self._leads else []
         return [*(Send(self._first, message) for message in norms), *self._go_on_at(now)]
 
-    def _heard_norms(self, event: Received, now: float) -> list[Action]:
+    def _heard_norms(self, event: Received[GradientNorms], now: float) -> list[Action]:
         self._norms.hear(event.message)
         return self._go_on_at(now)
 
@@ -341,7 +352,15 @@ class StageServer(Shard):
         if self._merged:
             text = f"a snapshot has the first layers of update {front}, and the last ones of {self.timestamp}"
             self._outbox.add(
-                Kind.EVENTS, b"stages", self.id, 0, front, self.timestamp, self._now - self._began, 0.0, text.encode()
+                MessageKind.EVENTS,
+                b"stages",
+                self.id,
+                0,
+                front,
+                self.timestamp,
+                self._now - self._began,
+                0.0,
+                text.encode(),
             )
 
     def _count(self, gradient: str) -> None:
@@ -352,15 +371,14 @@ class StageServer(Shard):
         if learner not in self._counted:
             self._counted.append(learner)
 
-    def _read(self, event: Received, now: float) -> list[Action]:
-        assert event.message.rows is not None
+    def _read(self, event: Received[LogEntries], now: float) -> list[Action]:
         self._log.extend(mine for entry in event.message.rows.tolist() for mine in self._relay.mine(entry))
         return self._go_on_at(now)
 
     def _let_in(self) -> list[Action]:
         return []  # sums come in their turn
 
-    def _sum_here(self, event: Received, now: float) -> list[Action]:
+    def _sum_here(self, event: Received[PartialSum], now: float) -> list[Action]:
         assert event.buffer is not None
         del self._coming[event.buffer]
         return self._go_on_at(now)
@@ -380,7 +398,7 @@ class StageServer(Shard):
         done = self.timestamp - len(self._updating)
         while self._saved and self._saved[0][1] <= done:
             front, _ = self._saved.popleft()
-            reported = Message(Kind.REPORTED, self.id, front)
+            reported = StageReported(self.id, front)
             actions += [*self._outbox.flush(now), Send(self.plan.statistics, reported)]
         return actions
 
@@ -392,7 +410,7 @@ class StageServer(Shard):
             about = (gradient.learner, gradient.samples, gradient.step, gradient.timestamp)
             staleness = event.timestamp - 1 - concluded.timestamp
             times = (concluded.began - self._began, concluded.wait_s, concluded.compute_s, event.seconds)
-            self._outbox.add(Kind.STAGES, event.timestamp, *about, staleness, rate, *times, digest)
+            self._outbox.add(MessageKind.STAGES, event.timestamp, *about, staleness, rate, *times, digest)
         tells: list[Action] = []
         if self._leads:  # the others have made the same
             tells = self._ledger.note(event, now) if self._merged else super()._stepped(event, now)
@@ -417,7 +435,7 @@ class StageServer(Shard):
         self._shipped = deque(shipped for shipped in self._shipped if shipped.message.sender != event.role)
         return self._go_on_at(now)
 
-    def _end(self, event: Received, now: float) -> list[Action]:
+    def _end(self, event: Received[LearnersLeft], now: float) -> list[Action]:
         self._ending = True
         return self._leave(now)
 
@@ -427,7 +445,7 @@ class StageServer(Shard):
         if not self._ending or busy:
             return []
         self._ending = False
-        return [*self._outbox.flush(now), Send(self.plan.statistics, Message(Kind.BYE, self.id))]
+        return [*self._outbox.flush(now), Send(self.plan.statistics, ChildDone(self.id))]
 
 
 def _activations_of(learner: int) -> str:

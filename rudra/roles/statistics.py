@@ -38,11 +38,37 @@ from rudra.core.events import (
     Sum,
     Sync,
 )
-from rudra.core.messages import Kind, Message, Rows
+from rudra.core.messages import (
+    AverageRows,
+    CheckpointWritten,
+    ChildDone,
+    EpochEvaluated,
+    EpochRows,
+    EventRows,
+    GradientRows,
+    LearnerRows,
+    Message,
+    MessageKind,
+    MinibatchRows,
+    PlateauReached,
+    Rows,
+    RowsFlushed,
+    RunStopped,
+    Shutdown,
+    Snapshot,
+    SnapshotCredit,
+    StageReported,
+    StageRows,
+    TargetReached,
+    TotalsRows,
+    TrainingStarted,
+    UpdateRows,
+    WeightsPart,
+)
 from rudra.errors import EXIT_FAILED, EXIT_STOPPED
 from rudra.job.target import Best, Target, Watch
 from rudra.roles.ledger import CREDITS
-from rudra.roles.machine import Machine, Setup, States, To
+from rudra.roles.machine import Machine, Setup, States, Transition
 
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))
 
@@ -60,28 +86,40 @@ class StatisticsServer(Machine):
         setup: what it is made from.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        (StatisticsState.GATHERING, Started): To("_start", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.START): To("_begin", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.GRADIENTS): To("_gradients", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.UPDATES): To("_updates", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.MINIBATCHES): To("_minibatches", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.AVERAGES): To("_averages", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.STAGES): To("_stages", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.BYE): To("_stage_left", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Kind.EPOCHS): To("_epoch", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Kind.SNAPSHOT): To("_snapshot", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.WEIGHTS_PART): To("_snapshot_part", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Hashed): To("_hashed", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Evaluated): To("_evaluated", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Kind.ASSESSED): To("_assessed", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.LEARNERS): To("_learner", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Kind.TOTALS): To("_account", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Kind.EVENTS): To("_events", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.CHECKPOINT): To("_checkpoint", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.REPORTED): To("_stage_reported", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Kind.END): To("_end_early", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Lost): To("_lose", StatisticsState.GATHERING),
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        (StatisticsState.GATHERING, Started): Transition("_start", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.START): Transition("_begin", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.GRADIENTS): Transition("_gradients", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.UPDATES): Transition("_updates", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.MINIBATCHES): Transition("_minibatches", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.AVERAGES): Transition("_averages", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.STAGES): Transition("_stages", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.CHILD_DONE): Transition(
+            "_stage_left", StatisticsState.GATHERING, StatisticsState.DONE
+        ),
+        (StatisticsState.GATHERING, MessageKind.EPOCHS): Transition(
+            "_epoch", StatisticsState.GATHERING, StatisticsState.DONE
+        ),
+        (StatisticsState.GATHERING, MessageKind.SNAPSHOT): Transition("_snapshot", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.WEIGHTS_PART): Transition("_snapshot_part", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, Hashed): Transition("_hashed", StatisticsState.GATHERING, StatisticsState.DONE),
+        (StatisticsState.GATHERING, Evaluated): Transition(
+            "_evaluated", StatisticsState.GATHERING, StatisticsState.DONE
+        ),
+        (StatisticsState.GATHERING, MessageKind.EPOCH_EVALUATED): Transition("_assessed", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.LEARNERS): Transition(
+            "_learner", StatisticsState.GATHERING, StatisticsState.DONE
+        ),
+        (StatisticsState.GATHERING, MessageKind.TOTALS): Transition(
+            "_account", StatisticsState.GATHERING, StatisticsState.DONE
+        ),
+        (StatisticsState.GATHERING, MessageKind.EVENTS): Transition("_events", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.CHECKPOINT): Transition("_checkpoint", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.REPORTED): Transition("_stage_reported", StatisticsState.GATHERING),
+        (StatisticsState.GATHERING, MessageKind.RUN_STOPPED): Transition(
+            "_end_early", StatisticsState.GATHERING, StatisticsState.DONE
+        ),
+        (StatisticsState.GATHERING, Lost): Transition("_lose", StatisticsState.GATHERING),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -121,7 +159,7 @@ class StatisticsServer(Machine):
         self._gone: set[int] = set()  # roles whose rank has died
         self._dropped: set[int] = set()  # roles that were too slow, and may never be heard of again
         self._answered: set[int] = set()  # learners that have given their account themselves
-        self._checkpointed: Message | None = None  # asked for, and not safe yet
+        self._checkpointed: CheckpointWritten | None = None  # asked for, and not safe yet
         self._began = 0.0
         self._final_weights: str | None = None
         self._reported = dict.fromkeys(plan.stages, -1)  # timestamp of the last checkpoint whose rows of each are here
@@ -190,57 +228,57 @@ class StatisticsServer(Machine):
         self._rooms.append(buffer)
         return [Receive(buffer, owner) for owner in self.plan.owners]
 
-    def _begin(self, event: Received, now: float) -> list[Action]:
-        self._began = event.message.value * 1e-9
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
+        self._began = event.message.began_ns * 1e-9
         actions = [self._lower()] if self._lowered else []
-        return [*actions, self._to_server(Kind.ENOUGH)] if self._enough else actions
+        return [*actions, self._to_server(TargetReached(self.id))] if self._enough else actions
 
     def _lower(self) -> Action:
-        return Send(self.plan.server, Message(Kind.PLATEAU, self.id, value=self._lowered))
+        return Send(self.plan.server, PlateauReached(self.id, self._lowered))
 
-    def _gradients(self, event: Received, now: float) -> list[Action]:
-        return [Record("gradients", _rows(event))]
+    def _gradients(self, event: Received[GradientRows], now: float) -> list[Action]:
+        return [Record("gradients", event.message.rows)]
 
-    def _updates(self, event: Received, now: float) -> list[Action]:
-        return [Record("updates", _rows(event))]
+    def _updates(self, event: Received[UpdateRows], now: float) -> list[Action]:
+        return [Record("updates", event.message.rows)]
 
-    def _minibatches(self, event: Received, now: float) -> list[Action]:
-        return [Record("minibatches", _rows(event))]
+    def _minibatches(self, event: Received[MinibatchRows], now: float) -> list[Action]:
+        return [Record("minibatches", event.message.rows)]
 
-    def _averages(self, event: Received, now: float) -> list[Action]:
-        return [Record("averages", _rows(event))]
+    def _averages(self, event: Received[AverageRows], now: float) -> list[Action]:
+        return [Record("averages", event.message.rows)]
 
-    def _stages(self, event: Received, now: float) -> list[Action]:
-        return [Record("stages", _rows(event))]
+    def _stages(self, event: Received[StageRows], now: float) -> list[Action]:
+        return [Record("stages", event.message.rows)]
 
-    def _stage_reported(self, event: Received, now: float) -> list[Action]:
+    def _stage_reported(self, event: Received[StageReported], now: float) -> list[Action]:
         if event.message.sender in self._reported:  # else it has told of all its rows
             self._reported[event.message.sender] = event.message.timestamp
         return self._secure()
 
-    def _stage_left(self, event: Received, now: float) -> list[Action]:
+    def _stage_left(self, event: Received[ChildDone], now: float) -> list[Action]:
         self._reported.pop(event.message.sender, None)  # who decides may say twice that all have left
         return self._secure() + self._finish()
 
-    def _epoch(self, event: Received, now: float) -> list[Action]:
-        rows = _rows(event)
+    def _epoch(self, event: Received[EpochRows], now: float) -> list[Action]:
+        rows = event.message.rows
         self._rows[int(rows[0]["epoch"])] = rows
         return self._record() + self._secure() + self._finish()
 
-    def _snapshot(self, event: Received, now: float) -> list[Action]:
-        rows = _rows(event)
+    def _snapshot(self, event: Received[Snapshot], now: float) -> list[Action]:
+        rows = event.message.rows
         epoch = int(rows[0]["epoch"])
         self._rows[epoch] = rows
         buffer = event.buffer or self._rooms[0]  # parts come in the order in which they were let in
         self._rooms.remove(buffer)
-        self.epochs = self._last_epoch = event.message.value
+        self.epochs = self._last_epoch = event.message.epochs
         if epoch == self.epochs:
             self._final_weights = buffer
         self._waiting.append((buffer, epoch))
         self._parts[buffer] += len(self.plan.owners) if event.buffer else 0
         return self._work()
 
-    def _snapshot_part(self, event: Received, now: float) -> list[Action]:
+    def _snapshot_part(self, event: Received[WeightsPart], now: float) -> list[Action]:
         assert event.buffer is not None
         self._parts[event.buffer] += 1
         return self._work()
@@ -271,14 +309,14 @@ class StatisticsServer(Machine):
         rows["evaluation_began_s"] = now - self._began
         return [*keep, Evaluate(buffer)]
 
-    def _assessed(self, event: Received, now: float) -> list[Action]:
+    def _assessed(self, event: Received[EpochEvaluated], now: float) -> list[Action]:
         message = event.message
-        found = self._sums.setdefault(message.value, [])
+        found = self._sums.setdefault(message.epoch, [])
         if message.rows is not None:
             found.append(message.rows)
-        if not message.flag:
+        if not message.last:
             return []
-        self._tested[message.value] = message.seconds
+        self._tested[message.epoch] = message.seconds
         return self._sum_up()
 
     def _sum_up(self) -> list[Action]:
@@ -313,7 +351,7 @@ class StatisticsServer(Machine):
         self._working = None
         actions = self._record(buffer, epoch)  # while the buffer still holds that epoch's weights
         if epoch != self.epochs:  # the last snapshot holds the final weights, which are still to be written
-            actions += [*self._let_in(buffer), self._to_server(Kind.CREDIT)]
+            actions += [*self._let_in(buffer), self._to_server(SnapshotCredit(self.id))]
         return actions + self._work() + self._secure() + self._finish()
 
     def _record(self, buffer: str | None = None, of: int = 0) -> list[Action]:
@@ -338,50 +376,50 @@ class StatisticsServer(Machine):
         if self._watch is not None and self._watch.reached(self._watch.target.of(scores)):
             self._watch = None
             actions.append(_event("target", row, f"{self._target}: reached with epoch {row['epoch']}"))
-            actions += [self._to_server(Kind.ENOUGH)] if self._stops_at_target else []
+            actions += [self._to_server(TargetReached(self.id))] if self._stops_at_target else []
         tired, lowers = self._look_for_progress(scores)
         if lowers:
             actions.append(self._lower())
         if tired:
             tests = f"the last {self._patience} tests, up to epoch {row['epoch']}, bring no new best"
             text = f"patience = {self._patience}: {tests}"
-            actions += [_event("patience", row, text), self._to_server(Kind.ENOUGH)]
+            actions += [_event("patience", row, text), self._to_server(TargetReached(self.id))]
         return actions
 
-    def _events(self, event: Received, now: float) -> list[Action]:
-        rows = _rows(event)
+    def _events(self, event: Received[EventRows], now: float) -> list[Action]:
+        rows = event.message.rows
         self._dropped |= set(rows["role"][rows["kind"] == b"dropped"].tolist())
         return [Record("events", rows)]
 
-    def _checkpoint(self, event: Received, now: float) -> list[Action]:
+    def _checkpoint(self, event: Received[CheckpointWritten], now: float) -> list[Action]:
         self._checkpointed = event.message
         return self._secure()
 
     def _secure(self) -> list[Action]:
         """Brings all rows to the disk, once those are here that a checkpoint wants: of epochs and of a stage server."""
         wanted = self._checkpointed
-        if wanted is None or self._recorded < wanted.value:
+        if wanted is None or self._recorded < wanted.epochs:
             return []
         if any(reported < wanted.timestamp for reported in self._reported.values()):
             return []
         self._checkpointed = None
-        return [Sync(), Send(self.plan.server, Message(Kind.SAFE, self.id, wanted.timestamp))]
+        return [Sync(), Send(self.plan.server, RowsFlushed(self.id, wanted.timestamp))]
 
-    def _end_early(self, event: Received, now: float) -> list[Action]:
-        self._last_epoch = event.message.value
+    def _end_early(self, event: Received[RunStopped], now: float) -> list[Action]:
+        self._last_epoch = event.message.epochs
         self._code = EXIT_FAILED if event.message.timestamp < 0 else EXIT_STOPPED
         return self._finish()
 
-    def _learner(self, event: Received, now: float) -> list[Action]:
+    def _learner(self, event: Received[LearnerRows], now: float) -> list[Action]:
         self._answered.add(event.message.sender)
-        for row in _rows(event):
+        for row in event.message.rows:
             if int(row["learner"]) not in self._accounts:  # the server's of one that died may come second
                 self._learners[row["learner"]] = row
                 self._accounts.add(int(row["learner"]))
         return self._finish()
 
-    def _account(self, event: Received, now: float) -> list[Action]:
-        self._totals = _rows(event)
+    def _account(self, event: Received[TotalsRows], now: float) -> list[Action]:
+        self._totals = event.message.rows
         return self._finish()
 
     def _finish(self) -> list[Action]:
@@ -391,7 +429,7 @@ class StatisticsServer(Machine):
         assert (self._final_weights is None) == bool(self._code)
         self.state = StatisticsState.DONE
         apart = not self._dropped <= self._answered
-        done = Message(Kind.DONE, self.id, value=self._code, flag=apart)
+        done = Shutdown(self.id, self._code, apart)
         others = (i for i in range(len(self.plan.roles)) if i != self.id and i not in self._gone)
         reason = "a learner died" if self._gone and self._stops_at_loss else "stopped on request"
         return [
@@ -407,8 +445,8 @@ class StatisticsServer(Machine):
         self._gone.add(role)  # the owner of the weights gives the account of a learner that is no more
         return []
 
-    def _to_server(self, kind: Kind) -> Action:
-        return Send(self.plan.server, Message(kind, self.id))
+    def _to_server(self, message: Message) -> Action:
+        return Send(self.plan.server, message)
 
 
 def _event(kind: str, row: np.void, text: str) -> Record:
@@ -421,9 +459,3 @@ def _scores(row: np.void, metrics: list[tuple[Any, ...]], split: str) -> dict[st
     """What the test of an epoch measured on a split."""
     scores = {name: float(row[f"{split}_{name}"]) for name in ("loss", "error")}
     return scores | {name: value for _, _, of, name, value in metrics if of == split}
-
-
-def _rows(event: Received) -> Rows:
-    rows = event.message.rows
-    assert rows is not None
-    return rows

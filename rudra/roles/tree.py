@@ -36,10 +36,24 @@ from rudra.core.events import (
     Tick,
     Withdrawn,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import (
+    NOT_PULLING,
+    ChildDone,
+    LearnerDropped,
+    LearnerLate,
+    MessageKind,
+    Pull,
+    PullAnswer,
+    PushedGradient,
+    Ready,
+    Shutdown,
+    Stop,
+    TrainingStarted,
+    Weights,
+)
 from rudra.core.records import Gradient
 from rudra.roles.gradient_buffers import GradientBuffers
-from rudra.roles.machine import Machine, Setup, States, To, halt, listed, short_digest, staying
+from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
 from rudra.roles.stragglers import overdue_s, tick_s
 
 WEIGHT_BUFFERS = (f"{WEIGHTS} 0", f"{WEIGHTS} 1")
@@ -65,39 +79,51 @@ class TreeServer(Machine):
         setup: what it is made from.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
-        **staying(ALIVE, {Tick: "_look_for_late"}),
-        **staying([TreeServerState.WAITING, TreeServerState.READY, TreeServerState.STOPPED], {Kind.DROP: "_drop"}),
-        (TreeServerState.WAITING, Started): To("_start", TreeServerState.WAITING),
-        (TreeServerState.WAITING, Kind.WEIGHTS): To("_first_weights", TreeServerState.WAITING),
-        (TreeServerState.WAITING, Hashed): To("_hashed", TreeServerState.WAITING),
-        (TreeServerState.WAITING, Sent): To("_first_returned", TreeServerState.WAITING, TreeServerState.READY),
-        (TreeServerState.WAITING, Kind.READY): To("_child_ready", TreeServerState.WAITING, TreeServerState.READY),
-        (TreeServerState.READY, Kind.START): To("_begin", TreeServerState.TRAINING),
-        (TreeServerState.TRAINING, Kind.GRADIENT): To("_gradient", TreeServerState.TRAINING),
-        (TreeServerState.TRAINING, Kind.PULL): To("_pull", TreeServerState.TRAINING),
-        (TreeServerState.TRAINING, Kind.TIMESTAMP): To("_answered", TreeServerState.TRAINING),
-        (TreeServerState.TRAINING, Kind.WEIGHTS): To("_pulled", TreeServerState.TRAINING),
-        (TreeServerState.TRAINING, Sent): To("_returned", TreeServerState.TRAINING),
-        (TreeServerState.TRAINING, Withdrawn): To("_withdrawn", TreeServerState.TRAINING),
-        (TreeServerState.TRAINING, Kind.STOP): To("_stop", TreeServerState.STOPPING, TreeServerState.STOPPED),
-        (TreeServerState.TRAINING, Kind.DROP): To("_drop", TreeServerState.TRAINING),
-        (TreeServerState.STOPPING, Kind.GRADIENT): To(
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        **self_loops(ALIVE, {Tick: "_look_for_late"}),
+        **self_loops(
+            [TreeServerState.WAITING, TreeServerState.READY, TreeServerState.STOPPED], {MessageKind.DROP: "_drop"}
+        ),
+        (TreeServerState.WAITING, Started): Transition("_start", TreeServerState.WAITING),
+        (TreeServerState.WAITING, MessageKind.WEIGHTS): Transition("_first_weights", TreeServerState.WAITING),
+        (TreeServerState.WAITING, Hashed): Transition("_hashed", TreeServerState.WAITING),
+        (TreeServerState.WAITING, Sent): Transition("_first_returned", TreeServerState.WAITING, TreeServerState.READY),
+        (TreeServerState.WAITING, MessageKind.READY): Transition(
+            "_child_ready", TreeServerState.WAITING, TreeServerState.READY
+        ),
+        (TreeServerState.READY, MessageKind.START): Transition("_begin", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, MessageKind.GRADIENT): Transition("_gradient", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, MessageKind.PULL): Transition("_pull", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, MessageKind.TIMESTAMP): Transition("_answered", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, MessageKind.WEIGHTS): Transition("_pulled", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Sent): Transition("_returned", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, Withdrawn): Transition("_withdrawn", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, MessageKind.STOP): Transition(
+            "_stop", TreeServerState.STOPPING, TreeServerState.STOPPED
+        ),
+        (TreeServerState.TRAINING, MessageKind.DROP): Transition("_drop", TreeServerState.TRAINING),
+        (TreeServerState.STOPPING, MessageKind.GRADIENT): Transition(
             "_late_gradient", TreeServerState.STOPPING, TreeServerState.STOPPED
         ),
-        (TreeServerState.STOPPING, Withdrawn): To("_withdrawn", TreeServerState.STOPPING),
-        (TreeServerState.STOPPING, Kind.PULL): To("_in_vain", TreeServerState.STOPPING),  # stop is the answer
-        (TreeServerState.STOPPING, Kind.WEIGHTS): To(
+        (TreeServerState.STOPPING, Withdrawn): Transition("_withdrawn", TreeServerState.STOPPING),
+        (TreeServerState.STOPPING, MessageKind.PULL): Transition(
+            "_in_vain", TreeServerState.STOPPING
+        ),  # stop is the answer
+        (TreeServerState.STOPPING, MessageKind.WEIGHTS): Transition(
             "_late_weights", TreeServerState.STOPPING, TreeServerState.STOPPED
         ),
-        (TreeServerState.STOPPING, Sent): To("_returned", TreeServerState.STOPPING, TreeServerState.STOPPED),
-        (TreeServerState.STOPPING, Kind.BYE): To("_bye", TreeServerState.STOPPING, TreeServerState.STOPPED),
-        (TreeServerState.STOPPING, Kind.DROP): To("_drop", TreeServerState.STOPPING, TreeServerState.STOPPED),
-        **staying([TreeServerState.WAITING, TreeServerState.READY, TreeServerState.TRAINING], {Lost: "_lose"}),
-        (TreeServerState.STOPPING, Lost): To("_lose", TreeServerState.STOPPING, TreeServerState.STOPPED),
-        (TreeServerState.STOPPED, Started): To("_in_vain", TreeServerState.STOPPED),
-        (TreeServerState.STOPPED, Withdrawn): To("_withdrawn", TreeServerState.STOPPED),
-        (TreeServerState.STOPPED, Kind.DONE): To("_finish", TreeServerState.DONE),
+        (TreeServerState.STOPPING, Sent): Transition("_returned", TreeServerState.STOPPING, TreeServerState.STOPPED),
+        (TreeServerState.STOPPING, MessageKind.CHILD_DONE): Transition(
+            "_bye", TreeServerState.STOPPING, TreeServerState.STOPPED
+        ),
+        (TreeServerState.STOPPING, MessageKind.DROP): Transition(
+            "_drop", TreeServerState.STOPPING, TreeServerState.STOPPED
+        ),
+        **self_loops([TreeServerState.WAITING, TreeServerState.READY, TreeServerState.TRAINING], {Lost: "_lose"}),
+        (TreeServerState.STOPPING, Lost): Transition("_lose", TreeServerState.STOPPING, TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, Started): Transition("_in_vain", TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, Withdrawn): Transition("_withdrawn", TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, MessageKind.SHUTDOWN): Transition("_finish", TreeServerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -161,20 +187,20 @@ class TreeServer(Machine):
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Receive(self._current, self.parent)] if self._receivers else []
 
-    def _first_weights(self, event: Received, now: float) -> list[Action]:
+    def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         self.timestamp = event.message.timestamp
         return [Hash(self._current)]
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
         self._digest = short_digest(event.digest)
         self._lent[self._current] = len(self._receivers)
-        message = Message(Kind.WEIGHTS, self.id, self.timestamp)
+        message = Weights(self.id, self.timestamp)
         return [Send(to, message, self._current) for to in self._receivers]
 
-    def _child_ready(self, event: Received, now: float) -> list[Action]:
+    def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
         if self._digest is None:  # without weights of its own it compares its children's
-            self._digest = event.message.value
-        if event.message.value != self._digest:
+            self._digest = event.message.digest
+        if event.message.digest != self._digest:
             name = self.plan.roles[event.message.sender].name
             return [Fail(f"{name} received other initial weights than its neighbours (digests differ)")]
         self._ready.add(event.message.sender)
@@ -189,21 +215,21 @@ class TreeServer(Machine):
             return []
         assert self._digest is not None
         self.state = TreeServerState.READY
-        return [Send(self.parent, Message(Kind.READY, self.id, value=self._digest))]
+        return [Send(self.parent, Ready(self.id, self._digest))]
 
-    def _begin(self, event: Received, now: float) -> list[Action]:
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self.state = TreeServerState.TRAINING
         self._heard = dict.fromkeys(self._heard, now)
         return [*(Send(to, event.message) for to in self._children), *self.buffers.post(True)]
 
     # Gradients up.
 
-    def _gradient(self, event: Received, now: float) -> list[Action]:
+    def _gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event)
         self._heard[event.message.sender] = now
         return self._work()
 
-    def _take(self, event: Received) -> None:
+    def _take(self, event: Received[PushedGradient]) -> None:
         self.received += len(event.message.gradients) - self.buffers.take(event)
         self._received[event.message.sender] += len(event.message.gradients)
 
@@ -245,8 +271,8 @@ class TreeServer(Machine):
     def _add(self) -> list[Action]:
         buffer, message = self.buffers.arrived.popleft()
         self._pending += message.gradients
-        if message.value >= 0:
-            self._with_gradients[message.sender] = (message.timestamp, message.value)
+        if message.held >= 0:
+            self._with_gradients[message.sender] = (message.timestamp, message.held)
         return self.buffers.average(buffer, sum(g.samples for g in message.gradients), 1.0)
 
     def _relay(self) -> Action:
@@ -256,8 +282,8 @@ class TreeServer(Machine):
         buffer = self.buffers.lent = self.buffers.give()
         self._pulls |= self._with_gradients
         self._with_gradients.clear()
-        asked, held = self._question() if self._may_ask() else (self.timestamp, -1)
-        return Send(self.parent, Message(Kind.GRADIENT, self.id, asked, held, None, gradients), buffer)
+        asked, held = self._question() if self._may_ask() else (self.timestamp, NOT_PULLING)
+        return Send(self.parent, PushedGradient(self.id, asked, held, gradients), buffer)
 
     # Weights down.
 
@@ -269,8 +295,8 @@ class TreeServer(Machine):
         self._asked, self._pulls = self._pulls, {}
         return min(asked for asked, _ in self._asked.values()), self.timestamp
 
-    def _pull(self, event: Received, now: float) -> list[Action]:
-        self._pulls[event.message.sender] = (event.message.timestamp, event.message.value)
+    def _pull(self, event: Received[Pull], now: float) -> list[Action]:
+        self._pulls[event.message.sender] = (event.message.timestamp, event.message.held)
         return self._ask()
 
     def _ask(self) -> list[Action]:
@@ -278,9 +304,9 @@ class TreeServer(Machine):
         if not self._may_ask() or self._complete():
             return []
         asked, held = self._question()
-        return [Send(self.parent, Message(Kind.PULL, self.id, asked, held))]
+        return [Send(self.parent, Pull(self.id, asked, held))]
 
-    def _answered(self, event: Received, now: float) -> list[Action]:
+    def _answered(self, event: Received[PullAnswer], now: float) -> list[Action]:
         if event.message.timestamp == self.timestamp:
             return self._answer_all(now)
         self._fetching = True
@@ -290,7 +316,7 @@ class TreeServer(Machine):
         """Lets newer weights in, as soon as the spare buffer is back from all children."""
         return [] if self._lent[self._spare] else [Receive(self._spare, self.parent)]
 
-    def _pulled(self, event: Received, now: float) -> list[Action]:
+    def _pulled(self, event: Received[Weights], now: float) -> list[Action]:
         self._fetching = False
         self.timestamp = event.message.timestamp
         self._current, self._spare = self._spare, self._current
@@ -300,7 +326,7 @@ class TreeServer(Machine):
         """Answers the children to whom the protocol grants these weights, and asks again for the others."""
         answered, self._asked = self._asked, {}
         clock = Clock(self.timestamp, ())
-        stamp = Message(Kind.TIMESTAMP, self.id, self.timestamp)
+        stamp = PullAnswer(self.id, self.timestamp)
         actions: list[Action] = []
         for child, (asked, held) in answered.items():
             if child not in self._children:  # it has died
@@ -312,7 +338,7 @@ class TreeServer(Machine):
                 actions.append(Send(child, stamp))
                 if held < self.timestamp:
                     self._lent[self._current] += 1
-                    actions.append(Send(child, Message(Kind.WEIGHTS, self.id, self.timestamp), self._current))
+                    actions.append(Send(child, Weights(self.id, self.timestamp), self._current))
         return actions + self._ask()
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
@@ -367,21 +393,21 @@ class TreeServer(Machine):
             return []
         if child in self._pulls or child in self._asked:  # it waits for weights itself
             return []
-        return [Send(self.plan.server, Message(Kind.LATE, self.id, value=child, seconds=silence_s))]
+        return [Send(self.plan.server, LearnerLate(self.id, child, silence_s))]
 
-    def _drop(self, event: Received, now: float) -> list[Action]:
+    def _drop(self, event: Received[LearnerDropped], now: float) -> list[Action]:
         """The root drops a learner."""
-        role = event.message.value
+        role = event.message.learner
         if role in self._children:
             return [Drop(role)]
         return self.handle(Lost(role), now)
 
     # The end: what the children have pushed is passed on, and counted by the root.
 
-    def _stop(self, event: Received, now: float) -> list[Action]:
+    def _stop(self, event: Received[Stop], now: float) -> list[Action]:
         self.state = TreeServerState.STOPPING
         self._pulls.clear()
-        stop = Message(Kind.STOP, self.id)
+        stop = Stop(self.id)
         actions = [*(Send(to, stop) for to in self._children), *self.buffers.withdraw(), *self._work()]
         return actions + self._leave()  # with no child left, there is none to wait for
 
@@ -389,16 +415,16 @@ class TreeServer(Machine):
         self.buffers.withdrawn(event.buffer)
         return self._work()
 
-    def _late_gradient(self, event: Received, now: float) -> list[Action]:
+    def _late_gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event)
         return self._work() + self._leave()
 
-    def _late_weights(self, event: Received, now: float) -> list[Action]:
+    def _late_weights(self, event: Received[Weights], now: float) -> list[Action]:
         self._fetching = False
         return self._leave()
 
-    def _bye(self, event: Received, now: float) -> list[Action]:
-        self._left[event.message.sender] = event.message.value
+    def _bye(self, event: Received[ChildDone], now: float) -> list[Action]:
+        self._left[event.message.sender] = event.message.pushed
         return self._leave()
 
     def _leave(self) -> list[Action]:
@@ -408,8 +434,8 @@ class TreeServer(Machine):
         if self._pending:
             return [self._relay()]
         self.state = TreeServerState.STOPPED
-        return [Send(self.parent, Message(Kind.BYE, self.id, value=self.relayed))]
+        return [Send(self.parent, ChildDone(self.id, self.relayed))]
 
-    def _finish(self, event: Received, now: float) -> list[Action]:
+    def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = TreeServerState.DONE
         return [halt(event)]

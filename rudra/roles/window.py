@@ -36,12 +36,12 @@ from rudra.core.events import (
     Stopped,
     Updated,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import AppliedInPlace, MessageKind, WindowUpdated, WindowWeights
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.roles.coordinator import NO_WEIGHTS, Coordinator
 from rudra.roles.gradient_buffers import GradientBuffers
-from rudra.roles.machine import States, To, staying
+from rudra.roles.machine import States, Transition, self_loops
 from rudra.roles.node_windows import NodeWindows
 from rudra.roles.server import ServerState
 from rudra.roles.window_worker import on_its_way, unsigned
@@ -71,17 +71,17 @@ class Report(NamedTuple):
 class WindowCoordinator(Coordinator):
     """The owner of the order of the samples, and of the books of the weights in the window."""
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **Coordinator.TRANSITIONS,
-        (TRAINING, Kind.MADE): To("_made", TRAINING, DRAINING),
-        (TRAINING, Found): To("_found", TRAINING, DRAINING),
-        (DRAINING, Kind.MADE): To("_made", DRAINING, ServerState.CLOSING),
-        (DRAINING, Found): To("_found", DRAINING, ServerState.CLOSING),
-        **staying([TRAINING, DRAINING], {Fetched: "_fetched"}),
-        (TRAINING, Kind.JOINED): To("_joined", TRAINING),
-        (DRAINING, Kind.JOINED): To("_joined", DRAINING, ServerState.CLOSING),
-        (TRAINING, Kind.SHARED): To("_shared", TRAINING, DRAINING),
-        **staying([ServerState.CLOSING], {Fetched: "_in_vain"}),  # it was stopped, and an epoch is not complete
+        (TRAINING, MessageKind.APPLIED_IN_PLACE): Transition("_made", TRAINING, DRAINING),
+        (TRAINING, Found): Transition("_found", TRAINING, DRAINING),
+        (DRAINING, MessageKind.APPLIED_IN_PLACE): Transition("_made", DRAINING, ServerState.CLOSING),
+        (DRAINING, Found): Transition("_found", DRAINING, ServerState.CLOSING),
+        **self_loops([TRAINING, DRAINING], {Fetched: "_fetched"}),
+        (TRAINING, MessageKind.WINDOW_WEIGHTS): Transition("_joined", TRAINING),
+        (DRAINING, MessageKind.WINDOW_WEIGHTS): Transition("_joined", DRAINING, ServerState.CLOSING),
+        (TRAINING, MessageKind.WINDOW_UPDATED): Transition("_shared", TRAINING, DRAINING),
+        **self_loops([ServerState.CLOSING], {Fetched: "_in_vain"}),  # it was stopped, and an epoch is not complete
     }
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
@@ -118,17 +118,17 @@ class WindowCoordinator(Coordinator):
 
     # Updates in.
 
-    def _made(self, event: Received, now: float) -> list[Action]:
+    def _made(self, event: Received[AppliedInPlace], now: float) -> list[Action]:
         message = event.message
         if message.sender in self._dead:  # what it did is looked up in the window
             return []
         waits = self._numbered or self._at_hand is not None or self._reports or self.state is DRAINING
         if waits or sum(g.samples for g in message.gradients) >= self.ledger.left_of_epoch:
-            self._take_in(message, unsigned(message.value))
+            self._take_in(message, unsigned(message.digest))
             return self._advance(now)
         return self._enter_all(message, now)
 
-    def _enter_all(self, message: Message, now: float) -> list[Action]:
+    def _enter_all(self, message: AppliedInPlace, now: float) -> list[Action]:
         """Enters what a message tells of at once, where nothing but accounting follows from it."""
         gradients, actions = message.gradients, []
         if gradients:
@@ -137,18 +137,18 @@ class WindowCoordinator(Coordinator):
             self._most += sum(g.timestamp for g in gradients)
             self._epoch_updates += len(gradients)
             actions = self.ledger.enter_each(gradients, message.seconds / len(gradients), now)
-        self._ask_for(message.sender, message.timestamp)
+        self._ask_for(message.sender, message.wanted)
         return actions + self._answer_all()
 
-    def _note_arrival(self, message: Message) -> None:
+    def _note_arrival(self, message: AppliedInPlace) -> None:
         self.received += len(message.gradients)
         self._told[message.sender] += len(message.gradients)
         self.roll.count(message)
 
-    def _take_in(self, message: Message, digest: int = 0) -> None:
+    def _take_in(self, message: AppliedInPlace, digest: int = 0) -> None:
         sender, gradients = message.sender, message.gradients
         self._note_arrival(message)
-        asks = message.timestamp
+        asks = message.wanted
         if not gradients:
             self._ask_for(sender, asks)
         for place, gradient in enumerate(gradients, 1):
@@ -289,7 +289,7 @@ class WindowCoordinator(Coordinator):
 
     # Windows of several nodes.
 
-    def _joined(self, event: Received, now: float) -> list[Action]:
+    def _joined(self, event: Received[WindowWeights], now: float) -> list[Action]:
         actions = self._nodes.take(event)
         if self._nodes.busy:
             return actions
@@ -299,7 +299,7 @@ class WindowCoordinator(Coordinator):
         self._lent += len(given)
         return actions + given
 
-    def _shared(self, event: Received, now: float) -> list[Action]:
+    def _shared(self, event: Received[WindowUpdated], now: float) -> list[Action]:
         self._nodes.shared(event.message.sender)
         return self._advance(now)
 
@@ -348,6 +348,6 @@ class WindowCoordinator(Coordinator):
         for place, made in enumerate(new, 1):
             asks = int(self._numbered and done and place == len(new))  # as it would have, and does in a replay
             gradients = (on_its_way(made, numbered=self._numbered),)
-            self._take_in(Message(Kind.MADE, role, asks, gradients=gradients, seconds=made.seconds), made.digest)
+            self._take_in(AppliedInPlace(role, 0, asks, made.seconds, gradients), made.digest)
         actions = self._work(now)
         return actions + self._go_on_without(role, self.plan.roles[role].title, now) + self._close(now)

@@ -25,11 +25,22 @@ from rudra.core.events import (
     Train,
     Trained,
 )
-from rudra.core.messages import CONTROL_GRADIENTS, Kind, Message
+from rudra.core.messages import (
+    CONTROL_GRADIENTS,
+    AppliedInPlace,
+    AssignWork,
+    CollectWindow,
+    MessageKind,
+    Stop,
+    TrainingStarted,
+    Weights,
+    WindowUpdated,
+    WindowWeights,
+)
 from rudra.core.records import Gradient
 from rudra.core.work import Work
 from rudra.roles.learner import LearnerState
-from rudra.roles.machine import Setup, States, To, staying
+from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.minibatch_log import MinibatchLog
 from rudra.roles.worker import Worker, WorkLog, works
 
@@ -135,17 +146,19 @@ class WindowWorker(Worker):
 
     log: WindowLog
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **{key: to for key, to in Worker.TRANSITIONS.items() if key[0] not in (COMPUTING, EXCHANGING)},
-        (EXCHANGING, Kind.EXECUTE): To("_execute", COMPUTING),
-        (EXCHANGING, Kind.STOP): To("_stop_soon", LearnerState.STOPPED),
-        **staying([EXCHANGING, LearnerState.STOPPED], {Kind.JOIN: "_join", Fetched: "_give"}),
-        **staying([EXCHANGING], {Sent: "_given", Kind.WEIGHTS: "_adopt"}),
-        (EXCHANGING, Kind.ASSESS): To("_assess", LearnerState.TESTING),
-        (COMPUTING, Kind.EXECUTE): To("_execute", COMPUTING),
-        (COMPUTING, Kind.STOP): To("_stop_soon", COMPUTING),
-        (COMPUTING, Trained): To("_report", COMPUTING, EXCHANGING, LearnerState.STOPPED),
-        **{(state, Kind.DONE): To("_finish", LearnerState.DONE) for state in (COMPUTING, EXCHANGING)},
+        (EXCHANGING, MessageKind.ASSIGN_WORK): Transition("_execute", COMPUTING),
+        (EXCHANGING, MessageKind.STOP): Transition("_stop_soon", LearnerState.STOPPED),
+        **self_loops([EXCHANGING, LearnerState.STOPPED], {MessageKind.COLLECT_WINDOW: "_join", Fetched: "_give"}),
+        **self_loops([EXCHANGING], {Sent: "_given", MessageKind.WEIGHTS: "_adopt"}),
+        (EXCHANGING, MessageKind.EVALUATE_PART): Transition("_assess", LearnerState.TESTING),
+        (COMPUTING, MessageKind.ASSIGN_WORK): Transition("_execute", COMPUTING),
+        (COMPUTING, MessageKind.STOP): Transition("_stop_soon", COMPUTING),
+        (COMPUTING, Trained): Transition("_report", COMPUTING, EXCHANGING, LearnerState.STOPPED),
+        **{
+            (state, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE) for state in (COMPUTING, EXCHANGING)
+        },
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -168,40 +181,39 @@ class WindowWorker(Worker):
 
     # The weights of this one's node, where there are several.
 
-    def _first_weights(self, event: Received, now: float) -> list[Action]:
+    def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         publish = [Publish(WEIGHTS, event.message.timestamp)] if self._leads else []
         return [*publish, *super()._first_weights(event, now)]
 
-    def _join(self, event: Received, now: float) -> list[Action]:
-        self._takes = event.message.flag
+    def _join(self, event: Received[CollectWindow], now: float) -> list[Action]:
+        self._takes = event.message.average_follows
         return [Fetch(WEIGHTS)]
 
     def _give(self, event: Fetched, now: float) -> list[Action]:
-        return [Send(self.server, Message(Kind.JOINED, self.id, seconds=event.surviving), WEIGHTS)]
+        return [Send(self.server, WindowWeights(self.id, event.surviving), WEIGHTS)]
 
     def _given(self, event: Sent, now: float) -> list[Action]:
         return [self._receive] if self._takes else []
 
-    def _adopt(self, event: Received, now: float) -> list[Action]:
+    def _adopt(self, event: Received[Weights], now: float) -> list[Action]:
         self.timestamp = event.message.timestamp
-        return [Publish(WEIGHTS, self.timestamp), Send(self.server, Message(Kind.SHARED, self.id, self.timestamp))]
+        return [Publish(WEIGHTS, self.timestamp), Send(self.server, WindowUpdated(self.id, self.timestamp))]
 
     # Work.
 
-    def _begin(self, event: Received, now: float) -> list[Action]:
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self.state = EXCHANGING
-        self.log.began = event.message.value * 1e-9
+        self.log.began = event.message.began_ns * 1e-9
         self._waits_since = now
         return []
 
-    def _execute(self, event: Received, now: float) -> list[Action]:
+    def _execute(self, event: Received[AssignWork], now: float) -> list[Action]:
         rows = event.message.rows
-        assert rows is not None
         self._asked -= len(rows)
-        self.log.began = event.message.value * 1e-9
+        self.log.began = event.message.began_ns * 1e-9
         pause_s = self._leave_out_tests(now)
         for first, count in rows.tolist():
-            self.log.take_at(first, count, event.message.seconds)
+            self.log.take_at(first, count, event.message.learning_rate)
         if self.state is COMPUTING:
             return []
         self._wait_s = now - self._waits_since - pause_s
@@ -247,19 +259,17 @@ class WindowWorker(Worker):
         self._asked += asks
         made, self._untold = self._untold, []
         if not made:
-            return [Send(self.server, Message(Kind.MADE, self.id, asks))] if asks else []
+            return [Send(self.server, AppliedInPlace(self.id, wanted=asks))] if asks else []
         told: list[Action] = []
         for place in range(0, len(made), CONTROL_GRADIENTS):
             some = made[place : place + CONTROL_GRADIENTS]
             gradients = tuple(on_its_way(each, numbered=not self._ahead) for each in some)
             seconds, last = sum(each.seconds for each in some), place + len(some) == len(made)
-            about: dict[str, Any] = {"value": _signed(some[0].digest), "seconds": seconds}
-            told.append(
-                Send(self.server, Message(Kind.MADE, self.id, asks if last else 0, gradients=gradients, **about))
-            )
+            wanted, digest = asks if last else 0, _signed(some[0].digest)
+            told.append(Send(self.server, AppliedInPlace(self.id, digest, wanted, seconds, gradients)))
         return told
 
-    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+    def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
         self._stopping = True
         return [] if self.state is COMPUTING else self._leave(now)
 

@@ -29,15 +29,25 @@ from rudra.core.events import (
     Send,
     Sent,
 )
-from rudra.core.messages import Kind, Message, whole
+from rudra.core.messages import (
+    AssignWork,
+    EvaluatePart,
+    MessageKind,
+    PartEvaluated,
+    PushedGradient,
+    Stop,
+    TrainingStarted,
+    Weights,
+    in_pieces_or_none,
+)
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import DEALT, Work
 from rudra.job.job import Job
 from rudra.roles.coordinator import NO_WEIGHTS
 from rudra.roles.examination import PARTS
-from rudra.roles.learner import PUSH, Learner, LearnerState
-from rudra.roles.machine import Setup, States, To, staying
+from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.minibatch_log import MinibatchLog
 from topologies import Plan
 
@@ -91,18 +101,22 @@ class Worker(Learner):
 
     log: WorkLog
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], To]] = {
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **Learner.TRANSITIONS,
-        (LearnerState.READY, Kind.START): To("_begin", LearnerState.EXCHANGING),
-        (LearnerState.EXCHANGING, Kind.EXECUTE): To("_execute", LearnerState.EXCHANGING, LearnerState.COMPUTING),
-        **staying([LearnerState.STOPPED], {Kind.EXECUTE: "_in_vain"}),
-        (LearnerState.EXCHANGING, Kind.ASSESS): To("_assess", LearnerState.EXCHANGING, LearnerState.TESTING),
-        (LearnerState.EXCHANGING, Kind.WEIGHTS): To(
+        (LearnerState.READY, MessageKind.START): Transition("_begin", LearnerState.EXCHANGING),
+        (LearnerState.EXCHANGING, MessageKind.ASSIGN_WORK): Transition(
+            "_execute", LearnerState.EXCHANGING, LearnerState.COMPUTING
+        ),
+        **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_in_vain"}),
+        (LearnerState.EXCHANGING, MessageKind.EVALUATE_PART): Transition(
+            "_assess", LearnerState.EXCHANGING, LearnerState.TESTING
+        ),
+        (LearnerState.EXCHANGING, MessageKind.WEIGHTS): Transition(
             "_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.TESTING, LearnerState.STOPPED
         ),
-        (LearnerState.TESTING, Assessed): To("_assessed", LearnerState.EXCHANGING),
-        (LearnerState.TESTING, Sent): To("_delivered_meanwhile", LearnerState.TESTING),
-        (LearnerState.TESTING, Kind.DONE): To("_finish", LearnerState.DONE),
+        (LearnerState.TESTING, Assessed): Transition("_assessed", LearnerState.EXCHANGING),
+        (LearnerState.TESTING, Sent): Transition("_delivered_meanwhile", LearnerState.TESTING),
+        (LearnerState.TESTING, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -119,19 +133,17 @@ class Worker(Learner):
             return f"the {self.plan.roles[self.server].name} to give it work"
         return super().waiting_for
 
-    def _begin(self, event: Received, now: float) -> list[Action]:
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self.state = LearnerState.EXCHANGING
-        self.log.began = event.message.value * 1e-9
+        self.log.began = event.message.began_ns * 1e-9
         self._computed_at = self._pushed_at = self._delivered_at = now  # as if something had been pushed
         return []
 
-    def _execute(self, event: Received, now: float) -> list[Action]:
-        rows = event.message.rows
-        assert rows is not None
-        self.log.take(*rows[0].item())
-        self.log.began = event.message.value * 1e-9
+    def _execute(self, event: Received[AssignWork], now: float) -> list[Action]:
+        self.log.take(*event.message.rows[0].item())
+        self.log.began = event.message.began_ns * 1e-9
         self._leave_out_tests(now)
-        return self._answered(event, now)
+        return self._go_on_with(event.message.timestamp, now)
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)
@@ -142,13 +154,13 @@ class Worker(Learner):
         if not asks:
             self._answered_at = now  # nothing is asked
         held = timestamp if asks else NO_WEIGHTS
-        message = Message(PUSH, self.id, timestamp, held, None, (gradient,), flag=asks)
+        message = PushedGradient(self.id, timestamp, held, (gradient,), asks)
         return [Send(self.server, message, GRADIENT), *warnings]
 
     # Tests of the weights, while nobody trains.
 
-    def _assess(self, event: Received, now: float) -> list[Action]:
-        self._part = event.message.value
+    def _assess(self, event: Received[EvaluatePart], now: float) -> list[Action]:
+        self._part = event.message.part
         if self._paused_at is None:
             self._paused_at = now
         if self._holds(event.message.timestamp):
@@ -167,7 +179,7 @@ class Worker(Learner):
         self.state = LearnerState.TESTING
         return [Assess(WEIGHTS, part, PARTS)]
 
-    def _pulled(self, event: Received, now: float) -> list[Action]:
+    def _pulled(self, event: Received[Weights], now: float) -> list[Action]:
         if self._part is None:
             return super()._pulled(event, now)
         self._expects_weights = False
@@ -176,9 +188,10 @@ class Worker(Learner):
 
     def _assessed(self, event: Assessed, now: float) -> list[Action]:
         self.state = LearnerState.EXCHANGING
-        return [Send(self.server, message) for message in whole(self.id, event.part, event.rows)]
+        pieces = in_pieces_or_none(event.rows)
+        return [Send(self.server, PartEvaluated(self.id, event.part, last, rows)) for rows, last in pieces]
 
-    def _stop_soon(self, event: Received, now: float) -> list[Action]:
+    def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
         self._leave_out_tests(now)
         return super()._stop_soon(event, now)
 

@@ -10,8 +10,6 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-import msgspec
-
 from rudra.core.events import Receive, Received, Reduce, Reduced, Send, Sent, Withdraw, Withdrawn
 from rudra.core.messages import GRADIENTS
 from rudra.simulation.actor import Actor, Offer
@@ -238,8 +236,7 @@ class Network:
             self._transferred(sender.role, buffer, receiver.role, receive.buffer)
         if self._sent:
             self._sent(sender.role, buffer)
-        if message.rows is not None:  # the receiver's own: roles write into the rows that they receive
-            message = msgspec.structs.replace(message, rows=message.rows.copy())
+        message = message.with_own_rows()
         machine = sender.machine
         receiver.take(receiver, Received(message, receive.buffer))
         if sender.machine is machine:  # else all begin anew with what has come

@@ -47,7 +47,7 @@ from rudra.core.events import (
     Started,
 )
 from rudra.core.layout import Entry, interleaved
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import NOT_PULLING, ActivationGradient, AssignWork, PushedGradient, Ready, Weights
 from rudra.core.phases import Phases, phase_at
 from rudra.core.records import Gradient
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -233,18 +233,18 @@ class _Fed(Machine):
         self._source = source
         self._served = not plan.roles[self._source].about.trains
         leads = not plan.roles[parent].about.trains
-        self._ready = [Send(parent, Message(Kind.READY, role, value=digest))] if leads else []
-        self.returned: Message | None = None  # what a stage server said last
-        self.given: Message | None = None  # what a coordinator did
+        self._ready = [Send(parent, Ready(role, digest))] if leads else []
+        self.returned: ActivationGradient | None = None  # what a stage server said last
+        self.given: AssignWork | None = None  # what a coordinator did
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, Started):
             return [Receive(WEIGHTS, self._source)] if self._served else [*self._ready]
-        if isinstance(event, Received) and event.message.kind is Kind.EXECUTE:
+        if isinstance(event, Received) and isinstance(event.message, AssignWork):
             self.given = event.message
-        if isinstance(event, Received) and event.message.kind is Kind.RETURNED:
+        if isinstance(event, Received) and isinstance(event.message, ActivationGradient):
             self.returned = event.message
-        return [*self._ready] if isinstance(event, Received) and event.message.kind is Kind.WEIGHTS else []
+        return [*self._ready] if isinstance(event, Received) and isinstance(event.message, Weights) else []
 
 
 class _Replay:
@@ -368,7 +368,7 @@ class _Replay:
         parent = self._simulation.plan.roles[sender].parent
         assert parent is not None
         asks = self._coordinator is not None and not self._parts[sender] and place + 1 not in self._restarts
-        message = Message(Kind.GRADIENT, sender, int(rows[0]["timestamp"]), -1, None, tuple(computed), flag=asks)
+        message = PushedGradient(sender, int(rows[0]["timestamp"]), NOT_PULLING, tuple(computed), asks)
         before = self._ledger.timestamp
         simulation = self._simulation
         buffer = GRADIENT if self._replicas is None else REPLICA
@@ -453,7 +453,7 @@ class _Replay:
             return [self._works[role].after(i) for i in range(self._period)]
         machine, parts = self._simulation.actors[role].machine, self._parts[role]
         assert isinstance(machine, _Fed)
-        if machine.given is not None and machine.given.rows is not None:
+        if machine.given is not None:
             plan, job = self._simulation.plan, self._phases[0].job
             team = job.team(plan.learner_numbers)
             parts.extend(works(*machine.given.rows[0].item(), team[plan.roles[role].index].threads))
@@ -488,7 +488,7 @@ class _Replay:
         self._take_weights(role, timestamp, f"mini-batch {step} of learner {learner}")
         return self._works[role].after(step - self._steps[role])
 
-    def _returned(self, role: int) -> Message:
+    def _returned(self, role: int) -> ActivationGradient:
         """What the stage server answered a learner."""
         machine = self._simulation.actors[role].machine
         assert isinstance(machine, _Fed)

@@ -25,7 +25,7 @@ from rudra.core.events import (
     Send,
     Updated,
 )
-from rudra.core.messages import Kind, Message, Rows
+from rudra.core.messages import ActivationGradient, Activations, Rows
 from rudra.core.records import Gradient
 from rudra.core.work import Work
 from rudra.roles.joint import LOGGED
@@ -76,7 +76,7 @@ class ThroughStage:
         rows: Rows | None,
         role: dict[int, int],
         begin: Callable[[int, int, int], Work],
-        returned: Callable[[int], Message],
+        returned: Callable[[int], ActivationGradient],
     ) -> None:
         assert simulation.plan.stage is not None
         self._simulation, self._tensors, self._stage = simulation, tensors, simulation.plan.stage
@@ -124,7 +124,7 @@ class ThroughStage:
         work = self._begin(role, step, timestamp)
         self._tensors.perform(role, Forward(step, work, WEIGHTS, ACTIVATIONS), 0.0)
         about = Gradient(-1, learner, work.count, step, work.first, timestamp, -1, 1.0, 0.0, 0.0, work.stream)
-        message = Message(Kind.ACTIVATIONS, role, timestamp, gradients=(about,))
+        message = Activations(role, timestamp, (about,))
         actor, now = simulation.actors[role], simulation.now
         simulation.network.receive(actor, Receive(RETURNED, self._stage), now)
         simulation.network.send(actor, Send(self._stage, message, ACTIVATIONS), now)

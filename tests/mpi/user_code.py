@@ -25,7 +25,7 @@ import rudra
 from rudra.compute import tasks
 from rudra.compute.executor import Executor
 from rudra.core.events import GRADIENT, Reduce
-from rudra.core.messages import Word
+from rudra.core.messages import GroupFlags
 from rudra.core.records import Gradient
 from rudra.mpi.launch import world_size
 
@@ -593,7 +593,7 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
                 place = list(members).index(role)
                 executors[role].buffer(GRADIENT).vector.copy_(made[place])
                 gradient = Gradient(-1, place, samples[place], step, 0, 0, 0, 1.0, 0.0, 0.0, 0)
-                reduction.begin(role, Reduce(GRADIENT, 0, step, gradient, to_all, Word(role)), executors[role])
+                reduction.begin(role, Reduce(GRADIENT, 0, step, gradient, to_all, GroupFlags(role)), executors[role])
             while (reduced := reduction.test()) is None:
                 time.sleep(0)
             if [word.digest for word in reduced.words] != list(members):

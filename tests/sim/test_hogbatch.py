@@ -19,7 +19,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.compute.optim import UpdateRule
 from rudra.core.events import Event, Received
-from rudra.core.messages import Kind
+from rudra.core.messages import MessageKind
 from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.errors import ConfigError
@@ -71,7 +71,7 @@ class Given:
 
     def __call__(self, machine: Machine, before: States, event: Event) -> None:
         validate(machine, before, event)
-        execute = isinstance(event, Received) and event.message.kind is Kind.EXECUTE
+        execute = isinstance(event, Received) and event.message.kind is MessageKind.ASSIGN_WORK
         if isinstance(machine, Worker) and execute:
             assert event.message.rows is not None  # type: ignore[union-attr]
             (first, count), about = event.message.rows[0].item(), self.rule.workers[machine.log.learner]  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ from rudra.core.events import (
     Update,
     Updated,
 )
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import Message, MessageKind
 from rudra.core.records import Gradient
 from rudra.job.job import Job
 from rudra.roles import Machine, make
@@ -114,7 +114,7 @@ def sent_gradient(learner: int, step: int, timestamp: int, samples: int = SAMPLE
 
 def gradient(learner: int, step: int, timestamp: int, buffer: str, samples: int = SAMPLES) -> Received:
     gradients = (sent_gradient(learner, step, timestamp, samples),)
-    message = Message(Kind.GRADIENT, FIRST_LEARNER + learner, timestamp, timestamp, gradients=gradients)
+    message = Message(MessageKind.GRADIENT, FIRST_LEARNER + learner, timestamp, timestamp, gradients=gradients)
     return Received(message, buffer)
 
 
@@ -123,7 +123,7 @@ def updated(timestamp: int, digest: int = 0, seconds: float = 0.0) -> Updated:
 
 
 def bye(learner: int, pushed: int) -> Received:
-    return Received(Message(Kind.BYE, FIRST_LEARNER + learner, value=pushed))
+    return Received(Message(MessageKind.CHILD_DONE, FIRST_LEARNER + learner, value=pushed))
 
 
 def returned(*learners: int) -> list[Sent]:
@@ -131,7 +131,7 @@ def returned(*learners: int) -> list[Sent]:
     return [Sent("weights", FIRST_LEARNER + i) for i in learners]
 
 
-def rows_sent(actions: Iterable[Action], kind: Kind) -> Iterator[np.void]:
+def rows_sent(actions: Iterable[Action], kind: MessageKind) -> Iterator[np.void]:
     """Rows of a kind among what a role sends."""
     for action in actions:
         if isinstance(action, Send) and action.message.kind is kind and action.message.rows is not None:

@@ -52,7 +52,7 @@ from rudra.core.events import (
     Updated,
     Withdrawn,
 )
-from rudra.core.messages import DESCRIBED, ROWS, Kind, Message, Word
+from rudra.core.messages import DESCRIBED, ROWS, GroupFlags, Message, MessageKind
 from rudra.errors import ProtocolError
 from rudra.job.job import Job
 from rudra.job.tables import FaultToleranceTable
@@ -69,20 +69,20 @@ from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
 from rudra.roles.machine import short_digest
 
-START = Received(Message(Kind.START, SERVER))
+START = Received(Message(MessageKind.START, SERVER))
 DIGEST = short_digest(HASHED.digest)
-STOP = Received(Message(Kind.STOP, SERVER))
-DONE = Received(Message(Kind.DONE, STATISTICS))
-READY = [Received(Message(Kind.READY, FIRST_LEARNER + i, value=DIGEST)) for i in range(2)]
+STOP = Received(Message(MessageKind.STOP, SERVER))
+DONE = Received(Message(MessageKind.SHUTDOWN, STATISTICS))
+READY = [Received(Message(MessageKind.READY, FIRST_LEARNER + i, value=DIGEST)) for i in range(2)]
 SENT = Sent("gradient", SERVER)
 
 
 def weights(timestamp: int) -> Received:
-    return Received(Message(Kind.WEIGHTS, SERVER, timestamp), "weights")
+    return Received(Message(MessageKind.WEIGHTS, SERVER, timestamp), "weights")
 
 
 def answer(timestamp: int) -> Received:
-    return Received(Message(Kind.TIMESTAMP, SERVER, timestamp))
+    return Received(Message(MessageKind.TIMESTAMP, SERVER, timestamp))
 
 
 def computed(step: int, loss: float = 0.5) -> Computed:
@@ -167,7 +167,7 @@ def test_learner_told_to_stop_while_computing_pushes_no_more() -> None:
 
 
 def times(role: Machine, last: Event, now: float) -> dict[str, float]:
-    (row,) = rows_sent(role.handle(last, now), Kind.LEARNERS)
+    (row,) = rows_sent(role.handle(last, now), MessageKind.LEARNERS)
     return {name: float(row[name]) for name in ("compute_s", "push_s", "wait_s", "pull_s")}
 
 
@@ -190,9 +190,9 @@ def reported(now_and_events: list[tuple[float, Event]], start_s: float = 0.0) ->
     """Rows of the mini-batches of a learner that lives through this; it reports each as soon as it is over."""
     role = machine(FIRST_LEARNER, job("async").with_(results={"report_s": 0.0}))
     feed(role, Started(), weights(0), HASHED)
-    role.handle(Received(Message(Kind.START, SERVER, value=round(start_s * 1e9))), start_s)
+    role.handle(Received(Message(MessageKind.START, SERVER, value=round(start_s * 1e9))), start_s)
     actions = [action for now, event in now_and_events for action in role.handle(event, start_s + now)]
-    return list(rows_sent(actions, Kind.MINIBATCHES))
+    return list(rows_sent(actions, MessageKind.MINIBATCHES))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_the_next_minibatch_begins_where_the_last_exchange_ended() -> None:
 def test_learner_counts_pulls_and_gradients() -> None:
     role = exchanging()
     feed(role, SENT, answer(0), computed(1), SENT, answer(2), weights(2), computed(2), SENT, answer(2), STOP)
-    (row,) = rows_sent(role.handle(computed(3), 9.0), Kind.LEARNERS)
+    (row,) = rows_sent(role.handle(computed(3), 9.0), MessageKind.LEARNERS)
     assert [row[k] for k in ("learner", "world_rank", "pushed", "samples", "pulls", "skipped_pulls")] == [
         0,
         2,
@@ -248,7 +248,7 @@ def test_non_finite_loss_stops(loss: float, timestamp: int, hint: str) -> None:
     actions = role.handle(computed(1, loss), 1.0)
     assert [brief(a) for a in actions[:-1]] == ["MINIBATCHES@0 to T"], "what was measured so far is kept"
     assert actions[-1] == Fail(f"the loss of mini-batch 1 is {loss}: {hint}")
-    before, last = rows_sent(actions, Kind.MINIBATCHES)
+    before, last = rows_sent(actions, MessageKind.MINIBATCHES)
     assert (before["step"], before["loss"]) == (0, 0.5)
     assert (last["step"], str(last["loss"]), last["compute_s"], last["push_s"]) == (1, str(loss), 0.5, 0.0)
 
@@ -264,25 +264,25 @@ def test_non_finite_loss_warns_once() -> None:
 # Every state of every role, and what it does not allow.
 
 
-def row(kind: Kind) -> np.ndarray:
+def row(kind: MessageKind) -> np.ndarray:
     return np.zeros(1, ROWS[kind])
 
 
 def account(learner: int) -> np.ndarray:
-    rows = row(Kind.LEARNERS)
+    rows = row(MessageKind.LEARNERS)
     rows["learner"] = learner
     return rows
 
 
 def snapshot(epoch: int) -> Received:
-    rows = row(Kind.SNAPSHOT)
+    rows = row(MessageKind.SNAPSHOT)
     rows["epoch"] = epoch
-    return Received(Message(Kind.SNAPSHOT, SERVER, 0, epoch, rows), "snapshot 0")
+    return Received(Message(MessageKind.SNAPSHOT, SERVER, 0, epoch, rows), "snapshot 0")
 
 
 PLAIN = job("async", training={"epochs": 1})
 DEALT = job("hogbatch", workers=[{"kind": "large"}], training={"epochs": 1, "evaluate": "workers"})
-WORK = Received(Message(Kind.EXECUTE, SERVER, rows=np.array([(0, 4)], records.WORK)))
+WORK = Received(Message(MessageKind.ASSIGN_WORK, SERVER, rows=np.array([(0, 4)], records.WORK)))
 NOTHING = np.empty(0, records.SUM)
 STAGED = job("async").with_(placement={"cut": 1}, training={"epochs": 1})
 STAGE = 2 + STAGED.learners
@@ -297,13 +297,13 @@ TESTS = {learner_.LearnerState.TESTING}
 """Of a learner that overlaps alone, of one that averages alone, and of one that tests."""
 
 
-def from_(sender: int, kind: Kind, buffer: str | None = None, value: int = 0) -> Received:
+def from_(sender: int, kind: MessageKind, buffer: str | None = None, value: int = 0) -> Received:
     gradients = (sent_gradient(0, 0, 0),) if kind in DESCRIBED else ()
     return Received(Message(kind, sender, value=value, gradients=gradients), buffer)
 
 
 def reduced(*learners: int) -> Reduced:
-    return Reduced(0, tuple(sent_gradient(learner, 0, 0) for learner in learners), (Word(),) * len(learners))
+    return Reduced(0, tuple(sent_gradient(learner, 0, 0) for learner in learners), (GroupFlags(),) * len(learners))
 
 
 LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
@@ -319,7 +319,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         {*learner_.LearnerState} - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, WORK, computed(0), SENT),
-            *(Received(Message(Kind.ASSESS, SERVER, 1)), weights(1), Assessed(0, NOTHING), STOP, DONE),
+            *(Received(Message(MessageKind.EVALUATE_PART, SERVER, 1)), weights(1), Assessed(0, NOTHING), STOP, DONE),
         ],
     ),
     "learner of the first layers": (
@@ -328,14 +328,21 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, Forwarded(0), Sent("activations", STAGE)),
-            *(from_(STAGE, Kind.RETURNED, "returned"), computed(0), SENT, STOP, DONE),
+            *(from_(STAGE, MessageKind.ACTIVATION_GRADIENT, "returned"), computed(0), SENT, STOP, DONE),
         ],
     ),
     "stage server": (
         STAGED,
         STAGE,
         {*sharded_.ShardState},
-        [Started(), START, from_(FIRST_LEARNER, Kind.ACTIVATIONS, "activations 2"), computed(0), updated(1), DONE],
+        [
+            Started(),
+            START,
+            from_(FIRST_LEARNER, MessageKind.ACTIVATIONS, "activations 2"),
+            computed(0),
+            updated(1),
+            DONE,
+        ],
     ),
     "overlapped learner": (
         OVERLAPPED,
@@ -351,7 +358,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         FIRST_LEARNER,
         {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES,
         [
-            *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, Kind.READY, value=DIGEST)),
+            *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, MessageKind.READY, value=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
         ],
     ),
@@ -360,9 +367,9 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         1,
         {*group_.ReplicaState} - {*group_.AVERAGING, group_.ReplicaState.POOLING},
         [
-            *(Started(), HASHED, *(from_(i, Kind.READY, value=DIGEST) for i in (2, 3))),
-            *(Lost(3), Saved(0), from_(0, Kind.SAFE), Committed(0), Started(), HASHED),
-            *(from_(2, Kind.READY, value=DIGEST), computed(0), reduced(0, 1), updated(1)),
+            *(Started(), HASHED, *(from_(i, MessageKind.READY, value=DIGEST) for i in (2, 3))),
+            *(Lost(3), Saved(0), from_(0, MessageKind.ROWS_FLUSHED), Committed(0), Started(), HASHED),
+            *(from_(2, MessageKind.READY, value=DIGEST), computed(0), reduced(0, 1), updated(1)),
             *(computed(1), reduced(0, 1), Sent("snapshot", 0), updated(2), Sent("weights", 0), DONE),
         ],
     ),
@@ -371,11 +378,11 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         2,
         {*tree_.TreeServerState},
         [
-            *(Started(), Received(Message(Kind.WEIGHTS, SERVER), "weights 0"), HASHED),
+            *(Started(), Received(Message(MessageKind.WEIGHTS, SERVER), "weights 0"), HASHED),
             *(Sent("weights 0", 4), Sent("weights 0", 5)),
-            *(from_(child, Kind.READY, value=DIGEST) for child in (4, 5)),
-            *(START, from_(4, Kind.GRADIENT, "gradient 0"), STOP, Sent("gradient 0", SERVER)),
-            *(from_(4, Kind.BYE, value=1), from_(5, Kind.BYE), DONE),
+            *(from_(child, MessageKind.READY, value=DIGEST) for child in (4, 5)),
+            *(START, from_(4, MessageKind.GRADIENT, "gradient 0"), STOP, Sent("gradient 0", SERVER)),
+            *(from_(4, MessageKind.CHILD_DONE, value=1), from_(5, MessageKind.CHILD_DONE), DONE),
         ],
     ),
     "server": (
@@ -407,8 +414,8 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
             snapshot(1),
             HASHED,
             Evaluated("snapshot 0", (), 0.0),
-            Received(Message(Kind.TOTALS, SERVER, rows=row(Kind.TOTALS))),
-            *(Received(Message(Kind.LEARNERS, 2 + i, rows=account(i))) for i in range(2)),
+            Received(Message(MessageKind.TOTALS, SERVER, rows=row(MessageKind.TOTALS))),
+            *(Received(Message(MessageKind.LEARNERS, 2 + i, rows=account(i))) for i in range(2)),
         ],
     ),
 }
@@ -425,9 +432,9 @@ def states(run: Job, role: int, events: list[Event]) -> dict[Enum, Machine]:
 
 
 def any_event(trigger: Any) -> Event:
-    if isinstance(trigger, Kind):
+    if isinstance(trigger, MessageKind):
         rows = row(trigger) if trigger in ROWS else None
-        gradients = (sent_gradient(0, 0, 0),) if trigger is Kind.GRADIENT else ()
+        gradients = (sent_gradient(0, 0, 0),) if trigger is MessageKind.GRADIENT else ()
         return Received(Message(trigger, FIRST_LEARNER, rows=rows, gradients=gradients), "gradient 0")
     return {
         Started: Started(),
@@ -453,7 +460,7 @@ def any_event(trigger: Any) -> Event:
 
 
 EVENTS = [event for event in get_args(Event) if event not in {Received, Lost}]
-TRIGGERS = [*Kind, *EVENTS]
+TRIGGERS = [*MessageKind, *EVENTS]
 
 
 @pytest.mark.parametrize(("run", "role", "all_states", "events"), LIVES.values(), ids=LIVES)
@@ -464,12 +471,12 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
     assert set(seen) == all_states, "the life above leads through every state"
     for state, living in seen.items():
         for trigger in TRIGGERS:
-            if (state, trigger) in living.TRANSITIONS or (trigger is Kind.DONE and living._dead):
+            if (state, trigger) in living.TRANSITIONS or (trigger is MessageKind.SHUTDOWN and living._dead):
                 continue
             before = pickle.dumps(living)
             with pytest.raises(ProtocolError) as error:
                 living.handle(any_event(trigger), 1.0)
-            name = trigger.name if isinstance(trigger, Kind) else trigger.__name__
+            name = trigger.name if isinstance(trigger, MessageKind) else trigger.__name__
             assert str(error.value) == f"{living.name} cannot take {name} while {state.name}"
             assert pickle.dumps(living) == before
 
@@ -514,7 +521,7 @@ def test_short_digests_fit_into_a_message(digest: str, number: int) -> None:
 def exchanged(role: Machine, step: int, now: float) -> list[np.void]:
     """Rows of mini-batches that a learner sends in the course of one more of them."""
     events = (computed(step), SENT, answer(0))
-    return [row for event in events for row in rows_sent(role.handle(event, now), Kind.MINIBATCHES)]
+    return [row for event in events for row in rows_sent(role.handle(event, now), MessageKind.MINIBATCHES)]
 
 
 def test_minibatch_rows_are_sent_by_time_or_number() -> None:

@@ -6,7 +6,7 @@ import pytest
 from role_traces import HASHED, SAMPLES, brief, feed, job, machine, names_of, rows_sent, sent_gradient, updated
 
 from rudra.core.events import Computed, Event, Received, Reduce, Reduced, Send, Sent, Started
-from rudra.core.messages import Kind, Message, Word
+from rudra.core.messages import GroupFlags, Message, MessageKind
 from rudra.roles import Machine
 from rudra.roles.group import GroupLearner, Replica, ReplicaState
 from rudra.roles.learner import LearnerState
@@ -18,7 +18,7 @@ SENT = Sent("gradient", ROOT)
 HANDED_ON = Sent("weights", SECOND)
 
 
-def said(kind: Kind, sender: int, timestamp: int = 0, value: int = 0, buffer: str | None = None) -> Received:
+def said(kind: MessageKind, sender: int, timestamp: int = 0, value: int = 0, buffer: str | None = None) -> Received:
     return Received(Message(kind, sender, timestamp, value), buffer)
 
 
@@ -27,19 +27,21 @@ def computed(step: int) -> Computed:
 
 
 def reduced(step: int, timestamp: int = 0) -> Reduced:
-    return Reduced(step, tuple(sent_gradient(learner, step, timestamp) for learner in (0, 1)), (Word(), Word()))
+    return Reduced(
+        step, tuple(sent_gradient(learner, step, timestamp) for learner in (0, 1)), (GroupFlags(), GroupFlags())
+    )
 
 
 def answer(timestamp: int, sender: int = ROOT) -> Received:
-    return said(Kind.TIMESTAMP, sender, timestamp)
+    return said(MessageKind.TIMESTAMP, sender, timestamp)
 
 
 def weights(timestamp: int, sender: int = ROOT) -> Received:
-    return said(Kind.WEIGHTS, sender, timestamp, buffer="weights")
+    return said(MessageKind.WEIGHTS, sender, timestamp, buffer="weights")
 
 
-STOP = said(Kind.STOP, ROOT)
-DONE = said(Kind.DONE, STATISTICS)
+STOP = said(MessageKind.STOP, ROOT)
+DONE = said(MessageKind.SHUTDOWN, STATISTICS)
 
 
 def new(role: int) -> GroupLearner:
@@ -51,8 +53,8 @@ def new(role: int) -> GroupLearner:
 def leading() -> GroupLearner:
     """The first member of the first group; it computes."""
     role = new(FIRST)
-    ready = said(Kind.READY, SECOND, value=DIGEST)
-    feed(role, Started(), weights(0), HASHED, ready, HANDED_ON, said(Kind.START, ROOT))
+    ready = said(MessageKind.READY, SECOND, value=DIGEST)
+    feed(role, Started(), weights(0), HASHED, ready, HANDED_ON, said(MessageKind.START, ROOT))
     assert role.state is LearnerState.COMPUTING
     return role
 
@@ -60,7 +62,7 @@ def leading() -> GroupLearner:
 def following() -> GroupLearner:
     """The second; it computes, too."""
     role = new(SECOND)
-    feed(role, Started(), weights(0, FIRST), HASHED, said(Kind.START, FIRST))
+    feed(role, Started(), weights(0, FIRST), HASHED, said(MessageKind.START, FIRST))
     assert role.state is LearnerState.COMPUTING
     return role
 
@@ -73,21 +75,21 @@ def test_the_first_member_receives_and_reports_for_all() -> None:
     assert feed(role, Started()) == ["receive weights from S"]
     assert feed(role, weights(0)) == ["hash weights", "WEIGHTS@0 to L1 [weights]"]
     assert feed(role, HASHED) == []
-    assert feed(role, said(Kind.READY, SECOND, value=DIGEST)) == ["READY@0 to S"]
+    assert feed(role, said(MessageKind.READY, SECOND, value=DIGEST)) == ["READY@0 to S"]
     assert feed(role, HANDED_ON) == []
-    assert feed(role, said(Kind.START, ROOT)) == ["START@0 to L1", "compute 0 weights gradient"]
+    assert feed(role, said(MessageKind.START, ROOT)) == ["START@0 to L1", "compute 0 weights gradient"]
 
 
 def test_other_members_receive_from_it_and_report_to_it() -> None:
     role = new(SECOND)
     assert feed(role, Started()) == ["receive weights from L0"]
     assert feed(role, weights(0, FIRST), HASHED) == ["hash weights", "READY@0 to L0"]
-    assert feed(role, said(Kind.START, FIRST)) == ["compute 0 weights gradient"]
+    assert feed(role, said(MessageKind.START, FIRST)) == ["compute 0 weights gradient"]
 
 
 def test_other_initial_weights_in_a_group_end_the_run() -> None:
     role = new(FIRST)
-    feed(role, Started(), weights(0), said(Kind.READY, SECOND, value=8))
+    feed(role, Started(), weights(0), said(MessageKind.READY, SECOND, value=8))
     assert feed(role, HASHED) == ["fail learners of compute group 0 received different initial weights"]
 
 
@@ -140,7 +142,7 @@ def test_weights_go_down_a_tree_of_the_group() -> None:
         "hash weights",
         "WEIGHTS@0 to L3 [weights]",
     ]
-    feed(role, HASHED, Sent("weights", 5), said(Kind.START, FIRST), computed(0), reduced(0))
+    feed(role, HASHED, Sent("weights", 5), said(MessageKind.START, FIRST), computed(0), reduced(0))
     assert feed(role, answer(1, FIRST)) == ["TIMESTAMP@1 to L3", "receive weights from L0"]
     assert feed(role, weights(1, FIRST)) == ["WEIGHTS@1 to L3 [weights]"]
     assert feed(role, Sent("weights", 5)) == ["compute 1 weights gradient"]
@@ -185,11 +187,11 @@ def test_when_the_first_member_is_told_to_stop(
         actions = role.handle(event, 1.0)
         role.validate()
         assert [brief(action, names_of(role.plan)) for action in actions] == wanted
-    (row,) = rows_sent(actions, Kind.LEARNERS)
+    (row,) = rows_sent(actions, MessageKind.LEARNERS)
     assert (row["pushed"], row["samples"]) == (pushed, SAMPLES * pushed)
     messages = {a.message.kind: a.message.value for a in actions if isinstance(a, Send)}
-    assert messages[Kind.STOP] == pushed
-    assert messages[Kind.BYE] == 2 * pushed, "for both members"
+    assert messages[MessageKind.STOP] == pushed
+    assert messages[MessageKind.CHILD_DONE] == 2 * pushed, "for both members"
     assert feed(role, DONE) == ["halt"]
 
 
@@ -213,13 +215,13 @@ def test_a_stop_after_the_delivery_is_an_answer() -> None:
 def test_when_the_others_are_told_to_stop(before: list[Event], stop: int, after: list[Any], pushed: int) -> None:
     role = following()
     feed(role, *before)
-    actions = role.handle(said(Kind.STOP, FIRST, value=stop), 1.0)
+    actions = role.handle(said(MessageKind.STOP, FIRST, value=stop), 1.0)
     if after is not ROWS:
         assert actions == []
         ((event, after),) = after
         actions = role.handle(event, 1.0)
     assert [brief(action, names_of(role.plan)) for action in actions] == after
-    (row,) = rows_sent(actions, Kind.LEARNERS)
+    (row,) = rows_sent(actions, MessageKind.LEARNERS)
     assert (row["pushed"], row["samples"]) == (pushed, SAMPLES * pushed)
     assert feed(role, DONE) == ["halt"]
 
@@ -238,7 +240,7 @@ def replica(role: int, samples: int = 10**6, **tables: Any) -> Replica:
 
 def training(role: int, samples: int = 10**6) -> Replica:
     made = replica(role, samples)
-    events = [said(Kind.READY, L1, value=DIGEST)] if role == L0 else [said(Kind.START, L0)]
+    events = [said(MessageKind.READY, L1, value=DIGEST)] if role == L0 else [said(MessageKind.START, L0)]
     feed(made, Started(), HASHED, *events)
     assert made.state is ReplicaState.COMPUTING
     return made
@@ -246,7 +248,7 @@ def training(role: int, samples: int = 10**6) -> Replica:
 
 def averaged(step: int, *digests: int) -> Reduced:
     gradients = tuple(sent_gradient(learner, step, step) for learner in range(len(digests)))
-    return Reduced(step, gradients, tuple(Word(digest) for digest in digests))
+    return Reduced(step, gradients, tuple(GroupFlags(digest) for digest in digests))
 
 
 def test_replicas_compare_their_initial_weights_and_start() -> None:
@@ -254,18 +256,18 @@ def test_replicas_compare_their_initial_weights_and_start() -> None:
     assert feed(first, Started()) == feed(second, Started()) == ["hash weights"]
     assert feed(first, HASHED) == []
     assert feed(second, HASHED) == ["READY@0 to L0"]
-    assert feed(first, said(Kind.READY, L1, value=DIGEST)) == [
+    assert feed(first, said(MessageKind.READY, L1, value=DIGEST)) == [
         "START@0 to T",
         "START@0 to L1",
         "compute 0 weights gradient",
     ]
-    assert feed(second, said(Kind.START, L0)) == ["compute 0 weights gradient"]
+    assert feed(second, said(MessageKind.START, L0)) == ["compute 0 weights gradient"]
 
 
 def test_replicas_of_different_initial_weights_end_the_run() -> None:
     first = replica(L0)
     feed(first, Started(), HASHED)
-    assert feed(first, said(Kind.READY, L1, value=8)) == [
+    assert feed(first, said(MessageKind.READY, L1, value=8)) == [
         "fail learners hold different initial weights (digests differ)"
     ]
 
@@ -302,15 +304,18 @@ def test_the_first_replica_keeps_the_books() -> None:
         made.validate()
         kinds.append({a.message.kind for a in actions if isinstance(a, Send)})
         assert made.state is ReplicaState.STOPPED
-        (row,) = rows_sent(actions, Kind.LEARNERS)
+        (row,) = rows_sent(actions, MessageKind.LEARNERS)
         assert (row["learner"], row["pushed"], row["samples"]) == (role - L0, 1, SAMPLES)
-        totals = [r.item()[:-1] for r in rows_sent(actions, Kind.TOTALS)]
+        totals = [r.item()[:-1] for r in rows_sent(actions, MessageKind.TOTALS)]
         assert totals == ([(1, 2 * SAMPLES, 2, 2, 0, 0, 0)] if role == L0 else [])
-        assert len(list(rows_sent(actions, Kind.GRADIENTS))) == (2 if role == L0 else 0)
+        assert len(list(rows_sent(actions, MessageKind.GRADIENTS))) == (2 if role == L0 else 0)
         feed(made, *[Sent("weights", T)] * (role == L0))
-        assert feed(made, said(Kind.DONE, T)) == ["halt"]
-    rows = {Kind.MINIBATCHES, Kind.LEARNERS}
-    assert kinds == [rows | {Kind.GRADIENTS, Kind.UPDATES, Kind.SNAPSHOT, Kind.TOTALS}, rows]
+        assert feed(made, said(MessageKind.SHUTDOWN, T)) == ["halt"]
+    rows = {MessageKind.MINIBATCHES, MessageKind.LEARNERS}
+    assert kinds == [
+        rows | {MessageKind.GRADIENTS, MessageKind.UPDATES, MessageKind.SNAPSHOT, MessageKind.TOTALS},
+        rows,
+    ]
 
 
 def test_a_replica_whose_loss_is_not_finite_stops() -> None:

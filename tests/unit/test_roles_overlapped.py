@@ -5,16 +5,16 @@ from hypothesis import strategies as st
 from role_traces import HASHED, SAMPLES, feed, job, machine, rows_sent
 
 from rudra.core.events import Action, Compute, Computed, Event, Receive, Received, Send, Sent, Started
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import Message, MessageKind
 from rudra.roles.learner import LearnerState
 from rudra.roles.overlapped import OverlappedLearner
 
 ROOT, STATISTICS, SELF = 0, 1, 2
 W0, W1, W2 = "weights", "weights 1", "weights 2"
 G0, G1 = "gradient 0", "gradient 1"
-START = Received(Message(Kind.START, ROOT))
-STOP = Received(Message(Kind.STOP, ROOT))
-DONE = Received(Message(Kind.DONE, STATISTICS))
+START = Received(Message(MessageKind.START, ROOT))
+STOP = Received(Message(MessageKind.STOP, ROOT))
+DONE = Received(Message(MessageKind.SHUTDOWN, STATISTICS))
 LEAVES = ["MINIBATCHES@0 to T", "LEARNERS@0 to T", "BYE@0 to S"]
 
 
@@ -26,7 +26,7 @@ def new(**options: int) -> OverlappedLearner:
 
 
 def weights(timestamp: int, buffer: str) -> Received:
-    return Received(Message(Kind.WEIGHTS, ROOT, timestamp), buffer)
+    return Received(Message(MessageKind.WEIGHTS, ROOT, timestamp), buffer)
 
 
 def computed(step: int) -> Computed:
@@ -77,7 +77,7 @@ def test_no_push_begins_before_the_one_before_is_delivered() -> None:
 
 
 def applied(timestamp: int) -> Received:
-    return Received(Message(Kind.APPLIED, ROOT, timestamp))
+    return Received(Message(MessageKind.APPLIED, ROOT, timestamp))
 
 
 def test_a_learner_with_too_many_outstanding_gradients_waits_for_weights_that_hold_them() -> None:
@@ -92,7 +92,7 @@ def test_a_learner_with_too_many_outstanding_gradients_waits_for_weights_that_ho
     feed(role, computed(1), delivered(G1), weights(5, W0))
     assert role.state is LearnerState.HELD, "nobody has said that these hold it"
     assert feed(role, applied(4)) == ["compute 2 weights gradient 0"]
-    assert [row["step"] for row in rows_sent(role.log.diary.flush(0.0), Kind.MINIBATCHES)] == [0, 1]
+    assert [row["step"] for row in rows_sent(role.log.diary.flush(0.0), MessageKind.MINIBATCHES)] == [0, 1]
 
 
 def test_a_learner_that_is_held_stops_at_once() -> None:
@@ -142,8 +142,8 @@ def test_weights_that_nobody_uses_any_more_make_room() -> None:
 def pushed(role: OverlappedLearner, *events: Event) -> tuple[int, int]:
     """Gradients pushed as the learner reports it, in its row and its farewell."""
     actions = [action for event in events for action in role.handle(event, 1.0)]
-    (row,) = rows_sent(actions, Kind.LEARNERS)
-    (bye,) = (a.message.value for a in actions if isinstance(a, Send) and a.message.kind is Kind.BYE)
+    (row,) = rows_sent(actions, MessageKind.LEARNERS)
+    (bye,) = (a.message.value for a in actions if isinstance(a, Send) and a.message.kind is MessageKind.CHILD_DONE)
     assert role.state is LearnerState.STOPPED
     return int(row["pushed"]), bye
 
@@ -230,20 +230,20 @@ class World:
                 assert self.complete[buffer] == max(self.complete.values()), "the newest that is complete"
                 assert step == len(self.steps)
                 self.computing = action
-            case Send(to, message, buffer) if message.kind is Kind.WEIGHTS:
+            case Send(to, message, buffer) if message.kind is MessageKind.WEIGHTS:
                 assert buffer is not None
                 assert self.complete[buffer] == message.timestamp == max(self.complete.values())
                 assert message.timestamp > self.given[to], "nothing twice, and nothing older"
                 assert all(send.to != to for send in self.sending), "one at a time on each edge"
                 self.given[to] = message.timestamp
                 self.sending.append(action)
-            case Send(_, message, buffer) if message.kind is Kind.GRADIENT:
-                assert not any(send.message.kind is Kind.GRADIENT for send in self.sending)
+            case Send(_, message, buffer) if message.kind is MessageKind.GRADIENT:
+                assert not any(send.message.kind is MessageKind.GRADIENT for send in self.sending)
                 (pushed_,) = message.gradients
                 assert pushed_.step == len(self.steps), "every gradient, in order"
                 self.steps.append(pushed_.step)
                 self.sending.append(action)
-            case Send(_, message) if message.kind is Kind.BYE:
+            case Send(_, message) if message.kind is MessageKind.CHILD_DONE:
                 assert message.value == len(self.steps)
                 assert not self.sending
                 assert self.computing is None

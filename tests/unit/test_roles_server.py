@@ -24,7 +24,7 @@ from role_traces import (
 
 from protocols import Clock, Protocol
 from rudra.core.events import Event, Lost, Receive, Received, Send, Sent, Started, Stopped, Update
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import Message, MessageKind
 from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
 from rudra.roles.joint import NUMBER
@@ -32,12 +32,12 @@ from rudra.roles.machine import short_digest
 from rudra.roles.server import ParameterServer, ServerState
 
 G0, G1 = "gradient 0", "gradient 1"
-CREDIT = Received(Message(Kind.CREDIT, STATISTICS))
-DONE = Received(Message(Kind.DONE, STATISTICS))
+CREDIT = Received(Message(MessageKind.SNAPSHOT_CREDIT, STATISTICS))
+DONE = Received(Message(MessageKind.SHUTDOWN, STATISTICS))
 
 
 def ready(learner: int, digest: int = short_digest(HASHED.digest)) -> Received:
-    return Received(Message(Kind.READY, FIRST_LEARNER + learner, value=digest))
+    return Received(Message(MessageKind.READY, FIRST_LEARNER + learner, value=digest))
 
 
 def new(name: str, samples: int = 10**6, **tables: Any) -> ParameterServer:
@@ -74,10 +74,10 @@ def test_everybody_is_told_the_moment_of_the_start_and_rows_count_from_it() -> N
     role = new("async")
     feed(role, Started(), HASHED, *returned(0, 1), ready(0))
     started = [a.message for a in role.handle(ready(1), 100.25) if isinstance(a, Send)]
-    assert [(m.kind, m.value) for m in started] == [(Kind.START, 100_250_000_000)] * 3
+    assert [(m.kind, m.value) for m in started] == [(MessageKind.START, 100_250_000_000)] * 3
     role.handle(gradient(0, 0, 0, G0), 103.25)
     role.handle(updated(1), 103.5)
-    (row,) = rows_sent(role.ledger.outbox.flush(104.0), Kind.UPDATES)
+    (row,) = rows_sent(role.ledger.outbox.flush(104.0), MessageKind.UPDATES)
     assert row["time_s"] == 3.0
 
 
@@ -268,12 +268,12 @@ def test_rows_say_what_went_into_the_updates() -> None:
             actions += role.handle(updated(time // 2, digest=2**64 - time, seconds=0.125 * time), time + 0.5)
             actions += role.handle(returned(learner)[0], time + 0.5)
     actions += role.ledger.outbox.flush(9.0)
-    gradients = list(rows_sent(actions, Kind.GRADIENTS))
+    gradients = list(rows_sent(actions, MessageKind.GRADIENTS))
     assert [(r["learner"], r["step"], r["timestamp"]) for r in gradients] == arriving
     assert [r["update"] for r in gradients] == [1, 1, 2, 2]
     assert [r["staleness"] for r in gradients] == [0, 0, 0, 1]
     assert [(r["samples"], r["scale"], r["loss"], r["errors"]) for r in gradients] == [(SAMPLES, 1.0, 0.5, 1)] * 4
-    updates = [r.item() for r in rows_sent(actions, Kind.UPDATES)]
+    updates = [r.item() for r in rows_sent(actions, MessageKind.UPDATES)]
     assert updates == [
         (1, 1, 2, 8, 1.0, 0.0, 2.0, 0.25, 2**64 - 2),
         (2, 1, 2, 8, 1.0, 0.5, 4.0, 0.5, 2**64 - 4),
@@ -290,9 +290,9 @@ def test_two_updates_may_begin_before_the_first_one_is_told_to_be_over() -> None
     role = training("async")
     actions = role.handle(gradient(0, 0, 0, G0), 1.0) + role.handle(returned(0)[0], 1.0)
     actions += role.handle(gradient(1, 0, 1, G0), 2.0)
-    assert not list(rows_sent(actions, Kind.UPDATES))
+    assert not list(rows_sent(actions, MessageKind.UPDATES))
     feed(role, updated(1, 11, 0.1), updated(2, 22, 0.2))
-    rows = rows_sent(role.ledger.outbox.flush(9.0), Kind.UPDATES)
+    rows = rows_sent(role.ledger.outbox.flush(9.0), MessageKind.UPDATES)
     assert [(r["timestamp"], r["digest"], r["update_s"], r["time_s"]) for r in rows] == [
         (1, 11, 0.1, 1),
         (2, 22, 0.2, 2),
@@ -305,10 +305,10 @@ def test_an_aggregate_counts_as_the_gradients_that_it_stands_for() -> None:
     for step in range(2):
         feed(role, gradient(0, 2 * step, step, G0), gradient(0, 2 * step + 1, step, G1), *returned(0))
     both = (sent_gradient(0, 4, 1, samples=3), sent_gradient(1, 0, 0, samples=5))
-    event = Received(Message(Kind.GRADIENT, FIRST_LEARNER, 1, gradients=both), G0)
+    event = Received(Message(MessageKind.GRADIENT, FIRST_LEARNER, 1, gradients=both), G0)
     told = feed(role, event)
     assert told[:1] == ["update by gradient 0 at 1"], "staleness 1 and 2; the whole has one weight, the first's"
-    rows = list(rows_sent(role.ledger.outbox.flush(9.0), Kind.GRADIENTS))[-2:]
+    rows = list(rows_sent(role.ledger.outbox.flush(9.0), MessageKind.GRADIENTS))[-2:]
     assert [(r["learner"], r["samples"], r["staleness"], r["update"]) for r in rows] == [(0, 3, 1, 3), (1, 5, 2, 3)]
     assert (role.roll.pushed, role.received) == ([5, 1], 6)
 
@@ -386,7 +386,7 @@ def test_the_end_waits_for_every_gradient_and_counts_it() -> None:
     actions = role.handle(gradient(1, 0, 0, G1), 5.0)
     role.validate()
     assert [brief(a) for a in actions] == ["receive gradient 1", "UPDATES@0 to T", "TOTALS@0 to T"]
-    (totals,) = rows_sent(actions, Kind.TOTALS)
+    (totals,) = rows_sent(actions, MessageKind.TOTALS)
     assert totals.item()[:-1] == (1, SAMPLES, 2, 1, 0, 1, 0)
     assert feed(role, DONE) == ["halt"]
 
@@ -408,7 +408,7 @@ def test_the_account_waits_for_everybody_and_for_the_end_of_the_last_update(late
     assert role.state is ServerState.DRAINING
     actions = role.handle(events[-1], 5.0)
     assert [brief(a) for a in actions] == ["UPDATES@0 to T", "TOTALS@0 to T"]
-    assert [(r["timestamp"], r["digest"]) for r in rows_sent(actions, Kind.UPDATES)] == [(1, 11), (2, 22)]
+    assert [(r["timestamp"], r["digest"]) for r in rows_sent(actions, MessageKind.UPDATES)] == [(1, 11), (2, 22)]
     assert role.state is ServerState.CLOSING
 
 
@@ -426,7 +426,7 @@ def test_training_time_ends_with_the_last_update() -> None:
     role.handle(gradient(0, 0, 0, G0), 3.0)
     role.handle(updated(1, seconds=0.5), 3.5)
     role.handle(bye(0, 1), 7.0)
-    (totals,) = rows_sent(role.handle(bye(1, 0), 9.0), Kind.TOTALS)
+    (totals,) = rows_sent(role.handle(bye(1, 0), 9.0), MessageKind.TOTALS)
     assert totals["time_s"] == 3.0
 
 
@@ -454,7 +454,7 @@ def downcasting() -> ParameterServer:
     assert isinstance(role, ParameterServer)
     told = feed(role, Started(), HASHED)
     assert told == ["hash weights", *(f"WEIGHTS@0 to L{i} [weights]" for i in range(3))]
-    readies = [Received(Message(Kind.READY, R0 + i, value=short_digest(HASHED.digest))) for i in range(3)]
+    readies = [Received(Message(MessageKind.READY, R0 + i, value=short_digest(HASHED.digest))) for i in range(3)]
     told = feed(role, *(Sent("weights", L0 + i) for i in range(3)), *readies)
     assert told == ["START@0 to T", *(f"START@0 to R{i}" for i in range(3)), "receive gradient 0", "receive gradient 1"]
     return role
@@ -462,7 +462,7 @@ def downcasting() -> ParameterServer:
 
 def unasking(sender: int, step: int) -> Received:
     """A gradient of learner 0, with which nobody asks for weights."""
-    return Received(Message(Kind.GRADIENT, sender, step, -1, gradients=(sent_gradient(0, step, step),)), G0)
+    return Received(Message(MessageKind.GRADIENT, sender, step, -1, gradients=(sent_gradient(0, step, step),)), G0)
 
 
 def update(role: ParameterServer) -> list[str]:
@@ -578,18 +578,18 @@ def test_a_push_of_a_dead_learner_that_waits_for_a_buffer_is_let_in_by_no_shard(
         actions = [action for event in events for action in role.handle(event, 0.0)]
         role.validate()
         own = [action.source for action in actions if isinstance(action, Receive)]
-        assert own == [row["role"] for row in rows_sent(actions, Kind.LOG) if row["what"] == NUMBER[Receive]]
+        assert own == [row["role"] for row in rows_sent(actions, MessageKind.LOG) if row["what"] == NUMBER[Receive]]
         return own
 
     def told(learner: int, step: int = 0) -> Received:
         gradients = (sent_gradient(learner, step, 0),)
-        return Received(Message(Kind.GRADIENT, learners[learner], gradients=gradients))
+        return Received(Message(MessageKind.GRADIENT, learners[learner], gradients=gradients))
 
     def parts(learner: int) -> tuple[Received, Received]:
-        part = Received(Message(Kind.GRADIENT_PART, learners[learner]), f"gradient {learner}")
-        return part, Received(Message(Kind.TAKEN, other, value=learner + 1))
+        part = Received(Message(MessageKind.GRADIENT_PART, learners[learner]), f"gradient {learner}")
+        return part, Received(Message(MessageKind.TAKEN, other, value=learner + 1))
 
-    ready = (Message(Kind.READY, learner, value=short_digest(HASHED.digest)) for learner in learners)
+    ready = (Message(MessageKind.READY, learner, value=short_digest(HASHED.digest)) for learner in learners)
     let_in(Started(), HASHED, *(Sent("weights", learner) for learner in learners), *map(Received, ready))
     assert let_in(*map(told, range(4))) == list(learners[:4])
     end = Lost(learners[4]), told(4)

@@ -6,7 +6,7 @@ from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, ma
 
 from rudra.core import records
 from rudra.core.events import Evaluated, Event, Hashed, Received, Record, Score, Send, Started
-from rudra.core.messages import ROWS, Kind, Message
+from rudra.core.messages import ROWS, Message, MessageKind
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.roles.statistics import StatisticsServer
@@ -18,7 +18,7 @@ END = ["DONE@0 to S", "DONE@0 to L0", "DONE@0 to L1", "halt"]
 def started(epochs: int = 3, evaluate: bool = True, **results: int) -> Machine:
     asked = job("async", training={"epochs": epochs, "evaluate": evaluate}).with_(results=results)
     role = machine(STATISTICS, asked)
-    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
     return role
 
 
@@ -26,7 +26,7 @@ def epoch(number: int, buffer: str | None = None, of: int = 3) -> Received:
     """An epoch's row, one of so many, with the weights if a buffer holds them."""
     rows = np.zeros(1, records.EPOCH)
     rows["epoch"] = number
-    kind = Kind.EPOCHS if buffer is None else Kind.SNAPSHOT
+    kind = MessageKind.EPOCHS if buffer is None else MessageKind.SNAPSHOT
     return Received(Message(kind, SERVER, 0, of, rows), buffer)
 
 
@@ -35,10 +35,10 @@ def evaluated(buffer: str, error: float = 0.5) -> Evaluated:
 
 
 def accounts() -> list[Received]:
-    totals = Received(Message(Kind.TOTALS, SERVER, rows=np.zeros(1, records.TOTALS)))
+    totals = Received(Message(MessageKind.TOTALS, SERVER, rows=np.zeros(1, records.TOTALS)))
     rows = np.zeros(2, records.LEARNER)
     rows["learner"] = 1, 0
-    return [totals, *(Received(Message(Kind.LEARNERS, FIRST_LEARNER, rows=rows[i : i + 1])) for i in range(2))]
+    return [totals, *(Received(Message(MessageKind.LEARNERS, FIRST_LEARNER, rows=rows[i : i + 1])) for i in range(2))]
 
 
 def test_it_lets_two_snapshots_in() -> None:
@@ -93,7 +93,7 @@ def test_every_epoch_has_the_hash_of_its_own_weights(evaluate: bool) -> None:
 
 def test_a_test_begins_after_the_hash_on_the_clock_of_training() -> None:
     role = machine(STATISTICS, job("async", training={"epochs": 3}))
-    feed(role, Started(), Received(Message(Kind.START, SERVER, value=100 * 10**9)), epoch(1, "snapshot 0"))
+    feed(role, Started(), Received(Message(MessageKind.START, SERVER, value=100 * 10**9)), epoch(1, "snapshot 0"))
     assert not recorded(role, HASHED, now=107.5)
     (row,) = recorded(role, evaluated("snapshot 0"), now=109.5)
     assert (row["evaluation_began_s"], row["evaluation_s"]) == (7.5, 2.0)
@@ -159,7 +159,7 @@ def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
     role = machine(STATISTICS, job("async", training={"epochs": 9}).with_(results={"keep_best": True}))
     assert isinstance(role, StatisticsServer)
     role.recall({1: {"error": 0.1}, 2: {"error": 0.5}, 3: {"error": 0.6}}, (2, 3))
-    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
     role._recorded = 3
     worse = feed(role, epoch(4, "snapshot 0", 9), HASHED, evaluated("snapshot 0", 0.55))
     better = feed(role, epoch(5, "snapshot 1", 9), HASHED, evaluated("snapshot 1", 0.45))
@@ -170,7 +170,7 @@ def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
 def test_patience_ends_the_training_once() -> None:
     run = job("async", training={"epochs": 9, "patience": 2})
     role = machine(STATISTICS, run)
-    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
     wanted: list[list[str]] = []
     for number, error in enumerate((0.5, 0.6, 0.4, 0.4, 0.7, 0.6), 1):
         snapshot = f"snapshot {number % 2}"
@@ -183,14 +183,14 @@ def test_at_a_plateau_the_rate_is_lowered_again_and_again() -> None:
     run = job("async", training={"epochs": 9})
     run = run.with_(optimizer={"schedule": "plateau", "schedule_options": {"patience": 2}})
     role = machine(STATISTICS, run)
-    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
     told: list[tuple[int, int]] = []
     for number, error in enumerate((0.5, 0.6, 0.5, 0.6, 0.55, 0.4, 0.4, 0.4), 1):
         snapshot = f"snapshot {number % 2}"
         events = (epoch(number, snapshot, 9), HASHED, evaluated(snapshot, error))
         actions = [action for event in events for action in role.handle(event, 0.0)]
         sent = [a.message for a in actions if isinstance(a, Send)]
-        told += [(number, message.value) for message in sent if message.kind is Kind.PLATEAU]
+        told += [(number, message.value) for message in sent if message.kind is MessageKind.PLATEAU]
     assert told == [(3, 1), (5, 2), (8, 3)], "counted anew after each time, and after progress"
 
 
@@ -200,9 +200,9 @@ def test_after_a_resume_a_plateau_is_told_again() -> None:
     assert isinstance(role, StatisticsServer)
     role.recall({1: {"error": 0.4}, 2: {"error": 0.5}, 3: {"error": 0.5}}, ())
     feed(role, Started())
-    (again,) = role.handle(Received(Message(Kind.START, SERVER)), 0.0)
+    (again,) = role.handle(Received(Message(MessageKind.START, SERVER)), 0.0)
     assert isinstance(again, Send)
-    assert (again.to, again.message.kind, again.message.value) == (SERVER, Kind.PLATEAU, 2)
+    assert (again.to, again.message.kind, again.message.value) == (SERVER, MessageKind.PLATEAU, 2)
 
 
 def test_patience_counts_the_tests_before_a_resume() -> None:
@@ -212,7 +212,7 @@ def test_patience_counts_the_tests_before_a_resume() -> None:
         assert isinstance(role, StatisticsServer)
         role.recall(before, ())
         role._recorded = len(before)
-        begun = feed(role, Started(), Received(Message(Kind.START, SERVER)))
+        begun = feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
         assert ("ENOUGH@0 to S" in begun) == (after is None)
         if after is not None:
             then = feed(role, epoch(3, "snapshot 0", 9), HASHED, evaluated("snapshot 0", after))
@@ -223,11 +223,13 @@ def test_an_evaluation_by_workers_is_added_up_once_though_the_next_is_here_first
     """The workers evaluate epoch 2 while the statistics server adds up their results of epoch 1."""
     tables = {"protocol": {"name": "hogbatch"}, "workers": [{"kind": "large"}], "cluster": {"learners": 2}}
     role = machine(STATISTICS, Job(**tables, training={"epochs": 3, "evaluate": "workers"}).resolved())
-    feed(role, Started(), Received(Message(Kind.START, SERVER)))
+    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
 
     def assessed(number: int) -> Received:
         rows = np.zeros(1, records.SUM)
-        return Received(Message(Kind.ASSESSED, SERVER, value=number, rows=rows, seconds=number / 4, flag=True))
+        return Received(
+            Message(MessageKind.PART_EVALUATED, SERVER, value=number, rows=rows, seconds=number / 4, flag=True)
+        )
 
     assert feed(role, epoch(1, "snapshot 0"), assessed(1)) == ["hash snapshot 0"]
     assert feed(role, HASHED) == ["sum snapshot 0"]
@@ -246,8 +248,8 @@ def test_an_epoch_whose_weights_never_came_is_not_kept() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "table"),
-    [(Kind.MINIBATCHES, "minibatches"), (Kind.GRADIENTS, "gradients"), (Kind.UPDATES, "updates")],
+    [(MessageKind.MINIBATCHES, "minibatches"), (MessageKind.GRADIENTS, "gradients"), (MessageKind.UPDATES, "updates")],
 )
-def test_rows_are_recorded_as_they_come(kind: Kind, table: str) -> None:
+def test_rows_are_recorded_as_they_come(kind: MessageKind, table: str) -> None:
     rows = Received(Message(kind, FIRST_LEARNER, rows=np.zeros(1, ROWS[kind])))
     assert feed(started(), rows) == [f"record {table}"]

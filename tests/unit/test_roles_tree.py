@@ -6,7 +6,7 @@ import pytest
 from role_traces import HASHED, brief, feed, job, machine, names_of, sent_gradient
 
 from rudra.core.events import Event, Lost, Received, Send, Sent, Started
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import Message, MessageKind
 from rudra.roles.machine import short_digest
 from rudra.roles.tree import TreeServer, TreeServerState
 
@@ -14,35 +14,35 @@ ROOT, STATISTICS, SERVER, FIRST = 0, 1, 2, 4
 DIGEST = short_digest(HASHED.digest)
 G0, G1, G2 = (f"gradient {i}" for i in range(3))
 W0, W1 = "weights 0", "weights 1"
-START = Received(Message(Kind.START, ROOT))
-STOP = Received(Message(Kind.STOP, ROOT))
-DONE = Received(Message(Kind.DONE, STATISTICS))
+START = Received(Message(MessageKind.START, ROOT))
+STOP = Received(Message(MessageKind.STOP, ROOT))
+DONE = Received(Message(MessageKind.SHUTDOWN, STATISTICS))
 
 
 def weights(timestamp: int, buffer: str) -> Received:
-    return Received(Message(Kind.WEIGHTS, ROOT, timestamp), buffer)
+    return Received(Message(MessageKind.WEIGHTS, ROOT, timestamp), buffer)
 
 
 def stamp(timestamp: int) -> Received:
-    return Received(Message(Kind.TIMESTAMP, ROOT, timestamp))
+    return Received(Message(MessageKind.TIMESTAMP, ROOT, timestamp))
 
 
 def gradient(learner: int, step: int, timestamp: int, buffer: str, *, asks: bool = True) -> Received:
     held = timestamp if asks else -1
     gradients = (sent_gradient(learner, step, timestamp),)
-    return Received(Message(Kind.GRADIENT, FIRST + learner, timestamp, held, gradients=gradients), buffer)
+    return Received(Message(MessageKind.GRADIENT, FIRST + learner, timestamp, held, gradients=gradients), buffer)
 
 
 def pull(learner: int, asked: int, held: int) -> Received:
-    return Received(Message(Kind.PULL, FIRST + learner, asked, held))
+    return Received(Message(MessageKind.PULL, FIRST + learner, asked, held))
 
 
 def ready(learner: int, digest: int = DIGEST) -> Received:
-    return Received(Message(Kind.READY, FIRST + learner, value=digest))
+    return Received(Message(MessageKind.READY, FIRST + learner, value=digest))
 
 
 def bye(learner: int, pushed: int) -> Received:
-    return Received(Message(Kind.BYE, FIRST + learner, value=pushed))
+    return Received(Message(MessageKind.CHILD_DONE, FIRST + learner, value=pushed))
 
 
 def returned(buffer: str, *learners: int) -> list[Sent]:
@@ -144,10 +144,10 @@ def test_an_average_is_of_all_below_or_of_an_even_part_that_is_no_more_than_an_u
     assert isinstance(role, TreeServer)
     assert len(below) == 4
     feed(role, Started(), weights(0, W0), HASHED, *(Sent(W0, child) for child in below))
-    feed(role, *(Received(Message(Kind.READY, child, value=DIGEST)) for child in below), START)
+    feed(role, *(Received(Message(MessageKind.READY, child, value=DIGEST)) for child in below), START)
     buffers = [G0, G1, G1, G1]  # each but the first is averaged into that, and free again
     for place, (child, buffer) in enumerate(zip(below[:together], buffers, strict=False)):
-        message = Message(Kind.GRADIENT, child, 0, 0, gradients=(sent_gradient(place, 0, 0),))
+        message = Message(MessageKind.GRADIENT, child, 0, 0, gradients=(sent_gradient(place, 0, 0),))
         passed_on = sent(role, Received(message, buffer))
         assert passed_on == ([("GRADIENT@0 to S [gradient 0]", 0, together)] if place == together - 1 else [])
 
@@ -156,7 +156,7 @@ def test_averages_weigh_by_samples() -> None:
     role = training("softsync")
     few = sent_gradient(1, 0, 0, samples=2)
     feed(role, gradient(0, 0, 0, G0, asks=False))
-    event = Received(Message(Kind.GRADIENT, FIRST + 1, 0, -1, gradients=(few,)), G1)
+    event = Received(Message(MessageKind.GRADIENT, FIRST + 1, 0, -1, gradients=(few,)), G1)
     assert feed(role, event)[0] == f"gradient 0 takes {2 / 6:g} of 1 * gradient 1"
 
 
@@ -331,15 +331,15 @@ def test_a_server_below_which_all_learners_died_is_waited_for_no_more() -> None:
     """Of two children with two learners each, the first has none left; what it has under way has no turn."""
     run = job("hardsync", 4, topology={"name": "adv", "options": {"fan_out": 2}})
     root = machine(ROOT, run)
-    digest = [Received(Message(Kind.READY, child, value=DIGEST)) for child in (SERVER, SERVER + 1)]
+    digest = [Received(Message(MessageKind.READY, child, value=DIGEST)) for child in (SERVER, SERVER + 1)]
     feed(root, Started(), HASHED, Sent("weights", SERVER), Sent("weights", SERVER + 1), *digest)
     assert feed(root, Lost(FIRST)) == ["warn learner 0 (rank 4) died; 3 learners are left, 3 gradients make an update"]
     wanted = feed(root, Lost(FIRST + 1))
     assert wanted[0] == "withdraw gradient 0"
-    late = Message(Kind.GRADIENT, SERVER, 0, -1, gradients=(sent_gradient(1, 0, 0),))
+    late = Message(MessageKind.GRADIENT, SERVER, 0, -1, gradients=(sent_gradient(1, 0, 0),))
     assert feed(root, Received(late, G0)) == ["receive gradient 0 from R1"]
     both = (sent_gradient(2, 0, 0), sent_gradient(3, 0, 0))
-    wanted = feed(root, Received(Message(Kind.GRADIENT, SERVER + 1, 0, 0, gradients=both), G1))
+    wanted = feed(root, Received(Message(MessageKind.GRADIENT, SERVER + 1, 0, 0, gradients=both), G1))
     assert any(text.startswith("update by gradient 1") for text in wanted)
     assert (root.received, root.ledger.applied, root.lost) == (3, 2, 1)
 

@@ -20,7 +20,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rudra.compute.executor import Executor
-from rudra.core.messages import Kind, Message
+from rudra.core.messages import Message, MessageKind
 from rudra.core.records import Gradient
 from rudra.mpi.arena import LEASES
 from rudra.mpi.failures import Losses
@@ -267,9 +267,9 @@ class Rank:
         self.losses = Losses(self.comm)
         self.transfers = Transfers(self.comm, self.losses, {rank: self.executor}, self._received, self._sent, arena)
 
-    def send(self, name: str, value: float, to: int, tag: int, kind: Kind) -> None:
+    def send(self, name: str, value: float, to: int, tag: int, kind: MessageKind) -> None:
         self.executor.renew(name).vector.fill_(value)
-        message = Message(kind, self.rank, gradients=(GIVEN,) if kind is Kind.GRADIENT else ())
+        message = Message(kind, self.rank, gradients=(GIVEN,) if kind is MessageKind.GRADIENT else ())
         going = Going(self.rank, name, to)
         if self.world.near:
             self.transfers.lend(going, message, to, tag, halves=False, most=2)
@@ -320,7 +320,7 @@ class Server(Rank):
     def act(self) -> None:
         while self._todo and not self.executor.lent["weights"]:
             name, sender, value = self._todo.pop(0)
-            self.send("weights", -value, sender, DOWN, Kind.WEIGHTS)
+            self.send("weights", -value, sender, DOWN, MessageKind.WEIGHTS)
             self.receive(name, None, UP)
 
 
@@ -339,7 +339,7 @@ class Learner(Rank):
             self.pushes += 1
             self.waits = True
             self.receive("weights", SERVER, DOWN)
-            self.send("gradient", 100 * self.rank + self.pushes, SERVER, UP, Kind.GRADIENT)
+            self.send("gradient", 100 * self.rank + self.pushes, SERVER, UP, MessageKind.GRADIENT)
 
     @property
     def is_done(self) -> bool:
